@@ -1,0 +1,238 @@
+"""What a placed input is: `Source`, members of placed arrays, read by index on the workers.
+
+A source is described by plain JSON data (`to_spec`), from which another process opens it again
+(`open_spec`); it is never pickled with its data. The sources themselves are in `beamjax.sources`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib
+import math
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from beamjax import arrays as wire
+from beamjax.errors import BeamjaxError, SourceError
+
+PyTreeDef: TypeAlias = Any
+"""`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """One member of one leaf.
+
+    Attributes:
+        shape: of a member; for typed keys, of its key data, which has one axis more than the key.
+        dtype: in native byte order; of typed keys, uint32.
+        key_impl: for typed keys, what `jax.random.wrap_key_data(..., impl=key_impl)` needs.
+        path: where the leaf is in the tree, as `jax.tree_util.keystr` writes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    key_impl: str | None = None
+    path: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a member."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "shape": list(self.shape),
+            "dtype": wire.dtype_name(self.dtype),
+            "key_impl": self.key_impl,
+            "path": self.path,
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> LeafSpec:
+        """Undoes `to_json`; KeyError, TypeError or ArrayFormatError for anything else."""
+        return cls(
+            tuple(int(size) for size in record["shape"]),
+            wire.dtype_from_name(record["dtype"]),
+            record["key_impl"],
+            str(record["path"]),
+        )
+
+    def __str__(self) -> str:
+        key = f" (keys, {self.key_impl})" if self.key_impl else ""
+        return f"{wire.dtype_name(self.dtype)}{list(self.shape)}{key}"
+
+
+class Source(abc.ABC):
+    """Members 0..n-1 of a pytree of placed arrays, read by index range.
+
+    A subclass gives its `kind`, a name under which `open_spec` finds it, as a class argument
+    (`class MySource(Source, kind="mine")`), and the methods below. Its module must be importable
+    on the workers. `read` is called by several threads at once.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if kind:
+            cls.kind = kind
+            _KINDS[kind] = cls
+
+    @property
+    @abc.abstractmethod
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """One member of each leaf, in the order of the tree."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """The number of members, n."""
+
+    @abc.abstractmethod
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        """Members start..stop-1 of each leaf, as arrays of shape (stop - start, *leaf.shape).
+
+        Raises:
+            SourceError: if the range is not in 0..n, or the data is not what it was.
+        """
+
+    @abc.abstractmethod
+    def to_spec(self) -> dict[str, Any]:
+        """Plain JSON values from which `open_spec` opens the source in another process.
+
+        The tree is not part of it: a re-opened source is a tuple of leaves. The result must have
+        `"kind"` and `"module"`, as `spec_head` gives them.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Source:
+        """Undoes `to_spec`."""
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        """The tree that the leaves form; a tuple unless the class knows better."""
+        import jax
+
+        return jax.tree_util.tree_structure(tuple(self.leaves))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all members of all leaves."""
+        return len(self) * sum(leaf.nbytes for leaf in self.leaves)
+
+    def describe(self) -> str:
+        """One line for people."""
+        return describe_source(self, self.kind or type(self).__name__)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.describe()}>"
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Source], tuple[dict[str, Any]]]:
+        """Pickles as its spec, so that no data gets into a pipeline by mistake."""
+        return open_spec, (self.to_spec(),)
+
+    def spec_head(self) -> dict[str, Any]:
+        """What every spec begins with: by it `open_spec` finds the class."""
+        return {"kind": self.kind, "module": type(self).__module__}
+
+    def check_range(self, start: int, stop: int) -> None:
+        """SourceError unless 0 <= start <= stop <= n; for `read` to begin with."""
+        if not 0 <= start <= stop <= len(self):
+            raise SourceError(
+                f"{self!r}: members {start} to {stop} were asked for, expected a range within 0 "
+                f"to {len(self)}."
+            )
+
+
+def describe_source(source: Source, where: str) -> str:
+    """`n members of leaf, leaf, ... (bytes) where`."""
+    leaves = ", ".join(f"{leaf.path} {leaf}".strip() for leaf in source.leaves[:4])
+    more = ", ..." if len(source.leaves) > 4 else ""
+    return f"{len(source)} members of {leaves}{more} ({source.nbytes} bytes) {where}"
+
+
+_KINDS: dict[str, type[Source]] = {}
+_LIVE: dict[str, Source] = {}
+_LIVE_LOCK = threading.Lock()
+
+
+def open_spec(spec: dict[str, Any]) -> Source:
+    """Opens the source that a `to_spec` or a `live_spec` describes.
+
+    Raises:
+        SourceError: if the kind is unknown here, or the spec is not one.
+    """
+    fields = spec if isinstance(spec, dict) else {}
+    kind, module = str(fields.get("kind")), fields.get("module")
+    if kind == "live":
+        return lookup(str(fields.get("token")))
+    if kind not in _KINDS and isinstance(module, str) and module not in ("", "__main__"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise SourceError(
+                f"source of kind {kind!r}: cannot import its module {module!r} in process "
+                f"{os.getpid()} ({error}); install it on the workers."
+            ) from error
+    if kind not in _KINDS:
+        raise SourceError(
+            f"source of kind {kind!r} (module {module!r}) is unknown in process {os.getpid()}, "
+            f"expected one of {sorted(_KINDS)}; define it in a module that the workers can import."
+        )
+    try:
+        return _KINDS[kind].from_spec(spec)
+    except BeamjaxError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(
+            f"source of kind {kind!r}: found the spec {spec!r:.200}, which its to_spec does not "
+            f"give ({type(error).__name__}: {error})."
+        ) from error
+
+
+def register(source: Source) -> str:
+    """Shares a live source with the other threads of this process, until `release`.
+
+    Returns:
+        A token for `lookup`, or for `open_spec(live_spec(token))`.
+    """
+    token = uuid.uuid4().hex
+    with _LIVE_LOCK:
+        _LIVE[token] = source
+    return token
+
+
+def live_spec(token: str) -> dict[str, Any]:
+    """The spec of a registered source; good in this process only."""
+    return {"kind": "live", "token": token}
+
+
+def lookup(token: str) -> Source:
+    """The source that was registered under `token`.
+
+    Raises:
+        SourceError: if it was released, or registered in another process.
+    """
+    with _LIVE_LOCK:
+        source = _LIVE.get(token)
+    if source is None:
+        raise SourceError(
+            f"source {token}: not registered in process {os.getpid()}. In-memory sources live in "
+            "the process that made them and until they are released: write it to files with "
+            "source.spill(folder), in a folder that the workers see, to read it elsewhere."
+        )
+    return source
+
+
+def release(token: str) -> None:
+    """Forgets a registered source; harmless if it is unknown."""
+    with _LIVE_LOCK:
+        _LIVE.pop(token, None)

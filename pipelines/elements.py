@@ -1,0 +1,214 @@
+"""What travels between the steps of a pipeline, and the coders that turn it to bytes.
+
+The coders are deterministic, and nothing in an element is pickled: arrays and names go through
+`beamjax.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A partial
+result is a plain `tuple[str, bytes]` (lane, encoded accumulator), for which Beam has coders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from apache_beam.coders.coders import Coder
+from apache_beam.coders.typecoders import registry
+
+from beamjax import arrays as wire
+from beamjax.errors import ArrayFormatError, StructureError
+from beamjax.pipelines.store import Ref
+
+T = TypeVar("T")
+
+Partial = tuple[str, bytes]
+"""Lane (reduction, leaf and piece, as text) and encoded accumulator."""
+
+MAX_ELEMENT_BYTES = 2**31 - 2**20
+"""What gRPC and protobuf can carry at all, with room for their own headers."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """Consecutive members, with the placed values of theirs that later steps need.
+
+    Attributes:
+        start: index of the first member.
+        count: number of members.
+        shard_size: members in a full shard of the plan; `count` is at most this.
+        values: name to array of shape (count, ...).
+    """
+
+    start: int
+    count: int
+    shard_size: int
+    values: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or not 0 < self.count <= self.shard_size:
+            raise StructureError(
+                f"block at member {self.start}: found {self.count} members, expected from 1 to the "
+                f"shard size {self.shard_size}, and a start of at least 0."
+            )
+        for name, value in self.values.items():
+            if np.ndim(value) == 0 or value.shape[0] != self.count:
+                raise StructureError(
+                    f"block at member {self.start}, value {name!r}: found the shape "
+                    f"{np.shape(value)}, expected ({self.count}, ...)."
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(value.nbytes for value in self.values.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The server values that a step needs.
+
+    Attributes:
+        values: name to where the value is.
+    """
+
+    values: dict[str, Ref]
+
+
+class _Coder(Coder, Generic[T]):
+    """A deterministic coder of one type, through `beamjax.arrays`."""
+
+    element: type
+
+    def pack(self, value: T) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Arrays and plain JSON values that stand for `value`."""
+        raise NotImplementedError
+
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> T:
+        """Undoes `pack`; may fail in any way on what `pack` does not give."""
+        raise NotImplementedError
+
+    def encode(self, value: T) -> bytes:
+        """The same bytes for the same value.
+
+        Raises:
+            StructureError: for a value of another type, or over 2 GiB.
+        """
+        name = self.element.__name__
+        if not isinstance(value, self.element):
+            raise StructureError(
+                f"{self!r}: found {type(value).__name__}, expected {name}; give the transform "
+                "the type hint of what it returns."
+            )
+        arrays, meta = self.pack(value)
+        size = wire.encoded_size(arrays)
+        if size > MAX_ELEMENT_BYTES:
+            raise StructureError(
+                f"{self!r}: found a {name} of {size} bytes, expected at most {MAX_ELEMENT_BYTES}; "
+                "make the shards smaller."
+            )
+        return wire.encode_arrays(arrays, {"element": name, **meta})
+
+    def decode(self, encoded: bytes) -> T:
+        """Undoes `encode`; arrays are read-only views of `encoded`.
+
+        Raises:
+            ArrayFormatError: if `encoded` is not such an element.
+        """
+        arrays, meta = wire.decode_arrays(encoded)
+        name = self.element.__name__
+        if meta.get("element") != name:
+            raise ArrayFormatError(
+                f"{self!r}: found an element {meta.get('element')!r}, expected {name!r}."
+            )
+        try:
+            return self.unpack(arrays, meta)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ArrayFormatError(
+                f"{self!r}: found {len(arrays)} arrays with {meta!r:.200}, which is no {name} "
+                f"({type(error).__name__}: {error})."
+            ) from error
+
+    def estimate_size(self, value: T) -> int:
+        """About the encoded size, in bytes; Beam would encode to find out."""
+        arrays, _ = self.pack(value)
+        return wire.encoded_size(arrays)
+
+    def is_deterministic(self) -> bool:
+        return True
+
+    def to_type_hint(self) -> type:
+        return self.element
+
+
+class BlockCoder(_Coder[Block]):
+    """Coder of `Block`."""
+
+    element = Block
+
+    def pack(self, value: Block) -> tuple[list[np.ndarray], dict[str, Any]]:
+        names = sorted(value.values)
+        block = [int(value.start), int(value.count), int(value.shard_size)]
+        meta = {"block": block, "names": names}
+        return [value.values[name] for name in names], meta
+
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Block:
+        start, count, shard_size = meta["block"]
+        return Block(start, count, shard_size, dict(zip(meta["names"], arrays, strict=True)))
+
+
+class RefCoder(_Coder[Ref]):
+    """Coder of `Ref`."""
+
+    element = Ref
+
+    def pack(self, value: Ref) -> tuple[list[np.ndarray], dict[str, Any]]:
+        return [np.frombuffer(value.inline, np.uint8)], {"ref": value.to_json()}
+
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Ref:
+        (inline,) = arrays
+        return Ref.from_json(meta["ref"], inline.tobytes())
+
+
+class EnvironmentCoder(_Coder[Environment]):
+    """Coder of `Environment`."""
+
+    element = Environment
+
+    def pack(self, value: Environment) -> tuple[list[np.ndarray], dict[str, Any]]:
+        names = sorted(value.values)
+        refs = [value.values[name] for name in names]
+        meta = {"names": names, "refs": [ref.to_json() for ref in refs]}
+        return [np.frombuffer(ref.inline, np.uint8) for ref in refs], meta
+
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Environment:
+        refs = [
+            Ref.from_json(record, inline.tobytes())
+            for record, inline in zip(meta["refs"], arrays, strict=True)
+        ]
+        return Environment(dict(zip(meta["names"], refs, strict=True)))
+
+
+class ArrayCoder(_Coder[np.ndarray]):
+    """Coder of one NumPy array of numbers; see `register_array_coder`."""
+
+    element = np.ndarray
+
+    def pack(self, value: np.ndarray) -> tuple[list[np.ndarray], dict[str, Any]]:
+        return [value], {}
+
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> np.ndarray:
+        (array,) = arrays
+        return array
+
+
+def register_array_coder() -> None:
+    """Makes `ArrayCoder` the coder of every PCollection of type `np.ndarray` in this process.
+
+    It is not registered by the import: it would change the pipelines of users who have arrays of
+    strings or objects in theirs, which it refuses.
+    """
+    registry.register_coder(np.ndarray, ArrayCoder)
+
+
+registry.register_coder(Block, BlockCoder)
+registry.register_coder(Ref, RefCoder)
+registry.register_coder(Environment, EnvironmentCoder)

@@ -1,0 +1,124 @@
+"""Small whole files on a local path or any URL that Beam's FileSystems knows.
+
+Written at once or not at all: readers see the whole file or none. Local files are mapped to memory
+when they are big.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import tempfile
+import uuid
+from pathlib import Path
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_TEMPORARY = ".tmp"
+_MAP_BYTES = 8 * 2**20  # smaller files are read: a map keeps a file descriptor open
+
+
+def is_url(path: str) -> bool:
+    """Whether Beam's FileSystems must be asked, rather than the operating system."""
+    return _URL.match(path) is not None
+
+
+def join(folder: str, name: str) -> str:
+    """Path of a file in a folder."""
+    if not is_url(folder):
+        return os.path.join(folder, name)
+    from apache_beam.io.filesystems import FileSystems
+
+    return FileSystems.join(folder, name)
+
+
+def write(path: str, data: bytes, *, keep: bool = False) -> None:
+    """Writes a file under a temporary name, and renames it.
+
+    Args:
+        path: its folder is made, for this user only (mode 0700), if it is not there.
+        data: the whole content.
+        keep: leave a file of this name and size as it is, as fits content-hashed names.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    (_write_remote if is_url(path) else _write_local)(path, data, keep)
+
+
+def read(path: str) -> memoryview:
+    """The whole content, read-only. A big local file is mapped, not read.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    if is_url(path):
+        from apache_beam.io.filesystem import CompressionTypes
+        from apache_beam.io.filesystems import FileSystems
+
+        with FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED) as file:
+            return memoryview(file.read())
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < _MAP_BYTES:
+            return memoryview(file.read())
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def remove(folder: str, suffix: str) -> None:
+    """Removes the files that `write` left with this suffix, and a local folder that is then empty.
+
+    Raises:
+        Exception: whatever the file system raises; not if nothing is there.
+    """
+    if is_url(folder):
+        from apache_beam.io.filesystems import FileSystems
+
+        found = FileSystems.match([FileSystems.join(folder, "*")])[0].metadata_list
+        paths = [file.path for file in found if file.path.endswith((suffix, _TEMPORARY))]
+        if paths:
+            FileSystems.delete(paths)
+        return
+    if not os.path.isdir(folder):
+        return
+    for path in Path(folder).iterdir():
+        if path.name.endswith((suffix, _TEMPORARY)):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others' files may be in it
+        os.rmdir(folder)
+
+
+def _write_local(path: str, data: bytes, keep: bool) -> None:
+    if keep and os.path.exists(path) and os.path.getsize(path) == len(data):
+        return
+    folder = os.path.dirname(path) or "."
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(suffix=_TEMPORARY, dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _write_remote(path: str, data: bytes, keep: bool) -> None:
+    from apache_beam.io.filesystem import CompressionTypes
+    from apache_beam.io.filesystems import FileSystems
+
+    exists = FileSystems.exists(path)
+    if exists and keep and FileSystems.get_filesystem(path).size(path) == len(data):
+        return
+    temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
+    with FileSystems.create(temporary, compression_type=CompressionTypes.UNCOMPRESSED) as file:
+        file.write(data)
+    try:
+        if exists:
+            FileSystems.delete([path])
+        FileSystems.rename([temporary], [path])
+    except Exception:
+        with contextlib.suppress(Exception):
+            FileSystems.delete([temporary])
+        if not (keep and FileSystems.exists(path)):  # another worker may have been faster
+            raise

@@ -1,0 +1,340 @@
+"""Values too big for a Beam element: files in a folder that the launcher and the workers reach.
+
+A value is a list of arrays. `Store.put` writes it as content-hashed files and gives back a `Ref`,
+a small plain value that travels in its place; small values travel inside of the `Ref`. `Store.get`
+reads it back, once a process: the arrays are cached by hash, for all threads.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax import arrays as wire
+from beamjax.errors import ArrayFormatError, OptionsError, SourceError
+from beamjax.pipelines import files as file_io
+
+PIECE_BYTES = 64 * 2**20
+"""Largest file, in bytes."""
+INLINE_BYTES = 64 * 2**10
+"""Largest encoded value that travels inside of its `Ref`, in bytes."""
+
+_SUFFIX = ".arrays"
+_SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
+_CHUNK_OVERHEAD = 256  # of a chunk in its file: header and alignment, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """Where a value is. Plain data: picklable, hashable, and JSON but for `inline`.
+
+    Attributes:
+        key: hash of the content, the same for the same arrays in any store.
+        leaves: dtype name and shape of each array.
+        inline: the encoded arrays themselves, if they are small; empty otherwise.
+        files: name and size in bytes of each file, in order; empty if the value is inline.
+    """
+
+    key: str
+    leaves: tuple[tuple[str, tuple[int, ...]], ...]
+    inline: bytes = b""
+    files: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`"inline"` or `"file"`."""
+        return "inline" if self.inline else "file"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays once they are loaded."""
+        return sum(
+            math.prod(shape) * wire.dtype_from_name(name).itemsize for name, shape in self.leaves
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but `inline`, as plain JSON values."""
+        return {
+            "key": self.key,
+            "leaves": [[name, list(shape)] for name, shape in self.leaves],
+            "files": [list(file) for file in self.files],
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], inline: bytes = b"") -> Ref:
+        """Undoes `to_json`.
+
+        Raises:
+            ArrayFormatError: if `record` is not what `to_json` gives.
+        """
+        try:
+            ref = cls(
+                record["key"],
+                tuple((name, tuple(shape)) for name, shape in record["leaves"]),
+                inline,
+                tuple((name, size) for name, size in record["files"]),
+            )
+            sizes = [size for _, shape in ref.leaves for size in shape]
+            sizes += [size for _, size in ref.files]
+            plain = isinstance(ref.key, str) and all(type(s) is int and s >= 0 for s in sizes)
+            plain = plain and all(wire.dtype_from_name(name) for name, _ in ref.leaves)
+            plain = plain and all(_SAFE_NAME.fullmatch(name) for name, _ in ref.files)
+        except (KeyError, TypeError, ValueError):
+            ref, plain = None, False
+        if ref is None or not plain:
+            raise ArrayFormatError(
+                f"reference to a stored value: found {record!r:.200}, expected a key, leaves as "
+                "[dtype, shape] and files as [name, bytes]."
+            )
+        return ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """A folder of values.
+
+    Attributes:
+        root: a local path (made absolute), or any URL that Beam's FileSystems knows; the launcher
+            and the workers must see the same files there.
+        piece_bytes: largest file, in bytes; bigger arrays are cut.
+    """
+
+    root: str
+    piece_bytes: int = PIECE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.piece_bytes < 4 * _CHUNK_OVERHEAD:
+            raise OptionsError(
+                f"store {self.root}: found piece_bytes={self.piece_bytes}, expected at least "
+                f"{4 * _CHUNK_OVERHEAD}."
+            )
+        if not file_io.is_url(self.root):
+            object.__setattr__(self, "root", os.path.abspath(self.root))
+
+    @classmethod
+    def temporary(cls, parent: str | None = None) -> Store:
+        """A store in a new folder, which `cleanup` can remove without touching others' files.
+
+        Args:
+            parent: path or URL to make it in; by default the temporary folder of this machine,
+                which workers on other machines do not see.
+        """
+        parent = tempfile.gettempdir() if parent is None else parent
+        return cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"))
+
+    def put(self, arrays: Sequence[Any], hint: str = "") -> Ref:
+        """Writes a value, unless the same one is there already.
+
+        Args:
+            arrays: arrays of any shapes, with dtypes that `beamjax.arrays` takes.
+            hint: a word for people who look into the folder, for example a step's name.
+
+        Returns:
+            The reference to give to `get`, here or in another process.
+
+        Raises:
+            StructureError: if an array is not plain numbers.
+            SourceError: if the folder cannot be written.
+        """
+        arrays = [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
+        leaves = tuple((wire.dtype_name(a.dtype), a.shape) for a in arrays)
+        if sum(a.nbytes for a in arrays) <= INLINE_BYTES:
+            data = wire.encode_arrays(arrays)
+            if len(data) <= INLINE_BYTES:
+                return Ref(_digest([data]), leaves, inline=data)
+        suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
+        files = []
+        for chunks in _pack(arrays, self.piece_bytes):
+            data = wire.encode_arrays(chunks)
+            name = f"{_digest([data])}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
+            self._write(name, data)
+            files.append((name, len(data)))
+        names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
+        return Ref(_digest(names), leaves, files=tuple(files))
+
+    def get(self, ref: Ref, *, cache: bool = True) -> list[np.ndarray]:
+        """Reads a value.
+
+        Args:
+            ref: what `put` returned.
+            cache: keep the arrays for the next `get` of this process. A value is loaded once even
+                if several threads ask at once.
+
+        Returns:
+            The arrays, read-only.
+
+        Raises:
+            SourceError: if a file is missing or cannot be read.
+            ArrayFormatError: if a file is corrupted or holds something else.
+        """
+        if ref.inline:
+            return wire.decode_arrays(ref.inline)[0]
+        if not cache:
+            return self._load(ref)
+        return list(_CACHE.get(ref.key, ref.nbytes, lambda: self._load(ref)))
+
+    def cleanup(self) -> None:
+        """Removes the files of the store, and the folder if nothing else is in it.
+
+        Raises:
+            SourceError: if they cannot be removed.
+        """
+        try:
+            file_io.remove(self.root, _SUFFIX)
+        except Exception as error:
+            raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
+
+    def _write(self, name: str, data: bytes) -> None:
+        try:
+            file_io.write(file_io.join(self.root, name), data, keep=True)
+        except Exception as error:
+            raise SourceError(
+                f"{self.root}: cannot write {name} of {len(data)} bytes ({error}); expected a "
+                "folder that the launcher and all workers can write and read."
+            ) from error
+
+    def _load(self, ref: Ref) -> list[np.ndarray]:
+        chunks = (chunk for name, size in ref.files for chunk in self._read_chunks(name, size))
+        loaded = [
+            _assemble(wire.dtype_from_name(name), shape, chunks, f"{self.root}: value {ref.key}")
+            for name, shape in ref.leaves
+        ]
+        if next(chunks, None) is not None:
+            raise ArrayFormatError(
+                f"{self.root}: value {ref.key} has more data than its {len(ref.leaves)} arrays."
+            )
+        return loaded
+
+    def _read_chunks(self, name: str, size: int) -> list[np.ndarray]:
+        path = f"{self.root}/{name}"
+        if not _SAFE_NAME.fullmatch(name):
+            raise ArrayFormatError(f"{path}: not a file name that a store gives.")
+        try:
+            data = file_io.read(file_io.join(self.root, name))
+        except Exception as error:
+            raise SourceError(
+                f"{path}: cannot read a stored value ({error}); expected a file of {size} bytes. "
+                "Is the folder shared by the launcher and all workers, and was it not cleaned up?"
+            ) from error
+        if len(data) != size:
+            raise ArrayFormatError(f"{path}: found {len(data)} bytes, expected {size}.")
+        try:
+            return wire.decode_arrays(data)[0]
+        except ArrayFormatError as error:
+            raise ArrayFormatError(f"{path}: {error}") from None
+
+
+class _Cache:
+    """Least recently used values of this process, up to a number of bytes; thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._values: collections.OrderedDict[str, tuple[list[np.ndarray], int]]
+        self._values = collections.OrderedDict()
+        self._loading: dict[str, threading.Lock] = {}
+
+    def get(self, key: str, nbytes: int, load: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+            loading = self._loading.setdefault(key, threading.Lock())
+        with loading:
+            with self._lock:
+                if key in self._values:
+                    return self._values[key][0]
+            try:
+                value = load()
+                with self._lock:
+                    self._values[key] = (value, nbytes)
+                    self._shrink()
+            finally:
+                with self._lock:
+                    self._loading.pop(key, None)
+            return value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+
+    def _shrink(self) -> None:
+        # The newest stays even if it is over the limit: it is about to be asked for again.
+        total = sum(nbytes for _, nbytes in self._values.values())
+        while total > self.limit and len(self._values) > 1:
+            _, (_, nbytes) = self._values.popitem(last=False)
+            total -= nbytes
+
+
+_CACHE = _Cache(limit=2**30)
+
+
+def set_cache_bytes(limit: int) -> None:
+    """Sets how many bytes of values this process keeps (1 GiB at first); 0 keeps only the last."""
+    _CACHE.limit = limit
+
+
+def clear_cache() -> None:
+    """Forgets all cached values of this process."""
+    _CACHE.clear()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _pack(arrays: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]:
+    """Cuts arrays to flat chunks and gathers these to lists that fit a file of `limit` bytes."""
+    chunks: list[np.ndarray] = []
+    used = _CHUNK_OVERHEAD
+    for array in arrays:
+        flat = array.reshape(-1)
+        step = (limit - 2 * _CHUNK_OVERHEAD) // max(flat.itemsize, 1)
+        for start in range(0, flat.size if flat.nbytes else 0, step):
+            chunk = flat[start : start + step]
+            cost = chunk.nbytes + _CHUNK_OVERHEAD
+            if chunks and used + cost > limit:
+                yield chunks
+                chunks, used = [], _CHUNK_OVERHEAD
+            chunks.append(chunk)
+            used += cost
+    if chunks:
+        yield chunks
+
+
+def _assemble(
+    dtype: np.dtype, shape: tuple[int, ...], chunks: Iterator[np.ndarray], where: str
+) -> np.ndarray:
+    """One array from the flat chunks that come next; without a copy if there is only one."""
+    size = math.prod(shape) if dtype.itemsize else 0
+    parts, found = [], 0
+    while found < size:
+        chunk = next(chunks, None)
+        if chunk is None or chunk.dtype != dtype or found + chunk.size > size:
+            what = "nothing" if chunk is None else f"{chunk.dtype}[{chunk.size}]"
+            raise ArrayFormatError(
+                f"{where}: found {what} at element {found} of an array, expected {dtype}"
+                f"{list(shape)}; another file took the place of this one."
+            )
+        parts.append(chunk)
+        found += chunk.size
+    if len(parts) == 1:
+        return parts[0].reshape(shape)
+    joined = np.concatenate(parts).reshape(shape) if parts else np.empty(shape, dtype)
+    joined.flags.writeable = False
+    return joined
