@@ -1,0 +1,143 @@
+"""The one file that names `jax.interpreters`, `jax._src` or a JAX version.
+
+Checked on JAX 0.10.2 and 0.12.0.1. Everything else in beamjax uses public `jax`, `jax.extend`
+and the names below.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir
+from jax.interpreters import partial_eval as pe
+
+
+def hide_frames(folder: str) -> None:
+    """Leaves the files of `folder` out of the source lines that JAX attributes to the user."""
+    source_info_util.register_exclusion(os.path.join(folder, ""))
+
+
+def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None:
+    """Lowers `primitive` by tracing `fun`, which takes the operands and the parameters."""
+    rule = mlir.lower_fun(fun, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, rule)
+
+
+def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
+    """Registers `rule(used_outputs, eqn) -> (used_inputs, new_eqn or None)`."""
+    # JAX 0.10 passes (used, eqn), 0.12 passes (used, live_inputs, eqn).
+    pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
+
+
+def dce(closed: jex.ClosedJaxpr, used: Sequence[bool]) -> tuple[jex.ClosedJaxpr, list[bool]]:
+    """Drops the outputs of a jaxpr without consts that are not `used`, and what only they need.
+
+    Returns:
+      The smaller jaxpr and, for each input of the given one, whether it is still an input.
+    """
+    jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), False)
+    return jex.ClosedJaxpr(jaxpr, []), list(used_inputs)
+
+
+def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    """Turns the consts of a jaxpr, and of calls to jit in it, into leading inputs.
+
+    Returns:
+      The jaxpr and the values of these inputs.
+    """
+    eqns, jit_vars, jit_consts = [], [], []
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive is jex.primitives.jit_p:
+            inner, consts = hoist_consts(eqn.params["jaxpr"])
+            if consts:
+                eqn_vars = [_new_var(var.aval) for var in inner.jaxpr.invars[: len(consts)]]
+                eqn = _with_leading_inputs(eqn, inner, eqn_vars)
+                jit_vars += eqn_vars
+                jit_consts += consts
+        eqns.append(eqn)
+    if not closed.consts and not jit_consts:
+        return jex.ClosedJaxpr(closed.jaxpr, []), []
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jit_vars, *jaxpr.invars],
+        eqns=eqns,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jex.ClosedJaxpr(jaxpr, []), [*closed.consts, *jit_consts]
+
+
+_new_var = jex.gensym()
+
+
+def _with_leading_inputs(eqn: Any, inner: jex.ClosedJaxpr, new_vars: list[Any]) -> Any:
+    """A call to jit of `inner`, with `new_vars` before the inputs that it has."""
+    params = {**eqn.params, "jaxpr": inner}
+    for key, default in _jit_input_params().items():
+        params[key] = (*default * len(new_vars), *params[key])
+    return eqn.replace(invars=[*new_vars, *eqn.invars], params=params)
+
+
+@functools.cache
+def _jit_input_params() -> dict[str, tuple[Any, ...]]:
+    """The parameters of a call to jit that hold an entry for each input, for one plain input."""
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns
+    return {key: eqn.params[key] for key in ("donated_invars", "in_shardings", "in_layouts")}
+
+
+def outer_effects(effects: Iterable[Any]) -> set[Any]:
+    """The effects that a caller of a jaxpr sees: not those on references made inside of it."""
+    return {e for e in effects if type(e).__name__ != "InternalMutableArrayEffect"}
+
+
+def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Drops the equations that have an effect, but no results, such as prints.
+
+    Writing to a reference is not one of them. Jaxprs inside equations are treated the same.
+    """
+    jaxpr = closed.jaxpr
+    if not jaxpr.effects:
+        return closed
+    eqns = [_strip_eqn(eqn) for eqn in jaxpr.eqns if not _is_side_effect(eqn)]
+    effects = set().union(*(eqn.effects for eqn in eqns)) & set(jaxpr.effects)
+    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)
+
+
+def _is_side_effect(eqn: Any) -> bool:
+    arrays = all(isinstance(var.aval, jax.core.ShapedArray) for var in eqn.invars)
+    return bool(eqn.effects) and not eqn.outvars and arrays
+
+
+def _strip_eqn(eqn: Any) -> Any:
+    if not eqn.effects:
+        return eqn
+    gone: set[Any] = set()
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(strip, value)) if type(value) in (tuple, list) else value
+        if not isinstance(value, jex.ClosedJaxpr):
+            return value
+        stripped = without_side_effects(value)
+        gone.update(set(value.effects) - set(stripped.effects))
+        return stripped
+
+    params = {key: strip(value) for key, value in eqn.params.items()}
+    return eqn.replace(params=params, effects=set(eqn.effects) - gone)
+
+
+def bind(primitive: jex.Primitive, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Applies a primitive with the parameters of an equation, as evaluating a jaxpr does."""
+    bound = primitive.get_bind_params(params)
+    # JAX 0.10 gives (functions, params), 0.12 params alone.
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    results = primitive.bind(*functions, *args, **params)
+    return list(results) if primitive.multiple_results else [results]

@@ -1,0 +1,350 @@
+"""The operators of a program.
+
+A server value is a tree of arrays; a placed value is a tree of arrays with the members of a
+placement along axis 0. `broadcast` makes placed values of server values, `map_fn` applies a
+function to each member, and the reductions make server values of placed values:
+
+    @beamjax.program(placements={"clients": 10})
+    def mean_of_squares(x, w):
+        return beamjax.reduce_mean(beamjax.map_fn(lambda v: (v * w) ** 2, x))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from beamjax import derivatives as _derivatives  # noqa: F401  (registers the rules)
+from beamjax import layouts, primitives
+from beamjax.errors import PlacementError, StructureError
+from beamjax.layouts import AnyMesh
+from beamjax.placements import activate, check_placements, resolve
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def program(
+    placements: Mapping[str, int] | None = None,
+    *,
+    use_abstract_mesh: bool = True,
+    **sizes: int,
+) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Makes a function a program: a function that may call the operators of beamjax.
+
+    Write `@program(placements={"clients": 10})` or `@program(clients=10)`. Programs may call each
+    other; inside both, the placements of both are known. A program may be transformed and compiled
+    as any other function of JAX.
+
+    Args:
+      placements: the number of members of each placement, an int >= 1.
+      use_abstract_mesh: taken for programs written for DrJAX, without effect.
+      **sizes: the same as `placements`, as keywords.
+
+    Returns:
+      A decorator.
+
+    Raises:
+      PlacementError: there is no placement, or one has a size that is not an int >= 1.
+    """
+    del use_abstract_mesh
+    active = check_placements(sizes if placements is None else placements)
+    if placements is not None and sizes:
+        active += check_placements(sizes)
+    names = [name for name, _ in active]
+    if len(set(names)) < len(names):
+        raise PlacementError(f"program: a placement is given twice: {', '.join(names)}.")
+
+    def decorate(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        @functools.wraps(fn)
+        def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            with activate(active):
+                return fn(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = None) -> Any:
+    """Gives each member of a placement a copy of a server value.
+
+    Args:
+      x: a tree of arrays or scalars.
+      placement: the placement; may be left out where the program has one.
+      mesh: the mesh to lay out the members on; None means the one set by `jax.set_mesh`, if any.
+
+    Returns:
+      A tree like `x`, with leaves of shape `(n, *leaf.shape)`.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, or the mesh has Explicit axes but
+        none that is named like the placement and divides n.
+      StructureError: a leaf is not an array.
+    """
+    placement, n = resolve("broadcast", placement)
+    mesh = layouts.mesh_for("broadcast", placement, n, mesh)
+
+    def broadcast_leaf(path: Any, leaf: Any) -> jax.Array:
+        array = _as_array("broadcast", "x", path, leaf)
+        return primitives.broadcast_p.bind(array, placement=placement, n=n, mesh=mesh)
+
+    return tree_util.tree_map_with_path(broadcast_leaf, x)
+
+
+def map_fn(
+    fn: Callable[..., Any],
+    arg: Any,
+    *,
+    placement: str | None = None,
+    mesh: AnyMesh | None = None,
+) -> Any:
+    """Applies a function to each member of a placement.
+
+    Args:
+      fn: takes one member and returns a tree of arrays or scalars. It may close over server
+        values, which are broadcast, and over constants.
+      arg: a tree of placed arrays, of shapes `(n, ...)`. A tuple is unpacked: `fn` takes one
+        argument for each of its entries.
+      placement: the placement; may be left out where the program has one.
+      mesh: the mesh to lay out the members on; None means the one set by `jax.set_mesh`, if any.
+
+    Returns:
+      The tree that `fn` returns, with leaves of shape `(n, *leaf.shape)`.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, a leaf of `arg` has not n members, or
+        the mesh has Explicit axes but none that is named like the placement and divides n.
+      StructureError: a leaf of `arg`, or of what `fn` returns, is not an array.
+    """
+    placement, n = resolve("map_fn", placement)
+    mesh = layouts.mesh_for("map_fn", placement, n, mesh)
+    name = _name_of(fn)
+    leaves, tree = tree_util.tree_flatten_with_path(arg)
+    placed = [_as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
+    result_tree = None
+
+    def body(*member: Any) -> list[jax.Array]:
+        nonlocal result_tree
+        value = tree_util.tree_unflatten(tree, member)
+        result = fn(*value) if isinstance(arg, tuple) else fn(value)
+        results, result_tree = tree_util.tree_flatten_with_path(result)
+        where = f"the result of {name}"
+        return [_as_array("map_fn", where, path, leaf) for path, leaf in results]
+
+    # Messages of JAX then name the user's function and its file instead of this one.
+    body = functools.wraps(fn, assigned=(), updated=())(body)
+    outs = primitives.map_members(body, [], placed, placement=placement, n=n, name=name, mesh=mesh)
+    return tree_util.tree_unflatten(result_tree, outs)
+
+
+def reduce_sum(x: Any, *, placement: str | None = None) -> Any:
+    """Sums over the members of a placement, as `jnp.sum` does over axis 0.
+
+    Args:
+      x: a tree of placed arrays, of shapes `(n, ...)`.
+      placement: the placement; may be left out where the program has one.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`. As in `jnp.sum`, bool and small int
+      leaves give the default int of the same sign.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, or a leaf has not n members.
+      StructureError: a leaf is not an array.
+    """
+    return _reduce("sum", x, placement)
+
+
+def reduce_mean(x: Any, *, placement: str | None = None) -> Any:
+    """Averages over the members of a placement, as `jnp.mean` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Bool and int leaves give floats.
+    """
+    return _reduce("mean", x, placement)
+
+
+def reduce_max(x: Any, *, placement: str | None = None) -> Any:
+    """Takes the largest value over the members of a placement, as `jnp.max` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Leaves keep their dtype. The result is NaN where
+    a member is NaN. Members that tie share the derivative.
+    """
+    return _reduce("max", x, placement)
+
+
+def reduce_min(x: Any, *, placement: str | None = None) -> Any:
+    """Takes the smallest value over the members of a placement, as `jnp.min` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Leaves keep their dtype. The result is NaN where
+    a member is NaN. Members that tie share the derivative.
+    """
+    return _reduce("min", x, placement)
+
+
+def reduce_prod(x: Any, *, placement: str | None = None) -> Any:
+    """Multiplies over the members of a placement, as `jnp.prod` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. As in `jnp.prod`, bool and small int leaves give
+    the default int of the same sign. The derivative divides the product by members, save where they
+    are zero: it is wrong where the product over- or underflows.
+    """
+    return _reduce("prod", x, placement)
+
+
+def reduce_any(x: Any, *, placement: str | None = None) -> Any:
+    """Tells whether any member of a placement is true, as `jnp.any` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Leaves of any dtype give bools.
+    """
+    return _reduce("any", x, placement)
+
+
+def reduce_all(x: Any, *, placement: str | None = None) -> Any:
+    """Tells whether all members of a placement are true, as `jnp.all` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Leaves of any dtype give bools.
+    """
+    return _reduce("all", x, placement)
+
+
+def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any:
+    """Averages over the members of a placement with weights: `sum(x * w) / sum(w)`.
+
+    Args:
+      x: a tree of placed arrays, of shapes `(n, ...)`.
+      w: the weights, a placed array of shape `(n,)` or `(n, *shape)` where `shape` broadcasts
+        against the trailing axes of each leaf; or a tree of such arrays that is `x` or a prefix of
+        it. Weights that sum to zero give NaN or inf, as a division does.
+      placement: the placement; may be left out where the program has one.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`. Inexact leaves keep their dtype,
+      others give the dtype of the weights, or the default float for int weights. Leaves of 16 bits
+      are averaged in float32.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, or a leaf or the weights have not n
+        members.
+      StructureError: a leaf is not an array, the tree of weights does not fit, or weights don't
+        broadcast against a leaf.
+    """
+    op = "reduce_weighted_mean"
+    placement, n = resolve(op, placement)
+    leaves, tree = tree_util.tree_flatten_with_path(x)
+    values = [_as_placed(op, "x", path, leaf, placement, n) for path, leaf in leaves]
+    weight_leaves, weight_tree = tree_util.tree_flatten_with_path(w)
+    weights = [_as_placed(op, "w", path, leaf, placement, n) for path, leaf in weight_leaves]
+    index = _weight_of_leaf(x, weight_tree, len(weights))
+    dtypes = []
+    for (path, _), value, i in zip(leaves, values, index, strict=True):
+        _check_weights(path, value, weights[i])
+        dtypes.append(_mean_dtype(value.dtype, weights[i].dtype))
+
+    def weigh(values: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+        weighted = []
+        for value, i, dtype in zip(values, index, dtypes, strict=True):
+            weight = jnp.broadcast_to(weights[i], value.shape)
+            weighted.append(value.astype(_wide(dtype)) * weight.astype(_wide(dtype)))
+        return weighted
+
+    totals = reduce_sum(map_fn(weigh, (values, weights), placement=placement), placement=placement)
+    weight_totals = reduce_sum(weights, placement=placement)
+    means = [
+        (total / jnp.broadcast_to(weight_totals[i], total.shape).astype(total.dtype)).astype(dtype)
+        for total, i, dtype in zip(totals, index, dtypes, strict=True)
+    ]
+    return tree_util.tree_unflatten(tree, means)
+
+
+def _reduce(op: str, x: Any, placement: str | None) -> Any:
+    name, primitive = f"reduce_{op}", primitives.REDUCE_PRIMITIVES[op]
+    placement, n = resolve(name, placement)
+
+    def reduce_leaf(path: Any, leaf: Any) -> jax.Array:
+        array = _as_placed(name, "x", path, leaf, placement, n)
+        return primitive.bind(array, placement=placement)
+
+    return tree_util.tree_map_with_path(reduce_leaf, x)
+
+
+def _as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
+    """The leaf as an array; `where` and `path` say where it is."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise StructureError(
+            f"{op}: {where}{tree_util.keystr(path)} is of type {type(leaf).__name__}, expected an "
+            f"array or a scalar."
+        ) from error
+
+
+def _as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any) -> jax.Array:
+    """The leaf as an array with n members along axis 0."""
+    array = _as_array(op, where, path, leaf)
+    if not array.ndim or array.shape[0] != n:
+        raise PlacementError(
+            f"{op}: {where}{tree_util.keystr(path)} has shape {array.shape}, expected ({n}, ...): "
+            f"placement {placement!r} has {n} members, along axis 0. To give each member the same "
+            f"value, broadcast it."
+        )
+    return array
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _weight_of_leaf(x: Any, weight_tree: Any, num_weights: int) -> list[int]:
+    """For each leaf of `x`, the number of the leaf of weights above it."""
+    index = tree_util.tree_unflatten(weight_tree, range(num_weights))
+    try:
+        return tree_util.tree_leaves(tree_util.tree_broadcast(index, x))
+    except ValueError as error:
+        raise StructureError(
+            f"reduce_weighted_mean: the tree of weights {weight_tree} is neither one array, nor "
+            f"the tree of x {tree_util.tree_structure(x)}, nor a prefix of it."
+        ) from error
+
+
+def _check_weights(path: Any, value: jax.Array, weight: jax.Array) -> None:
+    shape, trailing = weight.shape[1:], value.shape[1:]
+    try:
+        fits = np.broadcast_shapes(shape, trailing) == trailing
+    except ValueError:
+        fits = False
+    if not fits:
+        raise StructureError(
+            f"reduce_weighted_mean: weights of shape {weight.shape} don't fit "
+            f"x{tree_util.keystr(path)} of shape {value.shape}: {shape} does not broadcast against "
+            f"{trailing}."
+        )
+
+
+def _mean_dtype(value: Any, weight: Any) -> Any:
+    """The dtype of the mean of values with weights, of these dtypes."""
+    if jnp.issubdtype(weight, np.complexfloating) and not jnp.issubdtype(value, np.complexfloating):
+        return weight
+    for dtype in (value, weight):
+        if jnp.issubdtype(dtype, np.inexact):
+            return dtype
+    return jax.dtypes.canonicalize_dtype(float)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which values of type `dtype` are averaged."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype("float32")

@@ -1,0 +1,395 @@
+"""How the primitives of a program are differentiated, transposed, batched and pruned.
+
+The rules are closed: what they produce is again made of `beamjax.primitives` with bodies for one
+member, so that `jax.grad(program)` can be taken apart as well as the program itself. Each rule for
+`bj_map` is a public JAX transformation applied to the body, which is then traced anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from beamjax import _compat, layouts
+from beamjax._compat import ad, batching
+from beamjax.primitives import (
+    REDUCE_PRIMITIVES,
+    bind_map,
+    broadcast_p,
+    map_members,
+    map_p,
+    reduce_all_p,
+    reduce_any_p,
+    reduce_max_p,
+    reduce_mean_p,
+    reduce_min_p,
+    reduce_prod_p,
+    reduce_sum_p,
+    size_p,
+    trace_body,
+)
+
+# --- jaxprs
+
+
+def depends(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """For each output, whether it may depend on one of the marked inputs.
+
+    Equations with effects count as depending on them: they may read a reference, or the index of
+    an axis that only the caller knows.
+    """
+    marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
+    is_marked = lambda v: not isinstance(v, jex.Literal) and v in marked
+    for eqn in jaxpr.jaxpr.eqns:
+        if eqn.effects or any(map(is_marked, eqn.invars)):
+            marked.update(eqn.outvars)
+    return [is_marked(v) for v in jaxpr.jaxpr.outvars]
+
+
+def _take(values: Sequence[Any], marks: Sequence[bool]) -> list[Any]:
+    return [v for v, mark in zip(values, marks, strict=True) if mark]
+
+
+def _put(values: Sequence[Any], marks: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+    """The values at the marked places, in order, and the others at the others."""
+    values, others = iter(values), iter(others)
+    return [next(values) if mark else next(others) for mark in marks]
+
+
+def _is_differentiable(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, np.inexact)
+
+
+def _derived(params: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The parameters of a map derived from the map with `params`."""
+    kept = {key: params[key] for key in ("placement", "n", "mesh")}
+    return {**kept, "name": prefix + params["name"]}
+
+
+def _map_linear(
+    jaxpr: jex.ClosedJaxpr,
+    consts: Sequence[Any],
+    broadcast: Sequence[Any],
+    placed: Sequence[Any],
+    is_linear: Sequence[bool],
+    params: dict[str, Any],
+) -> list[Any]:
+    """Maps a traced body for the outputs that depend on its linear operands.
+
+    Returns:
+      The placed outputs, with None for those that don't, which are zero.
+    """
+    nonzero = depends(jaxpr, [*[False] * len(consts), *is_linear])
+    if not any(nonzero):
+        return [None] * len(nonzero)
+    jaxpr, used = _compat.dce(jaxpr, nonzero)
+    broadcast = [*consts, *broadcast]
+    kept = _take(broadcast, used[: len(broadcast)]), _take(placed, used[len(broadcast) :])
+    return _put(bind_map(jaxpr, *kept, **params), nonzero, [None] * len(nonzero))
+
+
+# --- map: forward mode
+
+
+def _map_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """Binds two maps, so that partial evaluation keeps the first and records the second.
+
+    The second starts from the primal operands: to keep the residuals of the first instead would
+    move a placed value out of the body for each of them.
+    """
+    jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
+    outs = map_p.bind(*primals, **params)
+    moving = [
+        type(t) is not ad.Zero and _is_differentiable(aval)
+        for t, aval in zip(tangents, jaxpr.in_avals, strict=True)
+    ]
+    moving_out = [
+        mark and _is_differentiable(aval)
+        for mark, aval in zip(depends(jaxpr, moving), jaxpr.out_avals, strict=True)
+    ]
+    results = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    if not any(moving_out):
+        return outs, results
+
+    tangents = _take(tangents, moving)
+    split = sum(moving[:num_broadcast])
+    broadcast = [*primals[:num_broadcast], *tangents[:split]]
+    placed = [*primals[num_broadcast:], *tangents[split:]]
+    is_tangent = [False] * num_broadcast + [True] * split
+    is_tangent += [False] * (len(primals) - num_broadcast) + [True] * (len(tangents) - split)
+    traced = _jvp_jaxpr(jaxpr, moving, moving_out, is_tangent)
+    moved = _map_linear(*traced, broadcast, placed, is_tangent, _derived(params, "jvp_"))
+    for i, out in zip(_take(range(len(outs)), moving_out), moved, strict=True):
+        results[i] = results[i] if out is None else out
+    return outs, results
+
+
+def _jvp_jaxpr(
+    jaxpr: jex.ClosedJaxpr, moving: list[bool], moving_out: list[bool], is_tangent: list[bool]
+) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    """Traces the tangents of the outputs `moving_out`, for inputs `moving`.
+
+    Its inputs are the primals and, where `is_tangent` says so, the tangents.
+    """
+    body = jex.jaxpr_as_fun(jaxpr)
+    is_primal = [not mark for mark in is_tangent]
+
+    def tangent(*args: Any) -> list[Any]:
+        primals = _take(args, is_primal)
+        still = _take(primals, [not mark for mark in moving])
+
+        def outputs(*inputs: Any) -> list[Any]:
+            return _take(body(*_put(inputs, moving, still)), moving_out)
+
+        return jax.jvp(outputs, _take(primals, moving), _take(args, is_tangent))[1]
+
+    tangent_avals = [aval.to_tangent_aval() for aval in _take(jaxpr.in_avals, moving)]
+    closed, consts = trace_body(tangent, _put(tangent_avals, is_tangent, jaxpr.in_avals))
+    # What the body prints, it has printed when it was run for its results.
+    return _compat.without_side_effects(closed), consts
+
+
+ad.primitive_jvps[map_p] = _map_jvp
+
+
+# --- map: transpose
+
+
+def _map_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
+    jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
+    linear = [ad.is_undefined_primal(arg) for arg in args]
+    results = [
+        ad.Zero(arg.aval.to_ct_aval()) if lin else None
+        for arg, lin in zip(args, linear, strict=True)
+    ]
+    used = [type(ct) is not ad.Zero for ct in cts]
+    cts = _take(cts, used)
+    if not cts:
+        return results
+
+    known = [not lin for lin in linear]
+    broadcast = _take(args[:num_broadcast], known[:num_broadcast])
+    placed = [*_take(args[num_broadcast:], known[num_broadcast:]), *cts]
+    is_ct = [False] * sum(known) + [True] * len(cts)
+    traced = _transposed_jaxpr(jaxpr, linear, used)
+    outs = _map_linear(*traced, broadcast, placed, is_ct, _derived(params, "transpose_"))
+    for i, out in zip(_take(range(len(args)), linear), outs, strict=True):
+        if out is None:
+            continue
+        if i < num_broadcast:
+            out = reduce_sum_p.bind(out, placement=params["placement"])
+        results[i] = layouts.lay_out_like(out, args[i].aval)
+    return results
+
+
+def _transposed_jaxpr(
+    jaxpr: jex.ClosedJaxpr, linear: list[bool], used: list[bool]
+) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    """Traces the cotangents of the inputs `linear`.
+
+    Its inputs are the other inputs and the cotangents of the outputs `used`.
+    """
+    body = jex.jaxpr_as_fun(jaxpr)
+    linear_avals = _take(jaxpr.in_avals, linear)
+    known_avals = _take(jaxpr.in_avals, [not lin for lin in linear])
+    ct_avals = [aval.to_ct_aval() for aval in _take(jaxpr.out_avals, used)]
+
+    def transposed(*args: Any) -> Sequence[Any]:
+        known, cts = args[: len(known_avals)], args[len(known_avals) :]
+        outputs = lambda *inputs: _take(body(*_put(inputs, linear, known)), used)
+        return jax.linear_transpose(outputs, *linear_avals)(list(cts))
+
+    return trace_body(transposed, [*known_avals, *ct_avals])
+
+
+ad.primitive_transposes[map_p] = _map_transpose
+
+
+# --- map: batching and dead code
+
+
+def _map_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Any], list[int | None]]:
+    """Batches the body; results that don't depend on a batched operand stay as they are."""
+    jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
+    batched = depends(jaxpr, [dim is not None for dim in dims])
+    if all(dim is None for dim in dims) and not any(batched):
+        return map_p.bind(*args, **params), [None] * len(batched)
+
+    args, dims = list(args), list(dims)
+    for i in range(num_broadcast, len(args)):
+        if dims[i] is not None:
+            args[i] = args[i] if dims[i] else jnp.moveaxis(args[i], 0, 1)
+            dims[i] = max(dims[i], 1) - 1
+    body = jax.vmap(
+        jex.jaxpr_as_fun(jaxpr),
+        in_axes=dims,
+        out_axes=[0 if mark else None for mark in batched],
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+    broadcast, placed = args[:num_broadcast], args[num_broadcast:]
+    outs = map_members(lambda *a: body(*a), broadcast, placed, **_derived(params, ""))
+    return outs, [1 if mark else None for mark in batched]
+
+
+batching.fancy_primitive_batchers[map_p] = _map_batch
+
+
+def _map_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    params = eqn.params
+    if not any(used) and not params["jaxpr"].effects:
+        return [False] * len(eqn.invars), None
+    jaxpr, used_inputs = _compat.dce(params["jaxpr"], used)
+    num_broadcast = sum(used_inputs[: params["num_broadcast"]])
+    new_eqn = eqn.replace(
+        invars=_take(eqn.invars, used_inputs),
+        outvars=_take(eqn.outvars, used),
+        params={**params, "jaxpr": jaxpr, "num_broadcast": num_broadcast},
+        effects=_compat.outer_effects(jaxpr.effects),
+    )
+    return used_inputs, new_eqn
+
+
+_compat.register_dce(map_p, _map_dce)
+
+
+# --- broadcast, sum, mean
+
+
+def _broadcast(x: jax.Array, placement: str, n: Any) -> jax.Array:
+    return broadcast_p.bind(x, placement=placement, n=n, mesh=layouts.active_mesh(placement))
+
+
+def _broadcast_transpose(ct: jax.Array, x: Any, *, placement: str, **_: Any) -> list[Any]:
+    return [layouts.lay_out_like(reduce_sum_p.bind(ct, placement=placement), x.aval)]
+
+
+def _sum_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
+    return [layouts.lay_out_like(_broadcast(ct, placement, x.aval.shape[0]), x.aval)]
+
+
+def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
+    n = x.aval.shape[0]
+    # In float16 the number of members can be inf; jnp.mean, too, divides in float32.
+    wide = ct.dtype if jnp.finfo(ct.dtype).bits >= 32 else np.dtype("float32")
+    size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
+    share = jax.lax.convert_element_type(ct, wide) / size
+    share = jax.lax.convert_element_type(share, ct.dtype)
+    return [layouts.lay_out_like(_broadcast(share, placement, n), x.aval)]
+
+
+ad.deflinear2(broadcast_p, _broadcast_transpose)
+ad.deflinear2(reduce_sum_p, _sum_transpose)
+ad.deflinear2(reduce_mean_p, _mean_transpose)
+
+
+def _broadcast_batch(args: Sequence[Any], dims: Sequence[int], **params: Any) -> tuple[Any, int]:
+    return broadcast_p.bind(*args, **params), dims[0] + 1
+
+
+batching.primitive_batchers[broadcast_p] = _broadcast_batch
+
+
+def _define_reduction_batch(primitive: jex.Primitive) -> None:
+    def batch(args: Sequence[Any], dims: Sequence[int], *, placement: str) -> tuple[Any, int]:
+        (x,), (dim,) = args, dims
+        x = x if dim else jnp.moveaxis(x, 0, 1)
+        return primitive.bind(x, placement=placement), max(dim, 1) - 1
+
+    batching.primitive_batchers[primitive] = batch
+
+
+# --- the other reductions
+
+
+def _weighted_sum(weights: Any, x: Any, placement: str, name: str) -> Any:
+    products = _map(jnp.multiply, [], [weights, x], placement, name)
+    return reduce_sum_p.bind(products, placement=placement)
+
+
+def _map(fn: Any, broadcast: Any, placed: Any, placement: str, name: str) -> jax.Array:
+    mesh, n = layouts.active_mesh(placement), placed[0].shape[0]
+    (out,) = map_members(
+        lambda *a: [fn(*a)], broadcast, placed, placement=placement, n=n, name=name, mesh=mesh
+    )
+    return out
+
+
+def _define_extremum_jvp(primitive: jex.Primitive, name: str) -> None:
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:
+        (x,), (t,) = primals, tangents
+        best = primitive.bind(x, placement=placement)
+        if type(t) is ad.Zero:
+            return best, ad.Zero(jax.typeof(best).to_tangent_aval())
+        # Members that tie for the extremum share the tangent, as in jnp.max.
+        is_best = _map(lambda b, v: (v == b).astype(v.dtype), [best], [x], placement, f"is_{name}")
+        count = reduce_sum_p.bind(is_best, placement=placement)
+        total = _weighted_sum(is_best, t, placement, f"jvp_{name}")
+        return best, total / count
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def _prod_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, placement: str
+) -> tuple[Any, Any]:
+    """The derivative by a member is the product of the others, also if members are zero.
+
+    With one zero, the product of the others is zero save for that member; with two, save for none,
+    but its own derivative is not. `zeros` is the sum of the zero members: zero, with derivative one
+    by each of them. First and second derivatives are right for any number of zeros.
+    """
+    (x,), (t,) = primals, tangents
+    out = reduce_prod_p.bind(x, placement=placement)
+    if type(t) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+    def parts(v: jax.Array) -> list[jax.Array]:
+        zero = v == 0
+        one, none = jnp.ones_like(v), jnp.zeros_like(v)
+        return [zero.astype(np.int32), jnp.where(zero, one, v), jnp.where(zero, v, none)]
+
+    mesh, n = layouts.active_mesh(placement), x.shape[0]
+    is_zero, nonzeros, zeros = map_members(
+        parts, [], [x], placement=placement, n=n, name="prod_parts", mesh=mesh
+    )
+    count = reduce_sum_p.bind(is_zero, placement=placement)
+    product = reduce_prod_p.bind(nonzeros, placement=placement)
+    zeros = reduce_sum_p.bind(zeros, placement=placement)
+
+    def others(count: Any, product: Any, zeros: Any, v: jax.Array) -> jax.Array:
+        zero, none = v == 0, jnp.zeros_like(v)
+        rest = product / jnp.where(zero, jnp.ones_like(v), v)
+        one_zero = jnp.where(zero, product, zeros * rest)
+        two_zeros = jnp.where(zero, (zeros - v) * product, none)
+        return jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
+
+    factor = _map(others, [count, product, zeros], [x], placement, "prod_of_others")
+    return out, _weighted_sum(factor, t, placement, "jvp_prod")
+
+
+def _define_boolean_jvp(primitive: jex.Primitive) -> None:
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:
+        out = primitive.bind(*primals, placement=placement)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+_define_extremum_jvp(reduce_max_p, "max")
+_define_extremum_jvp(reduce_min_p, "min")
+ad.primitive_jvps[reduce_prod_p] = _prod_jvp
+_define_boolean_jvp(reduce_any_p)
+_define_boolean_jvp(reduce_all_p)
+for _primitive in REDUCE_PRIMITIVES.values():
+    _define_reduction_batch(_primitive)

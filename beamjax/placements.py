@@ -1,0 +1,139 @@
+"""The placements that are active while a program runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import jax
+
+from beamjax.errors import OutsideProgramError, PlacementError
+
+Size: TypeAlias = Any
+"""Number of members: an int, or a symbolic dimension of `jax.export.symbolic_shape`."""
+
+Placements: TypeAlias = tuple[tuple[str, Size], ...]
+"""Names and sizes of the placements of one program."""
+
+# One entry per running program, the innermost last. A plain context variable would let `jax.jit`
+# serve a function that was traced under other placements; a user context is thread-local, too, and
+# part of the key of every JAX cache.
+_active = jax.make_user_context(())
+
+
+def check_placements(placements: Mapping[str, Any]) -> Placements:
+    """Checks what a user gave as placements.
+
+    Args:
+      placements: the number of members for each name.
+
+    Returns:
+      The same as a tuple of pairs.
+
+    Raises:
+      PlacementError: there is no placement, a name is not a word, or a size is not an int >= 1.
+    """
+    if not isinstance(placements, Mapping):
+        raise PlacementError(
+            f"program: expected placements as a dict such as {{'clients': 10}}, found "
+            f"{placements!r}. Write @program(placements={{'clients': 10}}) or @program(clients=10)."
+        )
+    if not placements:
+        raise PlacementError(
+            "program: expected at least one placement, found none. Write "
+            "@program(placements={'clients': 10}) or @program(clients=10)."
+        )
+    return tuple((_check_name(name), _check_size(name, n)) for name, n in placements.items())
+
+
+def _check_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise PlacementError(f"program: the name of a placement is a string, found {name!r}.")
+    return name
+
+
+def _check_size(name: str, n: Any) -> Size:
+    if n is None:
+        raise PlacementError(
+            f"program: placement {name!r} has size None, but sizes known only from the inputs are "
+            f"not supported yet. Give the number of members as an int."
+        )
+    if jax.export.is_symbolic_dim(n):
+        return n
+    try:
+        size = None if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        size = None
+    if size is None or size < 1:
+        raise PlacementError(
+            f"program: placement {name!r} has size {n!r}, expected the number of members as an "
+            f"int >= 1."
+        )
+    return size
+
+
+@contextmanager
+def activate(placements: Placements) -> Iterator[None]:
+    """Makes `placements` the innermost program for the duration of a `with` block."""
+    observed = _observed.get()
+    if observed is not None:
+        observed.update(dict.fromkeys(placements))
+    with _active((*_active.value, placements)):
+        yield
+
+
+_observed: ContextVar[dict[tuple[str, Size], None] | None] = ContextVar("observed", default=None)
+
+
+@contextmanager
+def observe() -> Iterator[dict[tuple[str, Size], None]]:
+    """Collects the placements of all programs that are called in a `with` block, in order."""
+    observed: dict[tuple[str, Size], None] = {}
+    token = _observed.set(observed)
+    try:
+        yield observed
+    finally:
+        _observed.reset(token)
+
+
+def resolve(name: str, placement: str | None) -> tuple[str, Size]:
+    """Finds the placement that an operator works on.
+
+    Args:
+      name: the operator, for messages.
+      placement: what the user gave; None means the only placement of the innermost program.
+
+    Returns:
+      The placement and its number of members.
+
+    Raises:
+      OutsideProgramError: no program is running.
+      PlacementError: the placement is unknown, or None does not say which.
+    """
+    programs = _active.value
+    if not programs:
+        raise OutsideProgramError(
+            f"{name} is only defined inside a program. Decorate the function that calls it with "
+            f"@beamjax.program(placements={{'clients': n}}), n being the number of members."
+        )
+    if placement is None:
+        if len(programs[-1]) > 1:
+            raise PlacementError(
+                f"{name}: the program has more than one placement, {_names(programs[-1:])}; say "
+                f"which with placement=."
+            )
+        return programs[-1][0]
+    for program in reversed(programs):
+        for known, n in program:
+            if known == placement:
+                return known, n
+    raise PlacementError(
+        f"{name}: unknown placement {placement!r}; the program has {_names(programs)}."
+    )
+
+
+def _names(programs: tuple[Placements, ...]) -> str:
+    return ", ".join(sorted({repr(name) for program in programs for name, _ in program}))

@@ -1,0 +1,251 @@
+"""The primitives of a program: what they compute, and on which types.
+
+`bj_map` applies a body, written for one member, to all members of a placement. Its operands are
+`[*broadcast, *placed]`: server values, the same for each member, then placed values, with the
+member axis in front. Its parameters are
+
+- `jaxpr`: the body, a closed jaxpr without consts, from `[*broadcast, *member]` to member results;
+- `num_broadcast`: the number of broadcast operands;
+- `placement`, `n`: the name and the number of members;
+- `name`: the name of the user's function, with a prefix where the body is derived from it;
+- `mesh`: the mesh along which members are laid out, or None;
+- `spmd_axis_name`: the mesh axis of the members where its type is Auto, otherwise None.
+
+`bj_broadcast` takes a server value to a placed value, `bj_size` gives the number of members at
+run time, and the reductions take a placed value to a server value. Each primitive is made once;
+placements are parameters. How they transform is in `beamjax.derivatives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from beamjax import _compat, layouts
+from beamjax.errors import PlacementError, StructureError
+
+map_p = jex.Primitive("bj_map")
+map_p.multiple_results = True
+broadcast_p = jex.Primitive("bj_broadcast")
+size_p = jex.Primitive("bj_size")
+
+REDUCE_PRIMITIVES: dict[str, jex.Primitive] = {
+    op: jex.Primitive(f"bj_reduce_{op}")
+    for op in ("sum", "mean", "max", "min", "prod", "any", "all")
+}
+reduce_sum_p = REDUCE_PRIMITIVES["sum"]
+reduce_mean_p = REDUCE_PRIMITIVES["mean"]
+reduce_max_p = REDUCE_PRIMITIVES["max"]
+reduce_min_p = REDUCE_PRIMITIVES["min"]
+reduce_prod_p = REDUCE_PRIMITIVES["prod"]
+reduce_any_p = REDUCE_PRIMITIVES["any"]
+reduce_all_p = REDUCE_PRIMITIVES["all"]
+
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "sum": jnp.sum,
+    "mean": jnp.mean,
+    "max": jnp.max,
+    "min": jnp.min,
+    "prod": jnp.prod,
+    "any": jnp.any,
+    "all": jnp.all,
+}
+
+
+# --- bodies
+
+
+def trace_body(
+    fn: Callable[..., Any], avals: Sequence[Any]
+) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
+    """Traces `fn` on values of types `avals`.
+
+    Args:
+      fn: takes one value per type and returns a flat list. It is a new function object for each
+        call, since JAX serves a function that it has seen from its cache.
+      avals: the types.
+
+    Returns:
+      A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. They
+      are the leading inputs of the jaxpr, in order.
+
+    Raises:
+      StructureError: `fn` closes over a mutable reference, which members can't share.
+    """
+    closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn)(*avals))
+    for const in consts:
+        if not isinstance(jax.typeof(const), jax.core.ShapedArray):
+            raise StructureError(
+                f"map_fn: the mapped function closes over a value of type {jax.typeof(const)}, "
+                f"but members can share arrays only. Pass the contents of the reference instead."
+            )
+    return closed, [c if isinstance(c, jax.Array) else jnp.asarray(c) for c in consts]
+
+
+def bind_map(
+    jaxpr: jex.ClosedJaxpr,
+    broadcast: Sequence[Any],
+    placed: Sequence[Any],
+    *,
+    placement: str,
+    n: Any,
+    name: str,
+    mesh: layouts.AnyMesh | None,
+) -> list[jax.Array]:
+    """Maps a body without consts over the members of `placed`; see the head of this file."""
+    auto = mesh is not None and not layouts.is_explicit(mesh, placement)
+    return map_p.bind(
+        *broadcast,
+        *placed,
+        jaxpr=jaxpr,
+        num_broadcast=len(broadcast),
+        placement=placement,
+        n=n,
+        name=name,
+        mesh=mesh,
+        spmd_axis_name=placement if auto else None,
+    )
+
+
+def map_members(
+    fn: Callable[..., Any],
+    broadcast: Sequence[Any],
+    placed: Sequence[Any],
+    *,
+    placement: str,
+    n: Any,
+    name: str,
+    mesh: layouts.AnyMesh | None,
+) -> list[jax.Array]:
+    """Traces `fn`, from flat `[*broadcast, *member]` to a flat list, and maps it over `placed`.
+
+    What `fn` closes over becomes further broadcast operands, before the given ones.
+    """
+    avals = [jax.typeof(x) for x in broadcast]
+    avals += [layouts.member_aval(jax.typeof(x), placement) for x in placed]
+    jaxpr, consts = trace_body(fn, avals)
+    for const in consts:
+        layouts.check_shared(const, placement, mesh)
+    broadcast = [*consts, *broadcast]
+    return bind_map(jaxpr, broadcast, placed, placement=placement, n=n, name=name, mesh=mesh)
+
+
+# --- map
+
+
+@map_p.def_effectful_abstract_eval
+def _map_abstract_eval(
+    *avals: Any,
+    jaxpr: jex.ClosedJaxpr,
+    num_broadcast: int,
+    placement: str,
+    n: Any,
+    name: str,
+    mesh: layouts.AnyMesh | None,
+    spmd_axis_name: str | None,
+) -> tuple[list[Any], Any]:
+    for aval, member in zip(avals[num_broadcast:], jaxpr.in_avals[num_broadcast:], strict=True):
+        if not (aval.ndim and aval.shape[0] == n and aval.shape[1:] == member.shape):
+            raise PlacementError(
+                f"bj_map of {name}: found an operand of shape {aval.shape}, expected "
+                f"{(n, *member.shape)} for the {n} members of {placement!r}."
+            )
+    outs = [layouts.placed_aval(aval, placement, n, mesh) for aval in jaxpr.out_avals]
+    return outs, _compat.outer_effects(jaxpr.effects)
+
+
+def _map_over_axis(
+    *args: jax.Array,
+    jaxpr: jex.ClosedJaxpr,
+    num_broadcast: int,
+    placement: str,
+    n: Any,
+    name: str,
+    mesh: layouts.AnyMesh | None,
+    spmd_axis_name: str | None,
+) -> list[jax.Array]:
+    del name
+    # JAX batches a shard_map over an Explicit mesh axis only where that axis is not in use.
+    whole = layouts.is_explicit(mesh, placement) and _contains_shard_map(jaxpr.jaxpr)
+    broadcast, placed = args[:num_broadcast], args[num_broadcast:]
+    placed = [layouts.lay_out(x, placement, mesh, whole) for x in placed]
+    body = jax.vmap(
+        jex.jaxpr_as_fun(jaxpr),
+        in_axes=[None] * len(broadcast) + [0] * len(placed),
+        axis_size=n,
+        spmd_axis_name=spmd_axis_name,
+    )
+    return [layouts.lay_out(out, placement, mesh) for out in body(*broadcast, *placed)]
+
+
+def _contains_shard_map(jaxpr: jex.Jaxpr) -> bool:
+    return any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns) or any(
+        map(_contains_shard_map, jex.subjaxprs(jaxpr))
+    )
+
+
+# Evaluated operation by operation, as `jax.vmap` is: to compile the body would cost more than it
+# saves, since each call of an operator traces a new jaxpr, which no cache knows.
+map_p.def_impl(_map_over_axis)
+_compat.register_lowering(map_p, _map_over_axis)
+
+
+# --- broadcast and size
+
+
+@broadcast_p.def_abstract_eval
+def _broadcast_abstract_eval(
+    x: Any, *, placement: str, n: Any, mesh: layouts.AnyMesh | None
+) -> Any:
+    return layouts.placed_aval(x, placement, n, mesh)
+
+
+def _broadcast_array(
+    x: jax.Array, *, placement: str, n: Any, mesh: layouts.AnyMesh | None
+) -> jax.Array:
+    return layouts.lay_out(jnp.broadcast_to(x, (n, *x.shape)), placement, mesh)
+
+
+broadcast_p.def_impl(_broadcast_array)
+_compat.register_lowering(broadcast_p, _broadcast_array)
+
+
+@size_p.def_abstract_eval
+def _size_abstract_eval(*, placement: str, n: Any) -> Any:
+    return jax.core.ShapedArray((), np.dtype("int32"))
+
+
+def _size_array(*, placement: str, n: Any) -> jax.Array:
+    return jax.lax.convert_element_type(n, np.dtype("int32"))
+
+
+size_p.def_impl(_size_array)
+_compat.register_lowering(size_p, _size_array)
+
+
+# --- reductions
+
+
+def _define_reduction(op: str) -> None:
+    primitive, function = REDUCE_PRIMITIVES[op], _REDUCTIONS[op]
+
+    def abstract_eval(x: Any, *, placement: str) -> Any:
+        members = jax.ShapeDtypeStruct((1,), x.dtype, weak_type=x.weak_type)
+        result = jax.eval_shape(lambda v: function(v, axis=0), members)
+        return layouts.reduced_aval(x, result.dtype, result.weak_type)
+
+    def reduce_array(x: jax.Array, *, placement: str) -> jax.Array:
+        return function(x, axis=0)
+
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(reduce_array)
+    _compat.register_lowering(primitive, reduce_array)
+
+
+for _op in REDUCE_PRIMITIVES:
+    _define_reduction(_op)

@@ -1,0 +1,663 @@
+"""Named programs, each with arguments, for tests of all kinds.
+
+A case is a function of the operators `ops`: `beamjax` itself, or `reference`, which computes the
+same with `jax.vmap` and `jax.numpy`. It returns a function and its arguments. `eqns` says which
+primitives of beamjax the jaxpr of that function holds, how many of each.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+N, M = 7, 11  # Sizes of placements; no other axis in this file has one of these sizes.
+
+# --- the reference
+
+
+def _vmap(fn, arg, *, placement=None):
+    size = {None: N, "clients": N, "outer": N, "a": N, "inner": M, "b": M}[placement]
+    return jax.vmap(lambda v: fn(*v) if isinstance(arg, tuple) else fn(v), axis_size=size)(arg)
+
+
+def _over_members(function):
+    return lambda x, *, placement=None: jax.tree.map(lambda leaf: function(leaf, axis=0), x)
+
+
+def _weighted_mean(x, w, *, placement=None):
+    return jax.tree.map(lambda v: jnp.average(v, axis=0, weights=w), x)
+
+
+def _broadcast(x, *, placement=None):
+    return _vmap(lambda: x, (), placement=placement)
+
+
+reference = types.SimpleNamespace(
+    program=lambda placements: lambda fn: fn,
+    broadcast=_broadcast,
+    map_fn=_vmap,
+    reduce_sum=_over_members(jnp.sum),
+    reduce_mean=_over_members(jnp.mean),
+    reduce_max=_over_members(jnp.max),
+    reduce_min=_over_members(jnp.min),
+    reduce_prod=_over_members(jnp.prod),
+    reduce_any=_over_members(jnp.any),
+    reduce_all=_over_members(jnp.all),
+    reduce_weighted_mean=_weighted_mean,
+)
+
+
+# --- data and parts
+
+
+def rnd(*shape, seed=0):
+    return jax.random.normal(jax.random.fold_in(jax.random.key(0), seed), shape)
+
+
+KEY = jax.random.key(3)
+W, X, Y = rnd(3), rnd(N, 5, 3, seed=1), rnd(N, 5, seed=2)
+WS = rnd(4, 3, seed=3)
+
+
+def loss(w, x, y):
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+
+def step_loss(ops):
+    """The mean over clients of the loss after one step of gradient descent."""
+
+    @ops.program({"clients": N})
+    def prog(w, x, y):
+        stepped = lambda x, y: loss(w - 0.1 * jax.grad(loss)(w, x, y), x, y)
+        return ops.reduce_mean(ops.map_fn(stepped, (x, y)))
+
+    return prog
+
+
+def sum_over(ops, body):
+    """The program (w, x) -> sum over clients of body(w, x)."""
+
+    @ops.program({"clients": N})
+    def prog(w, x):
+        return ops.reduce_sum(ops.map_fn(lambda v: body(w, v), x))
+
+    return prog
+
+
+@jax.custom_vjp
+def sin_vjp(x):
+    return jnp.sin(x)
+
+
+sin_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (2.0 * jnp.cos(x) * ct,))
+
+
+@jax.custom_jvp
+def sin_jvp(x):
+    return jnp.sin(x)
+
+
+sin_jvp.defjvp(lambda p, t: (sin_jvp(*p), 3.0 * jnp.cos(p[0]) * t[0]))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    a: jax.Array
+    b: jax.Array
+    tag: str = dataclasses.field(metadata={"static": True}, default="tag")
+
+
+# --- cases
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program, what its jaxpr holds, and what JAX puts next to it on placed values.
+
+    `eqns` is None for a function that can't be traced.
+    """
+
+    build: Callable
+    eqns: dict[str, int] | None
+    strays: frozenset[str] = frozenset()
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(strays=(), **eqns):
+    def add(build):
+        counts = {f"bj_{name}": count for name, count in eqns.items()}
+        CASES[build.__name__] = Case(build, counts or None, frozenset(strays))
+        return build
+
+    return add
+
+
+FORWARD = {"map": 1, "reduce_mean": 1}
+GRAD = {"map": 2, "reduce_mean": 1, "size": 1, "broadcast": 1, "reduce_sum": 1}
+GRAD_SUM = {"map": 2, "reduce_sum": 2, "broadcast": 1}
+
+
+@case(**FORWARD)
+def plain(ops):
+    return step_loss(ops), (W, X, Y)
+
+
+@case(**GRAD)
+def grad_server(ops):
+    return jax.grad(step_loss(ops)), (W, X, Y)
+
+
+@case(**GRAD)
+def grad_placed(ops):
+    return jax.grad(step_loss(ops), argnums=(0, 1, 2)), (W, X, Y)
+
+
+@case(**GRAD)
+def value_and_grad(ops):
+    return jax.value_and_grad(step_loss(ops)), (W, X, Y)
+
+
+@case(map=2, reduce_mean=2)
+def jvp(ops):
+    fn = step_loss(ops)
+    return lambda *args: jax.jvp(fn, args, (jnp.ones_like(W), X, Y)), (W, X, Y)
+
+
+@case(map=2, reduce_mean=2)
+def linearize(ops):
+    fn = step_loss(ops)
+    return lambda w, x, y: jax.linearize(lambda w: fn(w, x, y), w)[1](w), (W, X, Y)
+
+
+@case(**FORWARD)
+def vmap_server(ops):
+    return jax.vmap(step_loss(ops), in_axes=(0, None, None)), (WS, X, Y)
+
+
+@case(strays=["transpose"], **FORWARD)
+def vmap_placed_first(ops):
+    fn = jax.vmap(step_loss(ops), in_axes=(None, 0, 0))
+    return fn, (W, rnd(4, N, 5, 3), rnd(4, N, 5))
+
+
+@case(**FORWARD)
+def vmap_placed_second(ops):
+    fn = jax.vmap(step_loss(ops), in_axes=(0, 1, 2))
+    return fn, (WS, rnd(N, 4, 5, 3), rnd(N, 5, 4))
+
+
+@case(**GRAD)
+def vmap_grad(ops):
+    return jax.vmap(jax.grad(step_loss(ops)), in_axes=(0, None, None)), (WS, X, Y)
+
+
+@case(**GRAD)
+def grad_vmap(ops):
+    fn = jax.vmap(step_loss(ops), in_axes=(0, None, None))
+    return jax.grad(lambda w, x, y: jnp.sum(fn(w, x, y))), (WS, X, Y)
+
+
+@case(map=4, reduce_mean=2, size=1, broadcast=1, reduce_sum=2)
+def hessian(ops):
+    return jax.hessian(step_loss(ops)), (W, X, Y)
+
+
+@case(**GRAD_SUM)
+def jacrev(ops):
+    return jax.jacrev(sum_over(ops, lambda w, x: jnp.tanh(x @ w))), (W, X)
+
+
+@case(map=2, reduce_sum=2)
+def jacfwd(ops):
+    return jax.jacfwd(sum_over(ops, lambda w, x: jnp.tanh(x @ w))), (W, X)
+
+
+@case(map=5, reduce_mean=2, size=2, broadcast=3, reduce_sum=3)
+def maml(ops):
+    fn = step_loss(ops)
+    return jax.grad(lambda w, x, y: fn(w - 0.1 * jax.grad(fn)(w, x, y), x, y)), (W, X, Y)
+
+
+@case(**GRAD)
+def jit_around(ops):
+    fn = jax.jit(step_loss(ops))
+    return jax.grad(lambda w, x, y: fn(w, x, y) ** 2), (W, X, Y)
+
+
+@case(**GRAD_SUM)
+def jit_in_body(ops):
+    body = jax.jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    return jax.grad(sum_over(ops, body)), (W, X)
+
+
+@case(**GRAD)
+def checkpoint_around(ops):
+    return jax.grad(jax.checkpoint(step_loss(ops))), (W, X, Y)
+
+
+@case(**GRAD)
+def checkpoint_with_policy(ops):
+    policy = jax.checkpoint_policies.dots_saveable
+    return jax.grad(jax.checkpoint(step_loss(ops), policy=policy)), (W, X, Y)
+
+
+@case(**GRAD_SUM)
+def checkpoint_in_body(ops):
+    body = jax.checkpoint(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    return jax.grad(sum_over(ops, body)), (W, X)
+
+
+@case(**GRAD_SUM)
+def custom_vjp_in_body(ops):
+    return jax.grad(sum_over(ops, lambda w, x: jnp.sum(sin_vjp(x @ w)))), (W, X)
+
+
+@case(**GRAD_SUM)
+def custom_jvp_in_body(ops):
+    return jax.grad(sum_over(ops, lambda w, x: jnp.sum(jax.nn.relu(sin_jvp(x @ w))))), (W, X)
+
+
+@case(map=1, reduce_sum=1)
+def grad_of_custom_vjp_in_body(ops):
+    return sum_over(ops, lambda w, x: jax.grad(lambda w: jnp.sum(sin_vjp(x @ w)))(w)), (W, X)
+
+
+@case(map=2, reduce_sum=2)
+def custom_vjp_of_programs(ops):
+    forward = sum_over(ops, lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    backward = sum_over(ops, lambda ct, x: ct * jnp.sum(x, axis=0))
+    fn = jax.custom_vjp(forward)
+    fn.defvjp(lambda w, x: (forward(w, x), x), lambda x, ct: (backward(ct, x), None))
+    return jax.grad(fn), (W, X)
+
+
+@case(**GRAD)
+def scan_of_rounds(ops):
+    fn = step_loss(ops)
+
+    def run(w, x, y):
+        def one(w, _):
+            value, grads = jax.value_and_grad(fn)(w, x, y)
+            return w - 0.1 * grads, value
+
+        return jax.lax.scan(one, w, None, length=3)
+
+    return run, (W, X, Y)
+
+
+@case(size=1, broadcast=2, map=2, reduce_sum=2)
+def grad_of_scan_of_rounds(ops):
+    fn = step_loss(ops)
+
+    def run(w, x, y):
+        one = lambda w, _: (w - 0.1 * jax.grad(fn)(w, x, y), None)
+        return jnp.sum(jax.lax.scan(one, w, None, length=3)[0])
+
+    return jax.grad(run), (W, X, Y)
+
+
+@case(**GRAD)
+def scan_over_placed(ops):
+    fn = step_loss(ops)
+
+    def run(w, xs, y):
+        return jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(fn)(w, x, y), None), w, xs)[0]
+
+    return run, (W, rnd(3, N, 5, 3), Y)
+
+
+@case(map=3, reduce_mean=2, size=1, broadcast=1, reduce_sum=1)
+def while_of_rounds(ops):
+    fn = step_loss(ops)
+
+    def run(w, x, y):
+        more = lambda c: (c[1] < 5) & (fn(c[0], x, y) > 0.0)
+        one = lambda c: (c[0] - 0.1 * jax.grad(fn)(c[0], x, y), c[1] + 1)
+        return jax.lax.while_loop(more, one, (w, 0))
+
+    return run, (W, X, Y)
+
+
+@case(**GRAD)
+def cond_around(ops):
+    fn = step_loss(ops)
+
+    def run(w, x, y):
+        return jax.lax.cond(w[0] > 0, lambda w: jax.grad(fn)(w, x, y), lambda w: w, w)
+
+    return run, (W, X, Y)
+
+
+@case(strays=["broadcast_in_dim"], **GRAD)
+def grad_of_cond_around(ops):
+    fn = step_loss(ops)
+
+    def run(w, x, y):
+        return jax.lax.cond(w[0] > 0, lambda w: fn(w, x, y), lambda w: jnp.sum(w), w)
+
+    return jax.grad(run), (W, X, Y)
+
+
+@case(**GRAD_SUM)
+def scan_in_body(ops):
+    def body(w, x):
+        one = lambda w, _: (w - 0.1 * jax.grad(loss)(w, x, x[:, 0]), None)
+        return jax.lax.scan(one, w, None, length=4)[0]
+
+    return jax.jacrev(sum_over(ops, body)), (W, X)
+
+
+@case(map=2, reduce_sum=2)
+def while_in_body(ops):
+    def body(w, x):
+        more = lambda c: jnp.sum(jnp.abs(c)) > 0.5
+        return jax.lax.while_loop(more, lambda c: c * 0.7, x @ w)
+
+    return jax.jacfwd(sum_over(ops, body)), (W, X)
+
+
+@case(**GRAD_SUM)
+def cond_in_body(ops):
+    def body(w, x):
+        return jax.lax.cond(
+            x[0, 0] > 0, lambda v: jnp.sum(jnp.sin(v)), lambda v: jnp.sum(v * v), x @ w
+        )
+
+    return jax.grad(sum_over(ops, body)), (W, X)
+
+
+@case(**GRAD_SUM)
+def fori_in_body(ops):
+    def body(w, x):
+        return jnp.sum(jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x @ w))
+
+    return jax.grad(sum_over(ops, body)), (W, X)
+
+
+@case(map=1, reduce_sum=1)
+def reference_in_body(ops):
+    def body(w, x):
+        ref = jax.new_ref(x @ w)
+        ref[...] = ref[...] * 2.0
+        return ref[...]
+
+    return sum_over(ops, body), (W, X)
+
+
+@case(**GRAD_SUM)
+def keys_placed(ops):
+    body = lambda w, kx: jnp.sum((kx[1] @ w) * jax.random.normal(kx[0], (5,)))
+    return jax.grad(sum_over(ops, body)), (W, [jax.random.split(KEY, N), X])
+
+
+@case(strays=["random_unwrap"], map=1)
+def keys_as_results(ops):
+    @ops.program({"clients": N})
+    def prog(keys):
+        return jax.random.key_data(ops.map_fn(lambda k: jax.random.split(k, 3), keys))
+
+    return prog, (jax.random.split(KEY, N),)
+
+
+@case(**GRAD_SUM)
+def keys_closed_over(ops):
+    def prog(w, key, x):
+        noisy = sum_over(ops, lambda w, v: jnp.sum(jax.random.normal(key, (3,)) * w) * jnp.sum(v))
+        return noisy(w, x)
+
+    return jax.grad(prog), (W, KEY, X)
+
+
+@case(broadcast=1, map=1, reduce_sum=1)
+def keys_broadcast(ops):
+    @ops.program({"clients": N})
+    def prog(key, ids):
+        draw = lambda k, i: jax.random.normal(jax.random.fold_in(k, i), (3,))
+        return ops.reduce_sum(ops.map_fn(draw, (ops.broadcast(key), ids)))
+
+    return prog, (KEY, jnp.arange(N))
+
+
+@case(map=1, reduce_sum=1)
+def keys_batched(ops):
+    prog = sum_over(ops, lambda key, x: jax.random.normal(key, (3,)) * jnp.sum(x))
+    return jax.vmap(prog, in_axes=(0, None)), (jax.random.split(KEY, 4), X)
+
+
+@case(map=4, reduce_sum=5, broadcast=2)
+def two_placements(ops):
+    @ops.program({"a": N, "b": M})
+    def prog(w, xa, xb):
+        of_a = ops.map_fn(lambda v: jnp.tanh(v @ w), xa, placement="a")
+        total = ops.reduce_sum(of_a, placement="a")
+        of_b = ops.map_fn(lambda v: jnp.sin(v @ w) + total, xb, placement="b")
+        return jnp.sum(ops.reduce_sum(of_b, placement="b"))
+
+    return jax.grad(prog), (W, X, rnd(M, 5, 3))
+
+
+@case(**GRAD_SUM)
+def nested_placements(ops):
+    @ops.program({"outer": N, "inner": M})
+    def prog(w, x):
+        def one(xs):
+            of_inner = ops.map_fn(lambda v: jnp.tanh(v @ w), xs, placement="inner")
+            return jnp.sin(ops.reduce_sum(of_inner, placement="inner"))
+
+        return ops.reduce_sum(ops.map_fn(one, x, placement="outer"), placement="outer")
+
+    return jax.grad(prog), (W, rnd(N, M, 3))
+
+
+@case(**GRAD_SUM)
+def nested_programs(ops):
+    @ops.program({"inner": M})
+    def inner(w, xs):
+        return ops.reduce_sum(ops.map_fn(lambda v: jnp.tanh(v @ w), xs, placement="inner"))
+
+    return jax.grad(sum_over(ops, lambda w, xs: jnp.sin(inner(w, xs)))), (W, rnd(N, M, 3))
+
+
+@case(**GRAD_SUM)
+def none_and_dicts(ops):
+    body = lambda w, d: {"loss": jnp.sum(d["x"] @ w["k"]), "none": None}
+    prog = sum_over(ops, body)
+    return jax.grad(lambda *args: prog(*args)["loss"]), ({"k": W, "q": None}, {"x": X, "z": None})
+
+
+@case(map=2, reduce_sum=3, broadcast=1)
+def dataclasses_as_trees(ops):
+    prog = sum_over(ops, lambda w, p: Pair(jnp.tanh(p.a @ w), p.b * 2.0, p.tag))
+
+    def total(w, p):
+        out = prog(w, p)
+        return jnp.sum(out.a) + jnp.sum(out.b)
+
+    return jax.grad(total), (W, Pair(X, Y))
+
+
+@case(map=1, reduce_mean=2)
+def flax_and_optax(ops):
+    linen, optax = pytest.importorskip("flax.linen"), pytest.importorskip("optax")
+    model, optimizer = linen.Dense(4), optax.sgd(1e-2, momentum=0.9)
+    params = model.init(jax.random.key(1), X[0])
+
+    @ops.program({"clients": N})
+    def prog(params, state, x):
+        value = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+        grads = ops.reduce_mean(ops.map_fn(lambda x: jax.grad(value)(params, x), x))
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    return prog, (params, optimizer.init(params), X)
+
+
+@case(map=2, reduce_mean=1, size=1, broadcast=1, reduce_sum=2)
+def flax_nnx(ops):
+    nnx = pytest.importorskip("flax.nnx")
+    graph, state = nnx.split(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+
+    @ops.program({"clients": N})
+    def prog(state, x):
+        value = lambda x: jnp.mean(nnx.merge(graph, state)(x) ** 2)
+        return ops.reduce_mean(ops.map_fn(value, x))
+
+    return jax.grad(prog), (nnx.to_pure_dict(state), X)
+
+
+@case(map=2, reduce_sum=3, broadcast=1)
+def ints_and_bools(ops):
+    def body(w, leaves):
+        x, i, b = leaves
+        return {"float": jnp.where(b, x @ w, 0.0)[i], "int": i + 1}
+
+    prog = sum_over(ops, body)
+
+    def product(w, leaves):
+        out = prog(w, leaves)
+        return out["float"] * out["int"].astype(jnp.float32)
+
+    return jax.grad(product), (W, [X, jnp.arange(N) % 5, jnp.arange(N) % 2 == 0])
+
+
+@case(strays=["broadcast_in_dim"], **GRAD_SUM)
+def float0_of_placed_ints(ops):
+    prog = sum_over(ops, lambda w, i: w[i % 3] * i.astype(jnp.float32))
+    grad = jax.grad(prog, argnums=(0, 1), allow_int=True)
+    return lambda *args: grad(*args)[0], (W, jnp.arange(N))
+
+
+@case(**GRAD_SUM)
+def float0_of_server_ints(ops):
+    prog = sum_over(ops, lambda ws, x: jnp.sum(x @ ws[0]) * ws[1].astype(jnp.float32))
+    grad = jax.grad(prog, allow_int=True)
+    return lambda *args: grad(*args)[0], ([W, jnp.int32(3)], X)
+
+
+@case(map=4, reduce_max=1, reduce_sum=2, broadcast=1)
+def grad_of_max(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        return jnp.sum(ops.reduce_max(ops.map_fn(lambda v: v @ w, x)))
+
+    return jax.grad(prog), (W, X)
+
+
+@case(map=4, reduce_min=1, reduce_sum=2, broadcast=1)
+def grad_of_min(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        return jnp.sum(ops.reduce_min(ops.map_fn(lambda v: v @ w, x)))
+
+    return jax.grad(prog), (W, X)
+
+
+@case(strays=["add_any"], map=4, reduce_sum=3, broadcast=2)
+def grad_of_weighted_mean(ops):
+    @ops.program({"clients": N})
+    def prog(w, x, weights):
+        values = ops.map_fn(lambda v: jnp.sum(jnp.tanh(v @ w)), x)
+        return ops.reduce_weighted_mean(values, weights)
+
+    return jax.grad(prog, argnums=(0, 2)), (W, X, jnp.arange(1.0, N + 1))
+
+
+@case(**GRAD_SUM)
+def bfloat16(ops):
+    prog = sum_over(ops, lambda w, x: jnp.sum(x @ w))
+    return jax.grad(prog), (W.astype("bfloat16"), X.astype("bfloat16"))
+
+
+@case(**GRAD_SUM)
+def stop_gradient(ops):
+    prog = sum_over(ops, lambda w, x: jnp.sum(jax.lax.stop_gradient(x @ w) * jnp.sum(w)))
+    return jax.grad(prog), (W, X)
+
+
+@case(map=1, reduce_sum=4)
+def constant_results(ops):
+    return sum_over(ops, lambda w, x: (jnp.sum(w), jnp.ones(2), 3.0, np.arange(3.0))), (W, X)
+
+
+@case(**GRAD_SUM)
+def constants_closed_over(ops):
+    ours, theirs = jnp.arange(3.0), np.arange(3, dtype=np.float32)
+    return jax.grad(sum_over(ops, lambda w, x: jnp.sum((x @ (w * ours)) * jnp.sum(theirs)))), (W, X)
+
+
+@case(map=1, reduce_sum=1)
+def callback_in_body(ops):
+    def body(w, x):
+        jax.debug.callback(lambda value: None, jnp.sum(x))
+        return jnp.sum(x @ w)
+
+    return sum_over(ops, body), (W, X)
+
+
+@case(broadcast=2, map=2, reduce_mean=1, size=1, reduce_sum=1)
+def broadcast_then_map(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        dots = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+        return ops.reduce_mean(ops.map_fn(dots, (ops.broadcast(w), x)))
+
+    return jax.grad(prog), (W, X)
+
+
+@case(strays=["broadcast_in_dim"], map=2, reduce_sum=1)
+def vjp_of_placed_result(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        return ops.map_fn(lambda v: jnp.tanh(v @ w), x)
+
+    return lambda w, x: jax.vjp(prog, w, x)[1](jnp.ones((N, 5))), (W, X)
+
+
+@case(broadcast=1, map=1, reduce_sum=1)
+def linear_transpose(ops):
+    prog = sum_over(ops, lambda w, x: x @ w)
+    return lambda w, x, ct: jax.linear_transpose(lambda w: prog(w, x), w)(ct), (W, X, rnd(5))
+
+
+@case(**GRAD_SUM)
+def linear_algebra(ops):
+    def body(w, x):
+        gram = x.T @ x + jnp.eye(3)
+        return jnp.sum(jnp.linalg.solve(gram, w) + jnp.linalg.cholesky(gram)[0])
+
+    return jax.grad(sum_over(ops, body)), (W, X)
+
+
+@case(map=1, reduce_sum=1)
+def map_without_operands(ops):
+    @ops.program({"clients": N})
+    def prog(w):
+        return ops.reduce_sum(ops.map_fn(lambda: jnp.tanh(w), ()))
+
+    return prog, (W,)
+
+
+@case(map=2, reduce_sum=2, broadcast=1)
+def grad_of_map_without_operands(ops):
+    @ops.program({"clients": N})
+    def prog(w):
+        return jnp.sum(ops.reduce_sum(ops.map_fn(lambda: jnp.tanh(w), ())))
+
+    return jax.grad(prog), (W,)
+
+
+@case()
+def exported(ops):
+    fn = jax.jit(jax.grad(step_loss(ops)))
+
+    def run(*args):
+        return jax.export.deserialize(jax.export.export(fn)(*args).serialize()).call(*args)
+
+    return run, (W, X, Y)
