@@ -1,0 +1,215 @@
+"""The digits of exact sums: vectors of long fixed-point numbers, to which floats are added exactly.
+
+This is a long fixed-point number per coordinate, after U. Kulisch ("Computer Arithmetic
+and Validity", 2nd ed. 2013, chapter 8, the "complete register"), with carries put off as in R. M.
+Neal, "Fast exact summation using small and large superaccumulators", arXiv:1505.05571, section 3.
+Numbers are cut to digits by the error-free splitting of Rump, Ogita and Oishi, "Accurate
+floating-point summation part I: faithful rounding", SIAM J. Sci. Comput. 31(1), 2008, section 3.
+
+A vector is held in blocks of `BLOCK` values. A block holds, for each digit k that some value in it
+needs, a float64 vector of whole numbers, and stands for::
+
+    sum over k of digit[k] · 2^(unit(k)),    unit(k) = width·k + lowest
+
+where 2^lowest is the smallest subnormal of the dtype. `bound` is kept such that |digit| <= bound ·
+2^(width-1) < 2^53: every operation on digits is exact, so the number held is the exact sum,
+whatever the order, the merges and the moments at which carries happen. Infinities and NaN are kept
+apart, as three flags that are OR-ed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+BLOCK = 1 << 14
+"""Values in a block: two float64 vectors of it and its digits fit in a core's second cache."""
+
+WIDTH = 44
+"""Bits of a digit: two digits hold the 24 bits of most float32 vectors, 510 adds need no carry."""
+
+POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
+
+
+class Digits:
+    """The digits of one block: an exact fixed-point number per coordinate.
+
+    Attributes:
+        size: number of coordinates.
+        lowest: exponent of the unit of digit 0: -149 (float32) or -1074 (float64).
+        width: bits of a digit.
+        vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
+        bound: |digit| <= bound · 2^(width-1).
+        flags: uint8 vector (size,) of infinities and NaN seen, or None.
+    """
+
+    __slots__ = ("bound", "flags", "lowest", "size", "vectors", "width")
+
+    def __init__(self, size: int, lowest: int, width: int = WIDTH) -> None:
+        self.size = size
+        self.lowest = lowest
+        self.width = width
+        self.vectors: dict[int, np.ndarray] = {}
+        self.bound = 0
+        self.flags: np.ndarray | None = None
+
+    @property
+    def capacity(self) -> int:
+        """The largest `bound`, with a bit to spare for the carries themselves."""
+        return (1 << (53 - self.width)) - 2
+
+    @property
+    def nbytes(self) -> int:
+        flags = 0 if self.flags is None else self.flags.nbytes
+        return flags + sum(vector.nbytes for vector in self.vectors.values())
+
+    def unit(self, key: int) -> int:
+        """Exponent of the unit of a digit."""
+        return key * self.width + self.lowest
+
+    def add(self, rows: np.ndarray) -> None:
+        """Adds vectors.
+
+        Args:
+            rows: float32 or float64 (terms, size), at most `capacity` // 2 terms; not kept.
+        """
+        top = max(float(rows.max()), -float(rows.min()))
+        if not top < math.inf:
+            rows, top = self._take_flags(rows)
+        if top == 0.0:
+            return
+        cost = len(rows) if rows.dtype == np.float32 else 2 * len(rows)
+        if self.bound + cost > self.capacity:
+            self.carry()
+        exponent = math.frexp(top)[1]
+        key = max(0, -((self.width - 1 + self.lowest - exponent) // self.width))
+        split = self._split_float32 if rows.dtype == np.float32 else self._split_float64
+        split(rows, key)
+        self.bound += cost
+
+    def _take_flags(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
+        """Moves infinities and NaN to `flags`; the rows with zeros instead, and their maximum."""
+        flags = (
+            (rows == np.inf) * np.uint8(POSITIVE_INFINITY)
+            | (rows == -np.inf) * np.uint8(NEGATIVE_INFINITY)
+            | (rows != rows) * np.uint8(NOT_A_NUMBER)
+        )
+        self.add_flags(np.bitwise_or.reduce(flags, axis=0))
+        rows = np.where(flags == 0, rows, rows.dtype.type(0))
+        return rows, float(np.abs(rows).max())
+
+    def add_flags(self, flags: np.ndarray) -> None:
+        """ORs flags of infinities and NaN, uint8 (size,)."""
+        self.flags = flags.copy() if self.flags is None else self.flags | flags
+
+    def _split_float32(self, rows: np.ndarray, key: int) -> None:
+        """Splits by rounding: 24 bits, scaled by a power of two, leave an exact remainder."""
+        rest = rows * np.float64(2.0 ** -self.unit(key))
+        digit = np.empty_like(rest)
+        while True:
+            np.rint(rest, out=digit)
+            self._deposit(key, digit)
+            if key == 0:
+                return
+            np.subtract(rest, digit, out=rest)
+            if not rest.any():
+                return
+            np.multiply(rest, 2.0**self.width, out=rest)
+            key -= 1
+
+    def _split_float64(self, rows: np.ndarray, key: int) -> None:
+        """Splits by truncation, with the remainder left in place.
+
+        Scaling the remainder as for float32 could underflow, and rounding to nearest could give
+        2^1024, which is no double.
+        """
+        rest = rows.copy()
+        digit = np.empty_like(rest)
+        while True:
+            _scale(rest, -self.unit(key), digit)
+            np.trunc(digit, out=digit)
+            self._deposit(key, digit)
+            if key == 0:
+                return
+            _scale(digit, self.unit(key), digit)
+            np.subtract(rest, digit, out=rest)
+            if not rest.any():
+                return
+            key -= 1
+
+    def _deposit(self, key: int, digit: np.ndarray) -> None:
+        """Adds whole numbers (terms, size) to a digit."""
+        vector = self.vectors.get(key)
+        if vector is not None:
+            np.add(vector, digit[0] if len(digit) == 1 else digit.sum(axis=0), out=vector)
+        elif digit.any():
+            self.vectors[key] = digit.sum(axis=0)
+
+    def carry(self) -> None:
+        """Brings every digit to [-2^(width-1), 2^(width-1)) and drops those that are zero.
+
+        The digits are then a function of the number alone.
+        """
+        base = 2.0**self.width
+        key = min(self.vectors, default=0)
+        while key <= max(self.vectors, default=-1):
+            vector = self.vectors.get(key)
+            if vector is not None:
+                carried = np.floor(vector * (1 / base) + 0.5)
+                if carried.any():
+                    above = self.vectors.get(key + 1)
+                    self.vectors[key + 1] = carried if above is None else above + carried
+                    carried = carried * base
+                    np.subtract(vector, carried, out=vector)
+            key += 1
+        self.vectors = {key: vector for key, vector in self.vectors.items() if vector.any()}
+        self.bound = 1 if self.vectors else 0
+
+    def merge(self, other: Digits) -> None:
+        """Adds the number that `other` holds, and leaves `other` as it is."""
+        if self.bound + other.bound > self.capacity:
+            self.carry()
+        if self.bound + other.bound > self.capacity:
+            other = other.copy()
+            other.carry()
+        for key, vector in other.vectors.items():
+            mine = self.vectors.get(key)
+            if mine is None:
+                self.vectors[key] = vector.copy()
+            else:
+                np.add(mine, vector, out=mine)
+        self.bound += other.bound
+        if other.flags is not None:
+            self.add_flags(other.flags)
+
+    def copy(self) -> Digits:
+        """A block that shares nothing with this one."""
+        same = Digits(self.size, self.lowest, self.width)
+        same.vectors = {key: vector.copy() for key, vector in self.vectors.items()}
+        same.bound = self.bound
+        same.flags = None if self.flags is None else self.flags.copy()
+        return same
+
+    def terms(self, lo: int, hi: int) -> Iterator[np.ndarray]:
+        """The digits of the coordinates [lo, hi) as float64 numbers, from the highest down.
+
+        Each is exact, or infinite where it is past the range of float64.
+        """
+        for key in sorted(self.vectors, reverse=True):
+            yield _scale(self.vectors[key][lo:hi], self.unit(key))
+
+    def integer(self, position: int) -> int:
+        """The number at one coordinate, in units of 2^lowest."""
+        return sum(
+            int(vector[position]) << (key * self.width) for key, vector in self.vectors.items()
+        )
+
+
+def _scale(values: np.ndarray, exponent: int, out: np.ndarray | None = None) -> np.ndarray:
+    """values · 2^exponent, in two steps where the power of two itself is not a normal double."""
+    if abs(exponent) <= 1000:
+        return np.multiply(values, 2.0**exponent, out=out)
+    half = exponent // 2
+    return np.multiply(np.multiply(values, 2.0**half, out=out), 2.0 ** (exponent - half), out=out)

@@ -1,0 +1,276 @@
+"""Exact sums of float vectors: the bits of the result do not depend on the order of the terms.
+
+`ExactSum` cuts a vector to blocks, holds a long fixed-point number per coordinate (`digits`), and
+rounds once at the end (`rounding`). As nothing is lost on the way, the result is the correctly
+rounded sum, or quotient, for any order, bundling and tree of merges.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+
+from beamjax import digit_bytes
+from beamjax.arrays import encode_arrays
+from beamjax.digits import BLOCK, NEGATIVE_INFINITY, NOT_A_NUMBER, POSITIVE_INFINITY, WIDTH, Digits
+from beamjax.errors import StructureError, WorkerError
+from beamjax.partials import check_partial, check_same, describe, described, fail
+from beamjax.rounding import DIVISOR_LIMIT, append, divide, round_pair
+
+LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
+"""Exponent of the smallest subnormal."""
+
+MAX_ROWS = 256
+"""Partials that a small accumulator keeps as they are, to add them all at once."""
+
+
+def check_subnormals() -> None:
+    """Checks that this thread computes with subnormal numbers.
+
+    Raises:
+        WorkerError: if a library has switched "flush to zero" or "denormals are zero" on, with
+            which small numbers vanish and exact sums are not exact.
+    """
+    if not np.float32(1e-40) + np.float32(0) > 0:
+        raise WorkerError(
+            "exact sums: found that 1e-40 + 0 is 0 in float32 on this thread, expected 1e-40. A "
+            "library in this process, probably one built with -ffast-math, has switched the "
+            "processor to flush subnormal numbers to zero. Do not load it in workers, or choose "
+            'reduction="fast".'
+        )
+
+
+class ExactSum:
+    """Exact sum of vectors, one per shard.
+
+    Adding a shard twice is not noticed: the source has to be exactly-once.
+
+    Attributes:
+        size: length of the vectors.
+        dtype: of the vectors: float32, float64, complex64 or complex128. The real and imaginary
+            parts of complex numbers are summed apart, as two coordinates.
+    """
+
+    name: ClassVar[str] = "exact_sum"
+
+    def __init__(self, dtype: np.dtype, size: int, *, width: int = WIDTH) -> None:
+        """
+        Args:
+            dtype: of the vectors.
+            size: their length.
+            width: bits of a digit, from 20 to 50; no result depends on it.
+
+        Raises:
+            StructureError: for any other dtype.
+            WorkerError: if this thread flushes subnormal numbers to zero.
+        """
+        check_subnormals()
+        self.dtype = np.dtype(dtype)
+        self.size = size
+        if self.dtype.name not in ("float32", "float64", "complex64", "complex128"):
+            raise StructureError(
+                f"exact sum: found partials of dtype {self.dtype}, expected float32, float64, "
+                "complex64 or complex128."
+            )
+        self._parts = 2 if self.dtype.kind == "c" else 1
+        self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
+        self._width = width
+        self._length = size * self._parts
+        self._blocks: dict[int, Digits] = {}
+        self._rows: np.ndarray | None = None
+        self._waiting = 0
+        self._max_rows = min(MAX_ROWS, (1 << (52 - width)) - 2, BLOCK // max(self._length, 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the numbers take."""
+        waiting = 0 if self._rows is None else self._rows.nbytes
+        return waiting + sum(block.nbytes for block in self._blocks.values())
+
+    def add(self, partial: np.ndarray, shard: int = 0) -> None:
+        """Adds the vector of one shard.
+
+        Args:
+            partial: (size,) in the accumulator's dtype; neither kept nor changed.
+            shard: number of the shard; not used.
+
+        Raises:
+            StructureError: if `partial` has another shape or dtype.
+        """
+        check_partial(self, partial)
+        if self._parts == 2:
+            partial = np.ascontiguousarray(partial).view(self._real)
+        if self._max_rows < 2:
+            self._deposit(partial[None])
+            return
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = np.empty((self._max_rows, self._length), self._real)
+        rows[self._waiting] = partial
+        self._waiting += 1
+        if self._waiting == self._max_rows:
+            self._flush()
+
+    def merge(self, other: ExactSum) -> None:
+        """Adds what `other` holds, and leaves `other` as it is.
+
+        Raises:
+            StructureError: if `other` is of another kind, dtype or size.
+        """
+        check_same(self, other)
+        if self._width != other._width:
+            raise StructureError(
+                f"exact sum: found digits of {other._width} bits to merge with, expected "
+                f"{self._width}; both must be made by the same version of beamjax."
+            )
+        for number, block in other._blocks.items():
+            self._block(number).merge(block)
+        if other._rows is not None and other._waiting:
+            self._deposit(other._rows[: other._waiting])
+
+    def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
+        """The sums of the coordinates [lo, hi), correctly rounded.
+
+        Args:
+            lo, hi: a range of coordinates.
+            dtype: of the result; any float for real partials (ml_dtypes' too), complex for complex
+                ones.
+
+        Returns:
+            (hi - lo,) in `dtype`. NaN is the canonical quiet NaN, an exact zero is +0; past the
+            range of `dtype` is what a cast from float32 gives.
+        """
+        return self._rounded(lo, hi, dtype, 1)
+
+    def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """The sums of the coordinates [lo, hi) over `count`, correctly rounded; NaN if it is 0.
+
+        Args and result as for `total`. Counts of 2^26 and more take about a microsecond a value.
+        """
+        if count == 0:
+            return np.full(hi - lo, np.nan).astype(dtype)
+        return self._rounded(lo, hi, dtype, count)
+
+    def compact(self) -> None:
+        """Brings the state to the canonical form, which depends on the sum alone."""
+        self._flush()
+        with np.errstate(all="ignore"):
+            for block in self._blocks.values():
+                block.carry()
+        self._blocks = {
+            number: block
+            for number, block in sorted(self._blocks.items())
+            if block.vectors or (block.flags is not None and block.flags.any())
+        }
+
+    def encode(self) -> bytes:
+        """The state as bytes, which depend on the exact sum alone."""
+        self.compact()
+        return encode_arrays(digit_bytes.pack(self._blocks), describe(self, width=self._width))
+
+    @classmethod
+    def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> ExactSum:
+        """The accumulator that `encode` wrote.
+
+        Raises:
+            ArrayFormatError, StructureError: if there is no such accumulator.
+        """
+        width = meta.get("width")
+        if type(width) is not int or not 20 <= width <= 50:
+            fail(f"digits of {width!r} bits", "20 to 50")
+        same = cls(*described(meta), width=width)
+        same._blocks = digit_bytes.unpack(arrays, same._length, LOWEST[same._real], width)
+        return same
+
+    def _block(self, number: int) -> Digits:
+        block = self._blocks.get(number)
+        if block is None:
+            size = min(BLOCK, self._length - number * BLOCK)
+            block = self._blocks[number] = Digits(size, LOWEST[self._real], self._width)
+        return block
+
+    def _flush(self) -> None:
+        if self._rows is not None and self._waiting:
+            self._deposit(self._rows[: self._waiting])
+        self._rows, self._waiting = None, 0
+
+    def _deposit(self, rows: np.ndarray) -> None:
+        """Adds rows (terms, length) of real numbers."""
+        check_subnormals()
+        with np.errstate(all="ignore"):
+            for number, start in enumerate(range(0, self._length, BLOCK)):
+                self._block(number).add(rows[:, start : start + BLOCK])
+
+    def _rounded(self, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
+        self._flush()
+        dtype = np.dtype(dtype)
+        real = dtype if self._parts == 1 else np.dtype(f"f{dtype.itemsize // 2}")
+        lo, hi = lo * self._parts, hi * self._parts
+        result = np.zeros(hi - lo, real)
+        with np.errstate(all="ignore"):
+            for number, block in self._blocks.items():
+                first, last = max(lo, number * BLOCK), min(hi, number * BLOCK + block.size)
+                if first < last:
+                    start = number * BLOCK
+                    part = _rounded_block(block, first - start, last - start, real, divisor)
+                    result[first - lo : last - lo] = part
+        return result if self._parts == 1 else result.view(dtype)
+
+
+def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
+    """The numbers of a block over `divisor`, rounded to `dtype`, with infinities and NaN."""
+    head, tail = np.zeros(hi - lo), None
+    if block.bound > 1:
+        block.carry()
+    for term in block.terms(lo, hi):
+        head, tail = append(head, tail, term)
+    outside = _outside(head, divisor, block.lowest)
+    if 1 < divisor < DIVISOR_LIMIT:
+        head, tail = divide(head, tail, divisor)
+    if outside is not None and outside.any():
+        tail = np.zeros(hi - lo) if tail is None else tail
+        for position in np.flatnonzero(outside).tolist():
+            pair = _quotient(block.integer(lo + position), divisor << -block.lowest)
+            head[position], tail[position] = pair
+    result = round_pair(head, tail, dtype)
+    if block.flags is not None:
+        flags = block.flags[lo:hi]
+        result[flags == POSITIVE_INFINITY] = _special(dtype, math.inf)
+        result[flags == NEGATIVE_INFINITY] = _special(dtype, -math.inf)
+        nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
+        result[nan] = _special(dtype, math.nan)
+    return result
+
+
+def _special(dtype: np.dtype, value: float) -> np.generic:
+    return np.float32(value).astype(dtype)
+
+
+def _outside(head: np.ndarray, divisor: int, lowest: int) -> np.ndarray | None:
+    """Which coordinates have to be divided as Python integers; None if none has."""
+    if divisor >= DIVISOR_LIMIT:
+        return np.ones(len(head), np.bool_)
+    if lowest == LOWEST[np.dtype(np.float32)]:
+        return None
+    if divisor == 1:
+        return ~np.isfinite(head)
+    size = np.abs(head)
+    return ~((size >= 2.0**-700) & (size <= 2.0**990) | (size == 0))
+
+
+def _quotient(numerator: int, denominator: int) -> tuple[float, float]:
+    """The quotient rounded to nearest, and a number of the sign of what rounding left out.
+
+    The second is 0 where the quotient is so near the ends of float64 that it would count.
+    """
+    try:
+        head = numerator / denominator
+    except OverflowError:
+        return math.inf if numerator > 0 else -math.inf, 0.0
+    if not 2.0**-900 < abs(head) < 2.0**900:
+        return head, math.copysign(0.0, head)  # -0 + 0 would be +0
+    over, under = head.as_integer_ratio()
+    left_out = numerator * under - over * denominator
+    return head, ((left_out > 0) - (left_out < 0)) * 2.0**-1000

@@ -1,0 +1,140 @@
+"""Each reduction of a placed value to a server value, stated once.
+
+A reduction has a part on the device, `partial`, which brings a shard of members to one array, and a
+part on the host, an accumulator of the reduction's `lane`, which `finish` turns to the result. The
+results have the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beamjax.accumulators import Accumulator, SumAccumulator, decode_accumulator, make_accumulator
+from beamjax.extremes import lowest_value
+
+__all__ = ["REDUCERS", "Reducer", "decode_accumulator", "make_accumulator"]
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A reduction over the members of a placement.
+
+    Attributes:
+        name: "sum", "mean", "max", "min", "prod", "any" or "all", as in `jnp`.
+        lane: kind of the accumulator, shared by reductions with the same partials.
+        fold: the `jnp` function that reduces a shard.
+    """
+
+    name: str
+    lane: str
+    fold: Callable[..., jax.Array]
+
+    def result_dtype(self, dtype: Any) -> np.dtype:
+        """The dtype that the `jnp` function gives for operands of `dtype`.
+
+        It depends on whether 64-bit numbers are enabled in JAX at the moment of the call.
+
+        Raises:
+            ValueError, TypeError: what `jnp` raises for a dtype that it does not reduce.
+        """
+        return _result_dtype(self.name, np.dtype(dtype), jnp.result_type(int))
+
+    def partial_dtype(self, dtype: Any) -> np.dtype:
+        """The dtype in which the partials of operands of `dtype` leave the device.
+
+        Floats narrower than float32 are summed and multiplied in float32, as `jnp` does; means of
+        integers are sums of floats, as `jnp.mean`'s are. Everything else is in the result's dtype.
+        """
+        result = self.result_dtype(dtype)
+        if self.lane in ("sum", "prod") and result.kind not in "iuc" and result != np.float64:
+            return np.dtype(np.float32)
+        return result
+
+    def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Reduces a shard on the device.
+
+        Args:
+            x: (members, ...) of the shard, padded to its fixed size.
+            mask: bool (members,), False for padding, whose values are not looked at.
+
+        Returns:
+            (...) in `partial_dtype(x.dtype)`; the identity where no member is.
+        """
+        dtype = self.partial_dtype(x.dtype)
+        x = x != 0 if dtype == np.bool_ and x.dtype != np.bool_ else x.astype(dtype)
+        rows = jnp.reshape(mask, (-1,) + (1,) * (x.ndim - 1))
+        identity = self.identity(dtype)
+        x = jnp.where(rows, x, jnp.asarray(identity))
+        if dtype.kind == "c" and self.lane in ("max", "min"):
+            return _complex_extreme(self.fold, x, identity.imag)
+        if self.lane in ("sum", "prod"):
+            return self.fold(x, axis=0, dtype=dtype)
+        return self.fold(x, axis=0)
+
+    def identity(self, dtype: np.dtype) -> np.generic:
+        """The scalar of `dtype` that changes no result of the reduction."""
+        if self.lane in ("max", "min"):
+            return lowest_value(self.lane, np.dtype(dtype))
+        return np.dtype(dtype).type(self.lane in ("prod", "all"))
+
+    def finish(
+        self, accumulator: Accumulator, lo: int, hi: int, count: int, dtype: Any
+    ) -> np.ndarray:
+        """The result at the coordinates [lo, hi) of an accumulator.
+
+        Args:
+            accumulator: of the reduction's lane, with the partials of all shards.
+            lo, hi: a range of its coordinates.
+            count: the number of members, padding left out.
+            dtype: of the operands, before the reduction.
+
+        Returns:
+            (hi - lo,) in `result_dtype(dtype)`.
+        """
+        result = self.result_dtype(dtype)
+        if self.name == "mean":
+            return cast(SumAccumulator, accumulator).mean(lo, hi, count, result)
+        return accumulator.total(lo, hi, result)
+
+
+def _complex_extreme(
+    fold: Callable[..., jax.Array], x: jax.Array, identity: np.generic
+) -> jax.Array:
+    """Extreme by the real and then the imaginary part, over axis 0, where NaN always wins.
+
+    `jnp.max` and `jnp.min` keep or lose a complex NaN depending on its place.
+    """
+    real = fold(x.real, axis=0, keepdims=True)
+    first = (x.real == real) | jnp.isnan(x.real)
+    imag = fold(jnp.where(first, x.imag, jnp.asarray(identity)), axis=0)
+    return jax.lax.complex(real[0], imag)
+
+
+@functools.cache
+def _result_dtype(name: str, dtype: np.dtype, integer: np.dtype) -> np.dtype:
+    """The result dtype of a `jnp` function over axis 0, per width of JAX's integers."""
+    operand = jax.ShapeDtypeStruct((1,), dtype)
+    fold = functools.partial(getattr(jnp, name), axis=0)
+    return np.dtype(jax.eval_shape(fold, operand).dtype)
+
+
+REDUCERS: dict[str, Reducer] = {
+    reducer.name: reducer
+    for reducer in (
+        Reducer("sum", "sum", jnp.sum),
+        Reducer("mean", "sum", jnp.sum),
+        Reducer("max", "max", jnp.max),
+        Reducer("min", "min", jnp.min),
+        Reducer("prod", "prod", jnp.prod),
+        Reducer("any", "any", jnp.any),
+        Reducer("all", "all", jnp.all),
+    )
+}
+"""The reductions by name."""

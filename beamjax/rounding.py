@@ -1,0 +1,140 @@
+"""One rounding of a number that two doubles hold: `head + tail`, the tail "rounded to odd".
+
+An exact sum or quotient is first brought to a pair of float64 vectors. `head` is a double near the
+value; `tail` stands for the exact rest: it is 0 if and only if the rest is 0, and otherwise is the
+rest rounded to odd (to the neighbour whose last bit is 1, if it is no double itself). Rounding to
+odd keeps on which side of every shorter number the value lies, so that a second rounding, to 51
+bits or fewer or by one addition to `head`, gives what rounding the exact value once gives
+(Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+rounding to odd", IEEE Transactions on Computers 57(4), 2008, sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Pair = tuple[np.ndarray, np.ndarray | None]
+"""Head and tail; the tail is None where it is zero everywhere."""
+
+DIVISOR_LIMIT = 1 << 26
+"""`divide` is proved for divisors below this: half of a double times the divisor is a double."""
+
+_LOW_27_BITS = np.int64((1 << 27) - 1)
+
+
+def to_odd(rounded: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Rounds `rounded + error` to odd.
+
+    Args:
+        rounded: float64 vector, `rounded + error` rounded to nearest. Overwritten.
+        error: float64 vector, less than one unit in the last place of `rounded`.
+
+    Returns:
+        `rounded`, moved by one unit towards `error` where that is not 0 and the last bit is 0.
+    """
+    bits = rounded.view(np.int64)
+    towards = ((error.view(np.int64) ^ bits) >> 63) | 1
+    bits += towards * ((error != 0) & ((bits & 1) == 0))
+    return rounded
+
+
+def fast_two_sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum rounded to nearest, and its exact error, where |large| >= |small| or large is 0.
+
+    Source: T. J. Dekker, "A floating-point technique for extending the available precision",
+    Numerische Mathematik 18, 1971, section 4.
+    """
+    total = large + small
+    return total, small - (total - large)
+
+
+def append(head: np.ndarray, tail: np.ndarray | None, term: np.ndarray) -> Pair:
+    """Adds a term to a pair of which every bit set so far is above the term.
+
+    Args:
+        head: float64 vector.
+        tail: float64 vector, or None for zeros.
+        term: float64 vector; smaller than the lowest unit that any earlier term is a multiple of.
+
+    Returns:
+        The new (head, tail); the tail is None while it is zero everywhere.
+    """
+    if tail is None:
+        total, error = fast_two_sum(head, term)
+        return total, error if error.any() else None
+    has_tail = tail != 0
+    total, error = fast_two_sum(np.where(has_tail, tail, head), term)
+    head = np.where(has_tail, head, total)
+    # A tail that was inexact before is odd, the term is below its last bit: it stays as it is.
+    return head, np.where(has_tail, to_odd(total, error), error)
+
+
+def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int) -> Pair:
+    """The quotient of a pair by a whole number, as a pair.
+
+    With q = head / divisor rounded to nearest, the remainder r = head - q·divisor is a double, and
+    the rest of the quotient is (r + tail) / divisor, which is rounded to odd in two steps. What it
+    is compared with later are multiples of a quarter unit in the last place of q, and these, times
+    the divisor, have at least 24 bits less than the tail can hold. Where the share underflows, it
+    keeps its sign, and nothing else of it counts.
+
+    Args:
+        head: float64 vector; 0, or between 2^-700 and 2^990 in absolute value.
+        tail: float64 vector or None, at most one unit in the last place of `head`.
+        divisor: from 1 to `DIVISOR_LIMIT` - 1.
+
+    Returns:
+        The (head, tail) of the quotient.
+    """
+    n = float(divisor)
+    quotient = head / n
+    rest = _remainder(head, quotient, n)
+    if tail is not None:
+        total = rest + tail
+        back = total - rest
+        error = (rest - (total - back)) + (tail - back)
+        rest = to_odd(total, error)
+    share = rest / n
+    return quotient, to_odd(share, _remainder(rest, share, n))
+
+
+def _remainder(dividend: np.ndarray, quotient: np.ndarray, divisor: float) -> np.ndarray:
+    """dividend - quotient·divisor, exactly, for a quotient rounded to nearest."""
+    product = quotient * divisor
+    upper = (quotient.view(np.int64) & ~_LOW_27_BITS).view(np.float64)
+    error = (upper * divisor - product) + (quotient - upper) * divisor
+    return (dividend - product) - error
+
+
+def round_pair(head: np.ndarray, tail: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
+    """Rounds a pair once, to nearest even.
+
+    Args:
+        head: float64 vector.
+        tail: float64 vector, or None for zeros; at most two units in the last place of `head`.
+        dtype: float64, float32, or a narrower float of NumPy or ml_dtypes.
+
+    Returns:
+        A vector of `dtype`. Past its range is what a cast from float32 gives: an infinity, or NaN
+        or the largest number in dtypes that have no infinity.
+    """
+    if dtype == np.float64:
+        return head + (0.0 if tail is None else tail)
+    odd = head if tail is None else to_odd(*fast_two_sum(head, tail))
+    if dtype == np.float32:
+        return odd.astype(np.float32)
+    return odd_to_float32(odd).astype(dtype)
+
+
+def odd_to_float32(values: np.ndarray) -> np.ndarray:
+    """Rounds a float64 vector of finite numbers to odd at float32.
+
+    For casts to narrower dtypes: ml_dtypes casts float64 through float32, and two roundings to
+    nearest are not one (1 + 2^-8 + 2^-40 would become 1 in bfloat16).
+    """
+    nearest = values.astype(np.float32)
+    bits = nearest.view(np.int32)
+    inexact = nearest != values
+    bits -= np.abs(nearest) > np.abs(values)
+    bits |= inexact
+    return nearest

@@ -1,0 +1,103 @@
+"""Reductions by one NumPy operation on one vector: integers, booleans, and floats in a hurry."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from beamjax.arrays import encode_arrays
+from beamjax.errors import StructureError
+from beamjax.partials import check_partial, check_same, describe, described, fail, only_array
+
+OPERATIONS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+
+
+class Running:
+    """A vector to which an operation is applied for every shard.
+
+    Integers wrap around, which is associative. Float sums and products are kept in float64 or
+    complex128; their last bits depend on the order (`reduction="fast"`).
+
+    Attributes:
+        lane: one of `OPERATIONS`.
+        dtype: of the partials.
+        size: their length.
+    """
+
+    name: ClassVar[str] = "running"
+
+    def __init__(self, lane: str, dtype: np.dtype, size: int) -> None:
+        """
+        Raises:
+            StructureError: if `dtype` is not bool (any, all) or a native number (sum, prod).
+        """
+        self.lane, self.dtype, self.size = lane, np.dtype(dtype), size
+        if self.dtype.kind not in ("b" if lane in ("any", "all") else "iufc"):
+            raise StructureError(
+                f"reduction {lane!r}: found partials of dtype {self.dtype}, expected "
+                f"{'bool' if lane in ('any', 'all') else 'a native number'}."
+            )
+        held = {"f": np.float64, "c": np.complex128}.get(self.dtype.kind, self.dtype)
+        self._held = np.dtype(held)
+        self._operation = OPERATIONS[lane]
+        self._state: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the numbers take."""
+        return 0 if self._state is None else self._state.nbytes
+
+    def add(self, partial: np.ndarray, shard: int = 0) -> None:
+        """Applies the operation to the partial of a shard; raises as `check_partial`."""
+        check_partial(self, partial)
+        self._apply(partial)
+
+    def merge(self, other: Running) -> None:
+        """Applies the operation to what `other` holds; raises as `check_same`."""
+        check_same(self, other)
+        if other._state is not None:
+            self._apply(other._state)
+
+    def encode(self) -> bytes:
+        """The state as bytes, for `decode`."""
+        state = [] if self._state is None else [self._state]
+        return encode_arrays(state, describe(self, lane=self.lane))
+
+    @classmethod
+    def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Running:
+        """The accumulator that `encode` wrote.
+
+        Raises:
+            ArrayFormatError, StructureError: if there is no such accumulator.
+        """
+        lane = meta.get("lane")
+        if not isinstance(lane, str) or lane not in OPERATIONS:
+            fail(f"lane {lane!r}", f"one of {list(OPERATIONS)}")
+        same = cls(lane, *described(meta))
+        same._state = only_array(arrays, (same.size,), same._held)
+        return same
+
+    def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
+        """The result at the coordinates [lo, hi), cast to `dtype`; the identity without shards."""
+        if self._state is None:
+            return np.full(hi - lo, self._operation.identity).astype(dtype)
+        with np.errstate(all="ignore"):
+            return self._state[lo:hi].astype(dtype)
+
+    def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """The sums of [lo, hi) over `count`, rounded to float64 and then to `dtype`."""
+        with np.errstate(all="ignore"):
+            return (self.total(lo, hi, self._held) / np.float64(count)).astype(dtype)
+
+    def _apply(self, vector: np.ndarray) -> None:
+        if self._state is None:
+            self._state = vector.astype(self._held)
+        else:
+            with np.errstate(all="ignore"):
+                self._operation(self._state, vector, out=self._state)

@@ -1,0 +1,398 @@
+"""Exact sums against whole-number arithmetic, in any order, bundling and tree of merges."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import platform
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from beamjax.accumulators import decode_accumulator
+from beamjax.digits import BLOCK
+from beamjax.errors import StructureError, WorkerError
+from beamjax.exact_sum import ExactSum, check_subnormals
+
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+FP8 = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e5m2", "float8_e4m3fn")]
+WIDTHS = (20, 28, 44, 50)
+COUNTS = (1, 2, 3, 7, 10, 1000, 65537, 2**26 - 1, 2**26, 2**40 + 1)
+
+SPECIAL = {
+    F32: [0x0, 0x80000000, 0x1, 0x80000001, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x3F800000],
+    F64: [
+        *(0x0, 1 << 63, 0x1, (1 << 63) + 1, (1 << 52) - 1, 1 << 52, 0x3FF << 52),
+        *((0x7FF << 52) - 1, (0xFFF << 52) - 1),
+    ],
+}
+
+
+def exact(values: Sequence[float]) -> Fraction | float:
+    """The sum as a fraction, or as an infinity or NaN."""
+    values = [float(value) for value in values]
+    if all(math.isfinite(value) for value in values):
+        return sum(map(Fraction, values), Fraction(0))
+    total = sum(value for value in values if not math.isfinite(value))
+    return total if math.isinf(total) else math.nan
+
+
+def rounded(value: Fraction | float, dtype: np.dtype) -> np.generic:
+    """Rounds to nearest even in whole numbers, without any float on the way."""
+    if isinstance(value, float) or value == 0:
+        return np.float32(value).astype(dtype)
+    limits = ml_dtypes.finfo(dtype)
+    lowest = int(limits.minexp) - int(limits.nmant)
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
+    for guess in (exponent + 1, exponent, exponent - 1):
+        unit = max(guess - int(limits.nmant), lowest)
+        units = abs(value) / Fraction(2) ** unit
+        if units >= 1 << int(limits.nmant) or unit == lowest:
+            break
+    whole = round(units)  # half to even, as Fraction does
+    sign = -1 if value < 0 else 1
+    if whole * Fraction(2) ** unit > Fraction(float(limits.max)):
+        return np.float32(sign * np.inf).astype(dtype)
+    result = np.array(sign * math.ldexp(whole, unit)).astype(dtype)[()]
+    assert abs(Fraction(float(result))) == whole * Fraction(2) ** unit
+    return result
+
+
+def assert_bits(found: np.ndarray, expected: Sequence[np.generic]) -> None:
+    wanted = np.array(expected, found.dtype)
+    assert found.tobytes() == wanted.tobytes(), (found, wanted)
+
+
+def in_any_tree(
+    vectors: Sequence[np.ndarray], make: Callable[[], ExactSum], rng: random.Random
+) -> ExactSum:
+    """The vectors in a random order, in random bundles, merged and encoded at random."""
+    order = list(enumerate(vectors))
+    rng.shuffle(order)
+    sums = [make() for _ in range(rng.randint(1, len(order) + 1))]
+    for shard, vector in order:
+        rng.choice(sums).add(vector, shard)
+    while True:
+        if rng.random() < 0.3:
+            sums[0].compact()
+        if rng.random() < 0.3:
+            sums[0] = decode_accumulator(sums[0].encode())
+        if len(sums) == 1:
+            return sums[0]
+        rng.shuffle(sums)
+        sums[0].merge(sums.pop())
+
+
+def from_bits(bits: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    return np.array(bits, f"u{dtype.itemsize}").view(dtype)
+
+
+@st.composite
+def bit_patterns(draw: st.DrawFn, dtype: np.dtype, max_terms: int = 14) -> np.ndarray:
+    """(terms, 3) of floats of any bits, with a liking for the ends and for cancellation."""
+    bits = 8 * dtype.itemsize
+    word = st.sampled_from(SPECIAL[dtype]) | st.integers(0, 2**bits - 1)
+    if draw(st.booleans()):
+        mantissa = 2 ** (23 if dtype == F32 else 52) - 1
+        finite = st.integers(0, 2**bits - 1).filter(
+            lambda each: from_bits([each & ~mantissa], dtype)[0] not in (np.inf, -np.inf)
+        )
+        word = st.sampled_from(SPECIAL[dtype]) | finite
+    rows = draw(st.lists(st.tuples(word, word, word), min_size=1, max_size=max_terms))
+    values = from_bits([each for row in rows for each in row], dtype).reshape(-1, 3)
+    if draw(st.booleans()):
+        values = np.concatenate([values, -values[: len(values) // 2 + 1]])
+    return values
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), width=st.sampled_from(WIDTHS), rng=st.randoms(use_true_random=False))
+def test_sum_is_correctly_rounded_in_any_tree(
+    dtype: np.dtype, data: st.DataObject, width: int, rng: random.Random
+) -> None:
+    values = data.draw(bit_patterns(dtype))
+    sums = [exact(column) for column in values.T]
+    total = in_any_tree(values, lambda: ExactSum(dtype, 3, width=width), rng)
+    assert_bits(total.total(0, 3, dtype), [rounded(each, dtype) for each in sums])
+    if dtype == F32:
+        for narrow in (BF16, F16, *FP8):
+            assert_bits(total.total(0, 3, narrow), [rounded(each, narrow) for each in sums])
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), count=st.sampled_from(COUNTS), rng=st.randoms(use_true_random=False))
+def test_mean_is_correctly_rounded_in_any_tree(
+    dtype: np.dtype, data: st.DataObject, count: int, rng: random.Random
+) -> None:
+    values = data.draw(bit_patterns(dtype))
+    means = [each if isinstance(each, float) else each / count for each in map(exact, values.T)]
+    total = in_any_tree(values, lambda: ExactSum(dtype, 3), rng)
+    for result in (F32, BF16) if dtype == F32 else (F64,):
+        wanted = [rounded(mean, result) for mean in means]
+        assert_bits(total.mean(0, 3, count, result), wanted)
+
+
+def pieces(value: Fraction, dtype: np.dtype) -> np.ndarray:
+    """Floats whose exact sum is `value`."""
+    parts = []
+    while value != 0:
+        parts.append(rounded(value, dtype))
+        value -= Fraction(float(parts[-1]))
+    return np.array(parts, dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_mean_next_to_the_middle_of_two_floats(dtype: np.dtype, data: st.DataObject) -> None:
+    bits = 24 if dtype == F32 else 53
+    count = data.draw(st.integers(1, 2**26 - 1) | st.sampled_from(COUNTS))
+    odd = 2 * data.draw(st.integers(2 ** (bits - 1), 2**bits - 1)) + 1
+    middle = Fraction(odd) * Fraction(2) ** data.draw(st.integers(-60, 40))
+    offset = data.draw(st.sampled_from([-1, 0, 1])) * Fraction(2) ** -(100 if dtype == F32 else 900)
+    total = ExactSum(dtype, 1)
+    for piece in pieces(middle * count + offset, dtype):
+        total.add(piece[None])
+    assert_bits(total.mean(0, 1, count, dtype), [rounded(middle + offset / count, dtype)])
+
+
+@pytest.mark.parametrize("narrow", [BF16, F16, *FP8], ids=str)
+def test_narrow_results_are_rounded_once(narrow: np.dtype) -> None:
+    half_unit = 2.0 ** -(int(ml_dtypes.finfo(narrow).nmant) + 1)
+    for base, tiny in [(1.0, 2.0**-40), (1.0, -(2.0**-40)), (-1.0, -(2.0**-100))]:
+        total = ExactSum(F32, 1)
+        for value in (base, math.copysign(half_unit, base), tiny):
+            total.add(np.float32([value]))
+        wanted = Fraction(base) + Fraction(math.copysign(half_unit, base)) + Fraction(tiny)
+        assert_bits(total.total(0, 1, narrow), [rounded(wanted, narrow)])
+        assert_bits(total.mean(0, 1, 1, narrow), [rounded(wanted, narrow)])
+
+
+def test_largest_doubles_overflow_only_if_the_sum_does() -> None:
+    top, half_unit = np.finfo(np.float64).max, 2.0**970
+    cases = {
+        (top, top, -top): top,
+        (top, half_unit): np.inf,
+        (top, half_unit, -5e-324): top,
+        (-top, -half_unit): -np.inf,
+        (top, top, top, -top, -top): top,
+    }
+    for values, wanted in cases.items():
+        total = ExactSum(F64, 1)
+        for value in values:
+            total.add(np.array([value]))
+        assert total.total(0, 1, F64)[0] == wanted
+    total = ExactSum(F64, 1)
+    for _ in range(9):
+        total.add(np.array([top]))
+    assert (total.total(0, 1, F64)[0], total.mean(0, 1, 9, F64)[0]) == (np.inf, top)
+    assert total.mean(0, 1, 10, F64)[0] == rounded(Fraction(top) * 9 / 10, F64)
+
+
+def test_small_doubles_beside_large_ones() -> None:
+    total = ExactSum(F64, 2)
+    for value in (5e-324, np.finfo(np.float64).max, 3e-310, -np.finfo(np.float64).max):
+        total.add(np.array([value, value / 2]))
+    assert total.total(0, 2, F64).tolist() == [3e-310 + 5e-324, 3e-310 / 2]
+    one = ExactSum(F64, 1)
+    for value in (1.0, 5e-324, 2.0**-53):
+        one.add(np.array([value]))
+    assert one.total(0, 1, F64)[0] == one.mean(0, 1, 1, F64)[0] == 1 + 2.0**-52
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("width", [44, 50])
+@pytest.mark.parametrize("size", [1, BLOCK])
+def test_digits_are_carried_before_they_are_full(dtype: np.dtype, width: int, size: int) -> None:
+    lowest, bits = (-149, 24) if dtype == F32 else (-1074, 53)
+    unit = 2.0 ** (-lowest // width * width + lowest)
+    largest = (1 - 2.0**-bits) * 2.0 ** (width - 1) * unit  # fills a digit as no other number
+    vectors = [np.full(size, value, dtype) for value in (largest, unit, largest / 3)]
+    adds = 2500 if width == 44 else 60
+    sums = [ExactSum(dtype, size, width=width) for _ in range(3)]
+    terms: list[list[float]] = [[], [], []]
+    for number in range(adds):
+        vector = vectors[2 if number % 7 == 0 else number % 5 == 0]
+        target = number % 3 if number > adds // 2 else 0
+        sums[target].add(vector)
+        terms[target].append(float(vector[0]))
+    held = [sums[1].total(0, 1, dtype), sums[2].total(0, 1, dtype)]
+    for other in (1, 2, 1):
+        sums[0].merge(sums[other])
+    value = exact([*terms[0], *terms[1], *terms[2], *terms[1]])
+    for place in (0, size // 2, size - 1):
+        assert sums[0].total(place, place + 1, dtype)[0] == rounded(value, dtype)
+    assert sums[0].mean(0, 1, adds, dtype)[0] == rounded(value / adds, dtype)
+    assert [sums[1].total(0, 1, dtype), sums[2].total(0, 1, dtype)] == held
+
+
+def test_digits_are_carried_in_a_copy_of_what_is_merged() -> None:
+    full = [ExactSum(F32, BLOCK) for _ in range(2)]
+    for each in full:
+        for _ in range(full[0]._block(0).capacity):
+            each.add(np.full(BLOCK, 1.75, np.float32))
+    digits = full[1]._blocks[0]
+    bound, before = digits.bound, {key: each.tobytes() for key, each in digits.vectors.items()}
+    full[0].merge(full[1])
+    assert full[0].total(0, 1, F32)[0] == 2 * 1.75 * bound
+    assert digits.bound == bound == digits.capacity
+    assert {key: each.tobytes() for key, each in digits.vectors.items()} == before
+
+
+def test_decoded_digits_are_carried_too() -> None:
+    one = ExactSum(F64, 1)
+    for key in range(10):  # digits of 2^43 - 1
+        one.add(np.array([(2.0**43 - 1) * 2.0 ** (44 * (key + 20) - 1074)]))
+    one.compact()
+    value = one._blocks[0].integer(0)
+    again, total = decode_accumulator(one.encode()), ExactSum(F64, 1)
+    for _ in range(1500):
+        total.merge(again)
+    assert total.total(0, 1, F64)[0] == rounded(Fraction(1500 * value, 2**1074), F64)
+    assert total._blocks[0].integer(0) == 1500 * value
+
+
+def test_many_terms_without_a_carry() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.uniform(1, 2, (250, 400)) * 2.0 ** rng.integers(-60, 60, (250, 1))
+    total = ExactSum(F64, 400)
+    for row in values:
+        total.add(row)
+    wanted = [math.fsum(column) for column in values.T]
+    assert_bits(total.total(0, 400, F64), wanted)
+
+
+def test_bytes_depend_on_the_sum_alone() -> None:
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((40, 300)).astype(np.float32)
+    values[3, 5], values[7, 5], values[9, 6] = np.inf, -np.inf, np.nan
+    shuffle = random.Random(2)
+    encoded = {in_any_tree(values, lambda: ExactSum(F32, 300), shuffle).encode() for _ in range(20)}
+    assert len(encoded) == 1
+    halves = ExactSum(F32, 300)
+    for row in values:
+        halves.add(row / 2)
+        halves.add(row / 2)
+    assert halves.encode() in encoded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_long_vectors_have_digits_where_they_need_them(dtype: str) -> None:
+    size = 2 * BLOCK + 77
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal((5, size)).astype(dtype)
+    values[:, BLOCK:] *= 1e-30
+    values[:, 2 * BLOCK :] = 0
+    total = in_any_tree(values, lambda: ExactSum(np.dtype(dtype), size), random.Random(4))
+    places = [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, size - 1]
+    real = values.real.dtype
+    for place in places:
+        found = total.total(place, place + 1, values.dtype)[0]
+        assert found.real == rounded(exact(values[:, place].real), real)
+        assert found.imag == rounded(exact(values[:, place].imag), real)
+    whole = total.total(0, size, values.dtype)
+    assert (total.total(BLOCK - 9, BLOCK + 9, values.dtype) == whole[BLOCK - 9 : BLOCK + 9]).all()
+    total.compact()
+    assert total.nbytes <= 3 * 8 * 2 * BLOCK * (2 if values.dtype.kind == "c" else 1)
+
+
+def test_complex_parts_are_summed_apart() -> None:
+    total = ExactSum(np.dtype(np.complex64), 2)
+    for value in ([1 + 2j, complex(np.inf, 1)], [1e10 + 0j, complex(1, -np.inf)], [-1e10 + 1j, 0]):
+        total.add(np.complex64(value))
+    assert total.total(0, 2, np.complex64).tolist() == [1 + 3j, complex(np.inf, -np.inf)]
+    assert total.mean(0, 1, 2, np.complex64).tolist() == [0.5 + 1.5j]
+
+
+def test_infinities_and_nan() -> None:
+    columns = {
+        (np.inf, 1): np.inf,
+        (-np.inf, 1): -np.inf,
+        (np.inf, -np.inf): np.nan,
+        (np.nan, 1): np.nan,
+        (np.inf, np.nan): np.nan,
+        (-0.0, -0.0): 0.0,
+    }
+    values = np.array(list(columns), np.float32).T.copy()
+    values[:, 3].view(np.uint32)[0] = 0xFFC01234  # a NaN with a sign and a payload
+    total = ExactSum(F32, 6)
+    for row in values:
+        total.add(row)
+    for dtype in (F32, BF16, F16):
+        wanted = np.array(list(columns.values()), np.float32).astype(dtype)
+        assert_bits(total.total(0, 6, dtype), wanted)
+        assert_bits(total.mean(0, 6, 2, dtype), wanted)
+    assert np.isnan(total.mean(0, 6, 0, F32)).all()
+
+
+def test_partials_and_merged_accumulators_stay_as_they_are() -> None:
+    for size in (3, BLOCK + 1):
+        partial = np.linspace(-1, 1, size, dtype=np.float32)
+        partial[0] = np.inf
+        before = partial.copy()
+        first, second = ExactSum(F32, size), ExactSum(F32, size)
+        first.add(partial)
+        second.add(partial)
+        partial[:] = 7
+        first.merge(second)
+        first.add(partial)
+        assert_bits(second.total(0, size, F32), before)
+        again = ExactSum(F32, size)
+        again.merge(first)
+        first.merge(first)
+        assert again.total(1, 2, F32)[0] == rounded(exact([before[1], before[1], 7]), F32)
+        assert first.total(1, 2, F32)[0] == rounded(2 * exact([before[1], before[1], 7]), F32)
+
+
+def test_empty_sums() -> None:
+    assert_bits(ExactSum(F32, 3).total(0, 3, F32), np.zeros(3, np.float32))
+    nothing = ExactSum(F32, 0)
+    nothing.add(np.empty(0, np.float32))
+    assert decode_accumulator(nothing.encode()).total(0, 0, BF16).shape == (0,)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    total = ExactSum(F32, 3)
+    with pytest.raises(
+        StructureError, match=r"found a partial float64\[3\], expected float32\[3\]"
+    ):
+        total.add(np.zeros(3))
+    with pytest.raises(StructureError, match=r"float32\[3, 1\]"):
+        total.add(np.zeros((3, 1), np.float32))
+    with pytest.raises(StructureError, match="float16"):
+        ExactSum(F16, 3)
+    with pytest.raises(StructureError, match="expected"):
+        total.merge(ExactSum(F32, 4))
+    with pytest.raises(StructureError, match="digits of 28 bits"):
+        total.merge(ExactSum(F32, 3, width=28))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
+def test_flushing_of_subnormals_is_noticed() -> None:
+    import ctypes
+
+    try:
+        page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except PermissionError:
+        pytest.skip("no executable memory here")
+    page.write(b"\x0f\xae\x17\xc3")  # ldmxcsr [rdi]; ret
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    set_mxcsr = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_uint32))(address)
+    usual = 0x1F80
+    for flags in (0x8000, 0x0040):  # flush to zero, denormals are zero
+        set_mxcsr(ctypes.c_uint32(usual | flags))
+        try:
+            with pytest.raises(WorkerError, match="1e-40"):
+                check_subnormals()
+        finally:
+            set_mxcsr(ctypes.c_uint32(usual))
+    check_subnormals()
