@@ -1,0 +1,37 @@
+"""One JAX MapReduce program, the same numbers in-process and on Apache Beam."""
+
+import os as _os
+
+from beamjax import _compat
+from beamjax._version import __version__ as __version__
+from beamjax.api import broadcast as broadcast
+from beamjax.api import map_fn as map_fn
+from beamjax.api import program as program
+from beamjax.api import reduce_all as reduce_all
+from beamjax.api import reduce_any as reduce_any
+from beamjax.api import reduce_max as reduce_max
+from beamjax.api import reduce_mean as reduce_mean
+from beamjax.api import reduce_min as reduce_min
+from beamjax.api import reduce_prod as reduce_prod
+from beamjax.api import reduce_sum as reduce_sum
+from beamjax.api import reduce_weighted_mean as reduce_weighted_mean
+from beamjax.errors import ArrayFormatError as ArrayFormatError
+from beamjax.errors import BeamjaxError as BeamjaxError
+from beamjax.errors import OptionsError as OptionsError
+from beamjax.errors import OutsideProgramError as OutsideProgramError
+from beamjax.errors import PlacementError as PlacementError
+from beamjax.errors import SourceError as SourceError
+from beamjax.errors import StagingError as StagingError
+from beamjax.errors import StructureError as StructureError
+from beamjax.errors import VerificationError as VerificationError
+from beamjax.errors import WorkerError as WorkerError
+from beamjax.execution import run as run
+from beamjax.execution import transform as transform
+from beamjax.explanation import explain as explain
+from beamjax.options import Options as Options
+from beamjax.sources import Source as Source
+from beamjax.sources import from_arrays as from_arrays
+from beamjax.sources import from_npy as from_npy
+from beamjax.verification import verify as verify
+
+_compat.hide_frames(_os.path.dirname(__file__))

@@ -1,0 +1,147 @@
+"""Bodies of steps: a JAX function to StableHLO bytes, and back to a callable in any process.
+
+Only plain arrays cross the border of a body: typed PRNG keys go in and out as their key data, and
+are wrapped inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from beamjax.errors import StagingError, WorkerError
+from beamjax.plan import Body, ValueType
+
+
+def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
+    """The type, as raw data, of a value that JAX describes by `aval`.
+
+    Args:
+      aval: of the whole value.
+      placement: where it is, if it is placed.
+      axis: its member axis, which is left out of the shape.
+    """
+    shape, dtype, impl = tuple(aval.shape), aval.dtype, None
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        impl = key_impl(dtype)
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = data.shape, data.dtype
+    if axis is not None:
+        shape = (*shape[:axis], *shape[axis + 1 :])
+    return ValueType(shape, np.dtype(dtype).name, impl, placement)
+
+
+@functools.cache
+def key_impl(dtype: Any) -> str:
+    """What `jax.random.wrap_key_data(..., impl=)` needs to make keys of this dtype."""
+    found = []
+    jax.eval_shape(
+        lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype)
+    )
+    return found[0]
+
+
+def unwrap(x: Any) -> Any:
+    """Key data of typed keys; anything else as it is."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def wrap(x: Any, impl: str | None) -> Any:
+    """Typed keys from their data where `impl` says so; anything else as it is."""
+    return jax.random.wrap_key_data(x, impl=impl) if impl else x
+
+
+def export_body(
+    name: str,
+    function: Callable[..., Sequence[Any]],
+    arguments: Sequence[jax.ShapeDtypeStruct],
+    platforms: Sequence[str],
+    lines: Sequence[str] = (),
+) -> tuple[str, Body]:
+    """Compiles a function of plain arrays to StableHLO.
+
+    Args:
+      name: for messages.
+      function: takes and returns flat sequences of plain arrays.
+      arguments: their shapes and dtypes.
+      platforms: "cpu", "cuda" or "tpu"; an artefact is made for each, because the bits of an
+        artefact for several platforms differ from those of one for a single platform.
+      lines: the user's lines that the body holds, for messages.
+
+    Returns:
+      The content hash and the body.
+
+    Raises:
+      StagingError: the function holds something that can't be exported.
+    """
+    artefacts = {}
+    for platform in platforms:
+        try:
+            exported = export.export(jax.jit(function), platforms=[platform])(*arguments)
+            artefacts[platform] = bytes(exported.serialize())
+        except (ValueError, NotImplementedError) as error:
+            raise StagingError(
+                f"{name}: JAX can't export this step for platform {platform!r}: {error}\n"
+                f"It holds the lines {', '.join(lines) or '(none known)'}"
+            ) from error
+    digest = hashlib.blake2b(digest_size=16)
+    for platform in sorted(artefacts):
+        digest.update(platform.encode() + b"\0" + artefacts[platform])
+    return digest.hexdigest(), Body(name, artefacts, tuple(lines))
+
+
+MAX_LOADED = 256
+_loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+_loading = threading.Lock()
+
+
+def load_body(key: str, body: Body) -> Callable[..., Any]:
+    """The compiled function of a body, shared by all threads of this process.
+
+    Args:
+      key: content hash of the body.
+      body: with an artefact for the default platform of this process.
+
+    Raises:
+      WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it.
+    """
+    platform = _platform()
+    with _loading:
+        if (key, platform) not in _loaded:
+            if platform not in body.artefacts:
+                raise WorkerError(
+                    f"{body.name}: this process computes on {platform!r}, but the body was "
+                    f"exported for {', '.join(body.artefacts)}; add platforms=[{platform!r}] to "
+                    "the options, or set JAX_PLATFORMS on the worker"
+                )
+            try:
+                exported = export.deserialize(bytearray(body.artefacts[platform]))
+            except ValueError as error:
+                raise WorkerError(
+                    f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
+                    "use the same version of jax on the workers as where the program is launched"
+                ) from error
+            if len(_loaded) >= MAX_LOADED:  # the oldest goes, so that a worker can live for long
+                _loaded.pop(next(iter(_loaded)))
+            _loaded[key, platform] = jax.jit(exported.call)
+        return _loaded[key, platform]
+
+
+def _platform() -> str:
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
+def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which 64-bit types are enabled as they were when a program was staged."""
+    if jax.config.jax_enable_x64 == enabled:
+        return contextlib.nullcontext()
+    return jax.enable_x64(enabled)

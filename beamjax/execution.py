@@ -1,0 +1,219 @@
+"""`run` and `transform`: a function of programs, on a Beam runner or in this process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from beamjax.bodies import with_x64, wrap
+from beamjax.errors import StagingError
+from beamjax.inputs import Inputs
+from beamjax.interpreters import evaluate as _evaluate
+from beamjax.interpreters import flatten as _flatten
+from beamjax.interpreters import lower as _lower
+from beamjax.interpreters import place as _place
+from beamjax.interpreters import split as _split
+from beamjax.interpreters import stage as _stage
+from beamjax.interpreters.stage import Argument
+from beamjax.options import Options, parse_options
+from beamjax.plan import Output, Plan
+
+if TYPE_CHECKING:
+    import apache_beam as beam
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All stages of one program for one set of argument types.
+
+    Attributes:
+      staged: the jaxpr.
+      flat: its equations, calls inlined.
+      placed: the same with a place for every value.
+      pieces: cut at the reductions.
+      plan: what is run.
+    """
+
+    staged: _stage.Staged
+    flat: _flatten.FlatProgram
+    placed: _place.PlacedProgram
+    pieces: list[_split.Piece]
+    plan: Plan
+
+
+def run(
+    fn: Callable[..., Any], *args: Any, runner: Any = "DirectRunner", options: Any = None
+) -> Any:
+    """Runs a function of programs and returns what `fn(*args)` would.
+
+    The function is staged once for each set of argument types, as by `jax.jit`: a second call with
+    the same function object and types runs the plan that was made for the first.
+
+    Args:
+      fn: a program, a transformation of one (`jax.grad(program)`), or any composition.
+      *args: trees of arrays, scalars and `beamjax.Source`s. An array is read by shards where the
+        function uses it as a placed value.
+      runner: "DirectRunner" for Beam's in-memory runner, "local" for this process without Beam, or
+        any other name or instance of a Beam runner.
+      options: None, a dict, a list of flags or a Beam `PipelineOptions`; see `Options`.
+
+    Returns:
+      The tree that `fn(*args)` returns, of JAX arrays with the same shapes and dtypes.
+
+    Raises:
+      StagingError: the function can't be made a plan; the message names the line.
+      PlacementError, StructureError, SourceError: the arguments don't fit.
+      WorkerError: a body failed; the message names step and shard.
+    """
+    parsed = parse_options(options)
+    arguments, key, restore = _stage.flatten_arguments(args)
+    _refuse_abstract(arguments)
+    planned = plan_for(fn, arguments, key, restore, parsed)
+    inputs = bind_inputs(planned.plan, arguments)
+    if runner == LOCAL:
+        values = _evaluate.evaluate(planned.plan, inputs, parsed)
+    else:
+        from beamjax.pipelines.runners import run_plan
+
+        values = run_plan(planned.plan, inputs, runner, parsed)
+    leaves = [output_array(planned.plan, out, values, inputs) for out in planned.plan.outputs]
+    return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
+
+
+def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
+    """The same as `run`, as a Beam transform for use inside a user's own pipeline.
+
+    Arguments that are trees of `jax.ShapeDtypeStruct` of shapes (n, ...) stand for placed inputs
+    that come from the pipeline:
+
+        members | beamjax.transform(fn, weights, jax.ShapeDtypeStruct((n, 28, 28), "float32"))
+
+    Args:
+      fn: as for `run`.
+      *args: as for `run`. All abstract arguments together are what one element holds.
+      options: as for `run`; Beam's own options are those of the pipeline.
+
+    Returns:
+      A transform. It is applied to a PCollection of `(index, member)`, with the index from 0 to
+      n - 1, each once, and the member a tree like the abstract argument without the leading axis
+      (a tuple of trees if there are several abstract arguments); or to a pipeline if there is no
+      abstract argument. It gives the tree that `fn` returns, with PCollections as leaves: a server
+      value is one array, a placed value is `(index, member array)`.
+
+    Raises:
+      StagingError: as `run`, or an abstract argument is not used as a placed value.
+    """
+    from beamjax.pipelines.transforms import PlanTransform
+
+    parsed = parse_options(options)
+    arguments, key, restore = _stage.flatten_arguments(args)
+    planned = plan_for(fn, arguments, key, restore, parsed)
+    inputs = bind_inputs(planned.plan, arguments)
+    groups = [
+        jax.tree_util.tree_structure(arg)
+        for arg in args
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree_util.tree_leaves(arg))
+    ]
+    return PlanTransform(planned.plan, inputs, planned.staged.out_tree, groups, parsed)
+
+
+def plan_for(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    key: Any,
+    restore: Callable[..., Any],
+    options: Options,
+) -> Planned:
+    """The stages of `fn` for arguments of these types, from the cache if they were made before."""
+    types = tuple(
+        (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
+        for a in arguments
+    )
+    config = (jax.config.jax_enable_x64, jax.config.jax_threefry_partitionable)
+    full_key = (key, types, options.planning, config)
+    cache = _cache_of(fn)
+    if full_key not in cache:
+        cache[full_key] = make_plan(fn, arguments, restore, options)
+    return cache[full_key]
+
+
+def make_plan(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    options: Options,
+) -> Planned:
+    """Stage, flatten, place, split, lower."""
+    staged = _stage.stage(fn, arguments, restore)
+    flat = _flatten.flatten(staged.closed)
+    known = {
+        var: argument.path
+        for var, argument in zip(flat.arguments, arguments, strict=True)
+        if argument.comes_by_shards
+    }
+    placed = _place.place(flat, known, staged.placements)
+    _lower.check_keys(placed)
+    pieces = _split.split(placed)
+    paths = [argument.path for argument in arguments]
+    paths += [f"constant {i}" for i in range(len(flat.constants))]
+    plan = _lower.lower(placed, pieces, paths, staged.name, options)
+    return Planned(staged, flat, placed, pieces, plan)
+
+
+_plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()
+_plans_lock = threading.Lock()
+
+
+def _cache_of(fn: Callable[..., Any]) -> dict[Any, Planned]:
+    try:
+        with _plans_lock:
+            return _plans.setdefault(fn, {})
+    except TypeError:  # not hashable, or no weak references: partials of arrays, builtins
+        return {}
+
+
+def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
+    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
+    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
+    return Inputs(plan, [*values, *plan.constants])
+
+
+def output_array(plan: Plan, output: Output, values: dict[str, np.ndarray], inputs: Inputs) -> Any:
+    """One output as `jax.jit` would give it."""
+    with with_x64(plan.x64):
+        if output.input is not None:
+            value = inputs.values[output.input]
+            return value if isinstance(value, jax.Array) else _device_array(inputs, output.input)
+        if output.value is None:
+            constant = output.constant
+            assert constant is not None
+            return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
+        array, spec = values[output.value], plan.values[output.value]
+        if spec.placement is not None:
+            array = np.moveaxis(array, 0, output.axis)
+        return wrap(jax.device_put(array), spec.key_impl)
+
+
+def _device_array(inputs: Inputs, index: int) -> Any:
+    value = inputs.values[index]
+    if not isinstance(value, tuple):
+        return jax.numpy.asarray(value)
+    source, leaf = value
+    return wrap(jax.numpy.asarray(inputs.whole(index)), source.leaves[leaf].key_impl)
+
+
+def _refuse_abstract(arguments: Sequence[Argument]) -> None:
+    for argument in arguments:
+        if isinstance(argument.value, jax.ShapeDtypeStruct):
+            raise StagingError(
+                f"{argument.path}: found a jax.ShapeDtypeStruct, expected an array or a source; "
+                "only beamjax.transform takes abstract arguments, for values of a PCollection"
+            )

@@ -1,0 +1,291 @@
+"""`explain`: what a function of programs becomes, as text, a flowchart, HTML or plain data.
+
+A plan is first turned to facts (`plan_facts`), which hold every number that is shown; the formats
+only lay them out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from beamjax import execution
+from beamjax.errors import OptionsError
+from beamjax.facts import PlanFacts, StepFact, ValueFact, input_facts, plan_facts
+from beamjax.interpreters import flatten as _flatten
+from beamjax.interpreters import place as _place
+from beamjax.interpreters import split as _split
+from beamjax.interpreters import stage as _stage
+from beamjax.interpreters.stage import Argument
+from beamjax.options import parse_options
+from beamjax.verification import aligned
+
+STAGES = ("staged", "flat", "placed", "graph", "plan")
+
+# --- formats
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `3.0 MiB`."""
+    if count < 1024:
+        return f"{count} B"
+    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.95 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.1f} {units[0]}"
+
+
+def plan_text(facts: PlanFacts) -> str:
+    """A plan for people to read."""
+    lines = [
+        f"plan of {facts.program}",
+        f"  jax {facts.jax_version}, 64-bit types {'on' if facts.x64 else 'off'}",
+        f"  {_count(facts.passes, 'pass', 'es')} over members, {_count(len(facts.steps), 'step')}",
+    ]
+    lines += [
+        f"  {p.name}: {_count(p.members, 'member')} in {_count(p.shards, 'shard')} of "
+        f"{p.shard_size}"
+        for p in facts.placements
+    ]
+    lines += _section(
+        "inputs",
+        [(i.path, " ".join(i.values), i.type, human_bytes(i.nbytes), i.read) for i in facts.inputs],
+    )
+    lines += ["", "steps", *(line for step in facts.steps for line in _step_lines(step, facts))]
+    lines += _section(
+        "edges",
+        [(e.source, "->", e.target, e.value, human_bytes(e.nbytes)) for e in facts.edges],
+    )
+    lines += ["", "gathered and scattered", *_move_lines(facts)]
+    lines += _section(
+        "outputs",
+        [(o.path, o.type, human_bytes(o.nbytes), f"from {o.source}") for o in facts.outputs],
+    )
+    lines += _section("totals", _total_rows(facts))
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
+
+
+def _section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["", title, *(f"  {line}" for line in (aligned(rows) if rows else ["none"]))]
+
+
+def _value_bytes(value: ValueFact) -> str:
+    if value.member_bytes is None or value.shard_bytes is None:
+        return human_bytes(value.nbytes)
+    member, shard = human_bytes(value.member_bytes), human_bytes(value.shard_bytes)
+    return f"{member} a member, {human_bytes(value.nbytes)} in all, {shard} a shard"
+
+
+def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
+    served = "broadcast" if step.kind == "Map" else "reads"
+    groups = [(served, step.served), ("reads", step.placed), ("makes", step.results)]
+    cells = [(label, v.name, v.type, _value_bytes(v)) for label, vs in groups for v in vs]
+    for r in step.reductions:
+        how = f"{r.reducer} in lane {r.lane}, {human_bytes(r.nbytes)} a shard, {r.exactness}"
+        cells.append(("reduces", r.result.name, r.result.type, how))
+    notes = [("holds", ", ".join(step.functions))] if step.functions else []
+    notes += [("why", step.reason)] if step.reason else []
+    notes += [("line", line) for line in step.lines if line]
+    notes += [("code", f"{human_bytes(size)} for {p}") for p, size in step.executables.items()]
+    title = step.kind
+    if step.kind == "Map":
+        (placement,) = (p for p in facts.placements if p.name == step.placement)
+        title = f"Map, a pass over {placement.name}, {_count(placement.shards, 'shard')}"
+    rows = aligned((f"{label:<9}", *rest) for label, *rest in cells)
+    rows += [f"{label:<9}  {text}" for label, text in notes]
+    return [f"  {step.name}: {title}", *(f"    {row}" for row in rows)]
+
+
+def _move_lines(facts: PlanFacts) -> list[str]:
+    lines = []
+    if all(step.kind != "Gather" for step in facts.steps):
+        lines.append("  nothing is gathered")
+    sources = {(edge.target, edge.value): edge.source for edge in facts.edges}
+    for step in facts.steps:
+        if step.kind not in ("Gather", "Scatter"):
+            continue
+        (value,) = (*step.served, *step.placed)
+        lines.append(
+            f"  {step.name}: {value.name} of {sources[step.name, value.name]}, "
+            f"{human_bytes(value.nbytes)}, along axis {step.axis}, because {step.reason}"
+        )
+        lines += [f"    at {line}" for line in step.lines if line]
+    return lines
+
+
+def _total_rows(facts: PlanFacts) -> list[tuple[str, str]]:
+    rows = [
+        (f"read by {step.name}", f"{human_bytes(step.read_bytes)} of members")
+        for step in facts.steps
+        if step.kind == "Map"
+    ]
+    rows.append(("read by all passes", human_bytes(facts.read_bytes)))
+    rows.append(("broadcast", human_bytes(facts.broadcast_bytes)))
+    rows.append(("gathered", human_bytes(facts.gathered_bytes)))
+    rows.append(("reduced", f"{human_bytes(facts.partial_bytes)} a shard"))
+    return rows + [(f"code for {p}", human_bytes(n)) for p, n in facts.executable_bytes.items()]
+
+
+def plan_mermaid(facts: PlanFacts) -> str:
+    """A plan as a Mermaid flowchart; steps that gather or scatter are red."""
+    ends = {edge.source for edge in facts.edges}
+    inputs = [fact for fact in facts.inputs if fact.path in ends]
+    nodes = [(fact.path, "([", "])", [fact.path, fact.type]) for fact in inputs]
+    for step in facts.steps:
+        texts = [step.name, *step.functions, step.reason]
+        nodes.append((step.name, "[", "]", [text for text in texts if text]))
+    nodes += [(o.path, "([", "])", [o.path, o.type]) for o in facts.outputs]
+    names = {name: f"n{i}" for i, (name, *_) in enumerate(nodes)}
+    lines = ["flowchart TD"]
+    for name, left, right, texts in nodes:
+        lines.append(f'  {names[name]}{left}"{"<br/>".join(map(_escaped, texts))}"{right}')
+    for edge in facts.edges:
+        label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
+        lines.append(f'  {names[edge.source]} -->|"{label}"| {names[edge.target]}')
+    moves = [names[step.name] for step in facts.steps if step.kind in ("Gather", "Scatter")]
+    if moves:
+        lines.append("  classDef moved fill:#fdd,stroke:#c00,color:#900")
+        lines.append(f"  class {','.join(moves)} moved")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text for a quoted Mermaid label, where other characters than these mean something."""
+    plain = " ".join(text.split())
+    return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
+
+
+def graph_text(pieces: Sequence[_split.Piece]) -> str:
+    """The pieces that a program was cut to."""
+    return "\n".join(line for piece in pieces for line in _piece_lines(piece))
+
+
+def _piece_lines(piece: _split.Piece) -> list[str]:
+    match piece:
+        case _split.ServerPiece(eqns, inputs, outputs):
+            return [f"server: {inputs} -> {outputs}", *(f"  {eqn!r}" for eqn in eqns)]
+        case _split.MapPiece():
+            operands = ", ".join(f"{var!r} ({along})" for var, along in piece.operands)
+            return [
+                f"map over {piece.placement}: broadcasts {piece.broadcasts}, "
+                f"operands [{operands}], results {piece.results}",
+                *(f"  {emission.eqn!r}" for emission in piece.emissions),
+            ]
+        case _split.GatherPiece(var, along, user):
+            return [f"gather: {var!r} ({along}) for", f"  {user!r}"]
+        case _split.ScatterPiece(var, along, user):
+            return [f"scatter: {var!r} ({along}) for", f"  {user!r}"]
+
+
+# --- the front
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """One stage of a program, as text; `facts` is None for all stages but "plan"."""
+
+    stage: str
+    text: str
+    facts: PlanFacts | None = None
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as dicts, lists, text and numbers.
+
+        Raises:
+          OptionsError: the stage is not "plan".
+        """
+        facts = dataclasses.asdict(self._plan_facts("to_json"))
+        return json.loads(json.dumps(facts))
+
+    def to_mermaid(self) -> str:
+        """A Mermaid flowchart of the steps.
+
+        Raises:
+          OptionsError: the stage is not "plan".
+        """
+        return plan_mermaid(self._plan_facts("to_mermaid"))
+
+    def _plan_facts(self, wanted: str) -> PlanFacts:
+        if self.facts is None:
+            raise OptionsError(
+                f"{wanted}: found an explanation of stage {self.stage!r}, expected stage 'plan'; "
+                "use str() for the others"
+            )
+        return self.facts
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, stage: str = "plan", options: Any = None
+) -> Explanation:
+    """Tells how a function of programs would be run. Nothing is computed, and no data is read.
+
+    Args:
+      fn: as for `run`.
+      *args: as for `run`, or with a `jax.ShapeDtypeStruct` in place of any array.
+      stage: "plan" for the steps, their bytes, and what is gathered and why; or how it came to be:
+        "staged" (the jaxpr), "flat" (calls inlined), "placed" (a place for every value), "graph"
+        (cut at the reductions).
+      options: as for `run`.
+
+    Returns:
+      What `print` and notebooks show; for the plan also `to_mermaid()` and `to_json()`.
+
+    Raises:
+      OptionsError: there is no such stage.
+      BeamjaxError: what `run` raises before it computes; a stage is shown even if a later one
+        fails.
+    """
+    if stage not in STAGES:
+        raise OptionsError(f"stage: found {stage!r}, expected one of {', '.join(STAGES)}")
+    parsed = parse_options(options)
+    arguments, key, restore = _stage.flatten_arguments(args)
+    arguments = [_as_array(argument) for argument in arguments]
+    if stage != "plan":
+        return Explanation(stage, _stage_text(fn, arguments, restore, stage))
+    planned = execution.plan_for(fn, arguments, key, restore, parsed)
+    tree = planned.staged.out_tree
+    leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
+    paths = [
+        f"result{jax.tree_util.keystr(path)}"
+        for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]
+    ]
+    inputs = input_facts(planned.plan, arguments)
+    facts = plan_facts(planned.plan, inputs, paths, parsed.reduction)
+    return Explanation(stage, plan_text(facts), facts)
+
+
+def _as_array(argument: Argument) -> Argument:
+    """Without its value if it is abstract, so that it is placed as an array would be."""
+    abstract = isinstance(argument.value, jax.ShapeDtypeStruct)
+    return dataclasses.replace(argument, value=None) if abstract else argument
+
+
+def _stage_text(
+    fn: Callable[..., Any], arguments: Sequence[Argument], restore: Callable[..., Any], stage: str
+) -> str:
+    staged = _stage.stage(fn, arguments, restore)
+    if stage == "staged":
+        return str(staged)
+    flat = _flatten.flatten(staged.closed)
+    if stage == "flat":
+        return str(flat)
+    inputs = zip(flat.arguments, arguments, strict=True)
+    placed = _place.place(flat, {var: arg.path for var, arg in inputs if arg.is_source})
+    return str(placed) if stage == "placed" else graph_text(_split.split(placed))

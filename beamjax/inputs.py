@@ -1,0 +1,105 @@
+"""The inputs of a run: whole on the server, by index range along the members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from beamjax.bodies import unwrap
+from beamjax.errors import SourceError
+from beamjax.plan import Plan
+from beamjax.sources import ArraySource, LeafSpec, Source
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads placed inputs, each source once for all its leaves.
+
+    Attributes:
+      sources: all sources.
+      where: for each placed input of the plan, the number of its source and of its leaf there.
+    """
+
+    sources: tuple[Source, ...]
+    where: Mapping[str, tuple[int, int]]
+
+    def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
+        """Members [start, stop) of the placed inputs of these names, as raw arrays.
+
+        Raises:
+          SourceError: a source gives another number of members than it was asked for.
+        """
+        wanted = sorted({self.where[name][0] for name in names})
+        arrays = {i: self.sources[i].read(start, stop) for i in wanted}
+        found = {}
+        for name in names:
+            source, leaf = self.where[name]
+            found[name] = array = arrays[source][leaf]
+            if len(array) != stop - start:
+                raise SourceError(
+                    f"{self.sources[source].describe()}: asked for members {start} to {stop - 1}, "
+                    f"found {len(array)} of them; a source must not change while it is read"
+                )
+        return found
+
+
+class Inputs:
+    """The values of a plan's inputs in the launching process.
+
+    Args:
+      plan: the plan.
+      values: for each input of the plan an array, a scalar, or a pair of a `Source` and the number
+        of its leaf.
+    """
+
+    def __init__(self, plan: Plan, values: Sequence[Any]):
+        self.plan = plan
+        self.values = values
+
+    def server(self) -> dict[str, np.ndarray]:
+        """The inputs that steps read whole, by name, as raw arrays."""
+        return {
+            spec.server: self.whole(i)
+            for i, spec in enumerate(self.plan.inputs)
+            if spec.server is not None
+        }
+
+    def whole(self, index: int) -> np.ndarray:
+        """One input as a raw array."""
+        value, spec = self.values[index], self.plan.inputs[index]
+        if isinstance(value, tuple):
+            source, leaf = value
+            return source.read(0, len(source))[leaf]
+        raw = _raw(value)
+        name = spec.server
+        return raw if name is None else raw.astype(self.plan.values[name].dtype, copy=False)
+
+    def reader(self) -> Reader:
+        """A reader of the inputs that steps read by shards."""
+        sources: list[Source] = []
+        numbers: dict[int, int] = {}
+        where = {}
+        for value, spec in zip(self.values, self.plan.inputs, strict=True):
+            if spec.placed is None or isinstance(value, jax.ShapeDtypeStruct):
+                continue
+            source, leaf = value if isinstance(value, tuple) else (None, 0)
+            if source is None:
+                source = _array_source(np.moveaxis(_raw(value), spec.axis, 0), spec.path)
+            if id(source) not in numbers:
+                numbers[id(source)] = len(sources)
+                sources.append(source)
+            where[spec.placed] = numbers[id(source)], leaf
+        return Reader(tuple(sources), where)
+
+
+def _raw(value: Any) -> np.ndarray:
+    return np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
+
+
+def _array_source(array: np.ndarray, path: str) -> ArraySource:
+    leaf = LeafSpec(array.shape[1:], array.dtype, None, path)
+    return ArraySource([array], [leaf], jax.tree_util.tree_structure(0))

@@ -1,0 +1,119 @@
+"""Options of a run: beamjax's own, and those that are Beam's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from beamjax.errors import OptionsError
+
+REDUCTIONS = ("exact", "fast")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a program is planned and run.
+
+    Attributes:
+      shard_size: members in a shard, a multiple of 8; None chooses by the bytes of a member.
+      reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
+        for any order; "fast" adds in float64, with no promise about the last bits.
+      platforms: of the workers: "cpu", "cuda", "tpu". None means that of this process.
+      work_folder: where values too big for a Beam element live while a pipeline runs: a path or
+        URL that this process and all workers reach. None makes a temporary folder here.
+      beam: what is handed on to Beam: a PipelineOptions, or flags.
+    """
+
+    shard_size: int | None = None
+    reduction: str = "exact"
+    platforms: tuple[str, ...] | None = None
+    work_folder: str | None = None
+    beam: Any = field(default=(), hash=False)
+
+    @property
+    def planning(self) -> tuple[Any, ...]:
+        """The options that a plan depends on."""
+        return self.shard_size, self.platforms
+
+
+OWN = tuple(f.name for f in fields(Options) if f.name != "beam")
+
+
+def parse_options(options: Any) -> Options:
+    """Reads what a user gave as `options`.
+
+    Args:
+      options: None, an `Options`, a Beam `PipelineOptions`, a list of flags such as
+        `["--shard_size=64", "--direct_num_workers=2"]`, or a dict such as `{"shard_size": 64}`.
+        Names that are not beamjax's own are Beam's.
+
+    Raises:
+      OptionsError: an option of beamjax has an impossible value.
+    """
+    if options is None:
+        return Options()
+    if isinstance(options, Options):
+        return _checked(options)
+    if isinstance(options, Mapping):
+        own = {key: value for key, value in options.items() if key in OWN}
+        flags = [_flag(key, value) for key, value in options.items() if key not in OWN]
+        return _from_own(own, [flag for flag in flags if flag])
+    if isinstance(options, Sequence) and not isinstance(options, str):
+        own, flags = _split_flags(options)
+        return _from_own(own, flags)
+    if hasattr(options, "view_as"):
+        return Options(beam=options)
+    raise OptionsError(
+        f"options: found a {type(options).__name__}, expected a dict, a list of flags or a Beam "
+        "PipelineOptions"
+    )
+
+
+def _split_flags(options: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+    own: dict[str, Any] = {}
+    flags: list[str] = []
+    for flag in options:
+        if not isinstance(flag, str):
+            raise OptionsError(f"options: found the flag {flag!r}, expected text like '--name=x'")
+        name, separator, value = flag.removeprefix("--").partition("=")
+        if flag.startswith("--") and name in OWN:
+            own[name] = value if separator else True
+        else:
+            flags.append(flag)
+    return own, flags
+
+
+def _flag(key: str, value: Any) -> str | None:
+    if value is None or value is False:
+        return None
+    return f"--{key}" if value is True else f"--{key}={value}"
+
+
+def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
+    values = dict(own)
+    if isinstance(values.get("shard_size"), str):
+        try:
+            values["shard_size"] = int(values["shard_size"])
+        except ValueError:
+            raise OptionsError(
+                f"shard_size: found {values['shard_size']!r}, expected a number"
+            ) from None
+    if isinstance(values.get("platforms"), str):
+        values["platforms"] = tuple(values["platforms"].split(","))
+    return _checked(replace(Options(), **values, beam=tuple(flags)))
+
+
+def _checked(options: Options) -> Options:
+    if options.reduction not in REDUCTIONS:
+        raise OptionsError(
+            f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
+        )
+    if options.platforms is not None:
+        unknown = set(options.platforms) - {"cpu", "cuda", "rocm", "tpu"}
+        if unknown or isinstance(options.platforms, str):
+            raise OptionsError(
+                f"platforms: found {options.platforms!r}, expected a list of cpu, cuda, rocm, tpu"
+            )
+        return replace(options, platforms=tuple(options.platforms))
+    return options

@@ -1,0 +1,210 @@
+"""The plan: what is to be run, as data, with no JAX tracing and no Beam in it.
+
+A plan is a list of steps over named values. A *server* value has one copy; a *placed* value has
+one per member of a placement, and is only ever seen a shard at a time. Arrays cross the border of a
+step as raw NumPy data (the data of typed PRNG keys, with the name of their implementation), so
+nothing that runs a plan needs to know more of JAX than how to call an executable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """The type of one value.
+
+    Attributes:
+      shape: of the raw data; for a placed value, of one member (without the member axis).
+      dtype: name of the raw data's NumPy dtype.
+      key_impl: implementation name if the value is an array of typed PRNG keys, else None.
+      placement: name of the placement, or None for a server value.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str | None = None
+    placement: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a server value, or of one member of a placed value."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        kind = f"key<{self.key_impl}>" if self.key_impl else self.dtype
+        dims = ",".join(map(str, self.shape))
+        return f"{kind}[{dims}]" + (f"@{self.placement}" if self.placement else "")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One flat input of the program: an argument, or a closed-over constant.
+
+    An input may be read as a server value, by shards as a placed value, as both, or not at all.
+
+    Attributes:
+      path: where it stands in the arguments, e.g. `args[0]['w']`, or `constant 3`.
+      server: name of the server value, if any step reads it whole.
+      placed: name of the placed value, if any step reads it by shards.
+      axis: the member axis in the array given by the user.
+    """
+
+    path: str
+    server: str | None
+    placed: str | None
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """One flat output: a value of the plan, an input passed through, or a constant.
+
+    Attributes:
+      value: name of a server or placed value, or None.
+      input: index of the input that is returned as it is, or None.
+      constant: raw array if the output does not depend on any input, or None.
+      axis: where the member axis of a placed value goes in the result.
+    """
+
+    value: str | None = None
+    input: int | None = None
+    constant: np.ndarray | None = None
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction in a lane: `size` values from `offset` in the lane's flat vector."""
+
+    result: str
+    reducer: str
+    dtype: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """All reductions of a pass that share an accumulator: one flat vector a shard.
+
+    Attributes:
+      kind: name of the accumulator ("sum", "max", ...).
+      dtype: dtype of the partials.
+      size: number of values.
+    """
+
+    kind: str
+    dtype: str
+    size: int
+    reductions: tuple[Reduction, ...]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One executable over server values: `outputs = body(*inputs)`."""
+
+    name: str
+    body: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Map:
+    """One pass over the members of a placement.
+
+    The body takes `(start, count, *broadcasts, *operands)`, with the index of the shard's first
+    member, the number of true members in it and operands padded to the shard size; it returns the
+    placed results of the shard and one flat vector of partials per lane.
+    """
+
+    name: str
+    placement: str
+    body: str
+    broadcasts: tuple[str, ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+    functions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A placed value made a server value, with all members along `axis`."""
+
+    name: str
+    operand: str
+    result: str
+    axis: int
+    reason: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """A server value cut into members along `axis`, to be read by shards."""
+
+    name: str
+    operand: str
+    result: str
+    axis: int
+    reason: str
+    line: str
+
+
+Step = Server | Map | Gather | Scatter
+
+
+@dataclass(frozen=True)
+class Body:
+    """One executable as serialized StableHLO, an artefact a platform."""
+
+    name: str
+    artefacts: Mapping[str, bytes]
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole program, ready to be run.
+
+    Attributes:
+      sizes: number of members of each placement.
+      shard_sizes: members in a shard of each placement, a multiple of 8.
+      values: type of each named value.
+      bodies: executables by content hash.
+      x64: whether 64-bit types were enabled when the program was staged.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    shard_sizes: Mapping[str, int]
+    values: Mapping[str, ValueType]
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Output, ...]
+    bodies: Mapping[str, Body]
+    x64: bool
+    jax_version: str
+    constants: tuple[Any, ...] = field(default=(), repr=False)
+
+    def shards(self, placement: str) -> int:
+        """Number of shards of a placement."""
+        return -(-self.sizes[placement] // self.shard_sizes[placement])
+
+    def passes(self) -> int:
+        """Number of passes over placed data."""
+        return sum(isinstance(step, Map) for step in self.steps)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a value, all members included."""
+        value = self.values[name]
+        return value.nbytes * (self.sizes[value.placement] if value.placement else 1)

@@ -1,0 +1,125 @@
+"""One pass over one shard: pad, compute, cut. The same code in this process and on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from beamjax.bodies import load_body, with_x64
+from beamjax.errors import BeamjaxError, WorkerError
+from beamjax.plan import Lane, Map, Plan
+from beamjax.reducers import REDUCERS, make_accumulator
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Members [start, start + count) of a placement: shard number `index`."""
+
+    index: int
+    start: int
+    count: int
+
+
+def shards(n: int, size: int, first: int = 0, last: int | None = None) -> Iterator[Shard]:
+    """Shards number [first, last) of n members in shards of `size`; the last one may be short."""
+    for index in range(first, -(-n // size) if last is None else last):
+        start = index * size
+        yield Shard(index, start, min(size, n - start))
+
+
+class ShardExecutor:
+    """Computes one `Map` step a shard at a time.
+
+    Args:
+      plan: that the step is part of.
+      step: what to compute.
+      broadcasts: the server values that it reads, by name; put on the device once.
+
+    Raises:
+      WorkerError: the body can't be loaded here.
+    """
+
+    def __init__(self, plan: Plan, step: Map, broadcasts: Mapping[str, np.ndarray]):
+        self.step = step
+        self.size = plan.shard_sizes[step.placement]
+        self._x64 = plan.x64
+        self._call = load_body(step.body, plan.bodies[step.body])
+        with with_x64(self._x64):
+            self._broadcasts = [jax.device_put(broadcasts[name]) for name in step.broadcasts]
+
+    def __call__(
+        self, shard: Shard, operands: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Computes a shard.
+
+        Args:
+          shard: which.
+          operands: one array of shape (shard.count, ...) for each operand of the step.
+
+        Returns:
+          The placed results, of shapes (shard.count, ...), and a vector of partials for each lane.
+
+        Raises:
+          WorkerError: the computation failed; the message names step, shard and members.
+        """
+        try:
+            padded = [self._pad(np.asarray(x)) for x in operands]
+            with with_x64(self._x64):
+                start, count = np.int32(shard.start), np.int32(shard.count)
+                outs = self._call(start, count, *self._broadcasts, *padded)
+                arrays = [np.asarray(out) for out in outs]
+        except BeamjaxError:
+            raise
+        except Exception as error:
+            raise shard_error(self.step, shard, error) from error
+        results = len(self.step.results)
+        return [x[: shard.count] for x in arrays[:results]], arrays[results:]
+
+    def _pad(self, x: np.ndarray) -> np.ndarray:
+        """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
+        missing = self.size - x.shape[0]
+        return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+
+
+def shard_error(step: Map, shard: Shard, error: Exception) -> WorkerError:
+    """The error for a shard that could not be read or computed."""
+    functions = f" ({', '.join(step.functions)})" if step.functions else ""
+    return WorkerError(
+        f"step {step.name!r}{functions}, shard {shard.index} of placement {step.placement!r}, "
+        f"members {shard.start} to {shard.start + shard.count - 1}: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def new_accumulators(step: Map, mode: Any) -> list[Any]:
+    """An empty accumulator for each lane of a step."""
+    return [make_accumulator(lane.kind, np.dtype(lane.dtype), lane.size, mode=mode)
+            for lane in step.lanes]  # fmt: skip
+
+
+def finish_lane(
+    plan: Plan, step: Map, lane: Lane, accumulator: Any, piece: tuple[int, int]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Turns the finished accumulator of a piece of a lane into results.
+
+    Args:
+      piece: the range [lo, hi) of the lane that the accumulator holds.
+
+    Yields:
+      The name of a result, the offset of these values in it, and the values, a flat vector.
+    """
+    lo, hi = piece
+    n = plan.sizes[step.placement]
+    for reduction in lane.reductions:
+        start, stop = max(lo, reduction.offset), min(hi, reduction.offset + reduction.size)
+        if start < stop or reduction.size == 0:
+            dtype = np.dtype(plan.values[reduction.result].dtype)
+            with with_x64(plan.x64):
+                values = REDUCERS[reduction.reducer].finish(
+                    accumulator, start - lo, max(stop, start) - lo, n, np.dtype(reduction.dtype)
+                )
+            yield reduction.result, start - reduction.offset, values.astype(dtype, copy=False)

@@ -1,0 +1,346 @@
+"""`verify`: the answer of a runner against the answer of `jax.jit`, leaf by leaf."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from beamjax import execution
+from beamjax.bodies import unwrap, wrap
+from beamjax.errors import OptionsError, VerificationError
+from beamjax.interpreters import stage as _stage
+from beamjax.interpreters.stage import Argument
+
+ADVICE = (
+    "A runner sums floats in another order than jit. If the difference is of the size of rounding, "
+    "give verify a larger rtol or atol; if you are not sure, verify again in float64 "
+    "(jax_enable_x64), where rounding shrinks and errors do not. beamjax.explain(fn, *args) shows "
+    "the step that each result comes from."
+)
+
+
+NAN_DISTANCE = int(np.iinfo(np.uint64).max)
+"""The distance of NaN to a number."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one leaf of a runner's answer compares with that of `jit`.
+
+    Attributes:
+      path: of the leaf in the result, as `jax.tree_util.keystr` writes it.
+      dtype: name, as `jax` prints it.
+      shape: of the leaf.
+      bits_equal: whether all bits are the same.
+      worst_ulp: the largest distance of two elements in representable numbers; None for dtypes
+        that are no floats.
+      worst_difference: the largest absolute difference of two elements. NaN in one alone is inf.
+      worst_index: where that is, or None if there is no difference.
+      tolerance: the largest absolute difference that passes.
+      found: the runner's element at `worst_index`, as text.
+      expected: the element of `jit` there.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    bits_equal: bool
+    worst_ulp: int | None
+    worst_difference: float
+    worst_index: tuple[int, ...] | None
+    tolerance: float
+    found: str = ""
+    expected: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.worst_difference <= self.tolerance
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, one cell for each of `HEADINGS`."""
+        return (
+            f"result{self.path}",
+            f"{self.dtype}[{','.join(map(str, self.shape))}]",
+            "equal" if self.bits_equal else "differ",
+            _ulp_text(self.worst_ulp),
+            f"{self.worst_difference:.3g}",
+            f"{self.tolerance:.3g}",
+            "ok" if self.passed else "FAILED",
+        )
+
+    def failure(self) -> str:
+        """One line about the worst element."""
+        where = f"result{self.path}" + (str(list(self.worst_index)) if self.worst_index else "")
+        return f"{where}: found {self.found}, expected {self.expected}"
+
+
+def _ulp_text(ulp: int | None) -> str:
+    if ulp is None:
+        return "-"
+    return "NaN" if ulp == NAN_DISTANCE else str(ulp)
+
+
+HEADINGS = ("leaf", "type", "bits", "ULP", "difference", "allowed", "")
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """A row for each leaf of the result."""
+
+    program: str
+    runner: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every leaf is within its tolerance."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def headline(self) -> str:
+        same = sum(row.bits_equal for row in self.rows)
+        failed = sum(not row.passed for row in self.rows)
+        leaves = "1 leaf" if len(self.rows) == 1 else f"{len(self.rows)} leaves"
+        verdict = f"{failed} past the tolerance" if failed else "all within the tolerance"
+        return (
+            f"{self.program} on {self.runner} against jit: {leaves}, "
+            f"{same} with equal bits, {verdict}"
+        )
+
+    def __str__(self) -> str:
+        table = aligned([HEADINGS, *(row.cells() for row in self.rows)])
+        return "\n".join([self.headline, *(f"  {line}" for line in table)])
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr>{''.join(f'<th>{name}</th>' for name in HEADINGS)}</tr>"]
+        for row in self.rows:
+            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells())
+            rows.append(
+                f"<tr>{cells}</tr>" if row.passed else f'<tr style="color:#c00">{cells}</tr>'
+            )
+        return f"<p>{html.escape(self.headline)}</p><table>{''.join(rows)}</table>"
+
+
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    runner: Any = "DirectRunner",
+    options: Any = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> VerificationReport:
+    """Runs a function on a runner and under `jax.jit`, and compares the answers.
+
+    A float leaf passes if every element is within `atol + rtol * max(|x|)`, with the largest finite
+    element of the leaf as `jit` computes it. Sums in another order differ by that measure, not by
+    the size of each element. Integers, bools and keys must be equal; NaN equals NaN, and an
+    infinity only itself.
+
+    Args:
+      fn: as for `run`.
+      *args: as for `run`. Sources are read whole, into the memory of this process, for `jit`.
+      runner: as for `run`.
+      options: as for `run`.
+      rtol: for float leaves; by default `eps ** (2/3)` of the leaf's dtype: 2.4e-5 for float32,
+        3.7e-11 for float64, 0.039 for bfloat16.
+      atol: for float leaves; by default the smallest normal number of the leaf's dtype.
+
+    Returns:
+      A row for each leaf of the result; `print` it.
+
+    Raises:
+      VerificationError: a leaf is past its tolerance, or the tree, a shape or a dtype differs.
+      OptionsError: a tolerance is negative.
+      BeamjaxError: what `run` raises.
+    """
+    for tolerance, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise OptionsError(f"{tolerance}: found {value!r}, expected a number >= 0, or None")
+    found = execution.run(fn, *args, runner=runner, options=options)
+    arguments, _, restore = _stage.flatten_arguments(args)
+    expected = jax.jit(fn)(*restore(_whole(arguments)))
+    name = runner if isinstance(runner, str) else type(runner).__name__
+    rows = compare(found, expected, rtol=rtol, atol=atol)
+    report = VerificationReport(_stage.function_name(fn), name, rows)
+    if not report.ok:
+        failures = "\n".join(row.failure() for row in rows if not row.passed)
+        raise VerificationError(f"{report}\n{failures}\n{ADVICE}")
+    return report
+
+
+def _whole(arguments: Sequence[Argument]) -> list[Any]:
+    """The flat arguments for `jit`; each source is read once for all its leaves."""
+    read: dict[int, list[np.ndarray]] = {}
+    values = []
+    for argument in arguments:
+        source = argument.value
+        if not argument.is_source:
+            values.append(source)
+            continue
+        if id(source) not in read:
+            read[id(source)] = source.read(0, len(source))
+        raw = jnp.asarray(read[id(source)][argument.leaf])
+        values.append(wrap(raw, source.leaves[argument.leaf].key_impl))
+    return values
+
+
+def compare(
+    found: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
+) -> tuple[Row, ...]:
+    """Compares two trees of arrays, leaf by leaf.
+
+    Args:
+      found: the tree to check.
+      expected: what it should be.
+      rtol: for float leaves, see `verify`.
+      atol: likewise.
+
+    Raises:
+      VerificationError: the trees, or the shapes or dtypes of leaves, differ.
+    """
+    left, found_tree = jax.tree_util.tree_flatten_with_path(found)
+    right, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
+    types = [{jax.tree_util.keystr(p): _type(x) for p, x in side} for side in (left, right)]
+    wrong = [
+        f"result{path}: found {types[0].get(path, 'no leaf')}, "
+        f"expected {types[1].get(path, 'no leaf')}"
+        for path in types[1] | types[0]
+        if types[0].get(path) != types[1].get(path)
+    ]
+    if not wrong and found_tree != expected_tree:
+        wrong = [f"result: found the tree {found_tree}, expected {expected_tree}"]
+    if wrong:
+        raise VerificationError(
+            "\n".join(wrong)
+            + "\nThe runner's answer has another structure than that of jit, which "
+            "is an error in beamjax: please report it, with beamjax.explain(fn, *args)"
+        )
+    return tuple(
+        compare_leaf(jax.tree_util.keystr(path), a, b, rtol=rtol, atol=atol)
+        for (path, a), (_, b) in zip(left, right, strict=True)
+    )
+
+
+def _type(x: Any) -> str:
+    name = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
+    return f"{name}[{','.join(map(str, x.shape))}]"
+
+
+def compare_leaf(
+    path: str, found: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
+) -> Row:
+    """Compares two arrays of one shape and dtype; see `verify`."""
+    name = _type(expected).partition("[")[0]
+    shape = tuple(expected.shape)
+    if name == "float0":
+        return Row(path, name, shape, True, None, 0, None, 0)
+    a, b = np.asarray(unwrap(found)), np.asarray(unwrap(expected))
+    inexact = jnp.issubdtype(b.dtype, np.inexact)
+    ulp, tolerance = None, 0.0
+    if inexact:
+        ulp = int(ulp_distance(a, b).max(initial=0))
+        tolerance = float_tolerance(b, rtol=rtol, atol=atol)
+    difference = absolute_difference(a, b)
+    worst = difference.max(initial=0).item()
+    index, texts = None, ("", "")
+    if worst > 0:
+        index = tuple(map(int, np.unravel_index(np.argmax(difference), b.shape)))
+        texts = (str(a[index]), str(b[index]))
+    bits = a.tobytes() == b.tobytes()
+    return Row(path, name, shape, bits, ulp, worst, index, tolerance, *texts)
+
+
+def float_tolerance(
+    expected: np.ndarray, *, rtol: float | None = None, atol: float | None = None
+) -> float:
+    """The largest difference from `expected` that passes: `atol + rtol * max(|expected|)`.
+
+    Args:
+      expected: a float or complex array; elements that are not finite do not count.
+      rtol: by default `eps ** (2/3)`.
+      atol: by default the smallest normal number.
+    """
+    parts = _parts(expected)
+    limits = ml_dtypes.finfo(parts.dtype)
+    relative = float(limits.eps) ** (2 / 3) if rtol is None else rtol
+    absolute = float(limits.smallest_normal) if atol is None else atol
+    with np.errstate(all="ignore"):
+        size = np.abs(parts.astype(np.float64))
+    return absolute + relative * float(size.max(initial=0, where=np.isfinite(size)))
+
+
+def absolute_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """|a - b| for each element; 0 where both are NaN, inf where one is or an infinity differs.
+
+    Returns:
+      Of the arrays' shape; float64 for floats, uint64 (exact) for integers and bools. For complex
+      numbers it is the worse of the real and imaginary part.
+    """
+    if not jnp.issubdtype(a.dtype, np.inexact):
+        kind = np.uint64 if a.dtype.kind in "bu" else np.int64
+        return _unsigned_difference(a.astype(kind), b.astype(kind))
+    x, y = (_parts(v).astype(np.float64) for v in (a, b))
+    with np.errstate(all="ignore"):
+        difference = np.abs(x - y)
+        difference[np.isnan(difference)] = math.inf
+        difference[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
+    return difference.max(axis=-1)
+
+
+def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How many representable numbers lie from each element of `a` to that of `b`.
+
+    Both zeros count as one number, and infinity follows the largest finite number. Two NaNs are
+    0 apart, whatever their payloads; NaN and a number are `NAN_DISTANCE` apart.
+
+    Args:
+      a: floats of any width, also those of ml_dtypes, or complex numbers.
+      b: of the same shape and dtype.
+
+    Returns:
+      uint64, of the arrays' shape; for complex numbers the worse of real and imaginary part.
+    """
+    x, y = _parts(a), _parts(b)
+    distance = _unsigned_difference(_ordered(x), _ordered(y))
+    nan_x, nan_y = np.isnan(x), np.isnan(y)
+    distance[nan_x | nan_y] = NAN_DISTANCE
+    distance[nan_x & nan_y] = 0
+    return distance.max(axis=-1)
+
+
+def _parts(x: np.ndarray) -> np.ndarray:
+    """The real numbers of an array, along a new last axis: one of a real, two of a complex one."""
+    return (
+        np.stack([np.real(x), np.imag(x)], axis=-1) if x.dtype.kind == "c" else x[..., np.newaxis]
+    )
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """int64 numbers in the order of the floats, without gaps; both zeros are 0."""
+    bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.uint64)
+    if x.dtype.name == "float8_e8m0fnu":  # has no sign
+        return bits.astype(np.int64)
+    sign = np.uint64(1 << (ml_dtypes.finfo(x.dtype).bits - 1))
+    magnitude = (bits & (sign - np.uint64(1))).astype(np.int64)
+    return np.where(bits & sign != 0, -magnitude, magnitude)
+
+
+def _unsigned_difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """|x - y| of 64-bit integers as uint64, where it can't overflow."""
+    larger = np.maximum(x, y).astype(np.uint64)
+    return larger - np.minimum(x, y).astype(np.uint64)
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, each column as wide as its widest cell."""
+    table = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
