@@ -1,0 +1,77 @@
+"""Server values that a shard can make for itself, member by member, such as `jnp.arange(n)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.memberwise import at_shard_size
+from beamjax.interpreters.readings import (
+    Local,
+    Shard,
+    bind,
+    is_threefry,
+    replaced,
+    resizing,
+    shape_of,
+)
+
+
+def _broadcast(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    return Local((None,), (axis,), at_shard_size) if axis == 0 else None
+
+
+def _broadcast_in_dim(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    dims = eqn.params["broadcast_dimensions"]
+    if len(eqn.inputs) > 1 or eqn.params["shape"][axis] != n:
+        return None
+    if axis in dims and (shape_of(eqn.inputs[0])[dims.index(axis)] != 1 or n == 1):
+        return None
+    return Local((None,), (axis,), resizing("shape", axis))
+
+
+def _iota(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    if eqn.inputs or eqn.params["shape"][axis] != n:
+        return None
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        shape = replaced(eqn.params["shape"], axis, shard.size)
+        if eqn.params["dimension"] != axis:
+            return bind(eqn, args, shape=shape)
+        indices = shard.indices().astype(eqn.params["dtype"])
+        return [lax.broadcast_in_dim(indices, shape, (axis,))]
+
+    return Local((), (axis,), emit)
+
+
+def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    """`split(key, n)[i]` is `fold_in(key, i)`, whatever n, for partitionable threefry keys."""
+    shape = eqn.params["shape"]
+    plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
+    if not plain or not is_threefry(eqn.inputs[0]) or not jax.config.jax_threefry_partitionable:
+        return None
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        inner = math.prod(shape[1:])
+        offsets = lax.iota(np.dtype("uint32"), inner)
+        rows = shard.indices().astype(np.dtype("uint32")) * np.uint32(inner)
+        indices = (rows[:, None] + offsets[None, :]).reshape(-1)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(args[0], indices)
+        return [keys.reshape(shard.size, *shape[1:])]
+
+    return Local((None,), (0,), emit)
+
+
+CREATE: dict[str, Callable[[Eqn, int, Any], Local | None]] = {
+    "bj_broadcast": _broadcast,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "iota": _iota,
+    "random_split": _random_split,
+}
+"""From primitive to the reading of an equation that gives its n members along an axis."""

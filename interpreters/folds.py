@@ -1,0 +1,137 @@
+"""Rules for equations that reduce over the members: a partial a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.readings import (
+    Axes,
+    Fold,
+    Local,
+    Rule,
+    Shard,
+    as_is,
+    bind,
+    dropping,
+    rule,
+    shape_of,
+)
+from beamjax.reducers import REDUCERS
+
+REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_or": "any",
+    "reduce_and": "all",
+}
+
+
+@rule(*REDUCTIONS)
+def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+    axis, reduced = axes[0], eqn.params["axes"]
+    if axis is None:
+        return None
+    if axis not in reduced:
+        return Local((axis,), (dropping(axis, reduced),), as_is)
+    name = REDUCTIONS[eqn.primitive.name]
+    if name in ("any", "all") and eqn.inputs[0].aval.dtype != np.bool_:
+        return None
+    others = tuple(a for a in reduced if a != axis)
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        (x,) = args
+        if name in ("sum", "prod"):
+            x = x.astype(REDUCERS[name].partial_dtype(x.dtype))
+        if others:
+            (x,) = bind(eqn, [x], axes=others)
+        return REDUCERS[name].partial(jnp.moveaxis(x, dropping(axis, others), 0), shard.mask)
+
+    return Fold((axis,), name, partial)
+
+
+def _placed_reduction(name: str) -> Rule:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        return REDUCERS[name].partial(args[0], shard.mask)
+
+    return lambda eqn, axes, n: Fold((0,), name, partial)
+
+
+for _name in REDUCERS:
+    rule(f"bj_reduce_{_name}")(_placed_reduction(_name))
+
+
+# --- products
+
+
+def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], Shard], Any]:
+    """The partial of a product that contracts over members, which lie along `lhs` and `rhs`."""
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        # Both sides are masked: padding repeats a member, which may hold inf or nan.
+        operands = [shard.masked(args[0], lhs), shard.masked(args[1], rhs)]
+        result = eqn.outputs[0].aval.dtype
+        wide = REDUCERS["sum"].partial_dtype(result)
+        algorithm = isinstance(
+            eqn.params["precision"], jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+        )
+        if wide == np.float32 != result and not algorithm:
+            # XLA's CPU backend has no product of bfloat16 with a float32 result in all fusions.
+            operands = [x.astype(wide) for x in operands]
+            return bind(eqn, operands, preferred_element_type=wide)[0]
+        return bind(eqn, operands)[0].astype(wide)
+
+    return partial
+
+
+@rule("dot_general")
+def _dot_general(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = axes
+    paired = dict(zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True))
+    if lhs is None and rhs in paired.values():
+        lhs = next(a for a, b in paired.items() if b == rhs)
+    if lhs in paired and rhs is None:
+        rhs = paired[lhs]
+    if lhs in paired:
+        if paired[lhs] != rhs:
+            return None
+        if lhs in lhs_batch:
+            return Local((lhs, rhs), (lhs_batch.index(lhs),), as_is)
+        return Fold((lhs, rhs), "sum", _product(lhs, rhs))
+    if lhs is not None and rhs is not None:
+        return None
+    if lhs is not None:
+        out = len(lhs_batch) + dropping(lhs, (*lhs_contract, *lhs_batch))
+        return Local((lhs, None), (out,), as_is)
+    if rhs is None:
+        return None
+    before = len(shape_of(eqn.inputs[0])) - len(lhs_contract)
+    return Local((None, rhs), (before + dropping(rhs, (*rhs_contract, *rhs_batch)),), as_is)
+
+
+@rule("conv_general_dilated")
+def _conv(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    if eqn.params["batch_group_count"] != 1:
+        return None
+    batch, features = numbers.lhs_spec[:2]
+    kernels, contracted = numbers.rhs_spec[:2]
+    lhs, rhs = axes
+    if lhs == batch and rhs is None:
+        return Local((batch, None), (numbers.out_spec[0],), as_is)
+    if groups != 1:
+        return None
+    if lhs is None and rhs == kernels:
+        return Local((None, kernels), (numbers.out_spec[1],), as_is)
+    # The gradient of a kernel shared by the members contracts over them.
+    if lhs in (None, features) and rhs in (None, contracted):
+        return Fold((features, contracted), "sum", _product(features, contracted))
+    return None

@@ -1,0 +1,115 @@
+"""Rules for gather and scatter: which of their dimensions pass members through untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.readings import (
+    Axes,
+    Fold,
+    Local,
+    Shard,
+    as_is,
+    resizing,
+    rule,
+    shape_of,
+)
+from beamjax.reducers import REDUCERS
+
+
+def _remaining(rank: int, *gone: Sequence[int]) -> list[int]:
+    return [d for d in range(rank) if not any(d in dims for dims in gone)]
+
+
+@rule("gather")
+def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    d = eqn.params["dimension_numbers"]
+    operand, index = axes
+    batching = dict(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True))
+    # Where each dimension of the indices, but their last, is in the result.
+    positions = _remaining(len(shape_of(eqn.outputs[0])), d.offset_dims)
+    if operand is None and index in batching.values():
+        operand = next(a for a, b in batching.items() if b == index)
+    if operand in batching:
+        index = batching[operand] if index is None else index
+        if batching[operand] != index or eqn.params["slice_sizes"][operand] != 1:
+            return None
+        return Local((operand, index), (positions[index],), as_is)
+    if operand is None:
+        if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
+            return None
+        return Local((None, index), (positions[index],), as_is)
+    rank = len(shape_of(eqn.inputs[0]))
+    windows = _remaining(rank, d.collapsed_slice_dims, d.operand_batching_dims)
+    whole = operand in windows and eqn.params["slice_sizes"][operand] == n
+    if index is not None or not whole or operand in d.start_index_map:
+        return None
+    out = d.offset_dims[windows.index(operand)]
+    return Local((operand, None), (out,), resizing("slice_sizes", operand))
+
+
+@rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub")
+def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+    d = eqn.params["dimension_numbers"]
+    operand, index, updates = axes
+    batching = dict(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
+    rank = len(shape_of(eqn.inputs[0]))
+    windows = _remaining(rank, d.inserted_window_dims, d.operand_batching_dims)
+    # Where each dimension of the indices, but their last, is in the updates.
+    positions = _remaining(len(shape_of(eqn.inputs[2])), d.update_window_dims)
+    if operand is None and index in batching.values():
+        operand = next(a for a, b in batching.items() if b == index)
+    if operand is None and updates in positions and positions.index(updates) in batching.values():
+        operand = next(a for a, b in batching.items() if b == positions.index(updates))
+    want: tuple[int, int | None, int]
+    if operand in batching:
+        want = (operand, batching[operand], positions[batching[operand]])
+    elif operand in windows:
+        want = (operand, None, d.update_window_dims[windows.index(operand)])
+    elif operand is None and updates in d.update_window_dims:
+        want = (windows[d.update_window_dims.index(updates)], None, updates)
+    elif operand is None:
+        return _scatter_fold(eqn, index, updates, positions)
+    else:
+        return None
+    agrees = all(have in (None, axis) for have, axis in zip(axes, want, strict=True))
+    if not agrees or want[0] in d.scatter_dims_to_operand_dims:
+        return None
+    return Local(want, (want[0],), as_is)
+
+
+def _scatter_fold(
+    eqn: Eqn, index: int | None, updates: int | None, positions: list[int]
+) -> Fold | None:
+    """Placed rows added into a server table, as `jax.ops.segment_sum` does."""
+    if eqn.primitive.name != "scatter-add":
+        return None
+    if index is None and updates in positions:
+        index = positions.index(updates)
+    if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
+        return None
+    if updates not in (None, positions[index]):
+        return None
+    position, p = positions[index], eqn.params
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        table, where, rows = args
+        dtype = REDUCERS["sum"].partial_dtype(table.dtype)
+        # The table itself counts once: in the first shard.
+        table = jnp.where(shard.start == 0, table, jnp.zeros_like(table))
+        return lax.scatter_add(
+            table.astype(dtype),
+            where,
+            shard.masked(rows, position).astype(dtype),
+            p["dimension_numbers"],
+            indices_are_sorted=p["indices_are_sorted"],
+            unique_indices=False,  # Padding repeats an index.
+            mode=p["mode"],
+        )
+
+    return Fold((None, index, position), "sum", partial)

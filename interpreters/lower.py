@@ -1,0 +1,332 @@
+"""Pieces of a program to the steps of a plan: each becomes one executable of fixed shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
+
+from beamjax.bodies import export_body, unwrap, value_type, wrap
+from beamjax.errors import StagingError
+from beamjax.interpreters import rules
+from beamjax.interpreters.flatten import Atom, Eqn, Var, user_line
+from beamjax.interpreters.place import Along, PlacedProgram
+from beamjax.interpreters.rules import Fold
+from beamjax.interpreters.sizing import shard_sizes
+from beamjax.interpreters.split import GatherPiece, MapPiece, Piece, ScatterPiece, ServerPiece
+from beamjax.options import Options
+from beamjax.plan import (
+    Body,
+    Gather,
+    Input,
+    Lane,
+    Map,
+    Output,
+    Plan,
+    Reduction,
+    Scatter,
+    Server,
+    Step,
+    ValueType,
+)
+from beamjax.reducers import REDUCERS
+
+
+def lower(
+    program: PlacedProgram,
+    pieces: Sequence[Piece],
+    paths: Sequence[str],
+    name: str,
+    options: Options,
+) -> Plan:
+    """Makes a plan.
+
+    Args:
+      program: the placed program.
+      pieces: its pieces, in order.
+      paths: for messages, where each input stands in the user's arguments.
+      name: of the plan.
+      options: shard size and platforms.
+
+    Raises:
+      StagingError: a piece can't be exported.
+    """
+    return _Lowering(program, pieces, options).plan(name, paths)
+
+
+class _Lowering:
+    def __init__(self, program: PlacedProgram, pieces: Sequence[Piece], options: Options):
+        self.program = program
+        self.pieces = pieces
+        self.platforms = options.platforms or (_default_platform(),)
+        self.sizes = shard_sizes(program, pieces, options)
+        self.values: dict[str, ValueType] = {}
+        self.bodies: dict[str, Body] = {}
+        self.served_inputs: set[Var] = set()
+        self.placed_inputs: set[Var] = set()
+        self.counts: dict[str, int] = {}
+
+    def plan(self, name: str, paths: Sequence[str]) -> Plan:
+        steps = [self.step(piece) for piece in self.pieces]
+        outputs = tuple(self.output(atom) for atom in self.program.flat.outputs)
+        return Plan(
+            name=name,
+            sizes=dict(self.program.sizes),
+            shard_sizes=self.sizes,
+            values=self.values,
+            inputs=tuple(
+                self.input(v, p) for v, p in zip(self.program.flat.inputs, paths, strict=True)
+            ),
+            steps=tuple(steps),
+            outputs=outputs,
+            bodies=self.bodies,
+            x64=bool(jax.config.jax_enable_x64),
+            jax_version=jax.__version__,
+            constants=tuple(self.program.flat.constants),
+        )
+
+    # ------------------------------------------------------------------------------- values
+
+    def served(self, var: Var) -> str:
+        """The name of a value on the server."""
+        self.values.setdefault(var.name, value_type(var.aval))
+        if var in self.program.flat.inputs and self.program.place(var) is None:
+            self.served_inputs.add(var)
+        return var.name
+
+    def placed(self, var: Var, along: Along) -> str:
+        """The name of a value along the members, in its shards or scattered."""
+        name = f"{var.name}@{along.placement}"
+        if self.program.place(var) != along:
+            name += f".{along.axis}"
+        elif var in self.program.flat.inputs:
+            self.placed_inputs.add(var)
+        self.values.setdefault(name, value_type(var.aval, along.placement, along.axis))
+        return name
+
+    def input(self, var: Var, path: str) -> Input:
+        along = self.program.place(var)
+        served = var.name if var in self.served_inputs else None
+        if along is None or var not in self.placed_inputs:
+            return Input(path, served, None)
+        return Input(path, served, self.placed(var, along), along.axis)
+
+    def output(self, atom: Atom) -> Output:
+        if not isinstance(atom, Var):
+            return Output(constant=np.asarray(atom.val, atom.aval.dtype))
+        if atom.aval.dtype == jax.dtypes.float0:
+            return Output(constant=np.zeros(atom.aval.shape, jax.dtypes.float0))
+        if atom in self.program.flat.inputs:
+            return Output(input=self.program.flat.inputs.index(atom))
+        along = self.program.place(atom)
+        if along is None:
+            return Output(value=self.served(atom))
+        return Output(value=self.placed(atom, along), axis=along.axis)
+
+    # ------------------------------------------------------------------------------- steps
+
+    def step(self, piece: Piece) -> Step:
+        match piece:
+            case ServerPiece():
+                return self.server(piece)
+            case MapPiece():
+                return self.map(piece)
+            case GatherPiece():
+                operand, result = self.placed(piece.var, piece.along), self.served(piece.var)
+                axis, line = piece.along.axis, piece.user.line
+                return Gather(self.name("gather"), operand, result, axis, _why(piece.user), line)
+            case ScatterPiece():
+                operand, result = self.served(piece.var), self.placed(piece.var, piece.along)
+                axis, line = piece.along.axis, piece.user.line
+                reason = f"{piece.user.primitive.name} reads it along the members"
+                return Scatter(self.name("scatter"), operand, result, axis, reason, line)
+
+    def name(self, kind: str) -> str:
+        """A fresh name for a step."""
+        number = self.counts[kind] = self.counts.get(kind, -1) + 1
+        return f"{kind}_{number}"
+
+    def server(self, piece: ServerPiece) -> Server:
+        name = self.name("server")
+        impls = [self.values[self.served(var)].key_impl for var in piece.inputs]
+
+        def body(*raw: jax.Array) -> list[jax.Array]:
+            env = dict(zip(piece.inputs, map(wrap, raw, impls), strict=True))
+            for eqn in piece.eqns:
+                args = [_read(env, atom) for atom in eqn.inputs]
+                env.update(zip(eqn.outputs, rules.bind(eqn, args), strict=True))
+            return [unwrap(env[var]) for var in piece.outputs]
+
+        inputs = tuple(self.served(var) for var in piece.inputs)
+        arguments = [_argument(self.values[x]) for x in inputs]
+        key = self.export(name, body, arguments, piece.eqns)
+        return Server(name, key, inputs, tuple(self.served(var) for var in piece.outputs))
+
+    def map(self, piece: MapPiece) -> Map:
+        functions = [e.eqn.params["name"] for e in piece.emissions if "name" in e.eqn.params]
+        name = self.name(f"map_{piece.placement}")
+        size = self.sizes[piece.placement]
+        broadcasts = tuple(self.served(var) for var in piece.broadcasts)
+        operands = tuple(self.placed(var, along) for var, along in piece.operands)
+        results = tuple(self.placed(var, self.program.places[var]) for var in piece.results)
+        lanes = self.lanes(piece.folds, piece)
+        scalar = jax.ShapeDtypeStruct((), np.dtype("int32"))
+        arguments = [scalar, scalar, *(_argument(self.values[x]) for x in broadcasts)]
+        arguments += [_argument(self.values[x], size) for x in operands]
+        body = self.map_body(piece, lanes, size)
+        key = self.export(name, body, arguments, [e.eqn for e in piece.emissions])
+        return Map(
+            name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions)
+        )
+
+    def map_body(
+        self, piece: MapPiece, lanes: tuple[Lane, ...], size: int
+    ) -> Callable[..., list[jax.Array]]:
+        """The function of a pass over one shard, on raw arrays; see `Map`."""
+        values, program = self.values, self.program
+        impls = [values[self.served(var)].key_impl for var in piece.broadcasts]
+        impls += [values[self.placed(var, along)].key_impl for var, along in piece.operands]
+
+        def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
+            shard = rules.Shard(start, size, lax.iota(np.dtype("int32"), size) < count)
+            wrapped = list(map(wrap, raw, impls))
+            served = dict(zip(piece.broadcasts, wrapped[: len(piece.broadcasts)], strict=True))
+            placed: dict[tuple[Var, int], Any] = {}
+            arrays = wrapped[len(piece.broadcasts) :]
+            for (var, along), x in zip(piece.operands, arrays, strict=True):
+                placed[var, along.axis] = jnp.moveaxis(x, 0, along.axis)
+            partials: dict[str, jax.Array] = {}
+            for emission in piece.emissions:
+                eqn, reading = emission.eqn, emission.reading
+                args = [
+                    _read(served, atom) if axis is None else _read_placed(placed, atom, axis)
+                    for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)
+                ]
+                if isinstance(reading, Fold):
+                    partials[eqn.outputs[0].name] = reading.partial(eqn, args, shard)
+                    continue
+                outs = reading.emit(eqn, args, shard)
+                for var, axis, out in zip(eqn.outputs, reading.out_axes, outs, strict=True):
+                    placed[var, axis] = out
+            results = []
+            for var in piece.results:
+                axis = program.places[var].axis
+                results.append(unwrap(jnp.moveaxis(placed[var, axis], axis, 0)))
+            return results + [_lane_vector(lane, partials) for lane in lanes]
+
+        return body
+
+    def lanes(self, folds: Sequence[Eqn], piece: MapPiece) -> tuple[Lane, ...]:
+        """Groups the reductions of a pass by accumulator and dtype of the partials."""
+        groups: dict[tuple[str, str], list[Reduction]] = {}
+        readings = {e.eqn: e.reading for e in piece.emissions}
+        for eqn in folds:
+            reading = readings[eqn]
+            assert isinstance(reading, Fold)
+            reducer = REDUCERS[reading.reducer]
+            dtype = np.dtype(eqn.inputs[-1].aval.dtype)
+            if eqn.primitive.name == "dot_general":
+                dtype = np.dtype(eqn.outputs[0].aval.dtype)
+            partial = np.dtype(reducer.partial_dtype(dtype)).name
+            group = groups.setdefault((reducer.lane, partial), [])
+            offset = group[-1].offset + group[-1].size if group else 0
+            size = math.prod(eqn.outputs[0].aval.shape)
+            result = self.served(eqn.outputs[0])
+            group.append(Reduction(result, reading.reducer, dtype.name, offset, size))
+        return tuple(
+            Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
+            for (kind, dtype), group in groups.items()
+        )
+
+    def export(
+        self,
+        name: str,
+        body: Callable[..., Any],
+        arguments: Sequence[jax.ShapeDtypeStruct],
+        eqns: Sequence[Eqn],
+    ) -> str:
+        lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            key, exported = export_body(name, body, arguments, self.platforms, lines)
+        self.bodies[key] = exported
+        return key
+
+
+def _default_platform() -> str:
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
+def _why(user: Eqn) -> str:
+    name = user.primitive.name
+    if name == "bj_map":
+        return f"the body {user.params['name']} closes over a placed value"
+    if name.startswith("bj_"):
+        return f"{name.removeprefix('bj_')} reads it as a server value"
+    return f"{name} mixes members"
+
+
+def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:
+    shape = value.shape if members is None else (members, *value.shape)
+    return jax.ShapeDtypeStruct(shape, np.dtype(value.dtype))
+
+
+def _read(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return env[atom] if isinstance(atom, Var) else atom.val
+
+
+def _read_placed(env: Mapping[tuple[Var, int], Any], atom: Atom, axis: int) -> Any:
+    return env[atom, axis] if isinstance(atom, Var) else atom.val
+
+
+def _lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
+    parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def check_keys(program: PlacedProgram) -> None:
+    """Refuses bodies that draw random numbers which depend on the size of the batch.
+
+    Raises:
+      StagingError: a body draws from rbg keys; a vmapped draw from one depends on its neighbours,
+        so the answer would depend on the shard.
+    """
+    for eqn in program.flat.eqns:
+        draw = _draw_by_batch(eqn.params["jaxpr"]) if eqn.primitive.name == "bj_map" else None
+        if draw is not None:
+            raise StagingError(
+                f"{user_line(draw) or eqn.line}: the body {eqn.params['name']} draws from rbg keys "
+                f"({draw.primitive.name}). JAX's vmapped draws from them depend on the other "
+                "members of the batch, so no two shard sizes agree; use threefry keys (the default "
+                "of jax.random.key)"
+            )
+
+
+def _draw_by_batch(closed: Any) -> Any:
+    """An equation in a body whose result, under vmap, depends on the rest of the batch."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        keys = str(eqn.invars[0].aval.dtype) if eqn.invars and _is_array(eqn.invars[0]) else ""
+        if eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",)):
+            return eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found = _draw_by_batch(inner)
+            if found is not None:
+                return found
+    return None
+
+
+def _is_array(atom: Any) -> bool:
+    return hasattr(atom.aval, "dtype")
+
+
+# What rng_bit_generator computes, by the dtype of the keys.
+BATCH_DEPENDENT = {
+    "key<rbg>": ("random_bits", "random_gamma"),
+    "key<urbg>": ("random_bits", "random_gamma", "random_split", "random_fold_in"),
+}

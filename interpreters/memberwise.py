@@ -1,0 +1,277 @@
+"""Rules for equations that act on each member alone, wherever in its operands the members lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.readings import (
+    Axes,
+    Local,
+    Shard,
+    any_placed,
+    as_is,
+    bind,
+    dropping,
+    everywhere,
+    is_threefry,
+    only,
+    resizing,
+    rule,
+    shape_of,
+)
+
+# --- placed operators
+
+
+@rule("bj_map")
+def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local:
+    served = eqn.params["num_broadcast"]
+    in_axes = (None,) * served + (0,) * (len(eqn.inputs) - served)
+    return Local(in_axes, (0,) * len(eqn.outputs), at_shard_size)
+
+
+@rule("bj_broadcast")
+def _bj_broadcast(eqn: Eqn, axes: Axes, n: Any) -> Local:
+    return Local((None,), (0,), at_shard_size)
+
+
+def at_shard_size(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    """Emits a placed operator for the members of a shard."""
+    return bind(eqn, args, n=shard.size)
+
+
+# --- elementwise
+
+ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p
+    log2 logistic lt max min mul mulhi ne neg nextafter not one_minus_square or polygamma
+    population_count pow random_clone random_fold_in random_gamma_grad random_seed real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
+    xor zeta
+""".split()
+
+
+@rule(*ELEMENTWISE)
+def _elementwise(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis, rank = only(axes), len(shape_of(eqn.outputs[0]))
+    if axis is None or any(len(shape_of(atom)) not in (0, rank) for atom in eqn.inputs):
+        return None
+    # An unsafe_rbg key is folded by a draw that depends on the other keys of the batch.
+    if eqn.primitive.name == "random_fold_in" and str(eqn.inputs[0].aval.dtype) == "key<urbg>":
+        return None
+    # A scalar, and a server operand whose axis has size 1, is the same for all members.
+    in_axes = tuple(
+        None if len(shape_of(atom)) == 0 or shape_of(atom)[axis] != n else axis
+        for atom in eqn.inputs
+    )
+    return Local(in_axes, (axis,) * len(eqn.outputs), as_is)
+
+
+# --- shape
+
+
+@rule("broadcast_in_dim")
+def _broadcast_in_dim(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    if axes[0] is None or len(eqn.inputs) > 1:
+        return None
+    out = eqn.params["broadcast_dimensions"][axes[0]]
+    return Local((axes[0],), (out,), resizing("shape", out))
+
+
+@rule("reshape")
+def _reshape(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis, sizes = axes[0], eqn.params["new_sizes"]
+    if axis is None or eqn.params["dimensions"] is not None or len(eqn.inputs) > 1:
+        return None
+    before = math.prod(shape_of(eqn.inputs[0])[:axis])
+    for out, dim in enumerate(sizes):
+        if dim == n and math.prod(sizes[:out]) == before:
+            return Local((axis,), (out,), resizing("new_sizes", out))
+    return None
+
+
+@rule("transpose")
+def _transpose(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    return Local(tuple(axes), (eqn.params["permutation"].index(axes[0]),), as_is)
+
+
+@rule("squeeze")
+def _squeeze(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis, dims = axes[0], eqn.params["dimensions"]
+    if axis is None or axis in dims:
+        return None
+    return Local((axis,), (dropping(axis, dims),), as_is)
+
+
+@rule("slice")
+def _slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis, strides = axes[0], eqn.params["strides"]
+    if axis is None or (strides is not None and strides[axis] != 1):
+        return None
+    whole = eqn.params["start_indices"][axis] == 0 and eqn.params["limit_indices"][axis] == n
+    return Local((axis,), (axis,), resizing("limit_indices", axis)) if whole else None
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = axes[0]
+    # A slice as long as its operand starts at 0, whatever the index says.
+    if axis is None or any_placed(axes[1:]) or eqn.params["slice_sizes"][axis] != n:
+        return None
+    return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = only(axes[:2])
+    if axis is None or any_placed(axes[2:]):
+        return None
+    return Local((axis, axis, *axes[2:]), (axis,), as_is)
+
+
+@rule("pad")
+def _pad(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = axes[0]
+    if axis is None or axes[1] is not None:
+        return None
+    untouched = tuple(eqn.params["padding_config"][axis]) == (0, 0, 0)
+    return Local((axis, None), (axis,), as_is) if untouched else None
+
+
+@rule("tile")
+def _tile(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = axes[0]
+    return everywhere(eqn, axis) if axis is not None and eqn.params["reps"][axis] == 1 else None
+
+
+@rule("bitcast_convert_type")
+def _bitcast(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    shared = min(len(shape_of(eqn.inputs[0])), len(shape_of(eqn.outputs[0])))
+    return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] < shared else None
+
+
+# --- one axis that members must not lie along
+
+ALONG = {
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+    "sort": "dimension",
+    "concatenate": "dimension",
+    "split": "axis",
+    "rev": "dimensions",
+    "approx_top_k": "reduction_dimension",
+}
+
+
+@rule(*ALONG)
+def _along(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = only(axes)
+    busy = eqn.params[ALONG[eqn.primitive.name]]
+    busy = busy if isinstance(busy, tuple) else (busy,)
+    rank = len(shape_of(eqn.inputs[0]))
+    if axis is None or axis in [b % rank for b in busy]:
+        return None
+    return everywhere(eqn, axis)
+
+
+@rule("top_k")
+def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    rank = len(shape_of(eqn.inputs[0]))
+    busy = eqn.params.get("axis", -1) % rank
+    return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] != busy else None
+
+
+@rule("unstack")
+def _unstack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    busy, axis = eqn.params["axis"], axes[0]
+    if axis is None or axis == busy:
+        return None
+    return Local((axis,), (dropping(axis, (busy,)),) * len(eqn.outputs), as_is)
+
+
+@rule("stack")
+def _stack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    new, axis = eqn.params["axis"], only(axes)
+    if axis is None:
+        return None
+    return Local((axis,) * len(axes), (axis + (new <= axis),), as_is)
+
+
+@rule("argmax", "argmin", "reduce_xor")
+def _reduce_other_axes(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis, reduced = axes[0], eqn.params["axes"]
+    if axis is None or axis in reduced:
+        return None
+    return Local((axis,), (dropping(axis, reduced),), as_is)
+
+
+@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _reduce_window(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis, p = axes[0], eqn.params
+    if axis is None:
+        return None
+    untouched = (
+        p["window_dimensions"][axis] == 1
+        and p["window_strides"][axis] == 1
+        and tuple(p["padding"][axis]) == (0, 0)
+        and p["base_dilation"][axis] == 1
+    )
+    return everywhere(eqn, axis) if untouched else None
+
+
+# --- linear algebra
+
+
+@rule("cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur",
+      "svd", "triangular_solve")  # fmt: skip
+def _batched_matrix(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = only(axes)
+    ranks = [len(shape_of(atom)) for atom in eqn.inputs]
+    # householder_product takes vectors (taus) beside its matrices.
+    if axis is None or axis >= max(ranks) - 2:
+        return None
+    return everywhere(eqn, axis)
+
+
+@rule("lu_pivots_to_permutation", "tridiagonal_solve", "random_wrap")
+def _batched_vector(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    axis = only(axes)
+    if axis is None or any(axis >= len(shape_of(atom)) - 1 for atom in eqn.inputs):
+        return None
+    return everywhere(eqn, axis)
+
+
+@rule("fft")
+def _fft(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    batch = len(shape_of(eqn.inputs[0])) - len(eqn.params["fft_lengths"])
+    return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] < batch else None
+
+
+# --- random keys
+
+
+@rule("random_bits", "random_split", "random_unwrap")
+def _random(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    # A vmapped draw from an rbg key depends on the other keys in the batch, so on the shard.
+    if axes[0] is None or not is_threefry(eqn.inputs[0]):
+        return None
+    return everywhere(eqn, axes[0])
+
+
+@rule("random_gamma")
+def _random_gamma(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    # The shape of the keys is the beginning of that of the parameters; each key is split among
+    # the rest, so along an axis that the keys don't have, a draw depends on its place.
+    axis, keys = only(axes), eqn.inputs[0]
+    if axis is None or axis >= len(shape_of(keys)) or not is_threefry(keys):
+        return None
+    return everywhere(eqn, axis)

@@ -1,0 +1,151 @@
+"""How an equation can be computed a shard at a time: the words in which rules answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from beamjax import _compat
+from beamjax.interpreters.flatten import Eqn
+
+Axes = Sequence[int | None]
+"""For each operand of an equation, the axis along which its members lie; None on the server."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The shard that an equation is emitted for.
+
+    Attributes:
+      start: index of its first member, an int32 scalar (traced).
+      size: number of members in it, padding included (static).
+      mask: bool[size], False for padding.
+    """
+
+    start: jax.Array
+    size: int
+    mask: jax.Array
+
+    def indices(self) -> jax.Array:
+        """int32[size]: the index of each member among all."""
+        return self.start + lax.iota(np.dtype("int32"), self.size)
+
+    def masked(self, x: Any, axis: int) -> Any:
+        """`x` with zeros for padding, so that it adds nothing to a sum."""
+        mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))
+        return jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+
+Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
+
+
+@dataclass(frozen=True)
+class Local:
+    """A member-wise equation; `emit(eqn, args, shard)` computes its results for one shard."""
+
+    in_axes: tuple[int | None, ...]
+    out_axes: tuple[int, ...]
+    emit: Emit
+
+
+@dataclass(frozen=True)
+class Fold:
+    """An equation that reduces over the members, to one result.
+
+    `partial(eqn, args, shard)` gives the partial of a shard, with padding left out, in the dtype
+    that the reducer's accumulator takes.
+    """
+
+    in_axes: tuple[int | None, ...]
+    reducer: str
+    partial: Callable[[Eqn, Sequence[Any], Shard], Any]
+
+
+Rule = Callable[[Eqn, Axes, Any], Local | Fold | None]
+"""From an equation, the axes of its placed operands and the number of members to a reading."""
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for the primitives of these names."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+# --- ways to emit
+
+
+def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
+    """Evaluates `eqn` on `args`, with some parameters changed.
+
+    Layouts are left out: whoever runs a plan knows nothing of the mesh of the process that staged
+    the program.
+    """
+    operator = eqn.primitive.name.startswith("bj_")
+    layouts = ("mesh", "spmd_axis_name") if operator else ("sharding", "out_sharding")
+    off = {key: None for key in layouts if key in eqn.params}
+    return _compat.bind(eqn.primitive, args, eqn.params | off | changes)
+
+
+def as_is(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    """Emits the equation unchanged."""
+    return bind(eqn, args)
+
+
+def resizing(param: str, axis: int) -> Emit:
+    """Emits with the member entry of a shape-like parameter set to the shard's size."""
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
+
+    return emit
+
+
+# --- shapes and axes
+
+
+def replaced(sequence: Sequence[Any], index: int, value: Any) -> tuple[Any, ...]:
+    """`sequence` with another value at `index`."""
+    return (*sequence[:index], value, *sequence[index + 1 :])
+
+
+def shape_of(atom: Any) -> tuple[Any, ...]:
+    """The shape of an operand or a result."""
+    return getattr(atom.aval, "shape", ())
+
+
+def only(axes: Axes) -> int | None:
+    """The one axis that all placed operands agree on, or None."""
+    placed = {axis for axis in axes if axis is not None}
+    return placed.pop() if len(placed) == 1 else None
+
+
+def any_placed(axes: Axes) -> bool:
+    """Whether some operand is placed."""
+    return any(axis is not None for axis in axes)
+
+
+def everywhere(eqn: Eqn, axis: int) -> Local:
+    """All operands and results have their members along the same axis."""
+    return Local((axis,) * len(eqn.inputs), (axis,) * len(eqn.outputs), as_is)
+
+
+def dropping(axis: int, dropped: Sequence[int]) -> int:
+    """Where an axis is once others are gone."""
+    return axis - sum(d < axis for d in dropped)
+
+
+def is_threefry(atom: Any) -> bool:
+    """Whether an atom holds typed keys whose draws don't depend on the other keys of a batch."""
+    return str(atom.aval.dtype) == "key<fry>"

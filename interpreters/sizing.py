@@ -1,0 +1,97 @@
+"""How many members make a shard.
+
+On a CPU the fastest shard is the largest one that stays in the second-level cache; past 64 members
+nothing is gained unless members are tiny, where the cost of the call is what counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from beamjax.errors import OptionsError
+from beamjax.interpreters.place import PlacedProgram
+from beamjax.interpreters.rules import Local
+from beamjax.interpreters.split import Emission, MapPiece, Piece
+from beamjax.options import Options
+
+CACHE_BYTES = 1 << 20
+MULTIPLE = 8
+USUAL_LIMIT = 64
+TINY_MEMBER_BYTES = 1 << 10
+TINY_LIMIT = 4096
+# What a shard reads and writes travels as elements, which have to stay under 64 MiB.
+MAX_SHARD_BYTES = 32 << 20
+
+
+def shard_sizes(
+    program: PlacedProgram, pieces: Sequence[Piece], options: Options
+) -> dict[str, int]:
+    """Members in a shard of each placement: a multiple of 8, one size for all passes.
+
+    A fixed multiple of 8 is what makes the bits of a member independent of where it stands in the
+    shard on XLA's CPU backend.
+
+    Raises:
+      OptionsError: `options.shard_size` is not a positive multiple of 8.
+    """
+    if options.shard_size is not None and (options.shard_size < 1 or options.shard_size % MULTIPLE):
+        raise OptionsError(
+            f"shard_size: found {options.shard_size}, expected a positive multiple of {MULTIPLE}"
+        )
+    sizes = {}
+    for placement, n in program.sizes.items():
+        passes = [p for p in pieces if isinstance(p, MapPiece) and p.placement == placement]
+        size = options.shard_size or min((_fitting(p, n) for p in passes), default=MULTIPLE)
+        sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
+    return sizes
+
+
+def _fitting(piece: MapPiece, n: int) -> int:
+    """The number of members at which a pass over n of them is fastest, within bounds."""
+    read = sum(_nbytes(var.aval) for var, _ in piece.operands) / n
+    written = sum(_nbytes(var.aval) for var in piece.results) / n
+    used = read + max((_bytes_at_once(e, n) for e in piece.emissions), default=0)
+    limit = TINY_LIMIT if used <= TINY_MEMBER_BYTES else USUAL_LIMIT
+    size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(read + written, 1), limit)
+    return max(MULTIPLE, 1 << (int(size).bit_length() - 1) if size >= 1 else MULTIPLE)
+
+
+def _bytes_at_once(emission: Emission, n: int) -> float:
+    """Bytes that one member needs while an equation is computed, its operands left out."""
+    eqn = emission.eqn
+    if eqn.primitive.name == "bj_map":
+        return _body_bytes(eqn.params["jaxpr"])
+    if isinstance(emission.reading, Local):
+        return sum(_nbytes(var.aval) for var in eqn.outputs) / n
+    return 0
+
+
+def _body_bytes(closed: Any) -> int:
+    """Peak bytes of the values that are alive at once in a body, each freed after its last use."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _is_var(v)}
+    last.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_var(v)})
+    made: set[Any] = set()
+    alive = peak = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        inner = max(map(_body_bytes, jex.jaxprs_in_params(eqn.params)), default=0)
+        alive += sum(_nbytes(v.aval) for v in eqn.outvars)
+        made.update(eqn.outvars)
+        peak = max(peak, alive + inner)
+        for v in {v for v in eqn.invars if _is_var(v) and v in made and last[v] == i}:
+            alive -= _nbytes(v.aval)
+    return peak
+
+
+def _is_var(atom: Any) -> bool:
+    return not hasattr(atom, "val")
+
+
+def _nbytes(aval: Any) -> int:
+    if not hasattr(aval, "shape"):
+        return 0
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -1,0 +1,148 @@
+"""A user's function and arguments to a jaxpr, with a name for every input."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.extend import core as jex
+
+from beamjax.errors import StructureError
+from beamjax.placements import observe
+from beamjax.sources import Source
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One flat argument.
+
+    Attributes:
+      path: where it stands in the arguments, e.g. `args[0]['w']`.
+      aval: shape and dtype of the whole array.
+      value: the array or scalar, the `Source` it is a leaf of, or a `jax.ShapeDtypeStruct`.
+      leaf: number of the leaf, if the value is a `Source`.
+    """
+
+    path: str
+    aval: Any
+    value: Any
+    leaf: int = 0
+
+    @property
+    def is_source(self) -> bool:
+        return isinstance(self.value, Source)
+
+    @property
+    def comes_by_shards(self) -> bool:
+        """Whether only workers see it: from a source, or from a user's PCollection."""
+        return isinstance(self.value, Source | jax.ShapeDtypeStruct)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A traced function: a closed jaxpr over flat arguments, and the tree of its results.
+
+    `placements` are the names and sizes of the programs that were called.
+    """
+
+    name: str
+    closed: jex.ClosedJaxpr
+    out_tree: Any
+    placements: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return str(self.closed)
+
+
+def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callable[..., Any]]:
+    """Flattens the arguments of a call; a `Source` stands for a tree of placed arrays.
+
+    Returns:
+      The flat arguments, a hashable key of their structure, and the function that makes the
+      arguments again from one value for each flat argument.
+
+    Raises:
+      StructureError: a leaf is neither an array nor a scalar nor a source; names its path.
+    """
+    leaves, tree = tree_util.tree_flatten_with_path(
+        tuple(args), is_leaf=lambda x: isinstance(x, Source)
+    )
+    flat: list[Argument] = []
+    counts: list[tuple[int, Any]] = []
+    for path, leaf in leaves:
+        name = f"args{tree_util.keystr(path)}"
+        if isinstance(leaf, Source):
+            flat += _source_arguments(name, leaf)
+            counts.append((len(leaf.leaves), leaf.treedef))
+        else:
+            flat.append(Argument(name, _aval(name, leaf), leaf))
+            counts.append((1, None))
+
+    def restore(values: Sequence[Any]) -> Any:
+        rest = iter(values)
+        groups = []
+        for count, subtree in counts:
+            group = [next(rest) for _ in range(count)]
+            groups.append(group[0] if subtree is None else tree_util.tree_unflatten(subtree, group))
+        return tree_util.tree_unflatten(tree, groups)
+
+    return flat, (tree, tuple(counts)), restore
+
+
+def _source_arguments(name: str, source: Source) -> list[Argument]:
+    found = []
+    for i, spec in enumerate(source.leaves):
+        shape, dtype = (len(source), *spec.shape), spec.dtype
+        if spec.key_impl:
+            key = functools.partial(jax.random.wrap_key_data, impl=spec.key_impl)
+            aval = jax.eval_shape(key, jax.ShapeDtypeStruct(shape, dtype))
+        else:
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+            aval = jax.ShapeDtypeStruct(shape, dtype)
+        found.append(Argument(f"{name}{spec.path}", aval, source, i))
+    return found
+
+
+def _aval(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        if isinstance(leaf, jax.Array):
+            return jax.typeof(leaf)
+        return jax.api_util.shaped_abstractify(leaf)
+    except TypeError as error:
+        raise StructureError(
+            f"{name}: found a {type(leaf).__name__} ({leaf!r:.80}), expected an array, a scalar or "
+            "a beamjax.Source; bind what is not data with functools.partial"
+        ) from error
+
+
+def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -> Staged:
+    """Traces `fn` on abstract arguments.
+
+    Args:
+      fn: the user's function.
+      arguments: from `flatten_arguments`.
+      restore: likewise.
+    """
+    out_tree = None
+
+    def flat_fn(*leaves: Any) -> list[Any]:
+        nonlocal out_tree
+        results, out_tree = tree_util.tree_flatten(fn(*restore(leaves)))
+        return results
+
+    with observe() as placements:
+        closed = jax.make_jaxpr(flat_fn)(*(argument.aval for argument in arguments))
+    return Staged(function_name(fn), closed, out_tree, tuple(placements))
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """The name of the innermost function of partials and wrappers."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,343 @@
+"""Inlining of calls, the user's lines, and what a plan can't hold."""
+
+import collections
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_batching import custom_vmap
+
+import beamjax as bj
+from beamjax.errors import StagingError
+from beamjax.interpreters.flatten import CALLS, contains_placed_operators, flatten
+
+N = 5
+X = jnp.arange(10.0).reshape(N, 2)
+W = jnp.asarray([0.5, -1.0])
+HERE = os.path.abspath(__file__)
+
+
+def flat(fn, *args):
+    return flatten(jax.make_jaxpr(fn)(*args))
+
+
+def counts(fn, *args):
+    return collections.Counter(eqn.primitive.name for eqn in flat(fn, *args).eqns)
+
+
+def run(fn, *args):
+    return bj.run(fn, *args, runner="local", options={"shard_size": 8})
+
+
+@bj.program(clients=N)
+def total(w, x):
+    return bj.reduce_sum(bj.map_fn(lambda v: v * w, x))
+
+
+@jax.custom_vjp
+def with_vjp(w, x):
+    return total(w, x)
+
+
+with_vjp.defvjp(
+    lambda w, x: (total(w, x), x), lambda x, ct: (ct * jnp.sum(x, axis=0), jnp.zeros_like(x))
+)
+
+
+@jax.custom_jvp
+def with_jvp(w, x):
+    return total(w, x)
+
+
+with_jvp.defjvp(lambda p, t: (with_jvp(*p), total(t[0], p[1])))
+
+with_vmap = custom_vmap(total)
+with_vmap.def_vmap(lambda size, batched, w, x: (jax.vmap(total, (0, None))(w, x), True))
+
+WRAPPERS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "remat_policy": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable
+    ),
+    "custom_vjp": lambda fn: with_vjp,
+    "custom_jvp": lambda fn: with_jvp,
+    "custom_vmap": lambda fn: with_vmap,
+    "composite": lambda fn: jax.lax.composite(fn, "test.total"),
+    "nested": lambda fn: jax.jit(jax.checkpoint(jax.jit(lambda w, x: with_vjp(w, x) + with_jvp(w, x)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_calls_are_inlined(name):
+    fn = WRAPPERS[name](total)
+    found = counts(fn, W, X)
+    assert not CALLS & set(found)
+    assert found["bj_map"] == found["bj_reduce_sum"] == (2 if name == "nested" else 1)
+    np.testing.assert_allclose(run(fn, W, X), jax.jit(fn)(W, X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["jit", "remat", "custom_vjp", "custom_jvp", "nested"])
+def test_gradients_through_calls(name):
+    fn = jax.grad(lambda w, x: jnp.sum(WRAPPERS[name](total)(w, x) ** 2))
+    assert not CALLS & set(counts(fn, W, X))
+    np.testing.assert_allclose(run(fn, W, X), jax.jit(fn)(W, X), rtol=1e-5)
+
+
+def test_constants_of_calls_become_inputs_once():
+    table = jnp.arange(6.0).reshape(3, 2)
+    inner = jax.jit(lambda w: w + table[0])
+
+    def fn(w, x):
+        return total(inner(w), x) + inner(w) * table[1]
+
+    found = flat(fn, W, X)
+    assert len(found.arguments) == 2
+    assert [v.name for v in found.inputs] == ["arg0", "arg1", "const0"]
+    assert found.constants[0].shape == (3, 2)
+    np.testing.assert_allclose(run(fn, W, X), jax.jit(fn)(W, X), rtol=1e-6)
+
+
+def test_values_that_pass_through_leave_no_equation():
+    def fn(x):
+        x = jax.lax.optimization_barrier(jax.lax.stop_gradient(x))
+        return jax.device_put(jnp.copy(x))
+
+    found = flat(fn, X)
+    assert found.eqns == []
+    assert found.outputs == found.inputs
+
+
+def test_a_flat_program_reads_as_text():
+    text = str(flat(total, W, X))
+    assert text.startswith("inputs arg0:float32[2] arg1:float32[5,2]")
+    assert "bj_map arg0 arg1" in text
+    assert f"{HERE}:" in text
+    assert text.splitlines()[-1].startswith("outputs v")
+
+
+# --- control flow
+
+
+def scan(w, x):
+    return jax.lax.scan(lambda w, _: (w - 0.1 * total(w, x), None), w, None, length=3)[0]
+
+
+def while_loop(w, x):
+    return jax.lax.while_loop(lambda w: jnp.sum(w) > 1, lambda w: w - total(w, x), w)
+
+
+def predicate(w, x):
+    return jax.lax.while_loop(lambda w: jnp.sum(total(w, x)) > 1, lambda w: w - 1, w)
+
+
+def cond(w, x):
+    return jax.lax.cond(w[0] > 0, lambda: total(w, x), lambda: w)
+
+
+def switch(w, x):
+    return jax.lax.switch(1, [lambda: w, lambda: total(w, x), lambda: -w])
+
+
+def fori(w, x):
+    return jax.lax.fori_loop(0, 3, lambda i, w: w - total(w, x), w)
+
+
+def scan_in_jit(w, x):
+    return jax.jit(scan)(w, x)
+
+
+LOOPS = [(scan, "scan"), (while_loop, "while"), (predicate, "while"), (cond, "cond"),
+         (switch, "cond"), (fori, "scan"), (scan_in_jit, "scan")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "kind"), LOOPS, ids=[fn.__name__ for fn, _ in LOOPS])
+def test_loops_around_placed_operators(fn, kind):
+    line = (scan if fn is scan_in_jit else fn).__code__.co_firstlineno + 1
+    if fn is switch:  # A switch with a constant index is no switch.
+        fn = lambda w, x, _fn=fn: jax.lax.switch(
+            w.astype(int)[0], [lambda: w, lambda: total(w, x), lambda: -w]
+        )
+        line = fn.__code__.co_firstlineno
+    with pytest.raises(StagingError, match="write the rounds as a Python loop") as error:
+        run(fn, W, X)
+    message = str(error.value)
+    assert f"a {kind} holds placed operators (map_fn, broadcast, reduce_*)" in message
+    assert f"{HERE}:{line}" in message
+    assert "runs under jax.jit" in message
+
+
+def test_loops_without_placed_operators_are_kept_whole():
+    def fn(w, x):
+        w = jax.lax.fori_loop(0, 3, lambda i, w: jnp.sin(w), w)
+        w = jax.lax.cond(w[0] > 0, jnp.sin, jnp.cos, w)
+        return total(w, x)
+
+    assert counts(fn, W, X)["cond"] == 1
+    np.testing.assert_allclose(run(fn, W, X), jax.jit(fn)(W, X), rtol=1e-6)
+
+
+def test_placed_operators_are_found_at_any_depth():
+    (eqn,) = jax.make_jaxpr(jax.jit(jax.checkpoint(scan)))(W, X).eqns
+    assert contains_placed_operators(eqn)
+    (eqn,) = jax.make_jaxpr(jax.jit(jnp.sin))(W).eqns
+    assert not contains_placed_operators(eqn)
+
+
+# --- the host
+
+
+def prints_in_body(w, x):
+    def body(v):
+        jax.debug.print("v = {v}", v=v)  # here
+        return v * w
+
+    return bj.map_fn(body, x)
+
+
+def calls_back_in_body(w, x):
+    def body(v):
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(v.shape, v.dtype), v)  # here
+        return y * w
+
+    return bj.map_fn(body, x)
+
+
+def calls_back_in_a_loop_in_body(w, x):
+    def one(v, _):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(v.shape, v.dtype), v), None  # here
+
+    return bj.map_fn(lambda v: jax.lax.scan(one, v, None, length=2)[0], x)
+
+
+def io_in_body(w, x):
+    def body(v):
+        return jax.experimental.io_callback(np.sin, jax.ShapeDtypeStruct(v.shape, v.dtype), v)  # here
+
+    return bj.map_fn(body, x)
+
+
+def prints_on_server(w, x):
+    jax.debug.print("w = {w}", w=w)  # here
+    return bj.map_fn(lambda v: v * w, x)
+
+
+def calls_back_on_server(w, x):
+    w = jax.jit(
+        lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(w.shape, w.dtype), w)  # here
+    )(w)
+    return bj.map_fn(lambda v: v * w, x)
+
+
+HOST = {
+    prints_in_body: "debug_print", calls_back_in_body: "pure_callback", io_in_body: "io_callback",
+    calls_back_in_a_loop_in_body: "pure_callback", prints_on_server: "debug_print",
+    calls_back_on_server: "pure_callback",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", HOST, ids=lambda fn: fn.__name__)
+def test_calls_to_the_host(fn):
+    import jax.experimental  # noqa: F401
+
+    with open(HERE) as file:
+        source = file.read().splitlines()
+    start = fn.__code__.co_firstlineno
+    line = next(i for i in range(start, start + 9) if source[i - 1].endswith("# here"))
+    with pytest.raises(StagingError, match=f"{HOST[fn]} calls back to this process") as error:
+        run(bj.program(clients=N)(fn), W, X)
+    assert str(error.value).startswith(f"{HERE}:{line} ")
+
+
+# --- mutable references
+
+
+def test_references_inside_a_jit_stay_inside():
+    @jax.jit
+    def doubled(w):
+        ref = jax.new_ref(w)
+        ref[...] = ref[...] * 2
+        return ref[...]
+
+    fn = lambda w, x: total(doubled(w), x)
+    np.testing.assert_allclose(run(fn, W, X), total(W * 2, X), rtol=1e-6)
+
+
+def test_references_across_steps():
+    def fn(w, x):
+        ref = jax.new_ref(w)
+        ref[...] = total(ref[...], x)
+        return ref[...]
+
+    with pytest.raises(StagingError, match="makes a mutable reference outside of the body") as error:
+        run(fn, W, X)
+    assert f"{HERE}:{fn.__code__.co_firstlineno + 1} " in str(error.value)
+
+
+# --- lines
+
+
+def lines(fn, *args):
+    return {eqn.primitive.name: eqn.line for eqn in flat(fn, *args).eqns}
+
+
+def test_lines_are_those_of_the_call():
+    @bj.program(clients=N)
+    def prog(w, x):
+        y = bj.map_fn(lambda v: v * w, x)
+        b = bj.broadcast(w)
+        z = y - b
+        return (
+            bj.reduce_mean(z),
+            bj.reduce_weighted_mean(z, jnp.ones(N)),
+        )
+
+    first = prog.__wrapped__.__code__.co_firstlineno
+    found = lines(prog, W, X)
+    assert found["bj_map"].startswith(f"{HERE}:{first + 2} (")
+    assert found["bj_broadcast"].startswith(f"{HERE}:{first + 3} (")
+    assert found["sub"].startswith(f"{HERE}:{first + 4} (")
+    assert found["bj_reduce_mean"].startswith(f"{HERE}:{first + 6} (")
+    assert found["bj_reduce_sum"].startswith(f"{HERE}:{first + 7} (")
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jit, jax.vmap, jax.hessian])
+def test_lines_survive_transformations(transform):
+    fn = lambda w, x: jnp.sum(total(w, x) ** 2)
+    args = (W[None], X[None]) if transform is jax.vmap else (W, X)
+    found = {line for line in lines(transform(fn), *args).values() if line}
+    assert found
+    assert all(line.startswith(f"{HERE}:") for line in found)
+
+
+def test_helpers_of_numpy_are_no_lines_of_the_user():
+    found = lines(lambda x: np.sum(x) + np.mean(x), X)
+    assert all(line.startswith(f"{HERE}:") for line in found.values() if line)
+
+
+@pytest.mark.parametrize("form", ["file", "command"])
+def test_lines_of_scripts(form, tmp_path):
+    script = textwrap.dedent(
+        """
+        import jax, jax.numpy as jnp, beamjax as bj
+        from beamjax.interpreters.flatten import flatten
+        @bj.program(clients=3)
+        def prog(x):
+            return bj.reduce_sum(bj.map_fn(jnp.sin, x))
+        for eqn in flatten(jax.make_jaxpr(prog)(jnp.ones(3))).eqns:
+            print(eqn.line)
+        """
+    )
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, *(["script.py"] if form == "file" else ["-c", script])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    found = done.stdout.splitlines()
+    assert len(found) == 2
+    assert all(line.endswith(("script.py:6 (prog)", "<string>:6 (prog)")) for line in found)

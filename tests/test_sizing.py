@@ -1,0 +1,151 @@
+"""How many members make a shard."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import beamjax as bj
+from beamjax.errors import OptionsError
+from beamjax.execution import plan_for
+from beamjax.interpreters import flatten, place, sizing, split, stage
+from beamjax.interpreters.sizing import MAX_SHARD_BYTES, shard_sizes
+from beamjax.options import Options
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def sizes_of(fn, *args, **options):
+    arguments, _, restore = stage.flatten_arguments(args)
+    staged = stage.stage(fn, arguments, restore)
+    placed = place.place(flatten.flatten(staged.closed), {}, staged.placements)
+    return shard_sizes(placed, split.split(placed), Options(**options))
+
+
+def mean_of(body, n):
+    @bj.program(clients=n)
+    def prog(w, *xs):
+        return bj.reduce_mean(bj.map_fn(lambda *x: body(w, *x), xs))
+
+    return prog
+
+
+def sgd(loss, steps):
+    def body(w, *x):
+        one = lambda w, _: (w - 0.1 * jax.grad(loss)(w, *x), None)
+        return jax.lax.scan(one, w, None, length=steps)[0]
+
+    return body
+
+
+def squares(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def test_small_regressions_fill_the_cache():
+    prog = mean_of(sgd(squares, 10), 10_000)
+    sizes = sizes_of(prog, array(64), array(10_000, 32, 64), array(10_000, 32))
+    assert sizes == {"clients": 64}
+
+
+def test_members_of_64_KiB_come_in_eights():
+    prog = mean_of(sgd(squares, 50), 4096)
+    sizes = sizes_of(prog, array(256), array(4096, 64, 256), array(4096, 64))
+    assert sizes == {"clients": 8}
+
+
+def test_convolutions():
+    def loss(kernel, image):
+        out = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME")
+        return jnp.mean(out**2)
+
+    sizes = sizes_of(mean_of(sgd(loss, 1), 500), array(8, 3, 3, 3), array(500, 3, 28, 28))
+    assert sizes["clients"] in (8, 16)
+
+
+def test_scalar_members_come_in_thousands():
+    @bj.program(draws=100_000)
+    def prog(x):
+        return bj.reduce_mean(bj.map_fn(jnp.sin, x))
+
+    assert sizes_of(prog, array(100_000)) == {"draws": 4096}
+
+
+def test_huge_members_come_in_eights():
+    prog = mean_of(lambda w, x: jnp.sum(x) * w, 20)
+    assert sizes_of(prog, array(), array(20, 2_500_000)) == {"clients": 8}
+
+
+def test_operands_and_results_of_a_shard_are_bounded():
+    @bj.program(clients=10_000)
+    def prog(x):
+        return [bj.map_fn(lambda v: jnp.sin(v * i), x) for i in range(1, 200)]
+
+    x = array(10_000, 2048)
+    member = 200 * 2048 * 4
+    (size,) = sizes_of(prog, x).values()
+    assert size == 16
+    assert size * member <= MAX_SHARD_BYTES < 2 * size * member
+
+
+def test_values_made_outside_of_bodies_count():
+    @bj.program(clients=1000)
+    def prog(x):
+        outer = x[:, :, None] * x[:, None, :]
+        return bj.reduce_sum(jnp.tanh(outer))
+
+    assert sizes_of(prog, array(1000, 256)) == {"clients": 8}
+
+
+def test_the_largest_pass_of_a_placement_counts():
+    @bj.program(a=5000, b=5000)
+    def prog(x, y):
+        scale = bj.reduce_mean(bj.map_fn(jnp.sin, x, placement="a"), placement="a")
+        other = bj.map_fn(lambda v: v * scale, y, placement="b")
+        first = bj.reduce_sum(other, placement="b")
+        return bj.reduce_sum(bj.map_fn(lambda v: v + first[0], x, placement="a"), placement="a")
+
+    assert sizes_of(prog, array(5000), array(5000, 30_000)) == {"a": 4096, "b": 8}
+
+
+def test_values_that_die_inside_a_body_are_counted_once():
+    def chain(w, x):
+        for _ in range(100):
+            x = jnp.sin(x)
+        return jnp.sum(x) * w
+
+    assert sizes_of(mean_of(chain, 1000), array(), array(1000, 1000)) == {"clients": 64}
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 8), (7, 8), (8, 8), (9, 16), (63, 64), (65, 64)])
+def test_a_shard_is_no_larger_than_all_members_padded(n, size):
+    assert sizes_of(mean_of(lambda w, x: x * w, n), array(), array(n, 400)) == {"clients": size}
+
+
+def test_the_size_that_the_user_gives():
+    prog = mean_of(lambda w, x: x * w, 1000)
+    assert sizes_of(prog, array(), array(1000), shard_size=24) == {"clients": 24}
+
+
+@pytest.mark.parametrize("size", [-8, 4, 12])
+def test_sizes_that_are_no_multiple_of_8(size):
+    prog = mean_of(lambda w, x: x * w, 1000)
+    with pytest.raises(OptionsError, match=f"shard_size: found {size}, expected a positive multi"):
+        sizes_of(prog, array(), array(1000), shard_size=size)
+
+
+def test_a_placement_without_a_pass():
+    @bj.program(clients=100)
+    def prog(x):
+        return x + 1
+
+    assert sizes_of(prog, array(3)) == {"clients": sizing.MULTIPLE}
+
+
+def test_the_plan_holds_the_sizes():
+    prog = mean_of(lambda w, x: x * w, 30)
+    arguments, key, restore = stage.flatten_arguments((2.0, array(30)))
+    plan = plan_for(prog, arguments, key, restore, Options(shard_size=16)).plan
+    assert plan.shard_sizes == {"clients": 16}
+    assert plan.shards("clients") == 2
