@@ -1,0 +1,286 @@
+"""A plan as a Beam graph. The only file that composes transforms.
+
+Server values travel as references (`Environment`), as elements or singleton side inputs, placed
+values of earlier passes as `Block`s. Labels are the names of the plan's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam import typehints
+
+from beamjax.options import Options
+from beamjax.pipelines.combiners import (
+    Assemble,
+    FinishPieces,
+    MergeAccumulators,
+    PartsOfBlocks,
+)
+from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.results import WritePlaced, WriteServed
+from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.tasks import Sources, Task
+from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
+from beamjax.plan import Gather, Map, Plan, Scatter, Server
+
+MAX_RANGES = 256
+"""Elements that a pass starts from; each is a range of shards."""
+
+
+@dataclass
+class Inputs:
+    """A plan's inputs as a graph takes them.
+
+    Attributes:
+      static: server values, in the store.
+      sources: placed inputs that workers read.
+      blocks: placed inputs that come as blocks, by placement.
+      carried: names of the values in these blocks, by placement.
+    """
+
+    static: dict[str, Ref]
+    sources: Sources
+    blocks: dict[str, beam.PCollection] = field(default_factory=dict)
+    carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Blocks that hold these placed values."""
+
+    blocks: beam.PCollection
+    names: tuple[str, ...]
+
+
+class Graph:
+    """Adds the steps of a plan to a pipeline, one after the other.
+
+    Args:
+      root: the pipeline, or its beginning.
+      plan: what to run.
+      inputs: its inputs.
+      store: where values go that are too big for an element.
+      options: `reduction`.
+      spread: whether there are several workers to which shards must be dealt.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        plan: Plan,
+        inputs: Inputs,
+        store: Store,
+        options: Options,
+        spread: bool = True,
+    ):
+        self.root = root
+        self.plan = plan
+        self.inputs = inputs
+        self.store = store
+        self.options = options
+        self.spread = spread
+        self.static = dict(inputs.static)
+        # In which environment a server value is that a step computes.
+        self.served: dict[str, beam.PCollection] = {}
+        # All blocks with an output of the plan or a value that a later step needs.
+        self.streams: dict[str, list[_Stream]] = {}
+        # The blocks with all values of earlier passes that later ones need.
+        self.live: dict[str, _Stream] = {}
+        for placement, blocks in inputs.blocks.items():
+            self.live[placement] = _Stream(blocks, inputs.carried[placement])
+            self.streams[placement] = [self.live[placement]]
+        self.scattered: dict[str, tuple[str, int]] = {}
+
+    def build(self) -> None:
+        """Adds all steps."""
+        for number, step in enumerate(self.plan.steps):
+            match step:
+                case Server():
+                    self.server(step)
+                case Map():
+                    self.map(step, self._operands_after(number))
+                case Gather():
+                    self.gather(step)
+                case Scatter(operand=operand, result=result, axis=axis):
+                    self.scattered[result] = (operand, axis)
+
+    def server(self, step: Server) -> None:
+        """Adds a step that runs once."""
+        task = self._task(step, step.inputs)
+        # The values of one step come as the element, not as a side input: that fuses.
+        main, *others = self._environments(step.inputs)[::-1] or [
+            self.root | f"{step.name}/Impulse" >> beam.Impulse()
+        ]
+        environment = main | step.name >> beam.ParDo(RunServer(task), *_side_inputs(others))
+        self._serve(environment, step.outputs)
+
+    def map(self, step: Map, needed: set[str]) -> None:
+        """Adds a pass over shards.
+
+        Args:
+          step: the pass.
+          needed: placed values that later passes read.
+        """
+        stream = self._stream(step, needed)
+        scattered = {n: self.scattered[n] for n in step.operands if n in self.scattered}
+        served = [*step.broadcasts, *(name for name, _ in scattered.values())]
+        lasting = bool(needed & set(step.results))
+        carried = tuple(n for n in stream.names if n in needed) if stream and lasting else ()
+        where = self.inputs.sources.where
+        fn = MapShards(
+            self._task(step, served),
+            self._sources({name: where[name] for name in step.operands if name in where}),
+            scattered,
+            carried,
+            self.options.reduction,
+        )
+        blocks = stream.blocks if stream else self._ranges(step)
+        environments = _side_inputs(self._environments(served))
+        outputs = blocks | step.name >> beam.ParDo(fn, *environments).with_outputs(
+            PARTIALS, main="blocks"
+        )
+        outputs[PARTIALS].element_type = typehints.KV[str, bytes]
+        if step.results:
+            made = _Stream(outputs.blocks, (*carried, *step.results))
+            self.streams.setdefault(step.placement, []).append(made)
+            if lasting:
+                self.live[step.placement] = made
+        if step.lanes:
+            self._reduce(step, outputs[PARTIALS])
+
+    def _reduce(self, step: Map, partials: beam.PCollection) -> None:
+        finish = FinishPieces(self._task(step))
+        parts = (
+            partials
+            | f"{step.name}/Merge" >> beam.CombinePerKey(MergeAccumulators())
+            | f"{step.name}/Finish" >> beam.ParDo(finish)
+        )
+        results = [r.result for lane in step.lanes for r in lane.reductions]
+        if not finish.whole:
+            shapes = {name: self.plan.values[name].shape for name in results}
+            parts = self._together(step.name, parts) | f"{step.name}/Assemble" >> beam.ParDo(
+                Assemble(self.store, shapes, {})
+            )
+        self._serve(parts, results)
+
+    def gather(self, step: Gather) -> None:
+        """Adds a step that makes a placed value a server value."""
+        if step.operand in self.inputs.sources.where:
+            self.static[step.result] = self._read_whole(step)
+            return
+        value = self.plan.values[step.operand]
+        n = self.plan.sizes[value.placement or ""]
+        shape = (*value.shape[: step.axis], n, *value.shape[step.axis :])
+        parts = self.placed(step.operand) | f"{step.name}/Parts" >> beam.ParDo(
+            PartsOfBlocks(self.store, step.operand, step.result)
+        )
+        assemble = Assemble(self.store, {step.result: shape}, {step.result: step.axis})
+        environment = self._together(step.name, parts) | step.name >> beam.ParDo(assemble)
+        self._serve(environment, [step.result])
+
+    def write_results(self) -> None:
+        """Writes values to files, for a launcher that waits for them; see `result_numbers`."""
+        served: dict[beam.PCollection, dict[str, int]] = {}
+        for name, number in result_numbers(self.plan).items():
+            if self.plan.values[name].placement is not None:
+                label = f"Write {name}"
+                self.placed(name) | label >> beam.ParDo(WritePlaced(self.store, name, number))
+            elif name in self.served:
+                served.setdefault(self.served[name], {})[name] = number
+        for environment, numbers in served.items():
+            label = f"Write {', '.join(numbers)}"
+            environment | label >> beam.ParDo(WriteServed(self.store, numbers))
+
+    def placed(self, name: str) -> beam.PCollection:
+        """Blocks that hold a placed value that a step computes."""
+        return self._find(self.plan.values[name].placement or "", name).blocks
+
+    # ------------------------------------------------------------------------------- parts
+
+    def _serve(self, environment: beam.PCollection, names: Iterable[str]) -> None:
+        self.served.update(dict.fromkeys(names, environment))
+
+    def _together(self, name: str, parts: beam.PCollection) -> beam.PCollection:
+        keyed = parts | f"{name}/Key" >> beam.WithKeys(b"").with_output_types(
+            typehints.KV[bytes, Environment]
+        )
+        return keyed | f"{name}/Together" >> beam.GroupByKey()
+
+    def _environments(self, names: Iterable[str]) -> list[beam.PCollection]:
+        """The environments with these values, in the order in which they are computed."""
+        needed = {self.served[name] for name in names if name in self.served}
+        return [found for found in dict.fromkeys(self.served.values()) if found in needed]
+
+    def _task(self, step: Map | Server, served: Iterable[str] | None = None) -> Task:
+        """What a worker needs of a step; with its body, if it reads server values to run it."""
+        static = {name: self.static[name] for name in served or () if name in self.static}
+        bodies = {}
+        if served is not None:
+            body = self.plan.bodies[step.body]
+            bodies[step.body] = (
+                body.name,
+                {
+                    platform: self.store.put([np.frombuffer(data, np.uint8)], "body")
+                    for platform, data in body.artefacts.items()
+                },
+            )
+        lanes = step.lanes if isinstance(step, Map) else ()
+        values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
+        nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
+        return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
+
+    def _ranges(self, step: Map) -> beam.PCollection:
+        count = self.plan.shards(step.placement)
+        ranges = (
+            self.root
+            | f"{step.name}/Impulse" >> beam.Impulse()
+            | f"{step.name}/Shards" >> beam.ParDo(Ranges(count, -(-count // MAX_RANGES)))
+        )
+        if self.spread and count > 1:
+            ranges |= f"{step.name}/Deal" >> beam.Reshuffle()
+        return ranges
+
+    def _stream(self, step: Map, needed: set[str]) -> _Stream | None:
+        """The blocks that a pass starts from, if it needs values of earlier passes.
+
+        It also does if later passes need such values together with its own results.
+        """
+        live = self.live.get(step.placement)
+        if live is None:
+            return None
+        reads = set(step.operands) & set(live.names)
+        joins = needed & set(step.results) and needed & set(live.names)
+        return live if reads or joins else None
+
+    def _find(self, placement: str, name: str) -> _Stream:
+        return next(s for s in reversed(self.streams[placement]) if name in s.names)
+
+    def _operands_after(self, number: int) -> set[str]:
+        later = self.plan.steps[number + 1 :]
+        return {name for step in later if isinstance(step, Map) for name in step.operands}
+
+    def _sources(self, where: Mapping[str, tuple[int, int]]) -> Sources:
+        used = sorted({source for source, _ in where.values()})
+        specs = tuple(self.inputs.sources.specs[i] for i in used)
+        return Sources(specs, {name: (used.index(i), leaf) for name, (i, leaf) in where.items()})
+
+    def _read_whole(self, step: Gather) -> Ref:
+        n = self.plan.sizes[self.plan.values[step.operand].placement or ""]
+        (array,) = self.inputs.sources.open().read([step.operand], 0, n).values()
+        array = array.astype(self.plan.values[step.result].dtype, copy=False)
+        return self.store.put([np.moveaxis(array, 0, step.axis)], step.result)
+
+
+def result_numbers(plan: Plan) -> dict[str, int]:
+    """Numbers of the values of a plan that are outputs, by name."""
+    names = dict.fromkeys(out.value for out in plan.outputs if out.value is not None)
+    return {name: number for number, name in enumerate(names)}
+
+
+def _side_inputs(environments: Iterable[beam.PCollection]) -> list[Any]:
+    return [beam.pvalue.AsSingleton(environment) for environment in environments]

@@ -1,0 +1,188 @@
+"""How partials of shards become server values: merged in pieces of bounded size, in any order."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.coders.coders import Coder
+from apache_beam.typehints.decorators import IOTypeHints
+
+from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.tasks import StepFn, Task
+from beamjax.plan import Lane, Map
+from beamjax.reducers import decode_accumulator
+from beamjax.shards import finish_lane
+
+PIECE_VALUES = 1 << 20
+"""Values in a piece: an exact accumulator of as many float32 takes 16 MiB, and 64 MiB at worst."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Values [start, stop) of lane number `lane` of a step."""
+
+    lane: int
+    start: int
+    stop: int
+
+    @classmethod
+    def from_key(cls, key: str) -> Piece:
+        """Undoes `key_of`."""
+        return cls(*map(int, key.split(":")))
+
+
+def key_of(piece: Piece) -> str:
+    """The Beam key of a piece."""
+    return f"{piece.lane}:{piece.start}:{piece.stop}"
+
+
+def lane_pieces(number: int, lane: Lane, limit: int | None = None) -> Iterator[Piece]:
+    """Cuts a lane to pieces of at most `limit` values; an empty lane is one empty piece."""
+    limit = limit or PIECE_VALUES
+    for start in range(0, max(lane.size, 1), limit):
+        yield Piece(number, start, min(start + limit, lane.size))
+
+
+def step_pieces(step: Map) -> list[Piece]:
+    """The pieces of all lanes of a step."""
+    return [piece for i, lane in enumerate(step.lanes) for piece in lane_pieces(i, lane)]
+
+
+class AccumulatorCoder(Coder):
+    """Coder of what `MergeAccumulators` holds: None, a live accumulator, or its bytes."""
+
+    def encode(self, value: Any) -> bytes:
+        return b"" if value is None else _encoded(value)
+
+    def decode(self, encoded: bytes) -> bytes | None:
+        return encoded or None
+
+    def is_deterministic(self) -> bool:
+        return True
+
+    def estimate_size(self, value: Any) -> int:
+        return len(value) if isinstance(value, bytes) else getattr(value, "nbytes", 0)
+
+
+class MergeAccumulators(beam.CombineFn):
+    """Merges encoded accumulators of one piece.
+
+    An accumulator of the CombineFn is None, a live accumulator, or its bytes.
+    """
+
+    def default_type_hints(self) -> IOTypeHints:
+        return IOTypeHints.empty().with_input_types(bytes).with_output_types(bytes)
+
+    def get_accumulator_coder(self) -> Coder:
+        return AccumulatorCoder()
+
+    def create_accumulator(self) -> Any:
+        return None
+
+    def add_input(self, accumulator: Any, element: bytes) -> Any:
+        return self._merge(accumulator, element)
+
+    def merge_accumulators(self, accumulators: Iterable[Any]) -> Any:
+        merged = None
+        for accumulator in accumulators:
+            merged = self._merge(merged, accumulator)
+        return merged
+
+    def compact(self, accumulator: Any) -> Any:
+        return accumulator if accumulator is None else _encoded(accumulator)
+
+    def extract_output(self, accumulator: Any) -> bytes:
+        return _encoded(accumulator)
+
+    def _merge(self, accumulator: Any, other: Any) -> Any:
+        if other is None:
+            return accumulator
+        if accumulator is None:
+            return other
+        live = decode_accumulator(accumulator) if isinstance(accumulator, bytes) else accumulator
+        live.merge(decode_accumulator(other) if isinstance(other, bytes) else other)
+        return live
+
+
+class FinishPieces(StepFn):
+    """Merged accumulators to the values of the reductions.
+
+    If the step has one piece, this gives all its results; else each comes in parts, `name|offset`.
+    """
+
+    yields = Environment
+
+    def __init__(self, task: Task):
+        self.task = task
+        self.whole = len(step_pieces(task.step)) == 1
+
+    def process(self, element: tuple[str, bytes]) -> Iterator[Environment]:
+        key, data = element
+        piece = Piece.from_key(key)
+        plan, step = self.task.plan, self.task.step
+        found = finish_lane(
+            plan, step, step.lanes[piece.lane], decode_accumulator(data), (piece.start, piece.stop)
+        )
+        values = {}
+        for name, offset, part in found:
+            array = part.reshape(plan.values[name].shape) if self.whole else part
+            values[name if self.whole else f"{name}|{offset}"] = self.task.store.put([array], name)
+        yield Environment(values)
+
+
+class Assemble(StepFn):
+    """Parts of values, named `name|offset`, to whole server values.
+
+    Args:
+      shapes: of the whole values, by name. Parts follow one another along their first axis.
+      axes: where that axis goes in the whole value, by name. Other values have flat parts.
+    """
+
+    yields = Environment
+
+    def __init__(
+        self, store: Store, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
+    ):
+        self.store = store
+        self.shapes = dict(shapes)
+        self.axes = dict(axes)
+
+    def process(self, element: tuple[Any, Iterable[Environment]]) -> Iterator[Environment]:
+        parts: dict[str, dict[int, Ref]] = collections.defaultdict(dict)
+        for environment in element[1]:
+            for key, ref in environment.values.items():
+                name, _, offset = key.rpartition("|")
+                parts[name][int(offset)] = ref
+        whole = {}
+        for name, refs in parts.items():
+            arrays = [self.store.get(refs[o], cache=False)[0] for o in sorted(refs)]
+            array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+            if name in self.axes:
+                array = np.moveaxis(array, 0, self.axes[name])
+            whole[name] = self.store.put([array.reshape(self.shapes[name])], name)
+        yield Environment(whole)
+
+
+class PartsOfBlocks(StepFn):
+    """The members of one placed value in each block, as parts to be assembled."""
+
+    yields = Environment
+
+    def __init__(self, store: Store, operand: str, result: str):
+        self.store = store
+        self.operand = operand
+        self.result = result
+
+    def process(self, block: Block) -> Iterator[Environment]:
+        ref = self.store.put([block.values[self.operand]], self.result)
+        yield Environment({f"{self.result}|{block.start}": ref})
+
+
+def _encoded(accumulator: Any) -> bytes:
+    return accumulator if isinstance(accumulator, bytes) else accumulator.encode()

@@ -1,0 +1,235 @@
+"""Beam runners by name, and a plan run on one of them to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.transforms import environments
+
+from beamjax import errors
+from beamjax.errors import BeamjaxError, OptionsError
+from beamjax.inputs import Inputs
+from beamjax.options import OWN, Options
+from beamjax.pipelines import build, files, results
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.tasks import Sources, forget
+from beamjax.plan import Plan
+from beamjax.sources import ArraySource, live_spec, register, release
+
+RUNNERS: dict[str, Callable[[], Any]] = {
+    # Beam's own name for it tries Prism first, and so means another runner on another machine.
+    "DirectRunner": FnApiRunner,
+    "FnApiRunner": FnApiRunner,
+}
+"""Runners that beamjax names by itself; any other name goes to Beam as it is."""
+
+IN_PROCESS = (environments.EmbeddedPythonEnvironment, environments.EmbeddedPythonGrpcEnvironment)
+
+
+def make_runner(runner: Any) -> Any:
+    """A runner for what a user gave.
+
+    Raises:
+      OptionsError: Beam does not know the name, or `runner` is something else.
+    """
+    if isinstance(runner, beam.runners.PipelineRunner):
+        return runner
+    if not isinstance(runner, str):
+        raise OptionsError(
+            f"runner: found {runner!r}, expected 'local', the name of a Beam runner or an instance"
+        )
+    for name, make in RUNNERS.items():
+        # Beam takes its names in any case, and without "Runner".
+        if runner.lower() in (name.lower(), name.lower().removesuffix("runner")):
+            return make()
+    try:
+        return beam.runners.create_runner(runner)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise OptionsError(
+            f"runner: found {runner!r}, expected 'local', {', '.join(map(repr, RUNNERS))} or "
+            f"another name that Beam knows ({error})"
+        ) from error
+
+
+def beam_options(options: Options, runner: Any) -> PipelineOptions:
+    """Beam's own options.
+
+    Raises:
+      OptionsError: a flag names another runner, or nobody knows it. Only Beam's in-memory runner
+        has all its flags in Python; those of others are not checked.
+    """
+    if isinstance(options.beam, PipelineOptions):
+        found = options.beam
+    else:
+        # Never None: Beam would read the flags of this process instead.
+        found = PipelineOptions(list(options.beam))
+        if options.beam and isinstance(runner, FnApiRunner):
+            _check_flags(found)
+    named = found.view_as(StandardOptions).runner
+    if named is not None and not isinstance(runner, type(make_runner(named))):
+        raise OptionsError(
+            f"options: found runner {named!r}, but the run is on {type(runner).__name__}; give the "
+            f"runner as run(..., runner={named!r})"
+        )
+    return found
+
+
+def _check_flags(options: PipelineOptions) -> None:
+    known = PipelineOptions([]).get_all_options()
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            found = options.get_all_options(retain_unknown_options=True)
+    except SystemExit:
+        reason = complaint.getvalue().strip().rpartition("error: ")[2]
+        raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
+    for name in found:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*OWN, *known], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise OptionsError(
+                f"options: found {name!r}, expected an option of beamjax ({', '.join(OWN)}) or one "
+                f"of Beam{hint}"
+            )
+
+
+def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[str, np.ndarray]:
+    """Runs a plan on a Beam runner and waits for it.
+
+    Returns:
+      The raw array of each output that is a value of the plan, by name; placed values have their
+      members along axis 0.
+
+    Raises:
+      OptionsError: the runner or an option is unknown.
+      WorkerError: a body failed.
+    """
+    runner = make_runner(runner)
+    flags = beam_options(options, runner)
+    shared = shares_memory(runner, flags)
+    with temporary_store(options) as store, sources_for(inputs, store, shared) as sources:
+        static = {name: store.put([array], name) for name, array in inputs.server().items()}
+        pipeline = beam.Pipeline(runner=runner, options=flags)
+        try:
+            bound = build.Inputs(static, sources)
+            graph = build.Graph(pipeline, plan, bound, store, options, spreads(runner, flags))
+            graph.build()
+            graph.write_results()
+            with _own_errors():
+                pipeline.run().wait_until_finish()
+            return _read_results(graph)
+        finally:
+            # Beam makes this folder at once, and removes it only if the pipeline gets to run.
+            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+            forget()
+
+
+_TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Makes errors of beamjax again of those that come as text, from workers elsewhere."""
+    try:
+        yield
+    except BeamjaxError:
+        raise
+    except RuntimeError as error:
+        told = _TOLD.search(str(error))
+        kind = getattr(errors, told[1], None) if told else None
+        if told is None or kind is None:
+            raise
+        raise kind(told[2].strip()) from error
+
+
+def _read_results(graph: build.Graph) -> dict[str, np.ndarray]:
+    found = {}
+    for name, number in build.result_numbers(graph.plan).items():
+        if graph.plan.values[name].placement is not None:
+            found[name] = results.read_placed(graph.store, graph.plan, name, number)
+        elif name in graph.static:
+            found[name] = graph.store.get(graph.static[name], cache=False)[0]
+        else:
+            found[name] = results.read_served(graph.store, number)
+    return found
+
+
+@contextlib.contextmanager
+def temporary_store(options: Options) -> Iterator[Store]:
+    """A store in a new folder for one run, removed at its end."""
+    store = Store.temporary(options.work_folder)
+    try:
+        yield store
+    finally:
+        remove_store(store)
+
+
+def remove_store(store: Store) -> None:
+    """Removes a temporary store with all that is in it, the files of sources included."""
+    if files.is_url(store.root):
+        store.cleanup()
+    else:
+        shutil.rmtree(store.root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]:
+    """Placed inputs as workers open them, while a run lasts; see `source_specs`."""
+    sources, tokens = source_specs(inputs, store, shared)
+    try:
+        yield sources
+    finally:
+        for token in tokens:
+            release(token)
+
+
+def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, list[str]]:
+    """Placed inputs as plain data.
+
+    Args:
+      inputs: of the plan.
+      store: where arrays are written if workers don't share the memory of this process.
+      shared: whether workers are threads of this process, and see its arrays.
+
+    Returns:
+      The specs, and the tokens of live sources, to be released at the end.
+    """
+    reader = inputs.reader()
+    tokens: list[str] = []
+    specs = []
+    for number, source in enumerate(reader.sources):
+        if shared:
+            tokens.append(register(source))
+            specs.append(live_spec(tokens[-1]))
+        elif isinstance(source, ArraySource):
+            specs.append(source.spill(f"{store.root}/source-{number}").to_spec())
+        else:
+            specs.append(source.to_spec())
+    return Sources(tuple(specs), dict(reader.where)), tokens
+
+
+def shares_memory(runner: Any, options: PipelineOptions) -> bool:
+    """Whether the workers of a runner are threads of this process."""
+    if not isinstance(runner, FnApiRunner):
+        return False
+    mode = options.view_as(DirectOptions).direct_running_mode
+    if mode == "in_memory":
+        return isinstance(runner._default_environment, IN_PROCESS)
+    return mode == "multi_threading"
+
+
+def spreads(runner: Any, options: PipelineOptions) -> bool:
+    """Whether a runner has several workers to deal elements to."""
+    return not isinstance(runner, FnApiRunner) or (
+        options.view_as(DirectOptions).direct_num_workers != 1
+    )

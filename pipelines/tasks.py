@@ -1,0 +1,138 @@
+"""What a worker is told of a step, and what it makes of that once a process.
+
+A DoFn is pickled by Beam, so it holds plain values only: steps as data, bodies and server values as
+references into the store, sources as specs.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.typehints.decorators import IOTypeHints
+
+from beamjax.inputs import Reader
+from beamjax.pipelines import store as stores
+from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.store import Ref, Store
+from beamjax.plan import Body, Map, Plan, Server
+from beamjax.shards import ShardExecutor
+from beamjax.sources import open_spec
+
+MAX_EXECUTORS = 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step, and where a worker finds what it needs.
+
+    Attributes:
+      plan: what the step needs of the plan: sizes, and the types of the values it reduces to.
+      step: what to do.
+      bodies: for each body of the step, its name and the artefacts by platform, in the store.
+      static: server values that are known before the pipeline starts.
+      store: where references lead.
+    """
+
+    plan: Plan
+    step: Map | Server
+    bodies: Mapping[str, tuple[str, Mapping[str, Ref]]]
+    static: Mapping[str, Ref]
+    store: Store
+
+    def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
+        """References to the server values of these names, from earlier steps or static."""
+        known = dict(self.static)
+        for environment in served:
+            known.update(environment.values)
+        return {name: known[name] for name in names}
+
+    def arrays(self, refs: Mapping[str, Ref]) -> dict[str, np.ndarray]:
+        """The server values behind references."""
+        return {name: self.store.get(ref)[0] for name, ref in refs.items()}
+
+    def with_bodies(self) -> Plan:
+        """The plan with the bodies of this step, loaded from the store."""
+        bodies = {
+            key: Body(name, {p: self.store.get(ref)[0].tobytes() for p, ref in artefacts.items()})
+            for key, (name, artefacts) in self.bodies.items()
+        }
+        return replace(self.plan, bodies=bodies)
+
+    def executor(self, refs: Mapping[str, Ref]) -> ShardExecutor:
+        """The executor of this pass, shared by the threads of this process.
+
+        Args:
+          refs: to all server values that the pass reads, by name.
+        """
+        step = self.step
+        assert isinstance(step, Map)
+        broadcasts = {name: refs[name] for name in step.broadcasts}
+        size = self.plan.shard_sizes[step.placement]
+        key = (step, size, self.plan.x64, *(ref.key for ref in broadcasts.values()))
+        return _executors.get(
+            key, lambda: ShardExecutor(self.with_bodies(), step, self.arrays(broadcasts))
+        )
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Placed inputs as plain data: specs of the sources, and which leaf is which input."""
+
+    specs: tuple[dict[str, Any], ...]
+    where: Mapping[str, tuple[int, int]]
+
+    def open(self) -> Reader:
+        """A reader of them in this process."""
+        return Reader(tuple(map(open_spec, self.specs)), self.where)
+
+
+class StepFn(beam.DoFn):
+    """A DoFn that says what it yields.
+
+    Beam would infer it from the byte code of `process`, which takes longer than a small run, and
+    from annotations misreads variable arguments.
+    """
+
+    yields: ClassVar[Any]
+
+    def default_type_hints(self) -> IOTypeHints:
+        """What Beam asks for."""
+        return IOTypeHints.empty().with_output_types(self.yields)
+
+
+def forget() -> None:
+    """Frees what this process keeps for further bundles: executors and server values."""
+    _executors.clear()
+    stores.clear_cache()
+
+
+class _Cache:
+    """The last few values of a process, made once each, shared by its threads."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.values: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        with self.lock:
+            if key not in self.values:
+                self.values[key] = make()
+                if len(self.values) > self.size:
+                    self.values.popitem(last=False)
+            self.values.move_to_end(key)
+            return self.values[key]
+
+    def clear(self) -> None:
+        with self.lock:
+            self.values.clear()
+
+
+_executors = _Cache(MAX_EXECUTORS)

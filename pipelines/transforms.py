@@ -1,0 +1,312 @@
+"""A plan as a transform inside a user's own pipeline."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import apache_beam as beam
+import jax
+import numpy as np
+from apache_beam import typehints
+from apache_beam.pvalue import PBegin
+
+from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.bodies import unwrap
+from beamjax.errors import SourceError, StagingError, StructureError
+from beamjax.inputs import Inputs
+from beamjax.options import Options
+from beamjax.pipelines import build
+from beamjax.pipelines.elements import Block
+from beamjax.pipelines.runners import remove_store, shares_memory, source_specs, spreads
+from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.tasks import StepFn
+from beamjax.plan import Output, Plan
+from beamjax.sources import release
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the members of a PCollection: its name in the plan, shape, dtype, path."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    path: str
+
+
+class PlanTransform(beam.PTransform):
+    """Runs a plan over a PCollection of `(index, member)`, or over sources alone.
+
+    Args:
+      plan: what to run.
+      inputs: its inputs; abstract ones are leaves of the members.
+      out_tree: the tree of the results.
+      groups: the trees of the abstract arguments.
+      options: `reduction` and `work_folder`.
+
+    Raises:
+      StagingError: an abstract argument holds arrays too, or is a scalar.
+    """
+
+    def __init__(
+        self, plan: Plan, inputs: Inputs, out_tree: Any, groups: Sequence[Any], options: Options
+    ):
+        super().__init__(label=f"beamjax {plan.name}")
+        self.plan = plan
+        self.given = inputs
+        self.out_tree = out_tree
+        self.groups = list(groups)
+        self.options = options
+        self.abstract = [i for i, v in enumerate(inputs.values) if _is_abstract(v)]
+        if len(self.abstract) != sum(group.num_leaves for group in self.groups):
+            raise StagingError(
+                "transform: an argument mixes jax.ShapeDtypeStruct with arrays; give each "
+                "argument either as values or as the types of what the PCollection holds"
+            )
+
+    def expand(self, input_or_inputs: Any) -> Any:
+        """See `beamjax.transform`."""
+        self._check_input(input_or_inputs)
+        pipeline = input_or_inputs.pipeline
+        store = self._store(pipeline)
+        sources, tokens = source_specs(
+            self.given, store, shares_memory(pipeline.runner, pipeline.options)
+        )
+        for token in tokens:
+            weakref.finalize(pipeline, release, token)
+        static = {name: store.put([a], name) for name, a in self.given.server().items()}
+        bound = build.Inputs(static, sources)
+        if self.abstract:
+            self._form_blocks(input_or_inputs, bound)
+        spread = spreads(pipeline.runner, pipeline.options)
+        graph = build.Graph(pipeline, self.plan, bound, store, self.options, spread)
+        graph.build()
+        leaves = [self._output(graph, i, output) for i, output in enumerate(self.plan.outputs)]
+        return jax.tree_util.tree_unflatten(self.out_tree, leaves)
+
+    def _check_input(self, given: Any) -> None:
+        if not self.abstract:
+            if not isinstance(given, PBegin):
+                raise StagingError(
+                    f"transform: applied to a {type(given).__name__}, but no argument is a "
+                    "jax.ShapeDtypeStruct that says what it holds; apply it to the pipeline itself"
+                )
+            return
+        if not isinstance(given, beam.PCollection):
+            raise StagingError(
+                f"transform: applied to a {type(given).__name__}, expected one PCollection of "
+                "(index, member): an argument is a jax.ShapeDtypeStruct"
+            )
+        if not given.windowing.is_default():
+            window = type(given.windowing.windowfn).__name__
+            raise StagingError(
+                f"transform: the members are in {window}, expected the global window and the "
+                "default trigger: a program reduces over all members at once; put beam.WindowInto"
+                "(beam.window.GlobalWindows()) before it"
+            )
+
+    def _store(self, pipeline: beam.Pipeline) -> Store:
+        """A store that lasts as long as the pipeline may run."""
+        store = Store.temporary(self.options.work_folder)
+        if shares_memory(pipeline.runner, pipeline.options):
+            weakref.finalize(pipeline, remove_store, store)
+        elif self.options.work_folder is None:
+            atexit.register(remove_store, store)
+        return store
+
+    def _form_blocks(self, members: beam.PCollection, bound: build.Inputs) -> None:
+        specs = [self.plan.inputs[i] for i in self.abstract]
+        placements = {self.plan.values[s.placed].placement for s in specs if s.placed}
+        if len(placements) != 1:
+            raise StagingError(
+                f"transform: the abstract arguments belong to the placements {placements}, "
+                "expected exactly one; use one transform for each placement"
+            )
+        placement = placements.pop() or ""
+        n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
+        leaves = tuple(self._leaf(i) for i in self.abstract)
+        names = tuple(leaf.name for leaf in leaves if leaf.name is not None)
+        keyed = members | "Key by shard" >> beam.ParDo(KeyByShard(leaves, self.groups, n, size))
+        # A key for every shard, so that one without members is noticed.
+        expected = (
+            members.pipeline
+            | "Impulse" >> beam.Impulse()
+            | "All shards" >> beam.ParDo(Expected(self.plan.shards(placement)))
+        )
+        bound.blocks[placement] = (
+            (keyed, expected)
+            | "Flatten" >> beam.Flatten()
+            | "Group into shards" >> beam.GroupByKey()
+            | "Form blocks" >> beam.ParDo(FormBlocks(names, n, size))
+        )
+        bound.carried[placement] = names
+
+    def _leaf(self, index: int) -> Leaf:
+        spec, aval = self.plan.inputs[index], self.given.values[index]
+        if not aval.shape:
+            raise StagingError(
+                f"{spec.path}: found a scalar jax.ShapeDtypeStruct, expected one of shape (n, ...)"
+            )
+        raw = jax.eval_shape(unwrap, aval)
+        return Leaf(spec.placed, raw.shape[1:], np.dtype(raw.dtype).name, spec.path)
+
+    def _output(self, graph: build.Graph, index: int, output: Output) -> beam.PCollection:
+        label = f"Result {index}"
+        name = output.value
+        if name is not None and self.plan.values[name].placement is not None:
+            return graph.placed(name) | label >> beam.ParDo(Members(name))
+        if name in graph.served:
+            return graph.served[name] | label >> beam.ParDo(Load(graph.store, name))
+        if name is None:
+            static = graph.store.put([self._known(output)], label)
+        else:
+            static = graph.static[name]
+        begin = graph.root | f"{label}/Impulse" >> beam.Impulse()
+        return begin | label >> beam.ParDo(Load(graph.store, static))
+
+    def _known(self, output: Output) -> np.ndarray:
+        """An output that does not depend on the members."""
+        if output.constant is not None:
+            return output.constant
+        assert output.input is not None
+        if output.input in self.abstract:
+            raise StagingError(
+                f"transform: the result returns {self.plan.inputs[output.input].path} as it is; "
+                "use the PCollection that you have"
+            )
+        return self.given.whole(output.input)
+
+
+class KeyByShard(StepFn):
+    """Members `(index, tree)` to `(shard, bytes)`."""
+
+    yields = typehints.KV[int, bytes]
+
+    def __init__(self, leaves: Sequence[Leaf], groups: Sequence[Any], n: int, size: int):
+        self.leaves = tuple(leaves)
+        # Tree definitions can't be pickled; a tree of leaf numbers can.
+        trees = [jax.tree_util.tree_unflatten(g, range(g.num_leaves)) for g in groups]
+        self.template = trees[0] if len(trees) == 1 else tuple(trees)
+        self.n = n
+        self.size = size
+
+    def process(self, element: Any) -> Iterator[Any]:
+        index, member = self._indexed(element)
+        expected = jax.tree_util.tree_structure(self.template)
+        found = jax.tree_util.tree_structure(member)
+        if found != expected:
+            raise StructureError(
+                f"transform: member {index} is the tree {found}, expected {expected}"
+            )
+        arrays = []
+        for leaf, value in zip(self.leaves, jax.tree_util.tree_leaves(member), strict=True):
+            array = np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
+            if array.shape != leaf.shape or array.dtype != np.dtype(leaf.dtype):
+                raise StructureError(
+                    f"transform: member {index} of {leaf.path} is {array.dtype}"
+                    f"{list(array.shape)}, expected {leaf.dtype}{list(leaf.shape)}"
+                )
+            arrays += [array] if leaf.name is not None else []
+        yield index // self.size, encode_arrays(arrays, {"index": index})
+
+    def _indexed(self, element: Any) -> tuple[int, Any]:
+        if isinstance(element, tuple) and len(element) == 2:
+            index, member = element
+            if isinstance(index, int | np.integer) and not isinstance(index, bool):
+                if 0 <= index < self.n:
+                    return int(index), member
+                raise SourceError(
+                    f"transform: found member {index}, expected 0 to {self.n - 1}: the placement "
+                    f"has {self.n} members"
+                )
+        shown = " ".join(repr(element).split())
+        raise StructureError(
+            f"transform: found the element {shown:.200}, expected (index, member) with the "
+            "number of the member, from 0"
+        )
+
+
+class Expected(StepFn):
+    """One element to `(shard, b"")` for every shard."""
+
+    yields = typehints.KV[int, bytes]
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def process(self, element: Any) -> Iterator[tuple[int, bytes]]:
+        for index in range(self.count):
+            yield index, b""
+
+
+class FormBlocks(StepFn):
+    """Members of one shard to one block, in order of their index."""
+
+    yields = Block
+
+    def __init__(self, names: tuple[str, ...], n: int, size: int):
+        self.names = names
+        self.n = n
+        self.size = size
+
+    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[Block]:
+        shard, encoded = element
+        start = shard * self.size
+        count = min(self.size, self.n - start)
+        members: dict[int, list[np.ndarray]] = {}
+        for data in encoded:
+            if not data:
+                continue
+            arrays, meta = decode_arrays(data)
+            if meta["index"] in members:
+                raise SourceError(f"transform: member {meta['index']} is in the PCollection twice")
+            members[meta["index"]] = arrays
+        missing = sorted(set(range(start, start + count)) - set(members))
+        if missing:
+            raise SourceError(
+                f"transform: {len(missing)} members of shard {shard} are missing in the "
+                f"PCollection, the first one is member {missing[0]}; expected 0 to {self.n - 1}"
+            )
+        columns = zip(*(members[i] for i in range(start, start + count)), strict=True)
+        values = dict(zip(self.names, map(np.stack, columns), strict=True))
+        yield Block(start, count, self.size, values)
+
+
+class Members(StepFn):
+    """Blocks to `(index, member)` of one placed value."""
+
+    yields = typehints.Tuple[int, np.ndarray]
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def process(self, block: Block) -> Iterator[tuple[int, np.ndarray]]:
+        for i, member in enumerate(block.values[self.name]):
+            yield block.start + i, member
+
+
+class Load(StepFn):
+    """An element to a server value: one that it refers to by this name, or always the same.
+
+    Args:
+      store: where references lead.
+      value: the name, or the reference.
+    """
+
+    yields = np.ndarray
+
+    def __init__(self, store: Store, value: str | Ref):
+        self.store = store
+        self.value = value
+
+    def process(self, element: Any) -> Iterator[np.ndarray]:
+        ref = self.value if isinstance(self.value, Ref) else element.values[self.value]
+        yield self.store.get(ref)[0]
+
+
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)

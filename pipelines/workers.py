@@ -1,0 +1,175 @@
+"""The DoFns that compute: a pass over shards, and a step on the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam import typehints
+from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.windowed_value import WindowedValue
+
+from beamjax.bodies import load_body, with_x64
+from beamjax.errors import BeamjaxError, WorkerError
+from beamjax.pipelines.combiners import Piece, key_of, step_pieces
+from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.tasks import Sources, StepFn, Task
+from beamjax.plan import Map, Server
+from beamjax.reducers import make_accumulator
+from beamjax.shards import Shard, ShardExecutor, shard_error, shards
+
+PARTIALS = "partials"
+
+
+class Ranges(StepFn):
+    """One element to ranges (first, last) of shard numbers, `width` shards each."""
+
+    yields = typehints.Tuple[int, int]
+
+    def __init__(self, count: int, width: int):
+        self.count = count
+        self.width = width
+
+    def process(self, element: Any) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.count, self.width):
+            yield first, min(first + self.width, self.count)
+
+
+class MapShards(StepFn):
+    """One pass over shards: reads, computes, and reduces what one bundle holds.
+
+    Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
+    earlier passes. Blocks with the results go out as the main output, partials as `PARTIALS`.
+
+    Args:
+      task: with a `Map` as its step.
+      sources: the placed inputs that are read here.
+      scattered: server values that are read by shards: name and member axis by placed name.
+      carried: names of placed values that go on in the blocks.
+      mode: of the accumulators, "exact" or "fast".
+    """
+
+    yields = Block
+
+    def __init__(
+        self,
+        task: Task,
+        sources: Sources,
+        scattered: Mapping[str, tuple[str, int]],
+        carried: tuple[str, ...],
+        mode: Any,
+    ):
+        self.task = task
+        self.sources = sources
+        self.scattered = dict(scattered)
+        self.carried = carried
+        self.mode = mode
+        self.members = Metrics.counter("beamjax", f"{task.step.name}/members")
+        self.shards = Metrics.counter("beamjax", f"{task.step.name}/shards")
+
+    def setup(self) -> None:
+        """Opens the sources."""
+        self.reader = self.sources.open()
+
+    def start_bundle(self) -> None:
+        """Forgets what belongs to another bundle, one that failed included."""
+        self.execute: ShardExecutor | None = None
+        self.cut: dict[str, np.ndarray] = {}
+        self.accumulators: dict[Piece, Any] | None = None
+        self.done = [0, 0]
+
+    def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
+        if self.execute is None:
+            self.execute = self._prepare(served)
+        step: Map = self.task.step
+        for shard, live in self._shards(element):
+            known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
+            operands = known | self._read(shard, [n for n in step.operands if n not in known])
+            results, partials = self.execute(shard, [operands[name] for name in step.operands])
+            self._add(shard, partials)
+            self.done = [self.done[0] + shard.count, self.done[1] + 1]
+            values = {name: operands[name] for name in self.carried}
+            values |= dict(zip(step.results, results, strict=True))
+            if values:
+                yield Block(shard.start, shard.count, self.execute.size, values)
+
+    def finish_bundle(self) -> Iterator[Any]:
+        """Sends the partials of the bundle."""
+        window = GlobalWindow()
+        for piece, accumulator in (self.accumulators or {}).items():
+            partial = (key_of(piece), accumulator.encode())
+            windowed = WindowedValue(partial, window.max_timestamp(), (window,))
+            yield beam.pvalue.TaggedOutput(PARTIALS, windowed)
+        self.accumulators = None
+        self.members.inc(self.done[0])
+        self.shards.inc(self.done[1])
+
+    def _prepare(self, served: tuple[Environment, ...]) -> ShardExecutor:
+        names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]
+        refs = self.task.refs(names, served)
+        self.cut = {
+            placed: np.moveaxis(self.task.store.get(refs[name])[0], axis, 0)
+            for placed, (name, axis) in self.scattered.items()
+        }
+        return self.task.executor(refs)
+
+    def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
+        plan, placement = self.task.plan, self.task.step.placement
+        size = plan.shard_sizes[placement]
+        if isinstance(element, Block):
+            yield Shard(element.start // size, element.start, element.count), dict(element.values)
+            return
+        for shard in shards(plan.sizes[placement], size, *element):
+            yield shard, {}
+
+    def _read(self, shard: Shard, names: list[str]) -> dict[str, np.ndarray]:
+        try:
+            return self.reader.read(names, shard.start, shard.start + shard.count)
+        except BeamjaxError:
+            raise
+        except Exception as error:
+            raise shard_error(self.task.step, shard, error) from error
+
+    def _add(self, shard: Shard, partials: list[np.ndarray]) -> None:
+        lanes = self.task.step.lanes
+        if self.accumulators is None:
+            self.accumulators = {
+                piece: make_accumulator(
+                    lanes[piece.lane].kind,
+                    np.dtype(lanes[piece.lane].dtype),
+                    piece.stop - piece.start,
+                    mode=self.mode,
+                )
+                for piece in step_pieces(self.task.step)
+            }
+        for piece, accumulator in self.accumulators.items():
+            accumulator.add(partials[piece.lane][piece.start : piece.stop], shard.index)
+
+
+class RunServer(StepFn):
+    """Runs a `Server` step, once: from the server values of earlier steps to its outputs.
+
+    The element is an `Environment` of them, or says nothing where the step needs none.
+    """
+
+    yields = Environment
+
+    def __init__(self, task: Task):
+        self.task = task
+
+    def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
+        task, step = self.task, self.task.step
+        assert isinstance(step, Server)
+        known = (element, *served) if isinstance(element, Environment) else served
+        arrays = task.arrays(task.refs(step.inputs, known))
+        call = load_body(step.body, task.with_bodies().bodies[step.body])
+        try:
+            with with_x64(task.plan.x64):
+                outs = [np.asarray(out) for out in call(*(arrays[name] for name in step.inputs))]
+        except Exception as error:
+            raise WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}") from error
+        values = zip(step.outputs, outs, strict=True)
+        yield Environment({name: task.store.put([out], name) for name, out in values})

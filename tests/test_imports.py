@@ -1,0 +1,166 @@
+"""Who may import what, read off the source; and that every file has its tests."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("beamjax", "interpreters", "pipelines")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
+HIDDEN = ("jax._src", "jax.interpreters", "jaxlib")
+
+
+def named(path):
+    """Dotted names that a file imports or spells out, e.g. `jax.interpreters.ad`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    yield from imported(path)
+    yield from (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+
+
+def imported(path):
+    """Dotted names that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def begins(name, *prefixes):
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def offenders(names, *forbidden):
+    return [name for name in names if begins(name, *forbidden)]
+
+
+def in_folder(folder):
+    return [pytest.param(path, id=path.stem) for path in FILES if path.parent.name == folder]
+
+
+@pytest.mark.parametrize("path", in_folder("interpreters"))
+def test_interpreters_know_nothing_of_beam(path):
+    assert not offenders(imported(path), "apache_beam", "beamjax.pipelines")
+
+
+@pytest.mark.parametrize("path", in_folder("pipelines"))
+def test_pipelines_know_nothing_of_interpreters(path):
+    assert not offenders(imported(path), "beamjax.interpreters")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "_compat.py"], ids=lambda p: p.stem)
+def test_only_compat_names_what_jax_hides(path):
+    assert not offenders(named(path), *HIDDEN)
+
+
+def test_the_version_of_jax_is_only_told():
+    """In messages, in what a plan was made with; no file but `_compat` may depend on it."""
+    telling = {path.stem for path in FILES if offenders(named(path), "jax.__version__")}
+    assert telling <= {"_compat", "bodies", "lower", "verification"}
+    assert not [path for path in FILES if "__version_info__" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", in_folder("beamjax"))
+def test_the_front_door_imports_beam_only_when_it_is_used(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    top = [n for n in tree.body if n not in typing]
+    for node in top:
+        if isinstance(node, ast.Import):
+            assert not offenders([a.name for a in node.names], "apache_beam", "beamjax.pipelines")
+        elif isinstance(node, ast.ImportFrom):
+            assert not begins(node.module, "apache_beam", "beamjax.pipelines")
+
+
+WITHOUT_JAX = """
+    accumulators arrays digit_bytes digits dyadic errors exact_sum extremes options partials plan
+    products rounding running
+""".split()
+
+
+@pytest.mark.parametrize("name", WITHOUT_JAX)
+def test_data_and_arithmetic_need_no_jax(name):
+    found = imported(ROOT / "beamjax" / f"{name}.py")
+    assert not offenders(found, "jax", "apache_beam", "beamjax.interpreters", "beamjax.pipelines")
+
+
+# --- what an import does
+
+
+def python(code):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_beamjax_imports_no_beam_and_starts_no_backend():
+    assert python("""
+import sys
+import beamjax, jax
+from jax._src import xla_bridge
+beams = [name for name in sys.modules if name.startswith(("apache_beam", "beamjax.pipelines"))]
+print(beams, xla_bridge.backends_are_initialized())
+""") == "[] False"  # fmt: skip
+
+
+def test_planning_and_the_local_runner_need_no_beam():
+    assert python("""
+import sys
+import numpy as np, beamjax
+total = beamjax.program(clients=4)(lambda x: beamjax.reduce_sum(x))
+print(beamjax.run(total, np.ones(4, "float32"), runner="local"), "apache_beam" in sys.modules)
+beamjax.explain(total, np.ones(4, "float32"))
+print("apache_beam" in sys.modules)
+""").split() == ["4.0", "False", "False"]  # fmt: skip
+
+
+# --- every file has its tests
+
+TESTED_ELSEWHERE = {
+    "_compat": "test_transformations",
+    "_version": "test_api",
+    "bodies": "test_workers",
+    "derivatives": "test_transformations",
+    "creations": "test_rules",
+    "folds": "test_rules",
+    "indexing": "test_rules",
+    "memberwise": "test_rules",
+    "readings": "test_rules",
+    "digit_bytes": "test_accumulators",
+    "digits": "test_exact_sum",
+    "dyadic": "test_exact_sum",
+    "errors": "test_bad_input",
+    "evaluate": "test_run",
+    "execution": "test_run",
+    "extremes": "test_accumulators",
+    "facts": "test_explanation",
+    "flatten": "test_run",
+    "layouts": "test_sharding",
+    "lower": "test_run",
+    "partials": "test_accumulators",
+    "place": "test_rules",
+    "placements": "test_api",
+    "products": "test_accumulators",
+    "rounding": "test_exact_sum",
+    "running": "test_accumulators",
+    "shards": "test_workers",
+    "sizing": "test_run",
+    "split": "test_run",
+    "stage": "test_bad_input",
+    "tasks": "test_workers",
+}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem != "__init__"], ids=lambda p: p.stem)
+def test_every_file_has_a_file_of_tests(path):
+    own = ROOT / "tests" / f"test_{path.stem}.py"
+    if not own.exists():
+        assert path.stem in TESTED_ELSEWHERE, f"{path} has no tests/test_{path.stem}.py"
+        own = ROOT / "tests" / f"{TESTED_ELSEWHERE[path.stem]}.py"
+    assert own.exists()

@@ -1,0 +1,100 @@
+"""Inputs of a plan: whole on the server, by ranges along the members."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax.errors import SourceError
+from beamjax.inputs import Inputs, Reader
+from beamjax.plan import Input, Plan, ValueType
+from beamjax.sources import ArraySource
+
+X = np.arange(60, dtype=np.float32).reshape(20, 3)
+
+
+def inputs(specs, values, **types):
+    plan = Plan(
+        name="prog", sizes={"clients": 20}, shard_sizes={"clients": 8}, values=types,
+        inputs=tuple(specs), steps=(), outputs=(), bodies={}, x64=False, jax_version="0",
+    )  # fmt: skip
+    return Inputs(plan, values)
+
+
+def test_only_what_steps_read_is_there():
+    specs = [Input("a", "a", None), Input("b", None, "b@c"), Input("c", None, None),
+             Input("d", "d", "d@c")]  # fmt: skip
+    server = ValueType((20, 3), "float32")
+    found = inputs(specs, [X, X, X, X], a=server, d=server)
+    assert set(found.server()) == {"a", "d"}
+    assert set(found.reader().where) == {"b@c", "d@c"}
+
+
+def test_arrays_are_read_along_their_member_axis():
+    reader = inputs([Input("x", None, "x@c", axis=1)], [X.T]).reader()
+    np.testing.assert_array_equal(reader.read(["x@c"], 4, 9)["x@c"], X[4:9])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (2.0, "float32", np.float32(2)),
+        (3, "int32", np.int32(3)),
+        (True, "bool", np.True_),
+        (np.float64(2), "float32", np.float32(2)),
+        (np.int64(7), "int32", np.int32(7)),
+        (jnp.ones(3, "bfloat16"), "bfloat16", np.ones(3, ml_dtypes.bfloat16)),
+    ],
+    ids=str,
+)
+def test_server_values_have_the_dtype_of_the_plan(value, dtype, expected):
+    (found,) = inputs([Input("a", "a", None)], [value], a=ValueType((), dtype)).server().values()
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_keys_are_their_data():
+    keys = jax.random.split(jax.random.key(0), 20)
+    specs = [Input("k", "k", "k@c")]
+    found = inputs(specs, [keys], k=ValueType((20, 2), "uint32"))
+    data = np.asarray(jax.random.key_data(keys))
+    np.testing.assert_array_equal(found.server()["k"], data)
+    np.testing.assert_array_equal(found.reader().read(["k@c"], 2, 5)["k@c"], data[2:5])
+
+
+def test_a_source_is_read_once_for_all_its_leaves():
+    class Counting(ArraySource):
+        def read(self, start, stop):
+            reads.append((start, stop))
+            return super().read(start, stop)
+
+    reads = []
+    plain = bj.from_arrays((X, X[:, 0]))
+    source = Counting(plain._arrays, plain.leaves, plain.treedef)
+    specs = [Input("a", None, "a@c"), Input("b", "b", "b@c")]
+    found = inputs(specs, [(source, 0), (source, 1)], b=ValueType((20,), "float32"))
+    reader = found.reader()
+    assert len(reader.sources) == 1
+    values = reader.read(["a@c", "b@c"], 3, 6)
+    np.testing.assert_array_equal(values["a@c"], X[3:6])
+    np.testing.assert_array_equal(values["b@c"], X[3:6, 0])
+    assert reads == [(3, 6)]
+    np.testing.assert_array_equal(found.server()["b"], X[:, 0])
+
+
+def test_abstract_inputs_are_not_read():
+    aval = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert inputs([Input("x", None, "x@c")], [aval]).reader().where == {}
+
+
+def test_a_source_that_gives_too_few_members():
+    class Short(ArraySource):
+        def read(self, start, stop):
+            return super().read(start, stop - 1)
+
+    plain = bj.from_arrays(X)
+    reader = Reader((Short(plain._arrays, plain.leaves, plain.treedef),), {"x": (0, 0)})
+    with pytest.raises(SourceError, match="asked for members 8 to 15, found 7 of them"):
+        reader.read(["x"], 8, 16)

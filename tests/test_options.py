@@ -1,0 +1,72 @@
+"""Options as a user may write them."""
+
+import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+
+from beamjax.errors import OptionsError
+from beamjax.options import OWN, Options, parse_options
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, Options()),
+        ({}, Options()),
+        ([], Options()),
+        (Options(shard_size=16), Options(shard_size=16)),
+        ({"shard_size": 64}, Options(shard_size=64)),
+        (["--shard_size=64"], Options(shard_size=64)),
+        (("--reduction=fast",), Options(reduction="fast")),
+        ({"platforms": ["cpu", "cuda"]}, Options(platforms=("cpu", "cuda"))),
+        (["--platforms=cpu,tpu"], Options(platforms=("cpu", "tpu"))),
+        (["--work_folder=gs://bucket/x=y"], Options(work_folder="gs://bucket/x=y")),
+        (
+            ["--shard_size=8", "--direct_num_workers=2", "--streaming"],
+            Options(shard_size=8, beam=("--direct_num_workers=2", "--streaming")),
+        ),
+        (
+            {"shard_size": 8, "direct_num_workers": 2, "streaming": True, "a": False, "b": None},
+            Options(shard_size=8, beam=("--direct_num_workers=2", "--streaming")),
+        ),
+    ],
+    ids=str,
+)
+def test_options_are_read(given, expected):
+    assert parse_options(given) == expected
+
+
+def test_beams_own_options_are_handed_on():
+    given = PipelineOptions(["--direct_num_workers=2"])
+    assert parse_options(given).beam is given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--shard_size=8", "options: found a str, expected a dict, a list of flags"),
+        (8, "options: found a int"),
+        ([8], "options: found the flag 8, expected text like '--name=x'"),
+        (["--shard_size=x"], "shard_size: found 'x', expected a number"),
+        ({"reduction": "slow"}, "reduction: found 'slow', expected one of exact, fast"),
+        (["--reduction=slow"], "reduction: found 'slow'"),
+        (Options(reduction="slow"), "reduction: found 'slow'"),
+        ({"platforms": ["cpu", "npu"]}, r"platforms: found \['cpu', 'npu'\], expected a list of"),
+        (["--platforms=cpu,npu"], r"platforms: found \('cpu', 'npu'\)"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_errors(given, message):
+    with pytest.raises(OptionsError, match=message):
+        parse_options(given)
+
+
+def test_a_plan_depends_on_what_shapes_its_bodies():
+    plain = Options()
+    assert Options(shard_size=8).planning != plain.planning
+    assert Options(platforms=("cuda",)).planning != plain.planning
+    assert Options(reduction="fast", work_folder="x", beam=("--y",)).planning == plain.planning
+
+
+def test_options_are_hashable_whatever_beam_gets():
+    assert hash(Options(beam=["--a"])) == hash(Options())
+    assert set(OWN) == {"shard_size", "reduction", "platforms", "work_folder"}

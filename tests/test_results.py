@@ -1,0 +1,92 @@
+"""Results are whole, or the launcher says what is missing."""
+
+import numpy as np
+import pytest
+
+from beamjax.errors import ArrayFormatError, WorkerError
+from beamjax.pipelines import results
+from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.results import WritePlaced, WriteServed, read_placed, read_served
+from beamjax.pipelines.store import Store
+from beamjax.plan import Plan, ValueType
+
+X = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
+PLAN = Plan(
+    name="prog", sizes={"clients": 20}, shard_sizes={"clients": 8},
+    values={"y": ValueType((3,), "float32", None, "clients")},
+    inputs=(), steps=(), outputs=(), bodies={}, x64=False, jax_version="0",
+)  # fmt: skip
+SHARDS = [0, 8, 16]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path))
+
+
+def block(start):
+    values = X[start : start + 8]
+    return Block(start, len(values), 8, {"y": values, "other": values * 2})
+
+
+def write(store, *bundles):
+    fn = WritePlaced(store, "y", 3)
+    for bundle in bundles:
+        fn.start_bundle()
+        for start in bundle:
+            fn.process(block(start))
+        fn.finish_bundle()
+
+
+@pytest.mark.parametrize(
+    "bundles",
+    [
+        [SHARDS],
+        [[16], [0], [8]],
+        [[8, 16], [0]],
+        [[8], [8], [0, 8], [16], []],
+    ],
+    ids=["one", "each", "two", "retried"],
+)
+def test_placed_results_are_whole_however_they_are_bundled(store, bundles):
+    write(store, *bundles)
+    np.testing.assert_array_equal(read_placed(store, PLAN, "y", 3), X)
+
+
+def test_many_blocks_fit_no_file(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "FILE_BYTES", 100)
+    write(store, SHARDS)
+    assert len(list(tmp_path.iterdir())) == 2
+    np.testing.assert_array_equal(read_placed(store, PLAN, "y", 3), X)
+
+
+def test_results_do_not_mix(store):
+    write(store, SHARDS)
+    fn = WritePlaced(store, "other", 31)
+    fn.start_bundle()
+    for start in SHARDS:
+        fn.process(block(start))
+    fn.finish_bundle()
+    np.testing.assert_array_equal(read_placed(store, PLAN, "y", 3), X)
+    np.testing.assert_array_equal(read_placed(store, PLAN, "y", 31), X * 2)
+
+
+def test_missing_members_are_counted(store):
+    write(store, [0, 16])
+    with pytest.raises(WorkerError, match=r"result y: 8 of 20 members are missing, .* is 8;"):
+        read_placed(store, PLAN, "y", 3)
+
+
+def test_served_results(store):
+    environment = Environment({"a": store.put([X]), "b": store.put([X[0]]), "c": store.put([X])})
+    WriteServed(store, {"a": 0, "b": 2}).process(environment)
+    np.testing.assert_array_equal(read_served(store, 0), X)
+    np.testing.assert_array_equal(read_served(store, 2), X[0])
+    with pytest.raises(WorkerError, match=r"result-1\.arrays: cannot read a result"):
+        read_served(store, 1)
+
+
+def test_a_damaged_result_names_the_file(store, tmp_path):
+    (tmp_path / "result-0.arrays").write_bytes(b"nothing")
+    with pytest.raises(ArrayFormatError, match=r"result-0\.arrays: "):
+        read_served(store, 0)
