@@ -20,6 +20,10 @@ from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
 
+config: Any = jax.config
+"""JAX's settings; type checkers see none of their names in `jax.config`."""
+
+
 def hide_frames(folder: str) -> None:
     """Leaves the files of `folder` out of the source lines that JAX attributes to the user."""
     source_info_util.register_exclusion(os.path.join(folder, ""))

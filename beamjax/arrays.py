@@ -221,7 +221,7 @@ def _aligned(position: int) -> int:
 def _as_bytes(array: np.ndarray) -> memoryview:
     if array.nbytes == 0:
         return memoryview(b"")
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:

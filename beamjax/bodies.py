@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import export
 
+from beamjax import _compat
 from beamjax.errors import StagingError, WorkerError
 from beamjax.plan import Body, ValueType
 
@@ -142,6 +143,6 @@ def _platform() -> str:
 
 def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """A context in which 64-bit types are enabled as they were when a program was staged."""
-    if jax.config.jax_enable_x64 == enabled:
+    if _compat.config.jax_enable_x64 == enabled:
         return contextlib.nullcontext()
     return jax.enable_x64(enabled)

@@ -57,8 +57,8 @@ def _take(values: Sequence[Any], marks: Sequence[bool]) -> list[Any]:
 
 def _put(values: Sequence[Any], marks: Sequence[bool], others: Sequence[Any]) -> list[Any]:
     """The values at the marked places, in order, and the others at the others."""
-    values, others = iter(values), iter(others)
-    return [next(values) if mark else next(others) for mark in marks]
+    marked, unmarked = iter(values), iter(others)
+    return [next(marked) if mark else next(unmarked) for mark in marks]
 
 
 def _is_differentiable(aval: Any) -> bool:
@@ -226,9 +226,10 @@ def _map_batch(
 
     args, dims = list(args), list(dims)
     for i in range(num_broadcast, len(args)):
-        if dims[i] is not None:
-            args[i] = args[i] if dims[i] else jnp.moveaxis(args[i], 0, 1)
-            dims[i] = max(dims[i], 1) - 1
+        dim = dims[i]
+        if dim is not None:
+            args[i] = args[i] if dim else jnp.moveaxis(args[i], 0, 1)
+            dims[i] = max(dim, 1) - 1
     body = jax.vmap(
         jex.jaxpr_as_fun(jaxpr),
         in_axes=dims,
@@ -279,12 +280,12 @@ def _sum_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
 
 
 def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
-    n = x.aval.shape[0]
+    n, dtype = x.aval.shape[0], x.aval.dtype
     # In float16 the number of members can be inf; jnp.mean, too, divides in float32.
-    wide = ct.dtype if jnp.finfo(ct.dtype).bits >= 32 else np.dtype("float32")
+    wide = dtype if jnp.finfo(dtype).bits >= 32 else np.dtype("float32")
     size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
     share = jax.lax.convert_element_type(ct, wide) / size
-    share = jax.lax.convert_element_type(share, ct.dtype)
+    share = jax.lax.convert_element_type(share, dtype)
     return [layouts.lay_out_like(_broadcast(share, placement, n), x.aval)]
 
 

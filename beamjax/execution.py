@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from beamjax import _compat
 from beamjax.bodies import with_x64, wrap
 from beamjax.errors import StagingError
 from beamjax.inputs import Inputs
@@ -137,7 +138,7 @@ def plan_for(
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
         for a in arguments
     )
-    config = (jax.config.jax_enable_x64, jax.config.jax_threefry_partitionable)
+    config = (_compat.config.jax_enable_x64, _compat.config.jax_threefry_partitionable)
     full_key = (key, types, options.planning, config)
     cache = _cache_of(fn)
     if full_key not in cache:

@@ -71,7 +71,7 @@ def _axis_type(mesh: AnyMesh, placement: str) -> AxisType | None:
 def placed_aval(aval: Any, placement: str, n: Any, mesh: AnyMesh | None) -> Any:
     """The type of n members of type `aval`: the same, with the member axis in front."""
     spec = _without(placement, aval.sharding.spec)
-    if is_explicit(mesh, placement):
+    if mesh is not None and is_explicit(mesh, placement):
         sharding = NamedSharding(_abstract(mesh), P(placement, *spec))
     else:
         sharding = aval.sharding.update(spec=P(None, *aval.sharding.spec))
@@ -98,9 +98,9 @@ def lay_out(x: jax.Array, placement: str, mesh: AnyMesh | None, whole: bool = Fa
     if mesh is None:
         return x
     if is_explicit(mesh, placement):
-        spec = _without(placement, jax.typeof(x).sharding.spec[1:])
+        rest = _without(placement, jax.typeof(x).sharding.spec[1:])
         first = None if whole else placement
-        return jax.sharding.reshard(x, NamedSharding(mesh, P(first, *spec)))
+        return jax.sharding.reshard(x, NamedSharding(mesh, P(first, *rest)))
     if not isinstance(x, jax.core.Tracer) and x.shape[0] % mesh.shape[placement]:
         return x  # A compiled program pads uneven shards, an array can't.
     if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):

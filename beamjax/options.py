@@ -57,11 +57,10 @@ def parse_options(options: Any) -> Options:
         return _checked(options)
     if isinstance(options, Mapping):
         own = {key: value for key, value in options.items() if key in OWN}
-        flags = [_flag(key, value) for key, value in options.items() if key not in OWN]
-        return _from_own(own, [flag for flag in flags if flag])
-    if isinstance(options, Sequence) and not isinstance(options, str):
-        own, flags = _split_flags(options)
+        flags = [flag for k, v in options.items() if k not in OWN and (flag := _flag(k, v))]
         return _from_own(own, flags)
+    if isinstance(options, Sequence) and not isinstance(options, str):
+        return _from_own(*_split_flags(options))
     if hasattr(options, "view_as"):
         return Options(beam=options)
     raise OptionsError(

@@ -172,8 +172,8 @@ def _map_over_axis(
     del name
     # JAX batches a shard_map over an Explicit mesh axis only where that axis is not in use.
     whole = layouts.is_explicit(mesh, placement) and _contains_shard_map(jaxpr.jaxpr)
-    broadcast, placed = args[:num_broadcast], args[num_broadcast:]
-    placed = [layouts.lay_out(x, placement, mesh, whole) for x in placed]
+    broadcast = args[:num_broadcast]
+    placed = [layouts.lay_out(x, placement, mesh, whole) for x in args[num_broadcast:]]
     body = jax.vmap(
         jex.jaxpr_as_fun(jaxpr),
         in_axes=[None] * len(broadcast) + [0] * len(placed),

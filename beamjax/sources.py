@@ -101,14 +101,14 @@ class ArraySource(Source, kind="array"):
             SourceError: if a file cannot be written.
         """
         folder, name = Path(folder).absolute(), uuid.uuid4().hex
-        files = []
+        files: list[str] = []
         for index, (array, leaf) in enumerate(zip(self._arrays, self._leaves, strict=True)):
             path = folder / f"{name}-{index:03d}.npy"
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 np.save(path, _storable(array), allow_pickle=False)
             except OSError as error:
-                for file in (*files, path):
+                for file in (*files, str(path)):
                     with contextlib.suppress(OSError):
                         os.unlink(file)
                 raise SourceError(

@@ -207,6 +207,7 @@ def compare(
       VerificationError: the trees, or the shapes or dtypes of leaves, differ.
     """
     left, found_tree = jax.tree_util.tree_flatten_with_path(found)
+    expected_tree: Any
     right, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
     types = [{jax.tree_util.keystr(p): _type(x) for p, x in side} for side in (left, right)]
     wrong = [

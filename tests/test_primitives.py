@@ -491,3 +491,12 @@ def test_primitives_are_shared():
     assert sorted(REDUCE_PRIMITIVES) == ["all", "any", "max", "mean", "min", "prod", "sum"]
     assert all(p.name == f"bj_reduce_{op}" for op, p in REDUCE_PRIMITIVES.items())
     assert layouts.active_mesh("clients") is None
+
+
+def test_python_scalars_are_cotangents():
+    @bj.program(clients=4)
+    def mean(x):
+        return bj.reduce_mean(x)
+
+    _, pull = jax.vjp(mean, jnp.ones(4))
+    np.testing.assert_array_equal(pull(1.0)[0], np.full(4, 0.25, np.float32))
