@@ -275,7 +275,8 @@ def _broadcast_transpose(ct: jax.Array, x: Any, *, placement: str, **_: Any) -> 
     return [layouts.lay_out_like(reduce_sum_p.bind(ct, placement=placement), x.aval)]
 
 
-def _sum_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
+def _sum_transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
+    ct = jnp.asarray(ct, x.aval.dtype)  # A user's cotangent may be a Python scalar.
     return [layouts.lay_out_like(_broadcast(ct, placement, x.aval.shape[0]), x.aval)]
 
 

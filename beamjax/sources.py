@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
 import uuid
@@ -301,6 +302,7 @@ def _check_sizes(names: list[str], sizes: list[int]) -> None:
         raise PlacementError(f"{_leaf(names[0])}: found 0 members, expected at least one.")
 
 
+@functools.cache
 def _native_dtype(dtype: np.dtype) -> np.dtype:
     return wire.dtype_from_name(wire.dtype_name(dtype))
 

@@ -493,10 +493,8 @@ def test_primitives_are_shared():
     assert layouts.active_mesh("clients") is None
 
 
-def test_python_scalars_are_cotangents():
-    @bj.program(clients=4)
-    def mean(x):
-        return bj.reduce_mean(x)
-
-    _, pull = jax.vjp(mean, jnp.ones(4))
-    np.testing.assert_array_equal(pull(1.0)[0], np.full(4, 0.25, np.float32))
+@pytest.mark.parametrize(("op", "share"), [("mean", 0.25), ("sum", 1.0), ("max", 0.25)])
+def test_python_scalars_are_cotangents(op, share):
+    reduce = getattr(bj, f"reduce_{op}")
+    _, pull = jax.vjp(bj.program(clients=4)(reduce), jnp.ones(4))
+    np.testing.assert_array_equal(pull(1.0)[0], np.full(4, share, np.float32))
