@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import export
 
 from beamjax import _compat
 from beamjax.errors import StagingError, WorkerError
-from beamjax.plan import Body, ValueType
+from beamjax.plan import Body, Plan, Server, ValueType
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -125,7 +125,7 @@ def load_body(key: str, body: Body) -> Callable[..., Any]:
                 )
             try:
                 exported = export.deserialize(bytearray(body.artefacts[platform]))
-            except ValueError as error:
+            except Exception as error:  # of many kinds: FlatBuffers checks little
                 raise WorkerError(
                     f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
                     "use the same version of jax on the workers as where the program is launched"
@@ -134,6 +134,29 @@ def load_body(key: str, body: Body) -> Callable[..., Any]:
                 _loaded.pop(next(iter(_loaded)))
             _loaded[key, platform] = jax.jit(exported.call)
         return _loaded[key, platform]
+
+
+def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Runs a `Server` step.
+
+    Args:
+      plan: with the body of the step.
+      step: what to run.
+      known: server values, by name.
+
+    Returns:
+      The outputs of the step, by name.
+
+    Raises:
+      WorkerError: the computation failed; the message names the step.
+    """
+    call = load_body(step.body, plan.bodies[step.body])
+    try:
+        with with_x64(plan.x64):
+            outs = [np.asarray(out) for out in call(*(known[name] for name in step.inputs))]
+    except Exception as error:
+        raise WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}") from error
+    return dict(zip(step.outputs, outs, strict=True))
 
 
 def _platform() -> str:

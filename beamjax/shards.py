@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,16 +67,12 @@ class ShardExecutor:
         Raises:
           WorkerError: the computation failed; the message names step, shard and members.
         """
-        try:
+        with shard_errors(self.step, shard):
             padded = [self._pad(np.asarray(x)) for x in operands]
             with with_x64(self._x64):
                 start, count = np.int32(shard.start), np.int32(shard.count)
                 outs = self._call(start, count, *self._broadcasts, *padded)
                 arrays = [np.asarray(out) for out in outs]
-        except BeamjaxError:
-            raise
-        except Exception as error:
-            raise shard_error(self.step, shard, error) from error
         results = len(self.step.results)
         return [x[: shard.count] for x in arrays[:results]], arrays[results:]
 
@@ -85,14 +82,24 @@ class ShardExecutor:
         return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
 
 
-def shard_error(step: Map, shard: Shard, error: Exception) -> WorkerError:
-    """The error for a shard that could not be read or computed."""
-    functions = f" ({', '.join(step.functions)})" if step.functions else ""
-    return WorkerError(
-        f"step {step.name!r}{functions}, shard {shard.index} of placement {step.placement!r}, "
-        f"members {shard.start} to {shard.start + shard.count - 1}: "
-        f"{type(error).__name__}: {error}"
-    )
+@contextlib.contextmanager
+def shard_errors(step: Map, shard: Shard) -> Iterator[None]:
+    """Says of every error in a `with` block which step and shard it belongs to.
+
+    Raises:
+      BeamjaxError: of the same type if it is one of ours, otherwise a `WorkerError`.
+    """
+    try:
+        yield
+    except Exception as error:
+        functions = f" ({', '.join(step.functions)})" if step.functions else ""
+        where = (
+            f"step {step.name!r}{functions}, shard {shard.index} of placement "
+            f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
+        )
+        if isinstance(error, BeamjaxError):
+            raise type(error)(f"{where}: {error}") from error
+        raise WorkerError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def new_accumulators(step: Map, mode: Any) -> list[Any]:

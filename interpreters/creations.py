@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from beamjax import _compat
 from beamjax.interpreters.flatten import Eqn
 from beamjax.interpreters.memberwise import at_shard_size
 from beamjax.interpreters.readings import (
@@ -54,7 +55,7 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
     """`split(key, n)[i]` is `fold_in(key, i)`, whatever n, for partitionable threefry keys."""
     shape = eqn.params["shape"]
     plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
-    if not plain or not is_threefry(eqn.inputs[0]) or not jax.config.jax_threefry_partitionable:
+    if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.bodies import load_body, with_x64
-from beamjax.errors import BeamjaxError
+from beamjax.bodies import run_server
 from beamjax.inputs import Inputs
 from beamjax.options import Options
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
-from beamjax.shards import ShardExecutor, finish_lane, new_accumulators, shard_error, shards
+from beamjax.shards import ShardExecutor, finish_lane, new_accumulators, shard_errors, shards
 
 
 def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarray]:
@@ -62,10 +61,7 @@ class _Evaluation:
         return self.reader.read([name], start, stop)[name]
 
     def server(self, step: Server) -> None:
-        call = load_body(step.body, self.plan.bodies[step.body])
-        with with_x64(self.plan.x64):
-            outs = call(*(self.served[name] for name in step.inputs))
-            self.served.update(zip(step.outputs, map(np.asarray, outs), strict=True))
+        self.served.update(run_server(self.plan, step, self.served))
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
@@ -77,12 +73,8 @@ class _Evaluation:
         read = [name for name in step.operands if name not in self.placed]
         for shard in shards(n, self.plan.shard_sizes[step.placement]):
             stop = shard.start + shard.count
-            try:
+            with shard_errors(step, shard):
                 fresh = self.reader.read(read, shard.start, stop)
-            except BeamjaxError:
-                raise
-            except Exception as error:
-                raise shard_error(step, shard, error) from error
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]
                 for name in step.operands

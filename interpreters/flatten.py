@@ -55,6 +55,11 @@ class Var:
 Atom = Var | jex.Literal
 
 
+def aval_of(atom: Atom) -> Any:
+    """The type of an atom, which JAX declares for literals more loosely than it is."""
+    return atom.aval
+
+
 @dataclass(eq=False, slots=True)
 class Eqn:
     """One primitive applied to atoms; `line` is the user's `file:line (function)` or empty."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.flatten import Eqn, aval_of
 from beamjax.interpreters.readings import (
     Axes,
     Fold,
@@ -42,7 +42,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     if axis not in reduced:
         return Local((axis,), (dropping(axis, reduced),), as_is)
     name = REDUCTIONS[eqn.primitive.name]
-    if name in ("any", "all") and eqn.inputs[0].aval.dtype != np.bool_:
+    if name in ("any", "all") and aval_of(eqn.inputs[0]).dtype != np.bool_:
         return None
     others = tuple(a for a in reduced if a != axis)
 
@@ -100,8 +100,8 @@ def _dot_general(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
         lhs = next(a for a, b in paired.items() if b == rhs)
     if lhs in paired and rhs is None:
         rhs = paired[lhs]
-    if lhs in paired:
-        if paired[lhs] != rhs:
+    if lhs is not None and lhs in paired:
+        if rhs is None or paired[lhs] != rhs:
             return None
         if lhs in lhs_batch:
             return Local((lhs, rhs), (lhs_batch.index(lhs),), as_is)

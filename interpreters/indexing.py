@@ -66,7 +66,7 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
         operand = next(a for a, b in batching.items() if b == index)
     if operand is None and updates in positions and positions.index(updates) in batching.values():
         operand = next(a for a, b in batching.items() if b == positions.index(updates))
-    want: tuple[int, int | None, int]
+    want: tuple[int | None, int | None, int | None]
     if operand in batching:
         want = (operand, batching[operand], positions[batching[operand]])
     elif operand in windows:
@@ -78,9 +78,10 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     else:
         return None
     agrees = all(have in (None, axis) for have, axis in zip(axes, want, strict=True))
-    if not agrees or want[0] in d.scatter_dims_to_operand_dims:
+    out = want[0]
+    if not agrees or out is None or out in d.scatter_dims_to_operand_dims:
         return None
-    return Local(want, (want[0],), as_is)
+    return Local(want, (out,), as_is)
 
 
 def _scatter_fold(

@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
+from beamjax import _compat
 from beamjax.bodies import export_body, unwrap, value_type, wrap
 from beamjax.errors import StagingError
 from beamjax.interpreters import rules
-from beamjax.interpreters.flatten import Atom, Eqn, Var, user_line
+from beamjax.interpreters.flatten import Atom, Eqn, Var, aval_of, user_line
 from beamjax.interpreters.place import Along, PlacedProgram
 from beamjax.interpreters.rules import Fold
 from beamjax.interpreters.sizing import shard_sizes
@@ -86,7 +87,7 @@ class _Lowering:
             steps=tuple(steps),
             outputs=outputs,
             bodies=self.bodies,
-            x64=bool(jax.config.jax_enable_x64),
+            x64=bool(_compat.config.jax_enable_x64),
             jax_version=jax.__version__,
             constants=tuple(self.program.flat.constants),
         )
@@ -119,7 +120,7 @@ class _Lowering:
 
     def output(self, atom: Atom) -> Output:
         if not isinstance(atom, Var):
-            return Output(constant=np.asarray(atom.val, atom.aval.dtype))
+            return Output(constant=np.asarray(atom.val, aval_of(atom).dtype))
         if atom.aval.dtype == jax.dtypes.float0:
             return Output(constant=np.zeros(atom.aval.shape, jax.dtypes.float0))
         if atom in self.program.flat.inputs:
@@ -230,7 +231,7 @@ class _Lowering:
             reading = readings[eqn]
             assert isinstance(reading, Fold)
             reducer = REDUCERS[reading.reducer]
-            dtype = np.dtype(eqn.inputs[-1].aval.dtype)
+            dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
             if eqn.primitive.name == "dot_general":
                 dtype = np.dtype(eqn.outputs[0].aval.dtype)
             partial = np.dtype(reducer.partial_dtype(dtype)).name
@@ -301,23 +302,23 @@ def check_keys(program: PlacedProgram) -> None:
         draw = _draw_by_batch(eqn.params["jaxpr"]) if eqn.primitive.name == "bj_map" else None
         if draw is not None:
             raise StagingError(
-                f"{user_line(draw) or eqn.line}: the body {eqn.params['name']} draws from rbg keys "
-                f"({draw.primitive.name}). JAX's vmapped draws from them depend on the other "
-                "members of the batch, so no two shard sizes agree; use threefry keys (the default "
-                "of jax.random.key)"
+                f"{draw[1] or eqn.line}: the body {eqn.params['name']} draws from rbg keys "
+                f"({draw[0]}). JAX's vmapped draws from them depend on the other members of the "
+                "batch, so no two shard sizes agree; use threefry keys (the default of "
+                "jax.random.key)"
             )
 
 
-def _draw_by_batch(closed: Any) -> Any:
-    """An equation in a body whose result, under vmap, depends on the rest of the batch."""
+def _draw_by_batch(closed: Any) -> tuple[str, str] | None:
+    """The primitive and the line of a result in a body that, under vmap, depends on the batch."""
     for eqn in getattr(closed, "jaxpr", closed).eqns:
         keys = str(eqn.invars[0].aval.dtype) if eqn.invars and _is_array(eqn.invars[0]) else ""
         if eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",)):
-            return eqn
+            return eqn.primitive.name, user_line(eqn)
         for inner in jex.jaxprs_in_params(eqn.params):
             found = _draw_by_batch(inner)
             if found is not None:
-                return found
+                return found[0], found[1] or user_line(eqn)
     return None
 
 

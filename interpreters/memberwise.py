@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.flatten import Eqn, aval_of
 from beamjax.interpreters.readings import (
     Axes,
     Local,
@@ -63,7 +63,7 @@ def _elementwise(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     if axis is None or any(len(shape_of(atom)) not in (0, rank) for atom in eqn.inputs):
         return None
     # An unsafe_rbg key is folded by a draw that depends on the other keys of the batch.
-    if eqn.primitive.name == "random_fold_in" and str(eqn.inputs[0].aval.dtype) == "key<urbg>":
+    if eqn.primitive.name == "random_fold_in" and str(aval_of(eqn.inputs[0]).dtype) == "key<urbg>":
         return None
     # A scalar, and a server operand whose axis has size 1, is the same for all members.
     in_axes = tuple(

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters import rules
-from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX, Atom, Eqn, FlatProgram, Var
+from beamjax.interpreters.flatten import (
+    PLACED_OPERATOR_PREFIX,
+    Atom,
+    Eqn,
+    FlatProgram,
+    Var,
+    aval_of,
+)
 from beamjax.interpreters.rules import Fold, Local
 
 
@@ -153,7 +160,7 @@ def _is_operator(eqn: Eqn) -> bool:
 
 def _members(eqn: Eqn) -> int:
     n = eqn.params.get("n")
-    return eqn.inputs[0].aval.shape[0] if n is None else n
+    return aval_of(eqn.inputs[0]).shape[0] if n is None else n
 
 
 def _requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
@@ -195,12 +202,12 @@ def _source_place(var: Var, name: str, wanted: Along | None, keys: _PlacementKey
         return wanted
     if not fitting:
         raise PlacementError(
-            f"{name}: the source has {n} members, but the program's placements have "
-            f"{keys.sizes}; give the placement the size of the source"
+            f"{name}: it has {n} members, but the program's placements have "
+            f"{keys.sizes}; give the placement that size"
         )
     if len(fitting) > 1:
         raise StagingError(
-            f"{name}: the source is not used as a placed value, and fits more than one placement "
+            f"{name}: it is not used as a placed value, and fits more than one placement "
             f"({', '.join(fitting)}); use it in a map_fn or a reduction"
         )
     return Along(fitting[0], 0)

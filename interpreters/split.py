@@ -322,9 +322,11 @@ def _levels(program: PlacedProgram) -> dict[Eqn | Var, int]:
             level = max(levels[eqn], min(uses))
             levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
         for operand, along in _operands(program, eqn):
-            native = isinstance(operand, Var) and program.place(operand) == along
-            stays = isinstance(operand, Var) and not native and operand not in inputs
-            use(operand, levels[operand] if stays and program.place(operand) else levels[eqn])
+            level = levels[eqn]
+            place = program.place(operand)
+            if isinstance(operand, Var) and place not in (None, along) and operand not in inputs:
+                level = levels[operand]  # gathered, so it stays in the pass that makes it
+            use(operand, level)
     return levels
 
 

@@ -60,6 +60,11 @@ with_jvp.defjvp(lambda p, t: (with_jvp(*p), total(t[0], p[1])))
 with_vmap = custom_vmap(total)
 with_vmap.def_vmap(lambda size, batched, w, x: (jax.vmap(total, (0, None))(w, x), True))
 
+
+def both(w, x):
+    return with_vjp(w, x) + with_jvp(w, x)
+
+
 WRAPPERS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,
@@ -70,7 +75,7 @@ WRAPPERS = {
     "custom_jvp": lambda fn: with_jvp,
     "custom_vmap": lambda fn: with_vmap,
     "composite": lambda fn: jax.lax.composite(fn, "test.total"),
-    "nested": lambda fn: jax.jit(jax.checkpoint(jax.jit(lambda w, x: with_vjp(w, x) + with_jvp(w, x)))),
+    "nested": lambda fn: jax.jit(jax.checkpoint(jax.jit(both))),
 }  # fmt: skip
 
 
@@ -218,7 +223,8 @@ def calls_back_in_a_loop_in_body(w, x):
 
 def io_in_body(w, x):
     def body(v):
-        return jax.experimental.io_callback(np.sin, jax.ShapeDtypeStruct(v.shape, v.dtype), v)  # here
+        spec = jax.ShapeDtypeStruct(v.shape, v.dtype)
+        return jax.experimental.io_callback(np.sin, spec, v)  # here
 
     return bj.map_fn(body, x)
 
@@ -275,7 +281,9 @@ def test_references_across_steps():
         ref[...] = total(ref[...], x)
         return ref[...]
 
-    with pytest.raises(StagingError, match="makes a mutable reference outside of the body") as error:
+    with pytest.raises(
+        StagingError, match="makes a mutable reference outside of the body"
+    ) as error:
         run(fn, W, X)
     assert f"{HERE}:{fn.__code__.co_firstlineno + 1} " in str(error.value)
 
@@ -284,7 +292,7 @@ def test_references_across_steps():
 
 
 def lines(fn, *args):
-    return {eqn.primitive.name: eqn.line for eqn in flat(fn, *args).eqns}
+    return {eqn.primitive.name: eqn.line for eqn in reversed(flat(fn, *args).eqns)}
 
 
 def test_lines_are_those_of_the_call():

@@ -80,7 +80,7 @@ def test_huge_members_come_in_eights():
 def test_operands_and_results_of_a_shard_are_bounded():
     @bj.program(clients=10_000)
     def prog(x):
-        return [bj.map_fn(lambda v: jnp.sin(v * i), x) for i in range(1, 200)]
+        return [bj.map_fn(lambda v, i=i: jnp.sin(v * i), x) for i in range(1, 200)]
 
     x = array(10_000, 2048)
     member = 200 * 2048 * 4

@@ -1,0 +1,304 @@
+"""The plan in this process: any split into shards gives the same answer, and it is jit's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import beamjax as bj
+from beamjax.bodies import with_x64
+from beamjax.errors import WorkerError
+from beamjax.execution import bind_inputs, plan_for
+from beamjax.inputs import Inputs
+from beamjax.interpreters import stage
+from beamjax.interpreters.evaluate import evaluate
+from beamjax.options import Options
+
+QUICK = functools.partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def program(n, fn):
+    return bj.program(clients=n)(fn)
+
+
+def run(fn, *args, size=8, **options):
+    return bj.run(fn, *args, runner="local", options={"shard_size": size, **options})
+
+
+def planned(fn, *args, size=8):
+    arguments, key, restore = stage.flatten_arguments(args)
+    plan = plan_for(fn, arguments, key, restore, Options(shard_size=size)).plan
+    return plan, bind_inputs(plan, arguments)
+
+
+def assert_equal(want, got):
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(np.asarray(b), np.asarray(a))
+
+
+def assert_close(want, got, tolerance=1e-5):
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=tolerance, atol=tolerance)
+
+
+# --- any split
+
+
+def reductions(scale, x):
+    y = bj.map_fn(lambda v: v * scale + 1.0, x)
+    return {
+        "sum": bj.reduce_sum(y),
+        "mean": bj.reduce_mean(y),
+        "max": bj.reduce_max(y),
+        "min": bj.reduce_min(y),
+        "any": bj.reduce_any(y > 3),
+        "all": bj.reduce_all(y > 3),
+        "ints": bj.reduce_sum((y * 4).astype("int32")),
+        "prod": bj.reduce_prod((y * 4).astype("int8")),
+        "jnp": jnp.sum(y, 0),
+        "segments": jax.ops.segment_sum(y, jnp.arange(len(x)) % 3, 3),
+        "gram": y.T @ y,
+        "placed": y,
+    }
+
+
+@QUICK(max_examples=8)
+@given(
+    n=st.sampled_from([1, 7, 8, 9, 64, 65, 130]),
+    sizes=st.lists(st.integers(1, 8).map(lambda k: 8 * k), min_size=2, max_size=2, unique=True),
+    seed=st.integers(0, 5),
+)
+def test_no_split_shows(n, sizes, seed):
+    # Multiples of 1/4 below 16: all sums and products are exact in any order.
+    x = jnp.asarray(np.random.default_rng(seed).integers(-64, 64, (n, 3)) / 4, "float32")
+    prog = program(n, reductions)
+    want = jax.jit(prog)(jnp.float32(0.5), x)
+    for size in sizes:
+        got = run(prog, jnp.float32(0.5), x, size=size)
+        np.testing.assert_allclose(got.pop("mean"), want["mean"], rtol=3e-7)
+        assert_equal({k: v for k, v in want.items() if k != "mean"}, got)
+
+
+@functools.cache
+def sums_of_floats():
+    n = 130
+    return program(n, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x), jnp.sum(x)))
+
+
+@QUICK(max_examples=20)
+@given(seed=st.integers(0, 1000), size=st.sampled_from([8, 32, 64]))
+def test_sums_of_floats_are_close_whatever_the_split(seed, size):
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(130, 2)) * 10.0 ** rng.integers(-3, 3, (130, 2))).astype("float32")
+    found = run(sums_of_floats(), x, size=size)
+    exact = x.astype("float64").sum(0)
+    bound = 1e-6 * np.abs(x).sum(0)
+    assert (np.abs(found[0] - exact) <= bound).all()
+    assert (np.abs(found[1] - exact / 130) <= bound / 130).all()
+    assert abs(found[2] - exact.sum()) <= bound.sum()
+
+
+def test_the_order_of_shards_is_irrelevant(monkeypatch):
+    from beamjax.interpreters import evaluate as module
+
+    x = jax.random.normal(jax.random.key(0), (61, 3)) * 1e3
+    prog = program(61, lambda x: (bj.reduce_sum(x), bj.reduce_mean(jnp.sin(x)), x.T @ x, x * 2))
+    forward = run(prog, x)
+    real = module.shards
+    monkeypatch.setattr(module, "shards", lambda n, size: reversed(list(real(n, size))))
+    assert_equal(forward, run(prog, x))
+
+
+def test_members_are_the_same_in_any_company():
+    x = jax.random.normal(jax.random.key(0), (30, 5, 3))
+    body = lambda v: jax.grad(lambda w: jnp.sum(jnp.tanh(v @ w) ** 2))(v[0])
+    prog = program(30, lambda x: bj.map_fn(body, x))
+    others = x.at[:20].set(jnp.nan)
+    assert_equal(run(prog, x)[20:], run(prog, others)[20:])
+    first = program(17, lambda x: bj.map_fn(body, x))
+    assert_equal(run(prog, x)[:17], run(first, x[:17]))
+
+
+# --- compositions of operations
+
+STEPS = {
+    "affine": lambda x, k: x * 3 + k,
+    "xor": lambda x, k: x ^ 5,
+    "fold": lambda x, k: jnp.maximum(x, -x),
+    "where": lambda x, k: jnp.where(x > 2, x, k),
+    "transpose": lambda x, k: jnp.moveaxis(x, 0, k % x.ndim),
+    "sum": lambda x, k: jnp.sum(x, k % x.ndim) if x.ndim > 1 else x,
+    "max_keep": lambda x, k: x - jnp.max(x, k % x.ndim, keepdims=True),
+    "flip": lambda x, k: jnp.flip(x, k % x.ndim),
+    "cumsum": lambda x, k: jnp.cumsum(x, k % x.ndim),
+    "concatenate": lambda x, k: jnp.concatenate([x, -x], k % x.ndim) if x.size < 3000 else x,
+    "tail": lambda x, k: lax.slice_in_dim(x, 1, None, axis=k % x.ndim)
+    if x.shape[k % x.ndim] > 1 else x,
+    "stack": lambda x, k: jnp.stack([x, x + 1], k % x.ndim) if x.ndim < 4 and x.size < 3000 else x,
+    "merge": lambda x, k: x.reshape(*x.shape[: k % x.ndim], -1, *x.shape[k % x.ndim + 2 :]),
+    "expand": lambda x, k: jnp.expand_dims(x, k % x.ndim) if x.ndim < 4 else x,
+    "squeeze": lambda x, k: jnp.squeeze(x),
+    "sort": lambda x, k: jnp.sort(x, k % x.ndim),
+    "index": lambda x, k: jnp.take(x, jnp.asarray([0, 0, k]), axis=k % x.ndim, mode="clip"),
+    "at": lambda x, k: x.at[..., 0].add(7),
+    "row": lambda x, k: x + jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,)),
+    "gram": lambda x, k: jnp.tensordot(x, x, [[k % x.ndim], [k % x.ndim]])
+    if x.ndim == 2 else x,
+    "scatter": lambda x, k: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) % 3, 3),
+    "mask": lambda x, k: x * (jnp.arange(x.shape[0]) != 1).astype(x.dtype).reshape(
+        (-1,) + (1,) * (x.ndim - 1)),
+    "argmax": lambda x, k: jnp.argmax(x, k % x.ndim, keepdims=True) + x,
+    "square": lambda x, k: jnp.einsum("...i,...i->...", x, x)[..., None],
+}  # fmt: skip
+
+
+@QUICK(max_examples=40)
+@given(
+    n=st.sampled_from([1, 3, 8, 11]),
+    dims=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=2),
+    steps=st.lists(
+        st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=4, max_size=9
+    ),
+)
+def test_any_composition(n, dims, steps):
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (n, *dims)), "int32")
+
+    def chain(x):
+        y = bj.map_fn(lambda v: v * 2, x)
+        for name, k in steps:
+            y = STEPS[name](jnp.atleast_1d(y), k)
+        return y, bj.reduce_sum(x)
+
+    prog = program(n, chain)
+    assert_equal(jax.jit(prog)(x), run(prog, x))
+
+
+# --- types
+
+
+def test_64_bit_numbers():
+    with with_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 3)))
+        ids = jnp.arange(11)
+        assert (x.dtype, ids.dtype) == ("float64", "int64")
+
+        def fn(w, x, ids):
+            keys = jax.random.split(jax.random.key(0), 11)
+            y = bj.map_fn(
+                lambda v, i, k: v * w + i.astype(v.dtype) + jax.random.normal(k), (x, ids, keys)
+            )
+            big = bj.map_fn(lambda i: i + 2**40, ids)
+            return (
+                bj.reduce_mean(y), bj.reduce_sum(big), y[2], jnp.sum(ids.astype("float32"), 0),
+                y.at[:, 1].add(1.0), jnp.take_along_axis(y, (ids % 3)[:, None], 1),
+                jnp.arange(11) + ids,
+                jax.ops.segment_sum(y, ids % 3, 4), lax.reduce_sum(ids.astype("int32"), (0,)),
+                y.T @ y, jnp.cumsum(y, 0), lax.dynamic_slice(y, (0, 1), (11, 2)),
+            )  # fmt: skip
+
+        prog = program(11, fn)
+        assert_close(jax.jit(prog)(jnp.ones(3), x, ids), run(prog, jnp.ones(3), x, ids), 1e-12)
+        assert planned(prog, jnp.ones(3), x, ids)[0].x64
+
+
+def test_one_program_at_both_widths():
+    prog = program(9, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x), bj.map_fn(jnp.sin, x)))
+    x = np.arange(9.0)
+    assert {y.dtype.name for y in run(prog, x)} == {"float32"}
+    with with_x64(True):
+        assert {y.dtype.name for y in run(prog, x)} == {"float64"}
+    assert {y.dtype.name for y in run(prog, x)} == {"float32"}
+
+
+def test_python_scalars_as_arguments():
+    fn = lambda rate, x: (bj.map_fn(lambda v: v * rate, x), rate * 2, bj.reduce_sum(x) + rate)
+    prog = program(9, fn)
+    for x in (np.arange(9.0, dtype="float32"), jnp.arange(9, dtype="bfloat16")):
+        assert_close(jax.jit(prog)(0.5, x), run(prog, 0.5, x), 1e-2)
+
+
+def test_keys_of_the_older_kind():
+    with jax.threefry_partitionable(False):
+        prog = program(
+            11,
+            lambda x: bj.map_fn(
+                lambda k, v: v + jax.random.normal(k), (jax.random.split(jax.random.key(3), 11), x)
+            ),
+        )
+        x = jnp.arange(11.0)
+        assert_close(jax.jit(prog)(x), run(prog, x))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_mesh_at_home_does_not_matter(kind):
+    types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((2,), ("clients",), axis_types=types, devices=jax.devices()[:2])
+    prog = program(
+        16, lambda w, x: (bj.reduce_mean(bj.map_fn(lambda v: v * w, x)), x * 2, bj.broadcast(w) + x)
+    )
+    x, w = jnp.arange(16.0 * 3).reshape(16, 3), jnp.ones(3)
+    want = jax.jit(prog)(w, x)
+    with jax.set_mesh(mesh):
+        again = program(16, prog.__wrapped__)
+        assert_close(want, run(again, w, x))
+
+
+# --- the parts of the evaluator
+
+
+def test_only_outputs_that_are_values_come_back():
+    prog = program(9, lambda w, x: (bj.reduce_sum(x * w), x, jnp.float32(3.0)))
+    plan, inputs = planned(prog, jnp.float32(2.0), jnp.arange(9.0))
+    values = evaluate(plan, inputs, Options())
+    assert {name: array.shape for name, array in values.items()} == {plan.outputs[0].value: ()}
+
+
+def test_gathered_and_placed_results_side_by_side():
+    def fn(x):
+        y = bj.map_fn(jnp.sin, x)
+        return jnp.swapaxes(y, 0, 1), y[3], jnp.cumsum(y.T, 1)
+
+    prog, x = program(11, fn), jnp.arange(33.0).reshape(11, 3)
+    assert_close(jax.jit(prog)(x), run(prog, x))
+
+
+def test_a_body_that_fails_names_step_and_shard():
+    prog = program(20, lambda x: bj.map_fn(jnp.sin, x))
+    plan, inputs = planned(prog, jnp.arange(20.0))
+
+    class Broken(Inputs):
+        def reader(self):
+            class Reader:
+                def read(self, names, start, stop):
+                    if start == 8:
+                        raise OSError("no such disk")
+                    return inputs.reader().read(names, start, stop)
+
+            return Reader()
+
+    broken = Broken(plan, inputs.values)
+    with pytest.raises(
+        WorkerError, match=r"shard 1 of placement 'clients', members 8 to 15: OSErr"
+    ):
+        evaluate(plan, broken, Options())
+
+
+def test_fast_reductions():
+    x = jax.random.normal(jax.random.key(0), (50, 3))
+    prog = program(50, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x)))
+    assert_close(run(prog, x), run(prog, x, reduction="fast"), 1e-6)
