@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -62,7 +63,9 @@ def parse_options(options: Any) -> Options:
     if isinstance(options, Sequence) and not isinstance(options, str):
         return _from_own(*_split_flags(options))
     if hasattr(options, "view_as"):
-        return Options(beam=options)
+        found = options.get_all_options(retain_unknown_options=True)
+        own = {key: found[key] for key in OWN if found.get(key) is not None}
+        return replace(_from_own(own, []), beam=options)
     raise OptionsError(
         f"options: found a {type(options).__name__}, expected a dict, a list of flags or a Beam "
         "PipelineOptions"
@@ -70,17 +73,17 @@ def parse_options(options: Any) -> Options:
 
 
 def _split_flags(options: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
-    own: dict[str, Any] = {}
-    flags: list[str] = []
     for flag in options:
         if not isinstance(flag, str):
             raise OptionsError(f"options: found the flag {flag!r}, expected text like '--name=x'")
-        name, separator, value = flag.removeprefix("--").partition("=")
-        if flag.startswith("--") and name in OWN:
-            own[name] = value if separator else True
-        else:
-            flags.append(flag)
-    return own, flags
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for name in OWN:
+        parser.add_argument(f"--{name}")
+    try:
+        found, flags = parser.parse_known_args(list(options))
+    except argparse.ArgumentError as error:
+        raise OptionsError(f"options: {error}") from error
+    return {key: value for key, value in vars(found).items() if value is not None}, flags
 
 
 def _flag(key: str, value: Any) -> str | None:
@@ -99,7 +102,7 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 f"shard_size: found {values['shard_size']!r}, expected a number"
             ) from None
     if isinstance(values.get("platforms"), str):
-        values["platforms"] = tuple(values["platforms"].split(","))
+        values["platforms"] = values["platforms"].split(",")
     return _checked(replace(Options(), **values, beam=tuple(flags)))
 
 
@@ -109,8 +112,9 @@ def _checked(options: Options) -> Options:
             f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
         )
     if options.platforms is not None:
-        unknown = set(options.platforms) - {"cpu", "cuda", "rocm", "tpu"}
-        if unknown or isinstance(options.platforms, str):
+        names = options.platforms
+        listed = isinstance(names, Sequence) and not isinstance(names, str)
+        if not listed or not names or not set(names) <= {"cpu", "cuda", "rocm", "tpu"}:
             raise OptionsError(
                 f"platforms: found {options.platforms!r}, expected a list of cpu, cuda, rocm, tpu"
             )

@@ -20,11 +20,12 @@ from beamjax.pipelines.combiners import (
     FinishPieces,
     MergeAccumulators,
     PartsOfBlocks,
+    PartsOfSource,
 )
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import Sources, Task
+from beamjax.pipelines.tasks import AnyStep, Sources, Task
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
 
@@ -139,7 +140,7 @@ class Graph:
             carried,
             self.options.reduction,
         )
-        blocks = stream.blocks if stream else self._ranges(step)
+        blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
         outputs = blocks | step.name >> beam.ParDo(fn, *environments).with_outputs(
             PARTIALS, main="blocks"
@@ -162,24 +163,27 @@ class Graph:
         )
         results = [r.result for lane in step.lanes for r in lane.reductions]
         if not finish.whole:
-            shapes = {name: self.plan.values[name].shape for name in results}
+            types = {name: self.plan.values[name] for name in results}
             parts = self._together(step.name, parts) | f"{step.name}/Assemble" >> beam.ParDo(
-                Assemble(self.store, shapes, {})
+                Assemble(self.store, types, {})
             )
         self._serve(parts, results)
 
     def gather(self, step: Gather) -> None:
         """Adds a step that makes a placed value a server value."""
-        if step.operand in self.inputs.sources.where:
-            self.static[step.result] = self._read_whole(step)
-            return
-        value = self.plan.values[step.operand]
-        n = self.plan.sizes[value.placement or ""]
-        shape = (*value.shape[: step.axis], n, *value.shape[step.axis :])
-        parts = self.placed(step.operand) | f"{step.name}/Parts" >> beam.ParDo(
-            PartsOfBlocks(self.store, step.operand, step.result)
-        )
-        assemble = Assemble(self.store, {step.result: shape}, {step.result: step.axis})
+        where = self.inputs.sources.where
+        placement = self.plan.values[step.operand].placement or ""
+        label = f"{step.name}/Parts"
+        if step.operand in where:
+            sources = self._sources({step.operand: where[step.operand]})
+            n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
+            parts = self._ranges(step.name, placement) | label >> beam.ParDo(
+                PartsOfSource(self.store, sources, step, n, size)
+            )
+        else:
+            parts = self.placed(step.operand) | label >> beam.ParDo(PartsOfBlocks(self.store, step))
+        types = {step.result: self.plan.values[step.result]}
+        assemble = Assemble(self.store, types, {step.result: step.axis})
         environment = self._together(step.name, parts) | step.name >> beam.ParDo(assemble)
         self._serve(environment, [step.result])
 
@@ -216,7 +220,7 @@ class Graph:
         needed = {self.served[name] for name in names if name in self.served}
         return [found for found in dict.fromkeys(self.served.values()) if found in needed]
 
-    def _task(self, step: Map | Server, served: Iterable[str] | None = None) -> Task:
+    def _task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
         """What a worker needs of a step; with its body, if it reads server values to run it."""
         static = {name: self.static[name] for name in served or () if name in self.static}
         bodies = {}
@@ -234,15 +238,15 @@ class Graph:
         nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
         return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
 
-    def _ranges(self, step: Map) -> beam.PCollection:
-        count = self.plan.shards(step.placement)
+    def _ranges(self, name: str, placement: str) -> beam.PCollection:
+        count = self.plan.shards(placement)
         ranges = (
             self.root
-            | f"{step.name}/Impulse" >> beam.Impulse()
-            | f"{step.name}/Shards" >> beam.ParDo(Ranges(count, -(-count // MAX_RANGES)))
+            | f"{name}/Impulse" >> beam.Impulse()
+            | f"{name}/Shards" >> beam.ParDo(Ranges(count, -(-count // MAX_RANGES)))
         )
         if self.spread and count > 1:
-            ranges |= f"{step.name}/Deal" >> beam.Reshuffle()
+            ranges |= f"{name}/Deal" >> beam.Reshuffle()
         return ranges
 
     def _stream(self, step: Map, needed: set[str]) -> _Stream | None:
@@ -268,12 +272,6 @@ class Graph:
         used = sorted({source for source, _ in where.values()})
         specs = tuple(self.inputs.sources.specs[i] for i in used)
         return Sources(specs, {name: (used.index(i), leaf) for name, (i, leaf) in where.items()})
-
-    def _read_whole(self, step: Gather) -> Ref:
-        n = self.plan.sizes[self.plan.values[step.operand].placement or ""]
-        (array,) = self.inputs.sources.open().read([step.operand], 0, n).values()
-        array = array.astype(self.plan.values[step.result].dtype, copy=False)
-        return self.store.put([np.moveaxis(array, 0, step.axis)], step.result)
 
 
 def result_numbers(plan: Plan) -> dict[str, int]:

@@ -14,10 +14,10 @@ from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import StepFn, Task
-from beamjax.plan import Lane, Map
+from beamjax.pipelines.tasks import Sources, StepFn, Task
+from beamjax.plan import Gather, Lane, Map, ValueType
 from beamjax.reducers import decode_accumulator
-from beamjax.shards import finish_lane
+from beamjax.shards import finish_lane, shards
 
 PIECE_VALUES = 1 << 20
 """Values in a piece: an exact accumulator of as many float32 takes 16 MiB, and 64 MiB at worst."""
@@ -118,7 +118,7 @@ class FinishPieces(StepFn):
 
     yields = Environment
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task[Map]):
         self.task = task
         self.whole = len(step_pieces(task.step)) == 1
 
@@ -140,17 +140,15 @@ class Assemble(StepFn):
     """Parts of values, named `name|offset`, to whole server values.
 
     Args:
-      shapes: of the whole values, by name. Parts follow one another along their first axis.
+      types: of the whole values, by name. Parts follow one another along their first axis.
       axes: where that axis goes in the whole value, by name. Other values have flat parts.
     """
 
     yields = Environment
 
-    def __init__(
-        self, store: Store, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
-    ):
+    def __init__(self, store: Store, types: Mapping[str, ValueType], axes: Mapping[str, int]):
         self.store = store
-        self.shapes = dict(shapes)
+        self.types = dict(types)
         self.axes = dict(axes)
 
     def process(self, element: tuple[Any, Iterable[Environment]]) -> Iterator[Environment]:
@@ -165,23 +163,56 @@ class Assemble(StepFn):
             array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
             if name in self.axes:
                 array = np.moveaxis(array, 0, self.axes[name])
-            whole[name] = self.store.put([array.reshape(self.shapes[name])], name)
+            array = array.reshape(self.types[name].shape)
+            array = array.astype(self.types[name].dtype, copy=False)
+            whole[name] = self.store.put([array], name)
         yield Environment(whole)
 
 
 class PartsOfBlocks(StepFn):
-    """The members of one placed value in each block, as parts to be assembled."""
+    """The members of the placed value of a `Gather` in each block, as parts to be assembled."""
 
     yields = Environment
 
-    def __init__(self, store: Store, operand: str, result: str):
+    def __init__(self, store: Store, step: Gather):
         self.store = store
-        self.operand = operand
-        self.result = result
+        self.step = step
 
     def process(self, block: Block) -> Iterator[Environment]:
-        ref = self.store.put([block.values[self.operand]], self.result)
-        yield Environment({f"{self.result}|{block.start}": ref})
+        ref = self.store.put([block.values[self.step.operand]], self.step.result)
+        yield Environment({f"{self.step.result}|{block.start}": ref})
+
+
+class PartsOfSource(StepFn):
+    """The same of an input, which is read here; elements are ranges of shards.
+
+    Args:
+      store: where the parts go.
+      sources: the one that has the operand.
+      step: the `Gather`.
+      n: the number of members.
+      size: members in a shard.
+    """
+
+    yields = Environment
+
+    def __init__(self, store: Store, sources: Sources, step: Gather, n: int, size: int):
+        self.store = store
+        self.sources = sources
+        self.step = step
+        self.n = n
+        self.size = size
+
+    def setup(self) -> None:
+        """Opens the source."""
+        self.reader = self.sources.open()
+
+    def process(self, element: tuple[int, int]) -> Iterator[Environment]:
+        step = self.step
+        for shard in shards(self.n, self.size, *element):
+            values = self.reader.read([step.operand], shard.start, shard.start + shard.count)
+            ref = self.store.put([values[step.operand]], step.result)
+            yield Environment({f"{step.result}|{shard.start}": ref})
 
 
 def _encoded(accumulator: Any) -> bytes:

@@ -10,7 +10,7 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import apache_beam as beam
 import numpy as np
@@ -26,10 +26,11 @@ from beamjax.sources import open_spec
 
 MAX_EXECUTORS = 8
 T = TypeVar("T")
+AnyStep = TypeVar("AnyStep", Map, Server)
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Generic[AnyStep]):
     """A step, and where a worker finds what it needs.
 
     Attributes:
@@ -41,7 +42,7 @@ class Task:
     """
 
     plan: Plan
-    step: Map | Server
+    step: AnyStep
     bodies: Mapping[str, tuple[str, Mapping[str, Ref]]]
     static: Mapping[str, Ref]
     store: Store
@@ -65,20 +66,21 @@ class Task:
         }
         return replace(self.plan, bodies=bodies)
 
-    def executor(self, refs: Mapping[str, Ref]) -> ShardExecutor:
-        """The executor of this pass, shared by the threads of this process.
 
-        Args:
-          refs: to all server values that the pass reads, by name.
-        """
-        step = self.step
-        assert isinstance(step, Map)
-        broadcasts = {name: refs[name] for name in step.broadcasts}
-        size = self.plan.shard_sizes[step.placement]
-        key = (step, size, self.plan.x64, *(ref.key for ref in broadcasts.values()))
-        return _executors.get(
-            key, lambda: ShardExecutor(self.with_bodies(), step, self.arrays(broadcasts))
-        )
+def executor(task: Task[Map], refs: Mapping[str, Ref]) -> ShardExecutor:
+    """The executor of a pass, shared by the threads of this process.
+
+    Args:
+      task: the pass.
+      refs: to all server values that it reads, by name.
+    """
+    step = task.step
+    broadcasts = {name: refs[name] for name in step.broadcasts}
+    size = task.plan.shard_sizes[step.placement]
+    key = (step, size, task.plan.x64, *(ref.key for ref in broadcasts.values()))
+    return _executors.get(
+        key, lambda: ShardExecutor(task.with_bodies(), step, task.arrays(broadcasts))
+    )
 
 
 @dataclass(frozen=True)

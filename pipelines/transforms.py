@@ -196,8 +196,8 @@ class KeyByShard(StepFn):
 
     def process(self, element: Any) -> Iterator[Any]:
         index, member = self._indexed(element)
-        expected = jax.tree_util.tree_structure(self.template)
-        found = jax.tree_util.tree_structure(member)
+        expected: Any = jax.tree_util.tree_structure(self.template)
+        found: Any = jax.tree_util.tree_structure(member)
         if found != expected:
             raise StructureError(
                 f"transform: member {index} is the tree {found}, expected {expected}"

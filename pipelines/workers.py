@@ -12,14 +12,13 @@ from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
-from beamjax.bodies import load_body, with_x64
-from beamjax.errors import BeamjaxError, WorkerError
+from beamjax.bodies import run_server
 from beamjax.pipelines.combiners import Piece, key_of, step_pieces
 from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.tasks import Sources, StepFn, Task
+from beamjax.pipelines.tasks import Sources, StepFn, Task, executor
 from beamjax.plan import Map, Server
 from beamjax.reducers import make_accumulator
-from beamjax.shards import Shard, ShardExecutor, shard_error, shards
+from beamjax.shards import Shard, ShardExecutor, shard_errors, shards
 
 PARTIALS = "partials"
 
@@ -56,7 +55,7 @@ class MapShards(StepFn):
 
     def __init__(
         self,
-        task: Task,
+        task: Task[Map],
         sources: Sources,
         scattered: Mapping[str, tuple[str, int]],
         carried: tuple[str, ...],
@@ -84,7 +83,7 @@ class MapShards(StepFn):
     def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
         if self.execute is None:
             self.execute = self._prepare(served)
-        step: Map = self.task.step
+        step = self.task.step
         for shard, live in self._shards(element):
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             operands = known | self._read(shard, [n for n in step.operands if n not in known])
@@ -114,7 +113,7 @@ class MapShards(StepFn):
             placed: np.moveaxis(self.task.store.get(refs[name])[0], axis, 0)
             for placed, (name, axis) in self.scattered.items()
         }
-        return self.task.executor(refs)
+        return executor(self.task, refs)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
         plan, placement = self.task.plan, self.task.step.placement
@@ -126,12 +125,8 @@ class MapShards(StepFn):
             yield shard, {}
 
     def _read(self, shard: Shard, names: list[str]) -> dict[str, np.ndarray]:
-        try:
+        with shard_errors(self.task.step, shard):
             return self.reader.read(names, shard.start, shard.start + shard.count)
-        except BeamjaxError:
-            raise
-        except Exception as error:
-            raise shard_error(self.task.step, shard, error) from error
 
     def _add(self, shard: Shard, partials: list[np.ndarray]) -> None:
         lanes = self.task.step.lanes
@@ -157,19 +152,12 @@ class RunServer(StepFn):
 
     yields = Environment
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task[Server]):
         self.task = task
 
     def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
         task, step = self.task, self.task.step
-        assert isinstance(step, Server)
         known = (element, *served) if isinstance(element, Environment) else served
         arrays = task.arrays(task.refs(step.inputs, known))
-        call = load_body(step.body, task.with_bodies().bodies[step.body])
-        try:
-            with with_x64(task.plan.x64):
-                outs = [np.asarray(out) for out in call(*(arrays[name] for name in step.inputs))]
-        except Exception as error:
-            raise WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}") from error
-        values = zip(step.outputs, outs, strict=True)
-        yield Environment({name: task.store.put([out], name) for name, out in values})
+        made = run_server(task.with_bodies(), step, arrays)
+        yield Environment({name: task.store.put([out], name) for name, out in made.items()})

@@ -15,6 +15,7 @@ from beamjax.pipelines.combiners import (
     Assemble,
     MergeAccumulators,
     PartsOfBlocks,
+    PartsOfSource,
     Piece,
     key_of,
     lane_pieces,
@@ -22,8 +23,10 @@ from beamjax.pipelines.combiners import (
 )
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Store
-from beamjax.plan import Lane, Map
+from beamjax.pipelines.tasks import Sources
+from beamjax.plan import Gather, Lane, Map, ValueType
 from beamjax.reducers import decode_accumulator, make_accumulator
+from beamjax.sources import from_arrays, live_spec, register, release
 
 RNG = np.random.default_rng(0)
 PARTIALS = (RNG.normal(size=(6, 4)) * 10.0 ** RNG.integers(-20, 20, (6, 4))).astype(np.float32)
@@ -142,19 +145,30 @@ def test_parts_in_any_order_are_assembled(tmp_path):
         Environment({f"{name}|{i}": store.put([flat[i : i + 5]]) for name in ("a", "b|c")})
         for i in (10, 0, 5)
     ]
-    fn = Assemble(store, {"a": (3, 4), "b|c": (12,)}, {})
+    types = {"a": ValueType((3, 4), "float64"), "b|c": ValueType((12,), "float32")}
+    fn = Assemble(store, types, {})
     (environment,) = fn.process((b"", parts))
     np.testing.assert_array_equal(store.get(environment.values["a"])[0], flat.reshape(3, 4))
-    np.testing.assert_array_equal(store.get(environment.values["b|c"])[0], flat)
+    (narrow,) = store.get(environment.values["b|c"])
+    np.testing.assert_array_equal(narrow, flat)
+    assert narrow.dtype == np.float32
 
 
 def test_members_are_gathered_along_their_axis(tmp_path):
     store = Store(str(tmp_path))
     x = np.arange(20 * 3).reshape(20, 3)
-    parts = PartsOfBlocks(store, "y", "whole")
+    step = Gather("gather_0", "y", "whole", 1, "why", "where")
+    parts = PartsOfBlocks(store, step)
     found = []
     for start in (16, 0, 8):
         values = x[start : start + 8]
         found += parts.process(Block(start, len(values), 8, {"y": values}))
-    (environment,) = Assemble(store, {"whole": (3, 20)}, {"whole": 1}).process((b"", found))
-    np.testing.assert_array_equal(store.get(environment.values["whole"])[0], x.T)
+    token = register(from_arrays(x))
+    reading = PartsOfSource(store, Sources((live_spec(token),), {"y": (0, 0)}), step, 20, 8)
+    reading.setup()
+    read = [part for range_ in [(2, 3), (0, 2)] for part in reading.process(range_)]
+    release(token)
+    for environments in (found, read):
+        assemble = Assemble(store, {"whole": ValueType((3, 20), "int64")}, {"whole": 1})
+        (environment,) = assemble.process((b"", environments))
+        np.testing.assert_array_equal(store.get(environment.values["whole"])[0], x.T)

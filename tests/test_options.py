@@ -51,7 +51,7 @@ def test_beams_own_options_are_handed_on():
         (["--reduction=slow"], "reduction: found 'slow'"),
         (Options(reduction="slow"), "reduction: found 'slow'"),
         ({"platforms": ["cpu", "npu"]}, r"platforms: found \['cpu', 'npu'\], expected a list of"),
-        (["--platforms=cpu,npu"], r"platforms: found \('cpu', 'npu'\)"),
+        (["--platforms=cpu,npu"], r"platforms: found \['cpu', 'npu'\]"),
     ],
     ids=str,
 )
@@ -70,3 +70,16 @@ def test_a_plan_depends_on_what_shapes_its_bodies():
 def test_options_are_hashable_whatever_beam_gets():
     assert hash(Options(beam=["--a"])) == hash(Options())
     assert set(OWN) == {"shard_size", "reduction", "platforms", "work_folder"}
+
+
+def test_own_options_in_any_form():
+    expected = Options(shard_size=64, platforms=("cpu", "cuda"))
+    flags = ["--shard_size=64", "--platforms=cpu,cuda"]
+    for given in (
+        flags,
+        ["--shard_size", "64", "--platforms", "cpu,cuda"],
+        {"shard_size": 64, "platforms": ["cpu", "cuda"]},
+        PipelineOptions(flags),
+    ):
+        found = parse_options(given)
+        assert (found.shard_size, found.platforms) == (expected.shard_size, expected.platforms)

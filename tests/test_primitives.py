@@ -454,7 +454,9 @@ def tanh_loss(n):
     )
 
 
-@pytest.mark.parametrize("transform", [eager, jax.grad, jax.hessian], ids=str)
+@pytest.mark.parametrize(
+    "transform", [eager, jax.grad, jax.hessian], ids=["eager", "grad", "hessian"]
+)
 def test_symbolic_members(transform):
     spec = lambda struct, n: (struct((3,), "float32"), struct((n, 3), "float32"))
     exported, direct = symbolic(lambda n: transform(tanh_loss(n)), spec)

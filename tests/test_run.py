@@ -2,10 +2,10 @@
 
 import concurrent.futures
 import functools
+import gc
 import os
 import re
 import tempfile
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ import pytest
 from programs import CASES, KEY, M, N, W, X, Y
 
 import beamjax as bj
+from beamjax import source_base
 from beamjax.errors import StagingError
+from beamjax.pipelines import files, store, tasks
 
 UNPLANNED = [
     name
@@ -189,6 +191,9 @@ def stages(w, x):
 ARGS = W, np.random.default_rng(0).normal(size=(100, 5, 3)).astype("float32")
 
 
+THREADS = "--direct_running_mode=multi_threading"
+
+
 def run_stages(*flags, **more):
     return bj.run(stages, *ARGS, options=["--shard_size=8", *flags], **more)
 
@@ -196,7 +201,7 @@ def run_stages(*flags, **more):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--direct_running_mode=multi_threading", "--direct_num_workers=2"],
+        [THREADS, "--direct_num_workers=2"],
         ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
         ["--direct_runner_bundle_repeat=1"],
     ],
@@ -231,6 +236,18 @@ def test_shards_of_another_size_give_results_within_rounding():
     assert_close(bj.run(stages, *ARGS, options={"shard_size": 32}), run_stages())
 
 
+@pytest.mark.parametrize("flags", [[], ["--direct_num_workers=2", THREADS]], ids=["one", "two"])
+def test_sources_that_are_gathered_are_read_on_the_workers(flags):
+    wide = bj.from_arrays(np.asarray(ARGS[1], np.float64))
+    program = bj.program(clients=100)(lambda x: (x @ W, x[3], bj.reduce_sum(x), jnp.sort(x, 0)))
+    results = [
+        bj.run(program, wide, runner=runner, options=["--shard_size=8", *rest])
+        for runner, rest in (("local", []), ("DirectRunner", flags))
+    ]
+    assert_same_bits(*results)
+    np.testing.assert_array_equal(results[0][3], np.sort(ARGS[1], axis=0))
+
+
 def test_x64_programs_run_outside_of_x64():
     with jax.enable_x64(True):
         args = [np.asarray(arg, np.float64) for arg in ARGS]
@@ -250,9 +267,8 @@ def empty_tmp(tmp_path, monkeypatch):
 
 
 def live_sources():
-    from beamjax import source_base
-
-    return dict(source_base._LIVE)
+    gc.collect()  # earlier pipelines
+    return set(source_base._LIVE)
 
 
 @pytest.mark.parametrize("work_folder", [False, True])
@@ -260,8 +276,6 @@ def test_a_run_leaves_nothing(empty_tmp, work_folder, monkeypatch):
     modes = []
     folder = empty_tmp / "work"
     folder.mkdir()
-    from beamjax.pipelines import files
-
     write = files.write
 
     def spy(path, *args, **kwargs):
@@ -292,14 +306,11 @@ def test_a_run_that_fails_leaves_nothing(empty_tmp, broken, monkeypatch):
 
 
 def test_a_run_on_processes_leaves_nothing(empty_tmp):
-    with warnings.catch_warnings():
-        bj.run(stages, *ARGS, options=["--direct_running_mode=multi_processing"])
+    run_stages("--direct_running_mode=multi_processing")
     assert list(empty_tmp.rglob("*")) == []
 
 
 def test_a_run_keeps_no_values_of_it(monkeypatch):
-    from beamjax.pipelines import store, tasks
-
     monkeypatch.setattr(store, "INLINE_BYTES", 0)
     run_stages()
     assert not store._CACHE._values

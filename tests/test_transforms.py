@@ -39,6 +39,12 @@ def two_passes(w, d):
     return {"mean": mean, "placed": [z, y], "max": bj.reduce_max(z), "none": None}
 
 
+@pytest.fixture(autouse=True)
+def _own_tmp(tmp_path, monkeypatch):
+    """Beam leaves a folder for each pipeline that is made and not run."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def pipeline(*flags):
     return beam.Pipeline(runner=FnApiRunner(), options=PipelineOptions(list(flags)))
 
@@ -248,8 +254,8 @@ def test_beams_own_direct_runner():
 
 
 def test_nothing_is_left_once_the_pipeline_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    gc.collect()  # earlier pipelines
     before = dict(source_base._LIVE)
     with pipeline() as p:
         p | bj.transform(total, W, bj.from_arrays(X))
