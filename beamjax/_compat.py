@@ -19,7 +19,6 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
-
 config: Any = jax.config
 """JAX's settings; type checkers see none of their names in `jax.config`."""
 

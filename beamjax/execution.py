@@ -155,18 +155,25 @@ def make_plan(
     """Stage, flatten, place, split, lower."""
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed)
-    known = {
-        var: argument.path
-        for var, argument in zip(flat.arguments, arguments, strict=True)
-        if argument.comes_by_shards
-    }
-    placed = _place.place(flat, known, staged.placements)
+    placed = placed_program(staged, flat, arguments)
     _lower.check_keys(placed)
     pieces = _split.split(placed)
     paths = [argument.path for argument in arguments]
     paths += [f"constant {i}" for i in range(len(flat.constants))]
     plan = _lower.lower(placed, pieces, paths, staged.name, options)
     return Planned(staged, flat, placed, pieces, plan)
+
+
+def placed_program(
+    staged: _stage.Staged, flat: _flatten.FlatProgram, arguments: Sequence[Argument]
+) -> _place.PlacedProgram:
+    """A flat program with a place for every value; what comes by shards is placed in any case."""
+    known = {
+        var: argument.path
+        for var, argument in zip(flat.arguments, arguments, strict=True)
+        if argument.comes_by_shards
+    }
+    return _place.place(flat, known, staged.placements)
 
 
 _plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()

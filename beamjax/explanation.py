@@ -19,7 +19,6 @@ from beamjax import execution
 from beamjax.errors import OptionsError
 from beamjax.facts import PlanFacts, StepFact, ValueFact, input_facts, plan_facts
 from beamjax.interpreters import flatten as _flatten
-from beamjax.interpreters import place as _place
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
@@ -286,6 +285,5 @@ def _stage_text(
     flat = _flatten.flatten(staged.closed)
     if stage == "flat":
         return str(flat)
-    inputs = zip(flat.arguments, arguments, strict=True)
-    placed = _place.place(flat, {var: arg.path for var, arg in inputs if arg.is_source})
+    placed = execution.placed_program(staged, flat, arguments)
     return str(placed) if stage == "placed" else graph_text(_split.split(placed))

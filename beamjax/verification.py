@@ -311,7 +311,8 @@ def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """
     x, y = _parts(a), _parts(b)
     distance = _unsigned_difference(_ordered(x), _ordered(y))
-    nan_x, nan_y = np.isnan(x), np.isnan(y)
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns of signalling NaNs
+        nan_x, nan_y = np.isnan(x), np.isnan(y)
     distance[nan_x | nan_y] = NAN_DISTANCE
     distance[nan_x & nan_y] = 0
     return distance.max(axis=-1)
