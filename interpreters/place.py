@@ -22,6 +22,8 @@ from beamjax.interpreters.flatten import (
 )
 from beamjax.interpreters.rules import Fold, Local
 
+MAX_MEMBERS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Along:
@@ -80,10 +82,17 @@ def place(
         to be gathered: `jnp.mean(x, 0)` in a program is a reduction.
 
     Raises:
-      PlacementError: a source has another number of members than the placement it is used for.
+      PlacementError: a source has another number of members than the placement it is used for, or
+        a placement has too many.
       StagingError: a source is not used as a placed value.
     """
     keys = _PlacementKeys(flat, placements)
+    for key, n in keys.sizes.items():
+        if n > MAX_MEMBERS:
+            raise PlacementError(
+                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: a shard knows "
+                "its first member by an int32"
+            )
     wanted = _wanted(flat, keys)
     fixed: dict[Var, Along] = {}
     for var in flat.inputs:

@@ -243,3 +243,10 @@ def test_inputs_of_gathered_values_stay_on_the_server():
 
     assert places(prog, W, X, Y)[0] == [None, None, FIRST]
     check(prog, W, X, Y)
+
+
+def test_more_members_than_an_index_can_count():
+    prog = bj.program(clients=2**31)(lambda: bj.reduce_sum(bj.broadcast(1.0)))
+    message = r"placement 'clients' has 2147483648 members, expected at most 2147483647"
+    with pytest.raises(PlacementError, match=message):
+        bj.explain(prog)
