@@ -78,6 +78,21 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     return jex.ClosedJaxpr(jaxpr, []), [*closed.consts, *jit_consts]
 
 
+def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    """Replaces the primitives of hijax, such as that of `jnp.searchsorted`, by what they mean.
+
+    Returns:
+      A jaxpr without consts, and the values of its new leading inputs.
+    """
+    public: Any = pe  # of JAX 0.12; bodies of 0.10 hold no such primitives
+    return hoist_consts(public.lower_jaxpr2(closed))
+
+
+def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Registers how `primitive` is bound again once its jaxprs must be free of hijax."""
+    primitive.to_lojax = rule
+
+
 _new_var = jex.gensym()
 
 

@@ -114,7 +114,7 @@ def load_body(key: str, body: Body) -> Callable[..., Any]:
     Raises:
       WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it.
     """
-    platform = _platform()
+    platform = default_platform()
     with _loading:
         if (key, platform) not in _loaded:
             if platform not in body.artefacts:
@@ -159,7 +159,8 @@ def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dic
     return dict(zip(step.outputs, outs, strict=True))
 
 
-def _platform() -> str:
+def default_platform() -> str:
+    """The platform of this process, by the name that `jax.export` gives it."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend
 

@@ -195,6 +195,18 @@ map_p.def_impl(_map_over_axis)
 _compat.register_lowering(map_p, _map_over_axis)
 
 
+def _map_to_lojax(
+    *args: Any, jaxpr: jex.ClosedJaxpr, num_broadcast: int, **params: Any
+) -> list[jax.Array]:
+    """JAX asks for this before it compiles a map whose body holds primitives of hijax."""
+    lowered, consts = _compat.lower_high(jaxpr)
+    num_broadcast += len(consts)
+    return map_p.bind(*consts, *args, jaxpr=lowered, num_broadcast=num_broadcast, **params)
+
+
+_compat.register_to_lojax(map_p, _map_to_lojax)
+
+
 # --- broadcast and size
 
 

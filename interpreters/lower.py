@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.bodies import export_body, unwrap, value_type, wrap
+from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
 from beamjax.errors import StagingError
 from beamjax.interpreters import rules
 from beamjax.interpreters.flatten import Atom, Eqn, Var, aval_of, user_line
@@ -65,7 +65,7 @@ class _Lowering:
     def __init__(self, program: PlacedProgram, pieces: Sequence[Piece], options: Options):
         self.program = program
         self.pieces = pieces
-        self.platforms = options.platforms or (_default_platform(),)
+        self.platforms = options.platforms or (default_platform(),)
         self.sizes = shard_sizes(program, pieces, options)
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
@@ -257,11 +257,6 @@ class _Lowering:
             key, exported = export_body(name, body, arguments, self.platforms, lines)
         self.bodies[key] = exported
         return key
-
-
-def _default_platform() -> str:
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
 
 
 def _why(user: Eqn) -> str:

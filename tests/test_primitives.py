@@ -500,3 +500,21 @@ def test_python_scalars_are_cotangents(op, share):
     reduce = getattr(bj, f"reduce_{op}")
     _, pull = jax.vjp(bj.program(clients=4)(reduce), jnp.ones(4))
     np.testing.assert_array_equal(pull(1.0)[0], np.full(4, share, np.float32))
+
+
+def body_of_hijax(v, w):
+    """On JAX 0.12, `searchsorted` is a primitive that has to be lowered before it compiles."""
+    return jnp.histogram(v * w, bins=5, range=(-2, 2))[0], jnp.searchsorted(jnp.sort(v), 0.1)
+
+
+@pytest.mark.parametrize("wrap", [eager, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_primitives_of_hijax_in_bodies(wrap):
+    prog = bj.program(clients=N)(
+        lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: body_of_hijax(v, w), x))
+    )
+    expected = lambda w, x: jax.tree.map(
+        lambda leaf: jnp.sum(leaf, 0), jax.vmap(lambda v: body_of_hijax(v, w))(x)
+    )
+    x = jax.random.normal(jax.random.key(0), (2, N, 9))
+    args = (jnp.ones(2), x) if wrap is jax.vmap else (jnp.float32(1.0), x[0])
+    jax.tree.map(np.testing.assert_array_equal, wrap(prog)(*args), wrap(expected)(*args))
