@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from beamjax.accumulators import Accumulator
 from beamjax.bodies import load_body, with_x64
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.plan import Lane, Map, Plan
@@ -104,8 +105,12 @@ def shard_errors(step: Map, shard: Shard) -> Iterator[None]:
 
 def new_accumulators(step: Map, mode: Any) -> list[Any]:
     """An empty accumulator for each lane of a step."""
-    return [make_accumulator(lane.kind, np.dtype(lane.dtype), lane.size, mode=mode)
-            for lane in step.lanes]  # fmt: skip
+    return [new_accumulator(lane, lane.size, mode) for lane in step.lanes]
+
+
+def new_accumulator(lane: Lane, size: int, mode: Any) -> Accumulator:
+    """An empty accumulator for `size` values of a lane: all of them, or a piece."""
+    return make_accumulator(lane.kind, np.dtype(lane.dtype), size, mode=mode)
 
 
 def finish_lane(

@@ -17,8 +17,7 @@ from beamjax.pipelines.combiners import Piece, key_of, step_pieces
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.tasks import Sources, StepFn, Task, executor
 from beamjax.plan import Map, Server
-from beamjax.reducers import make_accumulator
-from beamjax.shards import Shard, ShardExecutor, shard_errors, shards
+from beamjax.shards import Shard, ShardExecutor, new_accumulator, shard_errors, shards
 
 PARTIALS = "partials"
 
@@ -132,12 +131,7 @@ class MapShards(StepFn):
         lanes = self.task.step.lanes
         if self.accumulators is None:
             self.accumulators = {
-                piece: make_accumulator(
-                    lanes[piece.lane].kind,
-                    np.dtype(lanes[piece.lane].dtype),
-                    piece.stop - piece.start,
-                    mode=self.mode,
-                )
+                piece: new_accumulator(lanes[piece.lane], piece.stop - piece.start, self.mode)
                 for piece in step_pieces(self.task.step)
             }
         for piece, accumulator in self.accumulators.items():
