@@ -9,7 +9,7 @@ nothing that runs a plan needs to know more of JAX than how to call an executabl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,7 +160,111 @@ class Scatter:
     line: str
 
 
-Step = Server | Map | Gather | Scatter
+@dataclass(frozen=True)
+class Block:
+    """Steps that run as one: a branch, a condition, or one round of a loop.
+
+    They read their own values and those of the blocks around them.
+
+    Attributes:
+      steps: in order.
+      outputs: names of the values that leave the block: made in it, or known outside.
+    """
+
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A value that one round of a loop hands to the next; server or placed, the same in all.
+
+    Attributes:
+      init: name of its value before the first round.
+      param: name under which a round reads it.
+      result: name of its value after the last round.
+    """
+
+    init: str
+    param: str
+    result: str
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A value of which each round of a loop reads one entry.
+
+    The entries lie along axis 0 of a server value, and of each member of a placed value.
+
+    Attributes:
+      operand: name of the whole.
+      param: name under which a round reads its entry.
+    """
+
+    operand: str
+    param: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Rounds of one block, `lax.scan` or `lax.while_loop` around placed operators.
+
+    The outputs of the block are the next value of each carried one, and then one entry for each
+    stacked result. All are read before any is handed on.
+
+    Attributes:
+      rounds: how many, or None if a condition says so.
+      condition: a block over the same params, with a server boolean as its only output, or None.
+      block: one round.
+      carried: values that rounds hand on.
+      sliced: values that rounds read an entry of.
+      stacked: names of the values that hold the entries of all rounds, laid out as in `Sliced`.
+      reverse: whether the first round reads and gives the last entry.
+      line: the user's line.
+    """
+
+    name: str
+    rounds: int | None
+    condition: Block | None
+    block: Block
+    carried: tuple[Carried, ...]
+    sliced: tuple[Sliced, ...]
+    stacked: tuple[str, ...]
+    reverse: bool
+    line: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One of several blocks, `lax.cond` or `lax.switch` around placed operators.
+
+    Attributes:
+      index: name of a server int32 or boolean: the number of the block, clamped to those there are.
+      blocks: of which one is run.
+      results: names of its outputs afterwards; an output is placed alike in all blocks.
+      line: the user's line.
+    """
+
+    name: str
+    index: str
+    blocks: tuple[Block, ...]
+    results: tuple[str, ...]
+    line: str
+
+
+Step = Server | Map | Gather | Scatter | Loop | Branch
+
+
+def walk(steps: Iterable[Step]) -> Iterator[Step]:
+    """All steps, those in the blocks of loops and branches included."""
+    for step in steps:
+        yield step
+        match step:
+            case Loop(condition=condition, block=block):
+                yield from walk((*(condition.steps if condition else ()), *block.steps))
+            case Branch(blocks=blocks):
+                for block in blocks:
+                    yield from walk(block.steps)
 
 
 @dataclass(frozen=True)
@@ -201,8 +305,8 @@ class Plan:
         return -(-self.sizes[placement] // self.shard_sizes[placement])
 
     def passes(self) -> int:
-        """Number of passes over placed data."""
-        return sum(isinstance(step, Map) for step in self.steps)
+        """Number of passes over placed data, those of a round of a loop counted once."""
+        return sum(isinstance(step, Map) for step in walk(self.steps))
 
     def nbytes(self, name: str) -> int:
         """Bytes of a value, all members included."""
