@@ -78,6 +78,15 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     return jex.ClosedJaxpr(jaxpr, []), [*closed.consts, *jit_consts]
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and of carried values among the operands of a scan."""
+    # JAX 0.10 counts them, 0.12 holds the operands as a tree of (constants, carry, xs).
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))
+
+
 def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     """Replaces the primitives of hijax, such as that of `jnp.searchsorted`, by what they mean.
 

@@ -21,6 +21,8 @@ from beamjax.interpreters import lower as _lower
 from beamjax.interpreters import place as _place
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
+from beamjax.interpreters.pieces import Piece
+from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
@@ -45,8 +47,8 @@ class Planned:
 
     staged: _stage.Staged
     flat: _flatten.FlatProgram
-    placed: _place.PlacedProgram
-    pieces: list[_split.Piece]
+    placed: PlacedProgram
+    pieces: list[Piece]
     plan: Plan
 
 
@@ -116,7 +118,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
 
     parsed = parse_options(options)
     arguments, key, restore = _stage.flatten_arguments(args)
-    planned = plan_for(fn, arguments, key, restore, parsed)
+    planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
     inputs = bind_inputs(planned.plan, arguments)
     groups = [
         jax.tree_util.tree_structure(arg)
@@ -132,6 +134,7 @@ def plan_for(
     key: Any,
     restore: Callable[..., Any],
     options: Options,
+    unroll: bool = False,
 ) -> Planned:
     """The stages of `fn` for arguments of these types, from the cache if they were made before."""
     types = tuple(
@@ -139,10 +142,10 @@ def plan_for(
         for a in arguments
     )
     config = (_compat.config.jax_enable_x64, _compat.config.jax_threefry_partitionable)
-    full_key = (key, types, options.planning, config)
+    full_key = (key, types, options.planning, config, unroll)
     cache = _cache_of(fn)
     if full_key not in cache:
-        cache[full_key] = make_plan(fn, arguments, restore, options)
+        cache[full_key] = make_plan(fn, arguments, restore, options, unroll)
     return cache[full_key]
 
 
@@ -151,10 +154,11 @@ def make_plan(
     arguments: Sequence[Argument],
     restore: Callable[..., Any],
     options: Options,
+    unroll: bool = False,
 ) -> Planned:
-    """Stage, flatten, place, split, lower."""
+    """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
     staged = _stage.stage(fn, arguments, restore)
-    flat = _flatten.flatten(staged.closed)
+    flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
     _lower.check_keys(placed)
     pieces = _split.split(placed)
@@ -166,7 +170,7 @@ def make_plan(
 
 def placed_program(
     staged: _stage.Staged, flat: _flatten.FlatProgram, arguments: Sequence[Argument]
-) -> _place.PlacedProgram:
+) -> PlacedProgram:
     """A flat program with a place for every value; what comes by shards is placed in any case."""
     known = {
         var: argument.path

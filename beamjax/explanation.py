@@ -19,6 +19,7 @@ from beamjax import execution
 from beamjax.errors import OptionsError
 from beamjax.facts import PlanFacts, StepFact, ValueFact, input_facts, plan_facts
 from beamjax.interpreters import flatten as _flatten
+from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
@@ -165,25 +166,25 @@ def _escaped(text: str) -> str:
     return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
 
 
-def graph_text(pieces: Sequence[_split.Piece]) -> str:
+def graph_text(pieces: Sequence[_pieces.Piece]) -> str:
     """The pieces that a program was cut to."""
     return "\n".join(line for piece in pieces for line in _piece_lines(piece))
 
 
-def _piece_lines(piece: _split.Piece) -> list[str]:
+def _piece_lines(piece: _pieces.Piece) -> list[str]:
     match piece:
-        case _split.ServerPiece(eqns, inputs, outputs):
+        case _pieces.ServerPiece(eqns, inputs, outputs):
             return [f"server: {inputs} -> {outputs}", *(f"  {eqn!r}" for eqn in eqns)]
-        case _split.MapPiece():
+        case _pieces.MapPiece():
             operands = ", ".join(f"{var!r} ({along})" for var, along in piece.operands)
             return [
                 f"map over {piece.placement}: broadcasts {piece.broadcasts}, "
                 f"operands [{operands}], results {piece.results}",
                 *(f"  {emission.eqn!r}" for emission in piece.emissions),
             ]
-        case _split.GatherPiece(var, along, user):
+        case _pieces.GatherPiece(var, along, user):
             return [f"gather: {var!r} ({along}) for", f"  {user!r}"]
-        case _split.ScatterPiece(var, along, user):
+        case _pieces.ScatterPiece(var, along, user):
             return [f"scatter: {var!r} ({along}) for", f"  {user!r}"]
 
 

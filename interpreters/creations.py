@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from beamjax import _compat
-from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.memberwise import at_shard_size
 from beamjax.interpreters.readings import (
     Local,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from beamjax.bodies import run_server
 from beamjax.inputs import Inputs
 from beamjax.options import Options
-from beamjax.plan import Gather, Map, Plan, Scatter, Server
+from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
 from beamjax.shards import ShardExecutor, finish_lane, new_accumulators, shard_errors, shards
 
 
@@ -29,8 +30,7 @@ def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarr
       WorkerError: a body failed; the message names step and shard.
     """
     run = _Evaluation(plan, inputs, options)
-    for step in plan.steps:
-        run.step(step)
+    run.steps(plan.steps)
     wanted = {out.value for out in plan.outputs if out.value is not None}
     return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
 
@@ -43,7 +43,11 @@ class _Evaluation:
         self.placed: dict[str, np.ndarray] = {}
         self.reader = inputs.reader()
 
-    def step(self, step: Any) -> None:
+    def steps(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self.step(step)
+
+    def step(self, step: Step) -> None:
         match step:
             case Server():
                 self.server(step)
@@ -54,6 +58,61 @@ class _Evaluation:
                 self.served[result] = np.moveaxis(self.members(operand, 0, n), 0, axis)
             case Scatter(operand=operand, result=result, axis=axis):
                 self.placed[result] = np.moveaxis(self.served[operand], axis, 0)
+            case Loop():
+                self.loop(step)
+            case Branch():
+                self.branch(step)
+
+    def loop(self, step: Loop) -> None:
+        values = {carried.param: self.value(carried.init) for carried in step.carried}
+        wholes = {sliced.param: self.value(sliced.operand) for sliced in step.sliced}
+        stacks: list[list[np.ndarray]] = [[] for _ in step.stacked]
+        for number in itertools.count() if step.rounds is None else range(step.rounds):
+            self.bind(values)
+            if step.condition is not None and not self.block(step.condition)[0]:
+                break
+            entry = step.rounds - 1 - number if step.reverse and step.rounds else number
+            for name, whole in wholes.items():
+                self.bind({name: whole[entry] if self.is_served(name) else whole[:, entry]})
+            outputs = self.block(step.block)
+            values = dict(zip(values, outputs, strict=False))
+            for stack, array in zip(stacks, outputs[len(values) :], strict=True):
+                stack.append(array)
+        for carried in step.carried:
+            self.bind({carried.result: values[carried.param]})
+        for name, stack in zip(step.stacked, stacks, strict=True):
+            self.bind({name: self.stacked(name, stack[::-1] if step.reverse else stack)})
+
+    def stacked(self, name: str, entries: list[np.ndarray]) -> np.ndarray:
+        """The entries of all rounds as one array."""
+        if entries:
+            return np.stack(entries, axis=0 if self.is_served(name) else 1)
+        value = self.plan.values[name]
+        members = () if value.placement is None else (self.plan.sizes[value.placement],)
+        return np.empty((*members, *value.shape), np.dtype(value.dtype))
+
+    def branch(self, step: Branch) -> None:
+        index = int(np.clip(int(self.served[step.index]), 0, len(step.blocks) - 1))
+        self.bind(dict(zip(step.results, self.block(step.blocks[index]), strict=True)))
+
+    def block(self, block: Block) -> list[np.ndarray]:
+        """Runs a block and gives its outputs."""
+        self.steps(block.steps)
+        return [self.value(name) for name in block.outputs]
+
+    def is_served(self, name: str) -> bool:
+        return self.plan.values[name].placement is None
+
+    def value(self, name: str) -> np.ndarray:
+        """A whole value, members along axis 0."""
+        if self.is_served(name):
+            return self.served[name]
+        return self.members(name, 0, self.plan.sizes[self.plan.values[name].placement or ""])
+
+    def bind(self, values: Mapping[str, np.ndarray]) -> None:
+        """Gives values their names."""
+        for name, array in values.items():
+            (self.served if self.is_served(name) else self.placed)[name] = array
 
     def members(self, name: str, start: int, stop: int) -> np.ndarray:
         if name in self.placed:

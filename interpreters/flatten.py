@@ -1,25 +1,37 @@
-"""A staged jaxpr as one straight line of equations: calls are inlined, control flow is kept whole.
+"""A staged jaxpr as blocks of equations: calls are inlined, control flow is kept.
 
 `jit`, `remat`, `custom_jvp` and `custom_vjp` calls are inlined, because differentiation is over by
-the time a program is planned and a call boundary would hide the placed operators inside it. Scans,
-whiles and conds stay single equations.
+the time a program is planned and a call boundary would hide the placed operators inside it. A scan,
+while or cond with placed operators becomes an equation that holds blocks; any other one stays a
+single equation.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
 import beamjax
 from beamjax import _compat
 from beamjax.errors import StagingError
+from beamjax.interpreters.flat_program import (
+    Atom,
+    BranchEqn,
+    Eqn,
+    FlatBlock,
+    FlatProgram,
+    LoopEqn,
+    Var,
+    aval_of,
+)
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
 CALLS = frozenset(
@@ -36,85 +48,36 @@ IDENTITIES = frozenset(
     sharding_constraint stop_gradient with_memory_space_constraint
     """.split()
 )
-CONTROL_FLOW = frozenset({"scan", "while", "cond"})
 HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 PLACED_OPERATOR_PREFIX = "bj_"
 
 
-@dataclass(eq=False, slots=True)
-class Var:
-    """One value of a flat program. Compared and hashed by identity."""
-
-    name: str
-    aval: Any
-
-    def __repr__(self) -> str:
-        return f"{self.name}:{self.aval.str_short()}"
-
-
-Atom = Var | jex.Literal
-
-
-def aval_of(atom: Atom) -> Any:
-    """The type of an atom, which JAX declares for literals more loosely than it is."""
-    return atom.aval
-
-
-@dataclass(eq=False, slots=True)
-class Eqn:
-    """One primitive applied to atoms; `line` is the user's `file:line (function)` or empty."""
-
-    primitive: jex.Primitive
-    params: dict[str, Any]
-    inputs: list[Atom]
-    outputs: list[Var]
-    line: str
-
-    def __repr__(self) -> str:
-        outs = " ".join(map(repr, self.outputs))
-        ins = " ".join(atom.name if isinstance(atom, Var) else str(atom) for atom in self.inputs)
-        return f"{outs} = {self.primitive.name} {ins}".rstrip() + f"    # {self.line}"
-
-
-@dataclass(eq=False)
-class FlatProgram:
-    """Equations in order, over inputs (arguments first, then closed-over constants)."""
-
-    inputs: list[Var]
-    constants: list[Any]
-    eqns: list[Eqn] = field(default_factory=list)
-    outputs: list[Atom] = field(default_factory=list)
-
-    @property
-    def arguments(self) -> list[Var]:
-        return self.inputs[: len(self.inputs) - len(self.constants)]
-
-    def __str__(self) -> str:
-        outs = " ".join(atom.name if isinstance(atom, Var) else str(atom) for atom in self.outputs)
-        lines = [f"inputs {' '.join(map(repr, self.inputs))}", *map(repr, self.eqns)]
-        return "\n  ".join(lines) + f"\noutputs {outs}"
-
-
-def flatten(closed: jex.ClosedJaxpr) -> FlatProgram:
+def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     """Inlines every call of `closed`.
 
+    Args:
+      closed: a staged function.
+      unroll: whether scans around placed operators are written out, round by round.
+
     Raises:
-      StagingError: placed operators stand inside a scan, while or cond, or an equation calls back
-        to the host; the message names the user's line.
+      StagingError: an equation calls back to the host, or has another effect; the message names the
+        user's line.
     """
     jaxpr = closed.jaxpr
-    flat = FlatProgram([Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)], [])
+    flat = FlatProgram([Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)])
     arguments = list(flat.inputs)
-    inliner = _Inliner(flat)
+    inliner = _Inliner(flat, unroll)
     flat.outputs = inliner.inline(closed, arguments, "")
     return flat
 
 
 class _Inliner:
-    """Appends the equations of a jaxpr, and of all that it calls, to a flat program."""
+    """Appends the equations of a jaxpr, and of all that it calls, to the block at hand."""
 
-    def __init__(self, flat: FlatProgram):
+    def __init__(self, flat: FlatProgram, unroll: bool):
         self.flat = flat
+        self.block: FlatBlock = flat
+        self.unroll = unroll
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
 
@@ -138,11 +101,122 @@ class _Inliner:
             if eqn.primitive.name in IDENTITIES:
                 env.update(zip(eqn.outvars, inputs, strict=True))
                 continue
+            if eqn.primitive.name in CONTROL_FLOW and contains_placed_operators(eqn):
+                results = CONTROL_FLOW[eqn.primitive.name](self, eqn, inputs, line)
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
             _refuse(eqn, line)
-            outputs = [Var(next(self.names), v.aval) for v in eqn.outvars]
-            self.flat.eqns.append(Eqn(eqn.primitive, dict(eqn.params), inputs, outputs, line))
+            outputs = self.fresh(eqn.outvars)
+            self.block.eqns.append(Eqn(eqn.primitive, dict(eqn.params), inputs, outputs, line))
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    # ---------------------------------------------------------------- control flow
+
+    def nested(self, params: list[Var], inline: Callable[[], Sequence[Atom]]) -> FlatBlock:
+        """A block of its own for what `inline` appends; its outputs are variables."""
+        outer, self.block = self.block, FlatBlock(params)
+        outputs = [self.named(atom) for atom in inline()]
+        block, self.block = self.block, outer
+        block.outputs = list(outputs)
+        return block
+
+    def scan(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+        constants, carried = _compat.scan_counts(eqn)
+        rounds, reverse, closed = (eqn.params[k] for k in ("length", "reverse", "jaxpr"))
+        if self.unroll or rounds == 1:
+            return self.unrolled(eqn, inputs, line)
+        params = self.fresh(closed.jaxpr.invars[constants:])
+        block = self.nested(
+            params, lambda: self.inline(closed, [*inputs[:constants], *params], line)
+        )
+        named = [self.named(atom) for atom in inputs[constants:]]
+        outputs = self.fresh(eqn.outvars)
+        self.block.eqns.append(
+            LoopEqn(eqn.primitive, {}, list(named), outputs, line, block, None, carried, rounds,
+                    reverse)
+        )  # fmt: skip
+        return list(outputs)
+
+    def unrolled(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+        """A scan written out."""
+        constants, carried = _compat.scan_counts(eqn)
+        fixed, carry = inputs[:constants], inputs[constants : constants + carried]
+        xs = inputs[constants + carried :]
+        rounds: list[list[Atom]] = []
+        for i in range(eqn.params["length"]):
+            index = eqn.params["length"] - 1 - i if eqn.params["reverse"] else i
+            entries = [self.applied(lambda x, k=index: x[k], [x], line) for x in xs]
+            results = self.inline(eqn.params["jaxpr"], [*fixed, *carry, *entries], line)
+            carry = results[:carried]
+            rounds.append(results[carried:])
+        rounds = rounds[::-1] if eqn.params["reverse"] else rounds
+        stacks = [
+            self.applied(lambda *ys: jnp.stack(ys), ys, line) for ys in zip(*rounds, strict=True)
+        ]
+        if not rounds:
+            stacks = [self.empty(var.aval, line) for var in eqn.outvars[carried:]]
+        return [*carry, *stacks]
+
+    def applied(self, function: Callable[..., Any], atoms: Sequence[Atom], line: str) -> Atom:
+        """The result of a function of arrays, traced in place."""
+        (result,) = self.inline(jax.make_jaxpr(function)(*map(aval_of, atoms)), atoms, line)
+        return result
+
+    def empty(self, aval: Any, line: str) -> Atom:
+        """A stack of no entries."""
+        return self.applied(lambda: jax.lax.empty(aval.shape, aval.dtype), [], line)
+
+    def while_(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+        test, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        init = [self.named(atom) for atom in inputs[test + body :]]
+        params = self.fresh(eqn.params["body_jaxpr"].jaxpr.invars[body:])
+        batched = eqn.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape != ()
+        tested = [*inputs[:test], *params]
+
+        def condition() -> list[Atom]:
+            (holds,) = self.inline(eqn.params["cond_jaxpr"], tested, line)
+            return [self.applied(jnp.any, [holds], line) if batched else holds]
+
+        def round_() -> list[Atom]:
+            fixed = inputs[test : test + body]
+            after = self.inline(eqn.params["body_jaxpr"], [*fixed, *params], line)
+            if not batched:
+                return after
+            # Under vmap, a round leaves the values alone for which the condition is over.
+            (holds,) = self.inline(eqn.params["cond_jaxpr"], tested, line)
+            ends = zip(params, after, strict=True)
+            return [self.applied(_select_rows, [holds, old, new], line) for old, new in ends]
+
+        conditions, block = self.nested(params, condition), self.nested(params, round_)
+        outputs = self.fresh(eqn.outvars)
+        self.block.eqns.append(
+            LoopEqn(eqn.primitive, {}, [*init], outputs, line, block, conditions, len(init),
+                    rounds=None, reverse=False)
+        )  # fmt: skip
+        return list(outputs)
+
+    def cond(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+        index = self.named(inputs[0])
+        branches = tuple(
+            self.nested([], functools.partial(self.inline, closed, inputs[1:], line))
+            for closed in eqn.params["branches"]
+        )
+        outputs = self.fresh(eqn.outvars)
+        self.block.eqns.append(BranchEqn(eqn.primitive, {}, [index], outputs, line, branches))
+        return list(outputs)
+
+    # ---------------------------------------------------------------- values
+
+    def fresh(self, variables: Sequence[Any]) -> list[Var]:
+        """New variables of the types of those of a jaxpr."""
+        return [Var(next(self.names), v.aval) for v in variables]
+
+    def named(self, atom: Atom) -> Var:
+        """An atom as a variable."""
+        if isinstance(atom, Var):
+            return atom
+        return self.constant(np.asarray(atom.val, aval_of(atom).dtype))
 
     def constant(self, value: Any) -> Var:
         if id(value) not in self.constants:
@@ -151,6 +225,15 @@ class _Inliner:
             self.flat.inputs.append(var)
             self.flat.constants.append(value)
         return self.constants[id(value)]
+
+
+def _select_rows(holds: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` where `holds`, whose axes are the first ones of both."""
+    rows = jax.lax.expand_dims(holds, range(holds.ndim, new.ndim))
+    return jnp.where(rows, new, old)
+
+
+CONTROL_FLOW = {"scan": _Inliner.scan, "while": _Inliner.while_, "cond": _Inliner.cond}
 
 
 def _called(eqn: Any) -> Any:
@@ -174,13 +257,6 @@ def _is_reference(aval: Any) -> bool:
 
 def _refuse(eqn: Any, line: str) -> None:
     name, where = eqn.primitive.name, line or "in the program"
-    if name in CONTROL_FLOW and contains_placed_operators(eqn):
-        raise StagingError(
-            f"{where}: a {name} holds placed operators (map_fn, broadcast, reduce_*). A plan can't "
-            "hold that yet: write the rounds as a Python loop, or call the program once a round. "
-            "Control flow inside a map_fn body is no problem, and the program as it stands runs "
-            "under jax.jit"
-        )
     call = _host_call(eqn)
     if call is not None:
         raise StagingError(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.flatten import Eqn, aval_of
+from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.readings import (
     Axes,
     Fold,

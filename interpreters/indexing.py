@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.readings import (
     Axes,
     Fold,

@@ -16,23 +16,38 @@ from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
 from beamjax.errors import StagingError
 from beamjax.interpreters import rules
-from beamjax.interpreters.flatten import Atom, Eqn, Var, aval_of, user_line
-from beamjax.interpreters.place import Along, PlacedProgram
+from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
+from beamjax.interpreters.flatten import user_line
+from beamjax.interpreters.pieces import (
+    BlockPiece,
+    BranchPiece,
+    GatherPiece,
+    LoopPiece,
+    MapPiece,
+    Piece,
+    ScatterPiece,
+    ServerPiece,
+)
+from beamjax.interpreters.places import Along, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold
 from beamjax.interpreters.sizing import shard_sizes
-from beamjax.interpreters.split import GatherPiece, MapPiece, Piece, ScatterPiece, ServerPiece
 from beamjax.options import Options
 from beamjax.plan import (
+    Block,
     Body,
+    Branch,
+    Carried,
     Gather,
     Input,
     Lane,
+    Loop,
     Map,
     Output,
     Plan,
     Reduction,
     Scatter,
     Server,
+    Sliced,
     Step,
     ValueType,
 )
@@ -111,6 +126,15 @@ class _Lowering:
         self.values.setdefault(name, value_type(var.aval, along.placement, along.axis))
         return name
 
+    def at(self, atom: Atom, along: Place) -> str:
+        """The name of a value at a place."""
+        assert isinstance(atom, Var)
+        return self.served(atom) if along is None else self.placed(atom, along)
+
+    def native(self, var: Var) -> str:
+        """The name of a value where it is made."""
+        return self.at(var, self.program.place(var))
+
     def input(self, var: Var, path: str) -> Input:
         along = self.program.place(var)
         served = var.name if var in self.served_inputs else None
@@ -147,6 +171,38 @@ class _Lowering:
                 axis, line = piece.along.axis, piece.user.line
                 reason = f"{piece.user.primitive.name} reads it along the members"
                 return Scatter(self.name("scatter"), operand, result, axis, reason, line)
+            case LoopPiece():
+                return self.loop(piece)
+            case BranchPiece():
+                return self.branch(piece)
+
+    def block(self, piece: BlockPiece) -> Block:
+        outputs = tuple(map(self.at, piece.block.outputs, piece.outputs))
+        return Block(tuple(self.step(inner) for inner in piece.pieces), outputs)
+
+    def loop(self, piece: LoopPiece) -> Loop:
+        eqn, name = piece.eqn, self.name("loop")
+        inits = list(map(self.at, eqn.inputs, piece.inputs))
+        params = list(map(self.native, eqn.block.inputs))
+        results = list(map(self.native, eqn.outputs))
+        carried = zip(inits[: eqn.carried], params, results, strict=False)
+        return Loop(
+            name,
+            eqn.rounds,
+            self.block(piece.condition) if piece.condition else None,
+            self.block(piece.block),
+            tuple(Carried(*names) for names in carried),
+            tuple(map(Sliced, inits[eqn.carried :], params[eqn.carried :])),
+            tuple(results[eqn.carried :]),
+            eqn.reverse,
+            eqn.line,
+        )
+
+    def branch(self, piece: BranchPiece) -> Branch:
+        eqn, name = piece.eqn, self.name("branch")
+        blocks = tuple(map(self.block, piece.branches))
+        results = tuple(map(self.native, eqn.outputs))
+        return Branch(name, self.at(eqn.inputs[0], None), blocks, results, eqn.line)
 
     def name(self, kind: str) -> str:
         """A fresh name for a step."""
@@ -293,7 +349,7 @@ def check_keys(program: PlacedProgram) -> None:
       StagingError: a body draws from rbg keys; a vmapped draw from one depends on its neighbours,
         so the answer would depend on the shard.
     """
-    for eqn in program.flat.eqns:
+    for eqn in program.flat.walk():
         draw = _draw_by_batch(eqn.params["jaxpr"]) if eqn.primitive.name == "bj_map" else None
         if draw is not None:
             raise StagingError(

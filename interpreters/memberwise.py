@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax.interpreters.flatten import Eqn, aval_of
+from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.readings import (
     Axes,
     Local,

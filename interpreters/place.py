@@ -1,71 +1,31 @@
 """Where every value of a flat program lives: on the server, or along the members of a placement.
 
-Placement starts at the placed operators and flows both ways: backward to the arguments that must be
+Placement starts at the placed operators and flows both ways: backward to the values that must be
 placed for them, forward through every equation that a rule reads as member-wise. What no rule reads
-that way stays on the server, and its placed operands are gathered.
+that way stays on the server, and its placed operands are gathered. A value that a loop carries has
+one place in all rounds, and an output of a branch one whichever block is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters import rules
-from beamjax.interpreters.flatten import (
-    PLACED_OPERATOR_PREFIX,
+from beamjax.interpreters.flat_program import (
     Atom,
+    BranchEqn,
     Eqn,
+    FlatBlock,
     FlatProgram,
+    LoopEqn,
     Var,
-    aval_of,
 )
+from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
+from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
 
 MAX_MEMBERS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Along:
-    """The members of `placement` lie along `axis`."""
-
-    placement: str
-    axis: int
-
-    def __str__(self) -> str:
-        return f"{self.placement} along axis {self.axis}"
-
-
-@dataclass(eq=False)
-class PlacedProgram:
-    """A flat program with a place for every value.
-
-    Attributes:
-      sizes: number of members of each placement.
-      places: where placed values have their members; values not in it are server values.
-      readings: for each equation that is computed by shards, its placement and how.
-      creations: for server values that a shard can make by itself, the equation and how, by value
-        and place.
-    """
-
-    flat: FlatProgram
-    sizes: dict[str, int]
-    places: dict[Var, Along] = field(default_factory=dict)
-    readings: dict[Eqn, tuple[str, Local | Fold]] = field(default_factory=dict)
-    creations: dict[tuple[Var, Along], tuple[Eqn, Local]] = field(default_factory=dict)
-
-    def place(self, atom: Atom) -> Along | None:
-        return self.places.get(atom) if isinstance(atom, Var) else None
-
-    def __str__(self) -> str:
-        lines = [f"{var!r}: {self._label(var)}" for var in self.flat.inputs]
-        for eqn in self.flat.eqns:
-            where = ", ".join(self._label(var) for var in eqn.outputs)
-            lines.append(f"{eqn!r}    -> {where}")
-        return "\n".join(lines)
-
-    def _label(self, var: Var) -> str:
-        return str(self.places.get(var, "server"))
 
 
 def place(
@@ -86,14 +46,14 @@ def place(
         a placement has too many.
       StagingError: a source is not used as a placed value.
     """
-    keys = _PlacementKeys(flat, placements)
+    keys = PlacementKeys(flat, placements)
     for key, n in keys.sizes.items():
         if n > MAX_MEMBERS:
             raise PlacementError(
                 f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: a shard knows "
                 "its first member by an int32"
             )
-    wanted = _wanted(flat, keys)
+    wanted = find_wanted(flat, keys)
     fixed: dict[Var, Along] = {}
     for var in flat.inputs:
         if var in known:
@@ -103,103 +63,14 @@ def place(
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
-        for eqn in flat.eqns:
-            _place_outputs(program, eqn, keys)
-        refuted = _gathered_inputs(program, set(tried))
+        _Placing(program, keys, wanted).block(flat)
+        refuted = _Gathered(program, tried).inputs
         if not refuted:
             return program
         tried = {var: along for var, along in tried.items() if var not in refuted}
 
 
-def _gathered_inputs(program: PlacedProgram, inputs: set[Var]) -> set[Var]:
-    """Those of `inputs` that are gathered somewhere, or a value computed from them is."""
-    origins: dict[Var, frozenset[Var]] = {var: frozenset({var}) for var in inputs}
-    gathered: set[Var] = set()
-    for eqn in program.flat.eqns:
-        placement, reading = program.readings.get(eqn, ("", None))
-        axes = reading.in_axes if reading else (None,) * len(eqn.inputs)
-        found: frozenset[Var] = frozenset()
-        for atom, axis in zip(eqn.inputs, axes, strict=True):
-            place = program.place(atom)
-            if place is None or not isinstance(atom, Var):
-                continue
-            found |= origins.get(atom, frozenset())
-            if axis is None or place != Along(placement, axis):
-                gathered |= origins.get(atom, frozenset())
-        if found and not isinstance(reading, Fold):
-            origins.update(dict.fromkeys(eqn.outputs, found))
-    outputs = {atom for atom in program.flat.outputs if isinstance(atom, Var)}
-    return gathered | (inputs & outputs)
-
-
-class _PlacementKeys:
-    """Names for the placements of a program.
-
-    Programs that are composed may use one name with different sizes; such placements are kept
-    apart as `clients[10]` and `clients[20]`.
-    """
-
-    def __init__(self, flat: FlatProgram, placements: Iterable[tuple[str, int]]):
-        pairs = dict.fromkeys(placements)
-        pairs.update(
-            dict.fromkeys(
-                (eqn.params["placement"], _members(eqn)) for eqn in flat.eqns if _is_operator(eqn)
-            )
-        )
-        names = [name for name, _ in pairs]
-        self._keys = {
-            (name, n): name if names.count(name) == 1 else f"{name}[{n}]" for name, n in pairs
-        }
-        self.sizes = {key: n for (_, n), key in self._keys.items()}
-
-    def rows(self, var: Var) -> Along | None:
-        """The place of a value with as many rows as one placement has members, if it is one."""
-        fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
-        return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] > 1 else None
-
-    def of(self, eqn: Eqn) -> str | None:
-        """The placement of a placed operator, or None."""
-        return self._keys[eqn.params["placement"], _members(eqn)] if _is_operator(eqn) else None
-
-
-def _is_operator(eqn: Eqn) -> bool:
-    name = eqn.primitive.name
-    return name.startswith(PLACED_OPERATOR_PREFIX) and name != "bj_size"
-
-
-def _members(eqn: Eqn) -> int:
-    n = eqn.params.get("n")
-    return aval_of(eqn.inputs[0]).shape[0] if n is None else n
-
-
-def _requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
-    """Operands that are variables, with the axis along which their members must be."""
-    for atom, axis in zip(eqn.inputs, in_axes, strict=True):
-        if axis is not None and isinstance(atom, Var):
-            yield atom, axis
-
-
-def _wanted(flat: FlatProgram, keys: _PlacementKeys) -> dict[Var, Along]:
-    """Backward: the place that the first of its uses wants for each value."""
-    wanted: dict[Var, Along] = {}
-    for eqn in reversed(flat.eqns):
-        key = keys.of(eqn)
-        reading = rules.classify(eqn, [None] * len(eqn.inputs), None) if key else None
-        if key and reading is not None:
-            for var, axis in _requirements(eqn, reading.in_axes):
-                wanted[var] = Along(key, axis)
-            continue
-        for out, var in enumerate(eqn.outputs):
-            along = wanted.get(var)
-            if along is None:
-                continue
-            found = rules.invert(eqn, out, along.axis, keys.sizes[along.placement])
-            for operand, axis in _requirements(eqn, found.in_axes) if found else ():
-                wanted[operand] = Along(along.placement, axis)
-    return wanted
-
-
-def _source_place(var: Var, name: str, wanted: Along | None, keys: _PlacementKeys) -> Along:
+def _source_place(var: Var, name: str, wanted: Place, keys: PlacementKeys) -> Along:
     if not var.aval.shape:
         raise PlacementError(
             f"{name}: found a scalar of type {var.aval.dtype}, expected an array (n, ...) with the "
@@ -222,33 +93,199 @@ def _source_place(var: Var, name: str, wanted: Along | None, keys: _PlacementKey
     return Along(fitting[0], 0)
 
 
-def _place_outputs(program: PlacedProgram, eqn: Eqn, keys: _PlacementKeys) -> None:
-    key = keys.of(eqn)
-    places = [program.place(atom) for atom in eqn.inputs]
-    placements = {along.placement for along in places if along is not None}
-    if key is None and len(placements) == 1:
-        (key,) = placements
-    if key is not None:
-        axes = [along.axis if along and along.placement == key else None for along in places]
-        reading = rules.classify(eqn, axes, program.sizes[key])
-        if reading is not None:
-            program.readings[eqn] = (key, reading)
-            if isinstance(reading, Local):
-                for var, axis in zip(eqn.outputs, reading.out_axes, strict=True):
-                    program.places[var] = Along(key, axis)
-            return
-    if not placements:
-        _note_creations(program, eqn)
+class _Placing:
+    """The forward pass."""
+
+    def __init__(self, program: PlacedProgram, keys: PlacementKeys, wanted: Mapping[Var, Along]):
+        self.program = program
+        self.keys = keys
+        self.wanted = wanted
+
+    def block(self, block: FlatBlock) -> None:
+        """Places what the equations of a block give."""
+        for eqn in block.eqns:
+            if isinstance(eqn, LoopEqn):
+                self.loop(eqn)
+            elif isinstance(eqn, BranchEqn):
+                self.branch(eqn)
+            else:
+                self.equation(eqn)
+
+    def equation(self, eqn: Eqn) -> None:
+        program, key = self.program, self.keys.of(eqn)
+        places = [program.place(atom) for atom in eqn.inputs]
+        placements = {along.placement for along in places if along is not None}
+        if key is None and len(placements) == 1:
+            (key,) = placements
+        if key is not None:
+            axes = [along.axis if along and along.placement == key else None for along in places]
+            reading = rules.classify(eqn, axes, program.sizes[key])
+            if reading is not None:
+                program.readings[eqn] = (key, reading)
+                if isinstance(reading, Local):
+                    for var, axis in zip(eqn.outputs, reading.out_axes, strict=True):
+                        program.places[var] = Along(key, axis)
+                return
+        if not placements:
+            self.note_creations(eqn)
+
+    def note_creations(self, eqn: Eqn) -> None:
+        """Server values with an axis as long as a placement that shards can make by themselves."""
+        creations = self.program.creations
+        for placement, n in self.program.sizes.items():
+            for out, var in enumerate(eqn.outputs):
+                for axis, dim in enumerate(getattr(var.aval, "shape", ())):
+                    found = rules.invert(eqn, out, axis, n) if dim == n else None
+                    if found is not None and all(
+                        (operand, Along(placement, k)) in creations
+                        for operand, k in requirements(eqn, found.in_axes)
+                    ):
+                        creations[var, Along(placement, axis)] = (eqn, found)
+
+    def loop(self, eqn: LoopEqn) -> None:
+        """Finds the places of carried values: those at which rounds take them and give them."""
+        program, carried, block = self.program, eqn.carried, eqn.block
+        chosen: list[Place] = []
+        for number, (atom, var) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
+            stacked = 0 if number < carried else 1
+            found = program.place(atom)
+            found = found.moved(-stacked) if found is not None else None
+            chosen.append(self.wanted.get(var) or found)
+        settled: set[int] = set()
+        while True:
+            for var, along in zip(block.inputs, chosen, strict=True):
+                self.put(var, along)
+            for inner in eqn.blocks:
+                self.block(inner)
+            given = [program.place(atom) for atom in block.outputs]
+            differing = [
+                i
+                for i in range(carried)
+                if i not in settled and chosen[i] != given[i] and block.inputs[i] not in self.wanted
+            ]
+            if not differing:
+                break
+            for i in differing:
+                # First the rounds' place; if they then give another one, the server for good.
+                if chosen[i] is not None:
+                    settled.add(i)
+                chosen[i] = given[i] if chosen[i] is None else None
+            for inner in eqn.blocks:
+                self.forget(inner)
+        outputs = (*chosen[:carried], *given[carried:])
+        inputs = (*chosen[:carried], *(p.moved(1) if p else None for p in chosen[carried:]))
+        conditions = ((None,),) if eqn.condition else ()
+        self.enclose(eqn, inputs, (*conditions, outputs))
+        for var, along in zip(eqn.outputs, outputs, strict=True):
+            stacked = 0 if var in eqn.outputs[:carried] else 1
+            self.put(var, along.moved(stacked) if along else None)
+
+    def branch(self, eqn: BranchEqn) -> None:
+        """Finds the places of a branch's outputs: along the members if any block gives them so."""
+        for block in eqn.branches:
+            self.block(block)
+        places: list[Place] = []
+        for number, var in enumerate(eqn.outputs):
+            given = [self.program.place(block.outputs[number]) for block in eqn.branches]
+            places.append(self.wanted.get(var) or next((along for along in given if along), None))
+            self.put(var, places[-1])
+        self.enclose(eqn, (None,), (tuple(places),) * len(eqn.branches))
+
+    def enclose(
+        self, eqn: Eqn, inputs: tuple[Place, ...], outputs: tuple[tuple[Place, ...], ...]
+    ) -> None:
+        """Notes the border of a loop or a branch; what must be placed there is made so."""
+        self.program.borders[eqn] = Border(inputs, outputs)
+        ends = zip(eqn.blocks, outputs, strict=True)
+        pairs = [*zip(eqn.inputs, inputs, strict=True)]
+        pairs += [
+            pair for block, places in ends for pair in zip(block.outputs, places, strict=True)
+        ]
+        for atom, along in pairs:
+            if along is None or not isinstance(atom, Var) or self.program.place(atom) is not None:
+                continue
+            created = self.program.creations.get((atom, along))
+            if created is not None:
+                maker, reading = created
+                self.program.readings[maker] = (along.placement, reading)
+                for var, axis in zip(maker.outputs, reading.out_axes, strict=True):
+                    self.program.places[var] = Along(along.placement, axis)
+
+    def put(self, var: Var, along: Place) -> None:
+        self.program.places.pop(var, None)
+        if along is not None:
+            self.program.places[var] = along
+
+    def forget(self, block: FlatBlock) -> None:
+        """Takes back all that was found of the equations of a block."""
+        made = set()
+        for eqn in block.walk():
+            self.program.readings.pop(eqn, None)
+            self.program.borders.pop(eqn, None)
+            made.update(eqn.outputs)
+        for var in made:
+            self.program.places.pop(var, None)
+        for pair in [pair for pair in self.program.creations if pair[0] in made]:
+            del self.program.creations[pair]
 
 
-def _note_creations(program: PlacedProgram, eqn: Eqn) -> None:
-    """Server values with an axis as long as a placement, which shards can make piece by piece."""
-    for placement, n in program.sizes.items():
-        for out, var in enumerate(eqn.outputs):
-            for axis, dim in enumerate(getattr(var.aval, "shape", ())):
-                found = rules.invert(eqn, out, axis, n) if dim == n else None
-                if found is not None and all(
-                    (operand, Along(placement, k)) in program.creations
-                    for operand, k in _requirements(eqn, found.in_axes)
-                ):
-                    program.creations[var, Along(placement, axis)] = (eqn, found)
+class _Gathered:
+    """Which of some inputs are gathered somewhere, or a value computed from them is."""
+
+    def __init__(self, program: PlacedProgram, tried: Iterable[Var]):
+        self.program = program
+        self.origins: dict[Var, frozenset[Var]] = {var: frozenset({var}) for var in tried}
+        self.inputs: set[Var] = set()
+        if self.origins:
+            self.block(program.flat)
+            outputs = {atom for atom in program.flat.outputs if isinstance(atom, Var)}
+            self.inputs |= self.origins.keys() & set(program.flat.inputs) & outputs
+
+    def block(self, block: FlatBlock) -> None:
+        for eqn in block.eqns:
+            if eqn.blocks:
+                self.nested(eqn)
+                continue
+            found = frozenset[Var]().union(*(self.read(*pair) for pair in self.program.reads(eqn)))
+            _, reading = self.program.readings.get(eqn, ("", None))
+            if not isinstance(reading, Fold):
+                self.add(eqn.outputs, found)
+
+    def nested(self, eqn: Eqn) -> None:
+        border = self.program.borders[eqn]
+        for atom, along in zip(eqn.inputs, border.inputs, strict=True):
+            self.read(atom, along)
+        while True:
+            before = dict(self.origins)
+            if isinstance(eqn, LoopEqn):
+                for atom, var in zip(eqn.inputs, eqn.block.inputs, strict=True):
+                    self.add([var], self.origin(atom))
+            for block, places in zip(eqn.blocks, border.outputs, strict=True):
+                self.block(block)
+                for atom, along in zip(block.outputs, places, strict=True):
+                    self.read(atom, along)
+            for block in eqn.blocks[-1:] if isinstance(eqn, LoopEqn) else eqn.blocks:
+                for atom, var in zip(block.outputs, eqn.outputs, strict=True):
+                    self.add([var], self.origin(atom))
+            if isinstance(eqn, LoopEqn):
+                for var, param in zip(eqn.outputs, eqn.params_of_carried, strict=False):
+                    self.add([param], self.origin(var))
+            if self.origins == before:
+                return
+
+    def read(self, atom: Atom, along: Place) -> frozenset[Var]:
+        """Notes that a value is read at a place."""
+        if not isinstance(atom, Var) or self.program.place(atom) is None:
+            return frozenset()
+        found = self.origin(atom)
+        if self.program.place(atom) != along:
+            self.inputs |= found
+        return found
+
+    def origin(self, atom: Atom) -> frozenset[Var]:
+        return self.origins.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
+
+    def add(self, variables: Iterable[Var], found: frozenset[Var]) -> None:
+        for var in variables:
+            if found and self.program.place(var) is not None:
+                self.origins[var] = self.origins.get(var, frozenset()) | found

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from beamjax import _compat
-from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.flat_program import Eqn
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis along which its members lie; None on the server."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from beamjax.interpreters import folds, indexing, memberwise
 from beamjax.interpreters.creations import CREATE
-from beamjax.interpreters.flatten import Eqn
+from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.memberwise import ELEMENTWISE
 from beamjax.interpreters.readings import RULES, Axes, Fold, Local, Shard, bind, shape_of
 

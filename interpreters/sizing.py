@@ -13,9 +13,9 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax.errors import OptionsError
-from beamjax.interpreters.place import PlacedProgram
+from beamjax.interpreters.pieces import Emission, MapPiece, Piece, walk
+from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.rules import Local
-from beamjax.interpreters.split import Emission, MapPiece, Piece
 from beamjax.options import Options
 
 CACHE_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def shard_sizes(
         )
     sizes = {}
     for placement, n in program.sizes.items():
-        passes = [p for p in pieces if isinstance(p, MapPiece) and p.placement == placement]
+        passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
         size = options.shard_size or min((_fitting(p, n) for p in passes), default=MULTIPLE)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes

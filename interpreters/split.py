@@ -5,83 +5,39 @@ computed. All equations of one level and placement are one pass, whatever the nu
 reductions among them; all server equations of one level are one executable. Everything is computed
 as late as its uses allow, so that a placed value is made in the pass that reads it. Only what an
 output needs is kept.
+
+A loop or a branch is a piece of its own, which holds the pieces of its blocks. What a block reads
+of the values around it is gathered or scattered outside of it, once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from beamjax.interpreters import rules
-from beamjax.interpreters.flatten import Atom, Eqn, Var
-from beamjax.interpreters.place import Along, PlacedProgram
+from beamjax.interpreters.flat_program import Atom, BranchEqn, Eqn, FlatBlock, LoopEqn, Var
+from beamjax.interpreters.levels import find_levels
+from beamjax.interpreters.pieces import (
+    BlockPiece,
+    BranchPiece,
+    Emission,
+    GatherPiece,
+    LoopPiece,
+    MapPiece,
+    Piece,
+    ScatterPiece,
+    ServerPiece,
+)
+from beamjax.interpreters.places import Along, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
-
-
-@dataclass(eq=False)
-class ServerPiece:
-    """Server equations of one level, in order."""
-
-    eqns: list[Eqn]
-    inputs: list[Var]
-    outputs: list[Var] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Emission:
-    """One equation of a pass, and how it is read."""
-
-    eqn: Eqn
-    reading: Local | Fold
-
-
-@dataclass(eq=False)
-class MapPiece:
-    """One pass over the members of a placement.
-
-    Attributes:
-      emissions: the equations, in order.
-      broadcasts: server values that they read.
-      operands: placed values that they read, and where the members lie.
-      results: placed values that leave the pass.
-    """
-
-    placement: str
-    emissions: list[Emission]
-    broadcasts: list[Var]
-    operands: list[tuple[Var, Along]]
-    results: list[Var]
-
-    @property
-    def folds(self) -> list[Eqn]:
-        return [e.eqn for e in self.emissions if isinstance(e.reading, Fold)]
-
-
-@dataclass(eq=False)
-class GatherPiece:
-    """A placed value that `user` needs on the server."""
-
-    var: Var
-    along: Along
-    user: Eqn
-
-
-@dataclass(eq=False)
-class ScatterPiece:
-    """A server value that `user` needs by shards."""
-
-    var: Var
-    along: Along
-    user: Eqn
-
-
-Piece = ServerPiece | MapPiece | GatherPiece | ScatterPiece
 
 
 def split(program: PlacedProgram) -> list[Piece]:
     """Cuts a program into pieces, in an order in which they can run."""
-    return _Splitter(program).pieces()
+    flat = program.flat
+    places = tuple(program.place(atom) for atom in flat.outputs)
+    return _Splitter(program, flat, places, None).pieces()
 
 
 # Results of these are made again in a later pass rather than sent there.
@@ -92,34 +48,51 @@ CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
 
 
 class _Splitter:
-    """Works from the last level to the first, so that the needs of later pieces are known."""
+    """Works from the last level to the first, so that the needs of later pieces are known.
 
-    def __init__(self, program: PlacedProgram):
+    Attributes:
+      outside: for a nested block, what it reads of the values around it: on the server, by value,
+        and along the members, by value and place; with the equation that does.
+    """
+
+    def __init__(
+        self,
+        program: PlacedProgram,
+        block: FlatBlock,
+        outputs: tuple[Place, ...],
+        around: _Splitter | None,
+        user: Eqn | None = None,
+    ):
         self.program = program
-        self.flat = program.flat
-        self.inputs = set(self.flat.inputs)
-        self.numbers = {eqn: i for i, eqn in enumerate(self.flat.eqns)}
-        self.makers = {var: eqn for eqn in self.flat.eqns for var in eqn.outputs}
-        self.levels = _levels(program)
-        self.eqns: dict[int, list[Eqn]] = {}
-        for eqn in self.flat.eqns:
+        self.block = block
+        self.outputs = outputs
+        self.around = around
+        self.user = user
+        self.params = set(block.inputs)
+        self.made = {var for eqn in block.eqns for var in eqn.outputs}
+        # A pass can make what equations around the block create.
+        self.eqns: list[Eqn] = [*(around.eqns if around else ()), *block.eqns]
+        self.numbers = {eqn: i for i, eqn in enumerate(self.eqns)}
+        self.makers = {var: eqn for eqn in self.eqns for var in eqn.outputs}
+        self.levels = find_levels(program, block)
+        self.by_level: dict[int, list[Eqn]] = {}
+        for eqn in block.eqns:
             if eqn in self.levels:
-                self.eqns.setdefault(self.levels[eqn], []).append(eqn)
+                self.by_level.setdefault(self.levels[eqn], []).append(eqn)
         self.cheap: set[Var] = set()
         self._find_cheap()
-        # Server values, and placed values of earlier passes, that a later piece reads.
+        # Server values, and placed values of earlier pieces, that a later piece reads.
         self.served: set[Var] = set()
         self.live: set[Var] = set()
+        self.outside: tuple[dict[Var, Eqn], dict[tuple[Var, Along], Eqn]] = ({}, {})
         # Placed values to be gathered, by the level of the pass that makes them (None: inputs).
         self.gathered: dict[int | None, list[Piece]] = {}
-        for atom in self.flat.outputs:
-            if isinstance(atom, Var) and atom not in self.inputs:
-                (self.live if program.place(atom) else self.served).add(atom)
 
     def pieces(self) -> list[Piece]:
-        backward: list[Piece] = []
+        backward = self._ends()
         for level in range(max(self.levels.values(), default=0), -1, -1):
             backward += self.gathered.get(level, [])
+            backward += self._control(level)
             backward += self._maps(level)
             server = self._server(level)
             backward += [server] if server else []
@@ -131,15 +104,85 @@ class _Splitter:
     def serve(self, var: Var, user: Eqn) -> None:
         """Notes that `user` reads a value on the server."""
         along = self.program.place(var)
-        if var not in self.served and along is not None:
-            level = None if var in self.inputs else self.levels[var]
+        if self.is_outside(var):
+            self.outside[0].setdefault(var, user)
+        elif var not in self.served and along is not None:
+            level = self.levels[var] if var in self.made else None
             self.gathered.setdefault(level, []).append(GatherPiece(var, along, user))
         self.served.add(var)
+
+    def bring(self, var: Var, along: Along, user: Eqn) -> list[Piece]:
+        """Notes that `user` reads a value along the members; gives the scatter that this takes."""
+        if self.is_outside(var):
+            self.outside[1].setdefault((var, along), user)
+            return []
+        if self.program.place(var) == along:
+            if var in self.made:
+                self.live.add(var)
+            return []
+        self.serve(var, user)
+        return [ScatterPiece(var, along, user)]
+
+    def is_outside(self, var: Var) -> bool:
+        """Whether a value belongs to a block around this one."""
+        return var not in self.made and var not in self.params and self.around is not None
+
+    def _ends(self) -> list[Piece]:
+        """Notes what leaves the block, and brings it to where it is wanted."""
+        scatters: list[Piece] = []
+        for atom, along in zip(self.block.outputs, self.outputs, strict=True):
+            if not isinstance(atom, Var):
+                continue
+            if self.around is None and atom in self.params:
+                continue
+            if self.user is None:
+                (self.served if along is None else self.live).add(atom)
+            elif along is None:
+                self.serve(atom, self.user)
+            else:
+                scatters += self.bring(atom, along, self.user)
+        return scatters
+
+    def _control(self, level: int) -> list[Piece]:
+        """The loops and branches of a level, with the scatters that they need, backward."""
+        found: list[Piece] = []
+        for eqn in reversed(self.by_level.get(level, [])):
+            read = any(v in self.served or v in self.live for v in eqn.outputs)
+            if not eqn.blocks or not read:
+                continue
+            border = self.program.borders[eqn]
+            inners, blocks = [], []
+            for block, places in zip(eqn.blocks, border.outputs, strict=True):
+                inners.append(_Splitter(self.program, block, places, self, eqn))
+                blocks.append(BlockPiece(block, inners[-1].pieces(), places))
+            pairs = list(zip(eqn.inputs, border.inputs, strict=True))
+            served = [atom for atom, along in pairs if along is None and isinstance(atom, Var)]
+            served += [var for inner in inners for var in inner.outside[0]]
+            if isinstance(eqn, LoopEqn):
+                condition = blocks[0] if eqn.condition else None
+                found.append(LoopPiece(eqn, border.inputs, condition, blocks[-1], served))
+            elif isinstance(eqn, BranchEqn):
+                found.append(BranchPiece(eqn, blocks, served))
+            scatters: dict[tuple[Var, Along], list[Piece]] = {}
+            for atom, along in pairs:
+                assert isinstance(atom, Var)
+                if along is None:
+                    self.serve(atom, eqn)
+                elif (atom, along) not in scatters:
+                    scatters[atom, along] = self.bring(atom, along, eqn)
+            for inner in inners:
+                for var, user in inner.outside[0].items():
+                    self.serve(var, user)
+                for (var, along), user in inner.outside[1].items():
+                    if (var, along) not in scatters:
+                        scatters[var, along] = self.bring(var, along, user)
+            found += [piece for pieces in scatters.values() for piece in pieces]
+        return found
 
     def _maps(self, level: int) -> list[Piece]:
         folds: dict[str, list[Eqn]] = {}
         results: dict[str, list[Var]] = {}
-        for eqn in self.eqns.get(level, []):
+        for eqn in self.by_level.get(level, []):
             if eqn not in self.program.readings:
                 continue
             placement, reading = self.program.readings[eqn]
@@ -158,6 +201,8 @@ class _Splitter:
     def made_here(self, eqn: Eqn, var: Var, along: Along, level: int) -> Local | None:
         """How a pass makes a value that it needs by itself, if it does."""
         if self.program.place(var) == along:
+            if var not in self.made or eqn.blocks:
+                return None
             _, reading = self.program.readings[eqn]
             if isinstance(reading, Local) and (self.levels[var] == level or var in self.cheap):
                 return reading
@@ -167,8 +212,10 @@ class _Splitter:
 
     def _server(self, level: int) -> ServerPiece | None:
         eqns: list[Eqn] = []
-        for eqn in reversed(self.eqns.get(level, [])):
-            if eqn in self.program.readings or not any(v in self.served for v in eqn.outputs):
+        for eqn in reversed(self.by_level.get(level, [])):
+            if eqn.blocks or eqn in self.program.readings:
+                continue
+            if not any(v in self.served for v in eqn.outputs):
                 continue
             eqns.append(eqn)
             for atom in eqn.inputs:
@@ -181,7 +228,8 @@ class _Splitter:
         return ServerPiece(eqns[::-1], [var for var in read if var not in made])
 
     def _find_cheap(self) -> None:
-        for eqn, (placement, reading) in self.program.readings.items():
+        for eqn in self.block.eqns:
+            placement, reading = self.program.readings.get(eqn, ("", None))
             if not isinstance(reading, Local) or eqn.primitive.name not in CHEAP:
                 continue
             needs = zip(eqn.inputs, reading.in_axes, strict=True)
@@ -194,10 +242,10 @@ class _Splitter:
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:
             return True
         native = self.program.place(atom) == along
-        return native and (atom in self.inputs or atom in self.cheap)
+        return native and (atom not in self.made or atom in self.cheap)
 
-    def _find_server_outputs(self, pieces: Iterable[Piece]) -> None:
-        read = {atom for atom in self.flat.outputs if isinstance(atom, Var)}
+    def _find_server_outputs(self, pieces: Sequence[Piece]) -> None:
+        read = {atom for atom in self.block.outputs if isinstance(atom, Var)}
         for piece in pieces:
             match piece:
                 case ServerPiece():
@@ -206,6 +254,8 @@ class _Splitter:
                     read.update(piece.broadcasts)
                 case ScatterPiece():
                     read.add(piece.var)
+                case LoopPiece() | BranchPiece():
+                    read.update(piece.served)
         for piece in pieces:
             if isinstance(piece, ServerPiece):
                 made = (var for eqn in piece.eqns for var in eqn.outputs)
@@ -241,11 +291,11 @@ class _Pass:
             heapq.heappush(self.agenda, -splitter.numbers[eqn])
         last = None
         while self.agenda:
-            eqn = splitter.flat.eqns[-heapq.heappop(self.agenda)]
+            eqn = splitter.eqns[-heapq.heappop(self.agenda)]
             if eqn is not last:
                 self.visit(eqn, eqn in reduced)
             last = eqn
-        for var in [var for var in self.need if var in splitter.inputs]:
+        for var in [var for var in self.need if var not in splitter.makers]:
             for along in self.need[var]:
                 self.supply(var, along)
         for var, user in self.broadcasts.items():
@@ -286,73 +336,8 @@ class _Pass:
                 self.require(atom, Along(self.placement, axis), eqn)
 
     def supply(self, var: Var, along: Along) -> None:
-        """Takes a value from outside: an input, an earlier pass, or the server."""
-        splitter = self.splitter
+        """Takes a value from outside: an input, an earlier piece, or the server."""
         self.operands.append((var, along))
-        if splitter.program.place(var) == along:
-            if var not in splitter.inputs:
-                splitter.live.add(var)
-            return
         user = self.need[var][along]
-        assert user is not None
-        self.scatters.append(ScatterPiece(var, along, user))
-        splitter.serve(var, user)
-
-
-def _levels(program: PlacedProgram) -> dict[Eqn | Var, int]:
-    """The level of each equation that an output needs, and of each value."""
-    levels = _earliest(program)
-    last = max((levels[v] for v in program.flat.outputs if isinstance(v, Var)), default=0)
-    inputs = set(program.flat.inputs)
-    latest: dict[Var, int] = {}
-
-    def use(atom: Atom, level: int) -> None:
-        if isinstance(atom, Var):
-            latest[atom] = min(latest.get(atom, last), level)
-
-    for atom in program.flat.outputs:
-        use(atom, levels[atom] if isinstance(atom, Var) and program.place(atom) else last)
-    for eqn in reversed(program.flat.eqns):
-        reading = program.readings.get(eqn)
-        uses = [latest[var] for var in eqn.outputs if var in latest]
-        if not uses:
-            del levels[eqn]
-            continue
-        if reading is None or isinstance(reading[1], Local):
-            level = max(levels[eqn], min(uses))
-            levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
-        for operand, along in _operands(program, eqn):
-            level = levels[eqn]
-            place = program.place(operand)
-            if isinstance(operand, Var) and place not in (None, along) and operand not in inputs:
-                level = levels[operand]  # gathered, so it stays in the pass that makes it
-            use(operand, level)
-    return levels
-
-
-def _earliest(program: PlacedProgram) -> dict[Eqn | Var, int]:
-    inputs = set(program.flat.inputs)
-    levels: dict[Eqn | Var, int] = dict.fromkeys(inputs, 0)
-
-    def available(atom: Atom, along: Along | None) -> int:
-        """The level from which on a value can be read at a place."""
-        if not isinstance(atom, Var):
-            return 0
-        if atom in inputs or program.place(atom) == along:
-            return levels[atom]
-        return levels[atom] + (program.place(atom) is not None)
-
-    for eqn in program.flat.eqns:
-        level = max((available(a, along) for a, along in _operands(program, eqn)), default=0)
-        levels[eqn] = level
-        folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
-        levels.update(dict.fromkeys(eqn.outputs, level + folds))
-    return levels
-
-
-def _operands(program: PlacedProgram, eqn: Eqn) -> Iterator[tuple[Atom, Along | None]]:
-    """The operands of an equation, with the place at which it reads them."""
-    placement, reading = program.readings.get(eqn, ("", None))
-    axes = reading.in_axes if reading else (None,) * len(eqn.inputs)
-    for atom, axis in zip(eqn.inputs, axes, strict=True):
-        yield atom, None if axis is None else Along(placement, axis)
+        if user is not None:
+            self.scatters += self.splitter.bring(var, along, user)

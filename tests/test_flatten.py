@@ -15,6 +15,8 @@ from jax.custom_batching import custom_vmap
 
 import beamjax as bj
 from beamjax.errors import StagingError
+from beamjax.interpreters import rules
+from beamjax.interpreters.flat_program import Var
 from beamjax.interpreters.flatten import CALLS, contains_placed_operators, flatten
 
 N = 5
@@ -163,19 +165,48 @@ LOOPS = [(scan, "scan"), (while_loop, "while"), (predicate, "while"), (cond, "co
 
 
 @pytest.mark.parametrize(("fn", "kind"), LOOPS, ids=[fn.__name__ for fn, _ in LOOPS])
-def test_loops_around_placed_operators(fn, kind):
+def test_loops_around_placed_operators_hold_blocks(fn, kind):
     line = (scan if fn is scan_in_jit else fn).__code__.co_firstlineno + 1
     if fn is switch:  # A switch with a constant index is no switch.
         fn = lambda w, x, _fn=fn: jax.lax.switch(
             w.astype(int)[0], [lambda: w, lambda: total(w, x), lambda: -w]
         )
         line = fn.__code__.co_firstlineno
-    with pytest.raises(StagingError, match="write the rounds as a Python loop") as error:
-        run(fn, W, X)
-    message = str(error.value)
-    assert f"a {kind} holds placed operators (map_fn, broadcast, reduce_*)" in message
-    assert f"{HERE}:{line}" in message
-    assert "runs under jax.jit" in message
+    (eqn,) = [eqn for eqn in flat(fn, W, X).eqns if eqn.blocks]
+    assert eqn.primitive.name == kind
+    assert f"{HERE}:{line}" in eqn.line
+    inner = [e.primitive.name for block in eqn.blocks for e in block.walk()]
+    assert "bj_map" in inner
+    assert "bj_reduce_sum" in inner
+    np.testing.assert_allclose(run(fn, W, X), jax.jit(fn)(W, X), rtol=1e-6)
+
+
+def unrolled(fn, *args):
+    return flatten(jax.make_jaxpr(fn)(*args), unroll=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scans_are_written_out_for_graphs_that_nobody_drives(reverse):
+    def fn(w, x):
+        one = lambda w, i: (w - i * total(w, x), w * i)
+        return jax.lax.scan(one, w, jnp.arange(1.0, 4.0), reverse=reverse)
+
+    program = unrolled(fn, W, X)
+    assert not any(eqn.blocks for eqn in program.eqns)
+    assert sum(eqn.primitive.name == "bj_map" for eqn in program.eqns) == 3
+    values = dict(zip(program.inputs, [W, X, *program.constants], strict=True))
+    for eqn in program.eqns:
+        args = [values[a] if isinstance(a, Var) else a.val for a in eqn.inputs]
+        values.update(zip(eqn.outputs, rules.bind(eqn, args), strict=True))
+    for found, expected in zip(program.outputs, jax.tree.leaves(jax.jit(fn)(W, X)), strict=True):
+        np.testing.assert_allclose(values[found], expected, rtol=1e-6)
+
+
+def test_a_scan_without_rounds_is_written_out_too():
+    fn = lambda w, x: jax.lax.scan(lambda w, i: (w - total(w, x), w), w, jnp.zeros(0))
+    program = unrolled(fn, W, X)
+    assert program.outputs[0] is program.inputs[0]
+    assert program.outputs[1].aval.shape == (0, 2)
 
 
 def test_loops_without_placed_operators_are_kept_whole():

@@ -8,7 +8,7 @@ import pytest
 import beamjax as bj
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters import flatten, place, stage
-from beamjax.interpreters.place import Along
+from beamjax.interpreters.places import Along
 
 N = 11
 OPTIONS = {"shard_size": 8}

@@ -11,7 +11,7 @@ from rule_rows import GROUPS, Placed
 
 import beamjax as bj
 from beamjax.interpreters import flatten, place, rules, split, stage
-from beamjax.interpreters.split import GatherPiece
+from beamjax.interpreters.pieces import GatherPiece
 
 OPTIONS = {"shard_size": 8}
 

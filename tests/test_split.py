@@ -9,7 +9,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.interpreters import flatten, place, split, stage
-from beamjax.interpreters.split import GatherPiece, MapPiece, ScatterPiece, ServerPiece
+from beamjax.interpreters.pieces import GatherPiece, MapPiece, ScatterPiece, ServerPiece
 
 N = 11
 OPTIONS = {"shard_size": 8}

@@ -1,0 +1,127 @@
+"""A flat program: equations over values. Loops and branches are equations that hold blocks."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core as jex
+
+
+@dataclass(eq=False, slots=True)
+class Var:
+    """One value of a flat program. Compared and hashed by identity."""
+
+    name: str
+    aval: Any
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.aval.str_short()}"
+
+
+Atom = Var | jex.Literal
+
+
+def aval_of(atom: Atom) -> Any:
+    """The type of an atom, which JAX declares for literals more loosely than it is."""
+    return atom.aval
+
+
+@dataclass(eq=False, slots=True)
+class Eqn:
+    """One primitive applied to atoms; `line` is the user's `file:line (function)` or empty."""
+
+    primitive: jex.Primitive
+    params: dict[str, Any]
+    inputs: list[Atom]
+    outputs: list[Var]
+    line: str
+
+    @property
+    def blocks(self) -> tuple[FlatBlock, ...]:
+        """The blocks of a loop or a branch."""
+        return ()
+
+    def __repr__(self) -> str:
+        outs = " ".join(map(repr, self.outputs))
+        ins = " ".join(atom.name if isinstance(atom, Var) else str(atom) for atom in self.inputs)
+        return f"{outs} = {self.primitive.name} {ins}".rstrip() + f"    # {self.line}"
+
+
+@dataclass(eq=False)
+class FlatBlock:
+    """Equations in order, over inputs of their own and values of the blocks around them."""
+
+    inputs: list[Var]
+    eqns: list[Eqn] = field(default_factory=list)
+    outputs: list[Atom] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Eqn]:
+        """All equations, those in the blocks of loops and branches included."""
+        for eqn in self.eqns:
+            yield eqn
+            for block in eqn.blocks:
+                yield from block.walk()
+
+    def __str__(self) -> str:
+        outs = " ".join(atom.name if isinstance(atom, Var) else str(atom) for atom in self.outputs)
+        lines = [f"inputs {' '.join(map(repr, self.inputs))}"]
+        for eqn in self.eqns:
+            lines += [repr(eqn), *(textwrap.indent(str(block), "  ") for block in eqn.blocks)]
+        return "\n  ".join("\n".join(lines).splitlines()) + f"\noutputs {outs}"
+
+
+@dataclass(eq=False)
+class FlatProgram(FlatBlock):
+    """The outermost block; its inputs are the arguments, then closed-over constants."""
+
+    constants: list[Any] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> list[Var]:
+        return self.inputs[: len(self.inputs) - len(self.constants)]
+
+    __str__ = FlatBlock.__str__
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class LoopEqn(Eqn):
+    """A scan or a while around placed operators.
+
+    The inputs are the first values of the carried ones, then the stacked values of which each round
+    reads an entry; the outputs the last values of the carried ones, then stacked results.
+
+    Attributes:
+      block: one round, over params for the carried values and the entries.
+      condition: for a while, a block over the same params that gives one boolean.
+      carried: the number of carried values.
+      rounds: for a scan, their number.
+      reverse: whether the first round reads and gives the last entries.
+    """
+
+    block: FlatBlock
+    condition: FlatBlock | None
+    carried: int
+    rounds: int | None
+    reverse: bool
+
+    @property
+    def blocks(self) -> tuple[FlatBlock, ...]:
+        return (self.condition, self.block) if self.condition else (self.block,)
+
+    @property
+    def params_of_carried(self) -> list[Var]:
+        return self.block.inputs[: self.carried]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class BranchEqn(Eqn):
+    """A cond or a switch around placed operators: one input, the number of the block to take."""
+
+    branches: tuple[FlatBlock, ...]
+
+    @property
+    def blocks(self) -> tuple[FlatBlock, ...]:
+        return self.branches

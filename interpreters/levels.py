@@ -1,0 +1,59 @@
+"""The level of an equation: the number of passes over the members that must be over before it."""
+
+from __future__ import annotations
+
+from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
+from beamjax.interpreters.places import Place, PlacedProgram
+from beamjax.interpreters.rules import Fold, Local
+
+
+def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
+    """The level of each equation of a block that an output needs, and of each value made in it."""
+    levels = _earliest(program, block)
+    last = max((levels.get(v, 0) for v in block.outputs if isinstance(v, Var)), default=0)
+    made = {var for eqn in block.eqns for var in eqn.outputs}
+    latest: dict[Var, int] = {}
+
+    def use(atom: Atom, level: int) -> None:
+        if isinstance(atom, Var) and atom in made:
+            latest[atom] = min(latest.get(atom, last), level)
+
+    for atom in block.outputs:
+        use(atom, levels.get(atom, 0) if isinstance(atom, Var) and program.place(atom) else last)
+    for eqn in reversed(block.eqns):
+        uses = [latest[var] for var in eqn.outputs if var in latest]
+        if not uses:
+            del levels[eqn]
+            continue
+        reading = program.readings.get(eqn)
+        if not eqn.blocks and (reading is None or isinstance(reading[1], Local)):
+            level = max(levels[eqn], min(uses))
+            levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
+        for operand, along in program.reads(eqn):
+            level = levels[eqn]
+            place = program.place(operand)
+            if isinstance(operand, Var) and operand in made and place not in (None, along):
+                level = levels[operand]  # gathered, so it stays in the pass that makes it
+            use(operand, level)
+    return levels
+
+
+def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
+    levels: dict[Eqn | Var, int] = {}
+
+    def available(atom: Atom, along: Place) -> int:
+        """The level from which on a value can be read at a place."""
+        if not isinstance(atom, Var) or atom not in levels:
+            return 0  # an input, or of a block around this one
+        if program.place(atom) == along:
+            return levels[atom]
+        return levels[atom] + (program.place(atom) is not None)
+
+    for eqn in block.eqns:
+        level = max((available(a, along) for a, along in program.reads(eqn)), default=0)
+        levels[eqn] = level
+        folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
+        # What a loop or a branch gives is there only after the passes of its own level.
+        after = folds or bool(eqn.blocks)
+        levels.update(dict.fromkeys(eqn.outputs, level + after))
+    return levels

@@ -1,0 +1,133 @@
+"""The backward pass of placement: at which places the values of a program are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from beamjax.interpreters import rules
+from beamjax.interpreters.flat_program import (
+    Atom,
+    BranchEqn,
+    Eqn,
+    FlatBlock,
+    FlatProgram,
+    LoopEqn,
+    Var,
+    aval_of,
+)
+from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
+from beamjax.interpreters.places import Along, Place
+
+
+class PlacementKeys:
+    """Names for the placements of a program.
+
+    Programs that are composed may use one name with different sizes; such placements are kept
+    apart as `clients[10]` and `clients[20]`.
+    """
+
+    def __init__(self, flat: FlatProgram, placements: Iterable[tuple[str, int]]):
+        pairs = dict.fromkeys(placements)
+        pairs.update(
+            dict.fromkeys(
+                (eqn.params["placement"], _members(eqn)) for eqn in flat.walk() if _is_operator(eqn)
+            )
+        )
+        names = [name for name, _ in pairs]
+        self._keys = {
+            (name, n): name if names.count(name) == 1 else f"{name}[{n}]" for name, n in pairs
+        }
+        self.sizes = {key: n for (_, n), key in self._keys.items()}
+
+    def rows(self, var: Var) -> Along | None:
+        """The place of a value with as many rows as one placement has members, if it is one."""
+        fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
+        return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] > 1 else None
+
+    def of(self, eqn: Eqn) -> str | None:
+        """The placement of a placed operator, or None."""
+        return self._keys[eqn.params["placement"], _members(eqn)] if _is_operator(eqn) else None
+
+
+def _is_operator(eqn: Eqn) -> bool:
+    name = eqn.primitive.name
+    return name.startswith(PLACED_OPERATOR_PREFIX) and name != "bj_size"
+
+
+def _members(eqn: Eqn) -> int:
+    n = eqn.params.get("n")
+    return aval_of(eqn.inputs[0]).shape[0] if n is None else n
+
+
+def requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
+    """Operands that are variables, with the axis along which their members must be."""
+    for atom, axis in zip(eqn.inputs, in_axes, strict=True):
+        if axis is not None and isinstance(atom, Var):
+            yield atom, axis
+
+
+def find_wanted(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, Along]:
+    """The place that the first of its uses wants for each value that some use wants placed."""
+    finder = _Finder(keys)
+    finder.block(flat)
+    return finder.wanted
+
+
+class _Finder:
+    def __init__(self, keys: PlacementKeys):
+        self.keys = keys
+        self.wanted: dict[Var, Along] = {}
+
+    def block(self, block: FlatBlock) -> None:
+        for eqn in reversed(block.eqns):
+            if isinstance(eqn, LoopEqn):
+                self.loop(eqn)
+            elif isinstance(eqn, BranchEqn):
+                for branch in eqn.branches:
+                    for inner, var in zip(branch.outputs, eqn.outputs, strict=True):
+                        self.want(inner, self.wanted.get(var))
+                    self.block(branch)
+            else:
+                self.equation(eqn)
+
+    def equation(self, eqn: Eqn) -> None:
+        key = self.keys.of(eqn)
+        reading = rules.classify(eqn, [None] * len(eqn.inputs), None) if key else None
+        if key and reading is not None:
+            for var, axis in requirements(eqn, reading.in_axes):
+                self.wanted[var] = Along(key, axis)
+            return
+        for out, var in enumerate(eqn.outputs):
+            along = self.wanted.get(var)
+            if along is None:
+                continue
+            found = rules.invert(eqn, out, along.axis, self.keys.sizes[along.placement])
+            for operand, axis in requirements(eqn, found.in_axes) if found else ():
+                self.wanted[operand] = Along(along.placement, axis)
+
+    def loop(self, eqn: LoopEqn) -> None:
+        block, carried = eqn.block, eqn.carried
+        stacked = zip(block.outputs[carried:], eqn.outputs[carried:], strict=True)
+        for entry, var in stacked:
+            along = self.wanted.get(var)
+            self.want(entry, along.moved(-1) if along else None)
+        ends = list(zip(block.outputs[:carried], eqn.outputs, block.inputs, strict=False))
+        for _ in range(carried + 2):  # a want passes on by one carried value each time
+            before = [self.wanted.get(param) for param in block.inputs]
+            for last, var, param in ends:
+                self.want(last, self.wanted.get(param) or self.wanted.get(var))
+            for inner in reversed(eqn.blocks):
+                self.block(inner)
+            # What rounds hand on without a use is wanted where the loop's result is.
+            for last, var, param in ends:
+                if last is param:
+                    self.want(param, self.wanted.get(param) or self.wanted.get(var))
+            if before == [self.wanted.get(param) for param in block.inputs]:
+                break
+        for number, (atom, param) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
+            along = self.wanted.get(param)
+            self.want(atom, along.moved(number >= carried) if along else None)
+
+    def want(self, atom: Atom, along: Place) -> None:
+        if along is not None and isinstance(atom, Var):
+            self.wanted[atom] = along

@@ -1,0 +1,393 @@
+"""Loops and branches around placed operators: what `jit` gives, and the same bits everywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import beamjax as bj
+from beamjax import execution
+from beamjax.interpreters.stage import flatten_arguments
+from beamjax.options import parse_options
+from beamjax.plan import Branch, Gather, Loop, Map, Scatter, walk
+
+N = 20
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(N, 3)).astype(np.float32))
+W = jnp.asarray([0.5, -1.0, 2.0])
+OPTIONS = {"shard_size": 8}
+program = bj.program(clients=N)
+CASES = {}
+
+
+def case(*args, gathers=0, scatters=0):
+    def register(fn):
+        CASES[fn.__name__] = fn, args, gathers, scatters
+        return fn
+
+    return register
+
+
+def mean_of_maps(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v * w), x))
+
+
+# --- rounds
+
+
+@case(W, X)
+def scan_over_rounds(w, x):
+    one = program(mean_of_maps)
+    return lax.scan(lambda c, _: (c - 0.1 * one(c, x), c.sum()), w, None, length=5)
+
+
+@case(W, X)
+@program
+def scan_with_placed_state(w, x):
+    def one(carry, i):
+        w, m = carry
+        m = bj.map_fn(lambda m, v: 0.9 * m + v * w, (m, x))
+        return (w - 0.1 * bj.reduce_mean(m), m), (bj.reduce_max(m), m[:, 0])
+
+    return lax.scan(one, (w, jnp.zeros_like(x)), jnp.arange(4))
+
+
+@case(W, X)
+@program
+def scan_over_placed_values(w, x):
+    def one(c, xi):
+        return c + bj.reduce_sum(bj.map_fn(lambda v: v * w, xi)), bj.map_fn(lambda v: v + c, xi)
+
+    return lax.scan(one, w, jnp.stack([x, x * 2, x * 3]), reverse=True)
+
+
+@case(X, gathers=1)
+@program
+def scan_over_the_members(x):
+    # One member after the other can't be distributed.
+    last, running = lax.scan(lambda c, v: (jnp.tanh(c + v), c), jnp.zeros(3), x)
+    return last, running, bj.reduce_sum(x)
+
+
+@case(W, X)
+@program
+def fori_that_swaps(w, x):
+    body = lambda i, c: (c[1], c[0], c[2] + i * bj.reduce_sum(c[0]))
+    return lax.fori_loop(0, 3, body, (x, x * 2, w))
+
+
+@case(W, X)
+@program
+def scan_without_rounds(w, x):
+    return lax.scan(lambda c, i: (c + bj.reduce_mean(x), (c, x)), w, jnp.zeros((0,)))
+
+
+@case(W, X)
+@program
+def scan_of_one_round(w, x):
+    return lax.scan(lambda c, i: (c + bj.reduce_mean(x), (c, i)), w, jnp.ones((1, 2)))
+
+
+@case(W, X)
+@program
+def constants_as_first_values(w, x):
+    one = lambda c, _: ((c[0] + 1, bj.reduce_mean(x) + c[1]), c[0] * 2)
+    return lax.scan(one, (0, w), None, length=3)
+
+
+@case(W, X)
+@program
+def member_indices_in_rounds(w, x):
+    ids = jnp.arange(N)
+    masked = lambda i: bj.map_fn(lambda j, v: jnp.where(j == i, v, 0), (ids, x))
+    return lax.scan(lambda c, i: (c + bj.reduce_sum(masked(i)), None), w, jnp.arange(4))[0]
+
+
+@case(jax.random.key(3), X)
+@program
+def keys_as_state(key, x):
+    keys = jax.random.split(key, N)
+
+    def one(carry, _):
+        key, keys = carry
+        key, now = jax.random.split(key)
+        keys = bj.map_fn(lambda k: jax.random.fold_in(k, 7), keys)
+        noisy = bj.map_fn(lambda k, v: v + jax.random.normal(k, (3,)), (keys, x))
+        return (key, keys), bj.reduce_sum(noisy) + jax.random.uniform(now)
+
+    return lax.scan(one, (key, keys), None, length=3)
+
+
+@case(W, X, gathers=1)
+@program
+def sorting_in_rounds(w, x):
+    # The sort takes all members, and what follows stays on the server, round after round.
+    one = lambda c, _: (jnp.sort(c, 0) * 0.5 + bj.reduce_mean(bj.map_fn(jnp.sin, x))[None], c[0])
+    return lax.scan(one, x, None, length=3)
+
+
+@case(W, X)
+@program
+def scan_in_scan(w, x):
+    def outer(c, _):
+        inner = lambda d, _: (d - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: v * d, c[1])), None)
+        d, _ = lax.scan(inner, c[0], None, length=3)
+        return (d, bj.map_fn(lambda v: v * 0.5 + d, c[1])), d
+
+    return lax.scan(outer, (w, x), None, length=2)
+
+
+# --- until a condition holds
+
+
+@case(W, X)
+@program
+def while_on_a_reduced_value(w, x):
+    def one(s):
+        w, _, rounds = s
+        mean = bj.reduce_mean(bj.map_fn(lambda v: v * w, x))
+        return w * 0.5, jnp.abs(mean).max(), rounds + 1
+
+    return lax.while_loop(lambda s: s[1] > 0.05, one, (w, jnp.float32(1.0), 0))
+
+
+@case(X)
+@program
+def while_that_reduces_in_its_condition(x):
+    largest = lambda x: bj.reduce_max(bj.map_fn(lambda v: jnp.abs(v).sum(), x))
+    one = lambda s: (bj.map_fn(lambda v: v * 0.5, s[0]), s[1] + 1)
+    return lax.while_loop(lambda s: largest(s[0]) > 0.3, one, (x, 0))
+
+
+@case(X)
+@program
+def while_that_never_holds(x):
+    return lax.while_loop(lambda s: s[1] > 0, lambda s: (bj.map_fn(jnp.sin, s[0]), s[1]), (x, 0))
+
+
+@case(X)
+@program
+def k_means(x):
+    def one(s):
+        centres, _, rounds = s
+        nearest = bj.map_fn(lambda v: jnp.argmin(jnp.sum((centres - v[None]) ** 2, 1)), x)
+        ones = bj.map_fn(lambda k: jax.nn.one_hot(k, 3), nearest)
+        sums = bj.reduce_sum(bj.map_fn(lambda o, v: o[:, None] * v[None], (ones, x)))
+        counts = bj.reduce_sum(ones)[:, None]
+        new = jnp.where(counts > 0, sums / jnp.maximum(counts, 1), centres)
+        return new, jnp.max(jnp.abs(new - centres)), rounds + 1
+
+    first = jnp.asarray([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]])
+    return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 20), one, (first, 1.0, 0))
+
+
+# --- branches
+
+
+@case(W, X, True)
+@program
+def cond_of_server_and_placed(w, x, flag):
+    return lax.cond(
+        flag,
+        lambda: (bj.reduce_sum(x), bj.map_fn(lambda v: v + w, x)),
+        lambda: (w * 2, bj.broadcast(w)),
+    )
+
+
+@case(W, X, False)
+@program
+def cond_not_taken(w, x, flag):
+    return cond_of_server_and_placed(w, x, flag)
+
+
+@case(W, X, False)
+@program
+def cond_with_constants(w, x, flag):
+    other = lambda: (jnp.zeros_like(x), 1.0, x)
+    taken = lambda: (bj.map_fn(lambda v: v + w, x), 2.0, x * 2)
+    return lax.cond(flag, taken, other)
+
+
+@case(W, X)
+@program
+def switch_in_rounds(w, x):
+    def one(c, i):
+        branches = [
+            lambda c: c + bj.reduce_mean(x),
+            lambda c: c * 0.5,
+            lambda c: c + bj.reduce_max(bj.map_fn(lambda v: v * c, x)),
+        ]
+        return lax.switch(i - 1, branches, c), i  # -1 and 3 are clamped
+
+    return lax.scan(one, w, jnp.arange(5))
+
+
+@case(W, X, True)
+@program
+def rounds_in_a_branch(w, x, flag):
+    def rounds():
+        one = lambda c, _: (c - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: v * c, x)), x * c[None])
+        return lax.scan(one, w, None, length=2)
+
+    return lax.cond(flag, rounds, lambda: (w, jnp.stack([x, x])))
+
+
+# --- transformed
+
+
+@case(W, X)
+def grad_of_rounds(w, x):
+    @program
+    def loss(w, x):
+        one = lambda c, _: (c - 0.1 * mean_of_maps(c, x), jnp.sum(c**2))
+        c, losses = lax.scan(one, w, None, length=3)
+        return losses.sum() + c.sum()
+
+    return jax.value_and_grad(loss, (0, 1))(w, x)
+
+
+@case(W, X)
+def grad_of_placed_state(w, x):
+    @program
+    def loss(w, x):
+        def one(c, _):
+            w, m = c
+            m = bj.map_fn(lambda m, v: jnp.tanh(m + v * w), (m, x))
+            return (w - 0.1 * bj.reduce_mean(m), m), None
+
+        (w, m), _ = lax.scan(one, (w, x * 0), None, length=3)
+        return bj.reduce_sum(m).sum() + w.sum()
+
+    return jax.grad(loss, (0, 1))(w, x)
+
+
+@case(W, X, True)
+def grad_of_a_branch(w, x, flag):
+    @program
+    def loss(w, x):
+        squares = lambda: bj.reduce_sum(bj.map_fn(lambda v: (v * w) ** 2, x)).sum()
+        return lax.cond(flag, squares, lambda: w.sum())
+
+    return jax.grad(loss, (0, 1))(w, x)
+
+
+@case(W, X)
+def jvp_of_a_while(w, x):
+    return jax.jvp(lambda w: while_on_a_reduced_value(w, x)[0], (w,), (w,))
+
+
+@case(W, X)
+def jacobian_of_rounds(w, x):
+    return jax.jacfwd(lambda w: scan_over_rounds(w, x)[0])(w)
+
+
+@case(jnp.stack([W, W * 2]), X)
+def vmap_of_rounds(ws, x):
+    return jax.vmap(scan_with_placed_state, (0, None))(ws, x)
+
+
+@case(jnp.stack([W, W * 8]), X)
+def vmap_of_a_while(ws, x):
+    return jax.vmap(while_on_a_reduced_value, (0, None))(ws, x)
+
+
+@case(W, jnp.stack([X, X * 4]))
+def vmap_of_a_while_over_placed_values(w, xs):
+    return jax.vmap(while_that_reduces_in_its_condition)(xs)
+
+
+@case(W, X, jnp.asarray([True, False]))
+def vmap_of_a_branch(w, x, flags):
+    return jax.vmap(cond_of_server_and_placed, (None, None, 0))(w, x, flags)
+
+
+@functools.cache
+def by(name, runner):
+    fn, args, *_ = CASES[name]
+    return bj.run(fn, *args, runner=runner, options=OPTIONS)
+
+
+def arrays(tree):
+    keys = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if keys(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def steps(fn, args, kind):
+    arguments, key, restore = flatten_arguments(args)
+    plan = execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    return [step for step in walk(plan.steps) if isinstance(step, kind)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_in_this_process_gives_what_jit_gives(name):
+    fn, args, *_ = CASES[name]
+    expected, found = jax.jit(fn)(*args), by(name, "local")
+    assert types(found) == types(expected)
+    for left, right in zip(arrays(found), arrays(expected), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beam_gives_the_bits_of_the_plan_in_this_process(name):
+    expected, found = by(name, "local"), by(name, "DirectRunner")
+    assert types(found) == types(expected)
+    for left, right in zip(arrays(found), arrays(expected), strict=True):
+        assert left.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_placed_values_stay_where_they_are(name):
+    fn, args, gathers, scatters = CASES[name]
+    assert len(steps(fn, args, Gather)) == gathers
+    assert len(steps(fn, args, Scatter)) == scatters
+
+
+def test_what_a_round_reads_from_around_the_loop_is_gathered_once():
+    @program
+    def fn(w, x):
+        y = bj.map_fn(jnp.sin, x)
+        one = lambda c, i: (c + jnp.sort(y, 0)[i] + bj.reduce_sum(bj.map_fn(jnp.cos, y)), None)
+        return lax.scan(one, w, jnp.arange(4))[0]
+
+    (loop,) = steps(fn, (W, X), Loop)
+    assert not [step for step in walk(loop.block.steps) if isinstance(step, Gather)]
+    assert len(steps(fn, (W, X), Gather)) == 1
+
+
+def test_a_loop_that_nothing_reads_is_not_run():
+    @program
+    def fn(w, x):
+        lax.scan(lambda c, _: (c + bj.reduce_sum(x), None), w, None, length=3)
+        return w + bj.reduce_mean(x)
+
+    assert not steps(fn, (W, X), Loop)
+
+
+def test_one_pass_a_round():
+    (loop,) = steps(*CASES["scan_over_rounds"][:2], Loop)
+    assert loop.rounds == 5
+    assert sum(isinstance(step, Map) for step in loop.block.steps) == 1
+
+
+def test_only_the_branch_that_is_taken_is_computed():
+    @program
+    def fn(w, x, flag):
+        bad = lambda: bj.reduce_sum(bj.map_fn(lambda v: v[0] + w.sum(), x))
+        return lax.cond(flag, bad, lambda: w.sum())
+
+    (branch,) = steps(fn, (W, X, True), Branch)
+    passes = [sum(isinstance(s, Map) for s in walk(block.steps)) for block in branch.blocks]
+    assert sorted(passes) == [0, 1]
+
+
+def test_plans_name_the_line_of_a_loop():
+    (loop,) = steps(*CASES["scan_over_rounds"][:2], Loop)
+    assert "test_control_flow.py:" in loop.line
+    assert "(scan_over_rounds)" in loop.line
