@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,14 @@ class FlatBlock:
             for block in eqn.blocks:
                 yield from block.walk()
 
+    def reads(self) -> Iterator[Atom]:
+        """All that an equation reads or that leaves a block, here or in the blocks inside."""
+        yield from self.outputs
+        for eqn in self.eqns:
+            yield from eqn.inputs
+            for block in eqn.blocks:
+                yield from block.reads()
+
     def __str__(self) -> str:
         outs = " ".join(atom.name if isinstance(atom, Var) else str(atom) for atom in self.outputs)
         lines = [f"inputs {' '.join(map(repr, self.inputs))}"]
@@ -75,9 +83,15 @@ class FlatBlock:
 
 @dataclass(eq=False)
 class FlatProgram(FlatBlock):
-    """The outermost block; its inputs are the arguments, then closed-over constants."""
+    """The outermost block; its inputs are the arguments, then closed-over constants.
+
+    Attributes:
+      constants: the values of the last inputs.
+      unrolled: whether scans around placed operators are written out, since nobody drives loops.
+    """
 
     constants: list[Any] = field(default_factory=list)
+    unrolled: bool = False
 
     @property
     def arguments(self) -> list[Var]:
@@ -99,6 +113,8 @@ class LoopEqn(Eqn):
       carried: the number of carried values.
       rounds: for a scan, their number.
       reverse: whether the first round reads and gives the last entries.
+      selects: whether the condition says, under vmap, that any row goes on, and a round changes
+        only the rows that do.
     """
 
     block: FlatBlock
@@ -106,6 +122,7 @@ class LoopEqn(Eqn):
     carried: int
     rounds: int | None
     reverse: bool
+    selects: bool = False
 
     @property
     def blocks(self) -> tuple[FlatBlock, ...]:
@@ -114,6 +131,16 @@ class LoopEqn(Eqn):
     @property
     def params_of_carried(self) -> list[Var]:
         return self.block.inputs[: self.carried]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class WholeEqn(Eqn):
+    """A scan, a while or a cond without placed operators; `expand` makes a loop or a branch of it.
+
+    The loop or branch has the same outputs.
+    """
+
+    expand: Callable[[], LoopEqn | BranchEqn]
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -30,6 +30,7 @@ from beamjax.interpreters.flat_program import (
     FlatProgram,
     LoopEqn,
     Var,
+    WholeEqn,
     aval_of,
 )
 
@@ -64,20 +65,18 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
         user's line.
     """
     jaxpr = closed.jaxpr
-    flat = FlatProgram([Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)])
-    arguments = list(flat.inputs)
-    inliner = _Inliner(flat, unroll)
-    flat.outputs = inliner.inline(closed, arguments, "")
+    arguments = [Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)]
+    flat = FlatProgram([*arguments], unrolled=unroll)
+    flat.outputs = _Inliner(flat).inline(closed, arguments, "")
     return flat
 
 
 class _Inliner:
     """Appends the equations of a jaxpr, and of all that it calls, to the block at hand."""
 
-    def __init__(self, flat: FlatProgram, unroll: bool):
+    def __init__(self, flat: FlatProgram):
         self.flat = flat
         self.block: FlatBlock = flat
-        self.unroll = unroll
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
 
@@ -101,15 +100,30 @@ class _Inliner:
             if eqn.primitive.name in IDENTITIES:
                 env.update(zip(eqn.outvars, inputs, strict=True))
                 continue
-            if eqn.primitive.name in CONTROL_FLOW and contains_placed_operators(eqn):
-                results = CONTROL_FLOW[eqn.primitive.name](self, eqn, inputs, line)
-                env.update(zip(eqn.outvars, results, strict=True))
-                continue
-            _refuse(eqn, line)
-            outputs = self.fresh(eqn.outvars)
-            self.block.eqns.append(Eqn(eqn.primitive, dict(eqn.params), inputs, outputs, line))
-            env.update(zip(eqn.outvars, outputs, strict=True))
+            env.update(zip(eqn.outvars, self.equation(eqn, inputs, line), strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: list[Atom], line: str) -> Sequence[Atom]:
+        """Appends one equation, or what it is made of."""
+        primitive = eqn.primitive
+        outputs = self.fresh(eqn.outvars)
+        expand = None
+        if primitive.name in CONTROL_FLOW:
+            expand = functools.partial(
+                CONTROL_FLOW[primitive.name], self, eqn, inputs, outputs, line
+            )
+            if contains_placed_operators(eqn):
+                rounds = eqn.params.get("length")
+                if rounds == 1 or (self.flat.unrolled and rounds is not None):
+                    return self.unrolled(eqn, inputs, line)
+                self.block.eqns.append(expand())
+                return outputs
+        _refuse(eqn, line)
+        new = Eqn(primitive, dict(eqn.params), inputs, outputs, line)
+        if expand is not None:
+            new = WholeEqn(primitive, dict(eqn.params), inputs, outputs, line, expand)
+        self.block.eqns.append(new)
+        return outputs
 
     # ---------------------------------------------------------------- control flow
 
@@ -121,22 +135,16 @@ class _Inliner:
         block.outputs = list(outputs)
         return block
 
-    def scan(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+    def scan(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> LoopEqn:
         constants, carried = _compat.scan_counts(eqn)
         rounds, reverse, closed = (eqn.params[k] for k in ("length", "reverse", "jaxpr"))
-        if self.unroll or rounds == 1:
-            return self.unrolled(eqn, inputs, line)
         params = self.fresh(closed.jaxpr.invars[constants:])
         block = self.nested(
             params, lambda: self.inline(closed, [*inputs[:constants], *params], line)
         )
-        named = [self.named(atom) for atom in inputs[constants:]]
-        outputs = self.fresh(eqn.outvars)
-        self.block.eqns.append(
-            LoopEqn(eqn.primitive, {}, list(named), outputs, line, block, None, carried, rounds,
-                    reverse)
-        )  # fmt: skip
-        return list(outputs)
+        stacked = [self.named(atom) for atom in inputs[constants:]]
+        return LoopEqn(eqn.primitive, {}, [*stacked], outputs, line, block, None, carried, rounds,
+                       reverse)  # fmt: skip
 
     def unrolled(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
         """A scan written out."""
@@ -167,7 +175,7 @@ class _Inliner:
         """A stack of no entries."""
         return self.applied(lambda: jax.lax.empty(aval.shape, aval.dtype), [], line)
 
-    def while_(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+    def while_(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> LoopEqn:
         test, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         init = [self.named(atom) for atom in inputs[test + body :]]
         params = self.fresh(eqn.params["body_jaxpr"].jaxpr.invars[body:])
@@ -189,22 +197,16 @@ class _Inliner:
             return [self.applied(_select_rows, [holds, old, new], line) for old, new in ends]
 
         conditions, block = self.nested(params, condition), self.nested(params, round_)
-        outputs = self.fresh(eqn.outvars)
-        self.block.eqns.append(
-            LoopEqn(eqn.primitive, {}, [*init], outputs, line, block, conditions, len(init),
-                    rounds=None, reverse=False)
-        )  # fmt: skip
-        return list(outputs)
+        return LoopEqn(eqn.primitive, {}, [*init], outputs, line, block, conditions, len(init),
+                       rounds=None, reverse=False, selects=batched)  # fmt: skip
 
-    def cond(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+    def cond(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> BranchEqn:
         index = self.named(inputs[0])
         branches = tuple(
             self.nested([], functools.partial(self.inline, closed, inputs[1:], line))
             for closed in eqn.params["branches"]
         )
-        outputs = self.fresh(eqn.outvars)
-        self.block.eqns.append(BranchEqn(eqn.primitive, {}, [index], outputs, line, branches))
-        return list(outputs)
+        return BranchEqn(eqn.primitive, {}, [index], outputs, line, branches)
 
     # ---------------------------------------------------------------- values
 

@@ -270,7 +270,8 @@ class _Lowering:
                     continue
                 outs = reading.emit(eqn, args, shard)
                 for var, axis, out in zip(eqn.outputs, reading.out_axes, outs, strict=True):
-                    placed[var, axis] = out
+                    if axis is not None:
+                        placed[var, axis] = out
             results = []
             for var in piece.results:
                 axis = program.places[var].axis

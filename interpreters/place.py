@@ -20,7 +20,9 @@ from beamjax.interpreters.flat_program import (
     FlatProgram,
     LoopEqn,
     Var,
+    WholeEqn,
 )
+from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
@@ -66,6 +68,7 @@ def place(
         _Placing(program, keys, wanted).block(flat)
         refuted = _Gathered(program, tried).inputs
         if not refuted:
+            program.settle(flat)
             return program
         tried = {var: along for var, along in tried.items() if var not in refuted}
 
@@ -100,16 +103,40 @@ class _Placing:
         self.program = program
         self.keys = keys
         self.wanted = wanted
+        self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
     def block(self, block: FlatBlock) -> None:
         """Places what the equations of a block give."""
         for eqn in block.eqns:
-            if isinstance(eqn, LoopEqn):
-                self.loop(eqn)
-            elif isinstance(eqn, BranchEqn):
-                self.branch(eqn)
-            else:
-                self.equation(eqn)
+            match eqn:
+                case LoopEqn():
+                    self.loop(eqn)
+                case BranchEqn():
+                    self.branch(eqn)
+                case WholeEqn():
+                    self.whole(eqn)
+                case _:
+                    self.equation(eqn)
+
+    def whole(self, eqn: WholeEqn) -> None:
+        """Places a scan, while or cond without placed operators.
+
+        If all of it acts on each member alone, it runs inside of a pass. If it reduces over the
+        members, its rounds are passes.
+        """
+        program = self.program
+        if not any(program.place(atom) for atom in eqn.inputs):
+            return
+        structure = eqn.expand()
+        self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)
+        found = read_by_members(program, eqn, structure, self.used)
+        if found is not None:
+            program.expanded[eqn], placement, reading = found
+            program.readings[found[0]] = (placement, reading)
+        elif not program.flat.unrolled and distributes(program, structure):
+            program.expanded[eqn] = structure
+        else:
+            self.forget_equation(structure)
 
     def equation(self, eqn: Eqn) -> None:
         program, key = self.program, self.keys.of(eqn)
@@ -124,7 +151,7 @@ class _Placing:
                 program.readings[eqn] = (key, reading)
                 if isinstance(reading, Local):
                     for var, axis in zip(eqn.outputs, reading.out_axes, strict=True):
-                        program.places[var] = Along(key, axis)
+                        self.put(var, None if axis is None else Along(key, axis))
                 return
         if not placements:
             self.note_creations(eqn)
@@ -209,7 +236,7 @@ class _Placing:
                 maker, reading = created
                 self.program.readings[maker] = (along.placement, reading)
                 for var, axis in zip(maker.outputs, reading.out_axes, strict=True):
-                    self.program.places[var] = Along(along.placement, axis)
+                    self.put(var, None if axis is None else Along(along.placement, axis))
 
     def put(self, var: Var, along: Place) -> None:
         self.program.places.pop(var, None)
@@ -218,11 +245,16 @@ class _Placing:
 
     def forget(self, block: FlatBlock) -> None:
         """Takes back all that was found of the equations of a block."""
-        made = set()
-        for eqn in block.walk():
-            self.program.readings.pop(eqn, None)
-            self.program.borders.pop(eqn, None)
-            made.update(eqn.outputs)
+        for eqn in block.eqns:
+            self.forget_equation(eqn)
+
+    def forget_equation(self, eqn: Eqn) -> None:
+        self.program.expanded.pop(eqn, None)
+        self.program.readings.pop(eqn, None)
+        self.program.borders.pop(eqn, None)
+        for block in eqn.blocks:
+            self.forget(block)
+        made = set(eqn.outputs)
         for var in made:
             self.program.places.pop(var, None)
         for pair in [pair for pair in self.program.creations if pair[0] in made]:
@@ -242,7 +274,7 @@ class _Gathered:
             self.inputs |= self.origins.keys() & set(program.flat.inputs) & outputs
 
     def block(self, block: FlatBlock) -> None:
-        for eqn in block.eqns:
+        for eqn in self.program.equations(block):
             if eqn.blocks:
                 self.nested(eqn)
                 continue

@@ -52,6 +52,7 @@ class PlacedProgram:
       creations: for server values that a shard can make by itself, the equation and how, by value
         and place.
       borders: of loops and branches.
+      expanded: for scans, whiles and conds that are not computed as a whole, what is instead.
     """
 
     flat: FlatProgram
@@ -60,9 +61,28 @@ class PlacedProgram:
     readings: dict[Eqn, tuple[str, Local | Fold]] = field(default_factory=dict)
     creations: dict[tuple[Var, Along], tuple[Eqn, Local]] = field(default_factory=dict)
     borders: dict[Eqn, Border] = field(default_factory=dict)
+    expanded: dict[Eqn, Eqn] = field(default_factory=dict)
 
     def place(self, atom: Atom) -> Place:
         return self.places.get(atom) if isinstance(atom, Var) else None
+
+    def equations(self, block: FlatBlock) -> Iterator[Eqn]:
+        """The equations of a block, as they are computed."""
+        return (self.expanded.get(eqn, eqn) for eqn in block.eqns)
+
+    def walk(self, block: FlatBlock) -> Iterator[Eqn]:
+        """All equations of a block as they are computed, those in loops and branches included."""
+        for eqn in self.equations(block):
+            yield eqn
+            for inner in eqn.blocks:
+                yield from self.walk(inner)
+
+    def settle(self, block: FlatBlock) -> None:
+        """Puts what is computed in the place of what was staged."""
+        block.eqns[:] = self.equations(block)
+        for eqn in block.eqns:
+            for inner in eqn.blocks:
+                self.settle(inner)
 
     def reads(self, eqn: Eqn) -> Iterator[tuple[Atom, Place]]:
         """The atoms that an equation reads, with the places at which it does.
@@ -74,7 +94,7 @@ class PlacedProgram:
             border = self.borders[eqn]
             yield from zip(eqn.inputs, border.inputs, strict=True)
             for block, places in zip(eqn.blocks, border.outputs, strict=True):
-                for inner in block.eqns:
+                for inner in self.equations(block):
                     yield from self.reads(inner)
                 yield from zip(block.outputs, places, strict=True)
             return

@@ -47,10 +47,13 @@ Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
 
 @dataclass(frozen=True)
 class Local:
-    """A member-wise equation; `emit(eqn, args, shard)` computes its results for one shard."""
+    """A member-wise equation; `emit(eqn, args, shard)` computes its results for one shard.
+
+    A result without an axis is one that nothing reads.
+    """
 
     in_axes: tuple[int | None, ...]
-    out_axes: tuple[int, ...]
+    out_axes: tuple[int | None, ...]
     emit: Emit
 
 

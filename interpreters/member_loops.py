@@ -1,0 +1,199 @@
+"""Scans, whiles and conds without placed operators that act on each member alone.
+
+Such a loop runs inside of a pass, over the members of one shard: `jax.vmap` of a function with a
+loop in it, outside of `map_fn`, is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from beamjax.interpreters.flat_program import (
+    Atom,
+    BranchEqn,
+    Eqn,
+    FlatBlock,
+    LoopEqn,
+    Var,
+    WholeEqn,
+)
+from beamjax.interpreters.places import Along, Place, PlacedProgram
+from beamjax.interpreters.readings import Emit, Fold, Local, Shard, bind
+
+
+def read_by_members(
+    program: PlacedProgram, eqn: WholeEqn, structure: LoopEqn | BranchEqn, used: set[Var]
+) -> tuple[Eqn, str, Local] | None:
+    """A loop or a branch as an equation that is computed by shards, if it can be.
+
+    Args:
+      program: the placed program.
+      eqn: the loop or branch.
+      structure: the same, expanded and placed.
+      used: all values that something reads.
+
+    Returns:
+      The equation, its placement and how it is read.
+    """
+    check = _Check(program, eqn)
+    places = [program.place(var) for var in eqn.outputs]
+    if any(place is None and v in used for place, v in zip(places, eqn.outputs, strict=True)):
+        return None
+    if not check.control(structure) or len(check.placements) != 1:
+        return None
+    (placement,) = check.placements
+    operands = list(check.wants)
+    in_axes = tuple(along.axis if along else None for along in check.wants.values())
+    out_axes = tuple(along.axis if along else None for along in places)
+    whole = Eqn(eqn.primitive, {}, [*operands], eqn.outputs, eqn.line)
+    return whole, placement, Local(in_axes, out_axes, _emission(program, structure))
+
+
+def distributes(program: PlacedProgram, structure: Eqn) -> bool:
+    """Whether the rounds of a loop are better run one by one than on gathered operands.
+
+    They are if something in them reduces over the members, or if nothing in them is gathered.
+    """
+    inside = [eqn for block in structure.blocks for eqn in program.walk(block)]
+    folds = (program.readings.get(eqn, ("", None))[1] for eqn in inside)
+    if any(isinstance(reading, Fold) for reading in folds):
+        return True
+    return all(program.place(atom) in (None, along) for atom, along in program.reads(structure))
+
+
+class _Check:
+    """Whether everything in a loop or a branch acts on each member alone.
+
+    Attributes:
+      wants: the place at which each value from outside is read.
+      placements: of all the members that are read.
+    """
+
+    def __init__(self, program: PlacedProgram, eqn: Eqn):
+        self.program = program
+        constants = program.flat.inputs
+        self.outside = {atom for atom in (*eqn.inputs, *constants) if isinstance(atom, Var)}
+        self.wants: dict[Var, Place] = {}
+        self.placements: set[str] = set()
+
+    def control(self, eqn: Eqn) -> bool:
+        border = self.program.borders[eqn]
+        ends = zip(eqn.blocks, border.outputs, strict=True)
+        return self.reads(zip(eqn.inputs, border.inputs, strict=True)) and all(
+            self.block(eqn, block) and self.reads(zip(block.outputs, places, strict=True))
+            for block, places in ends
+        )
+
+    def block(self, around: Eqn, block: FlatBlock) -> bool:
+        is_condition = isinstance(around, LoopEqn) and around.selects and block is around.condition
+        for eqn in self.program.equations(block):
+            if eqn.blocks:
+                if not self.control(eqn):
+                    return False
+                continue
+            _, reading = self.program.readings.get(eqn, ("", None))
+            # Whether any row goes on may be asked of one shard: a round leaves the others alone.
+            ends = is_condition and isinstance(reading, Fold) and reading.reducer == "any"
+            if isinstance(reading, Fold) and not (ends and eqn.outputs == block.outputs):
+                return False
+            if not self.reads(self.program.reads(eqn)):
+                return False
+        return True
+
+    def reads(self, pairs: Iterable[tuple[Atom, Place]]) -> bool:
+        """Whether values can be read at these places inside of a pass."""
+        for atom, along in pairs:
+            if along is not None:
+                self.placements.add(along.placement)
+            if not isinstance(atom, Var):
+                continue
+            if atom in self.outside:
+                if self.wants.setdefault(atom, along) != along:
+                    return False
+            elif self.program.place(atom) == along:
+                continue
+            elif along is None or (atom, along) not in self.program.creations:
+                return False
+        return True
+
+
+def _emission(program: PlacedProgram, structure: LoopEqn | BranchEqn) -> Emit:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        atoms = zip(eqn.inputs, args, strict=True)
+        env = {atom: value for atom, value in atoms if isinstance(atom, Var)}
+        return _Emitter(program, shard, env).control(structure, env)
+
+    return emit
+
+
+class _Emitter:
+    """Evaluates blocks on the members of a shard."""
+
+    def __init__(self, program: PlacedProgram, shard: Shard, operands: Mapping[Var, Any]):
+        self.program = program
+        self.shard = shard
+        self.operands = operands
+
+    def control(self, eqn: Eqn, env: Mapping[Var, Any]) -> list[Any]:
+        border = self.program.borders[eqn]
+        pairs = zip(eqn.inputs, border.inputs, strict=True)
+        inputs = [self.value(env, atom, along) for atom, along in pairs]
+        if isinstance(eqn, BranchEqn):
+            branches = [lambda b=block: self.block(eqn, b, env) for block in eqn.branches]
+            return lax.switch(inputs[0].astype("int32"), branches)
+        assert isinstance(eqn, LoopEqn)
+        carried, stacked = inputs[: eqn.carried], inputs[eqn.carried :]
+
+        def round_(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            params = dict(zip(eqn.block.inputs, [*carry, *entries], strict=True))
+            outs = self.block(eqn, eqn.block, {**env, **params})
+            return outs[: eqn.carried], outs[eqn.carried :]
+
+        if eqn.condition is None:
+            last, stacks = lax.scan(round_, carried, stacked, eqn.rounds, eqn.reverse)
+            return [*last, *stacks]
+        condition = eqn.condition
+
+        def holds(carry: Sequence[Any]) -> Any:
+            params = dict(zip(condition.inputs, carry, strict=True))
+            return self.block(eqn, condition, {**env, **params})[0]
+
+        return list(lax.while_loop(holds, lambda carry: round_(carry, [])[0], carried))
+
+    def block(self, around: Eqn, block: FlatBlock, env: Mapping[Var, Any]) -> list[Any]:
+        known = dict(env)
+        for eqn in self.program.equations(block):
+            known.update(zip(eqn.outputs, self.equation(eqn, known), strict=True))
+        border = self.program.borders[around]
+        places = border.outputs[around.blocks.index(block)]
+        pairs = zip(block.outputs, places, strict=True)
+        return [self.value(known, atom, along) for atom, along in pairs]
+
+    def equation(self, eqn: Eqn, env: Mapping[Var, Any]) -> list[Any]:
+        if eqn.blocks:
+            return self.control(eqn, env)
+        args = [self.value(env, atom, along) for atom, along in self.program.reads(eqn)]
+        _, reading = self.program.readings.get(eqn, ("", None))
+        if reading is None:
+            return bind(eqn, args)
+        if isinstance(reading, Fold):
+            return [reading.partial(eqn, args, self.shard)]
+        return reading.emit(eqn, args, self.shard)
+
+    def value(self, env: Mapping[Var, Any], atom: Atom, along: Place) -> Any:
+        if not isinstance(atom, Var):
+            return atom.val
+        if along is None or atom in self.operands or self.program.place(atom) == along:
+            return env[atom]
+        return self.created(env, atom, along)
+
+    def created(self, env: Mapping[Var, Any], var: Var, along: Along) -> Any:
+        """The members of a server value that a shard makes by itself."""
+        maker, reading = self.program.creations[var, along]
+        axes = [None if k is None else Along(along.placement, k) for k in reading.in_axes]
+        args = [self.value(env, a, k) for a, k in zip(maker.inputs, axes, strict=True)]
+        outs = reading.emit(maker, args, self.shard)
+        return outs[maker.outputs.index(var)]
