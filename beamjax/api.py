@@ -25,16 +25,17 @@ from beamjax import layouts, primitives
 from beamjax.errors import PlacementError, StructureError
 from beamjax.layouts import AnyMesh
 from beamjax.placements import activate, check_placements, resolve
+from beamjax.sizes import find_sizes
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 def program(
-    placements: Mapping[str, int] | None = None,
+    placements: Mapping[str, int | None] | None = None,
     *,
     use_abstract_mesh: bool = True,
-    **sizes: int,
+    **sizes: int | None,
 ) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
     """Makes a function a program: a function that may call the operators of beamjax.
 
@@ -43,7 +44,8 @@ def program(
     as any other function of JAX.
 
     Args:
-      placements: the number of members of each placement, an int >= 1.
+      placements: the number of members of each placement, an int >= 1; or None, to take it from the
+        arguments of each call: it is the length of a first axis with which the program can run.
       use_abstract_mesh: taken for programs written for DrJAX, without effect.
       **sizes: the same as `placements`, as keywords.
 
@@ -51,7 +53,8 @@ def program(
       A decorator.
 
     Raises:
-      PlacementError: there is no placement, or one has a size that is not an int >= 1.
+      PlacementError: there is no placement, or one has a size that is neither an int >= 1 nor None.
+        A call of a program with a size of None raises it where no length fits, or several do.
     """
     del use_abstract_mesh
     active = check_placements(sizes if placements is None else placements)
@@ -64,7 +67,7 @@ def program(
     def decorate(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         @functools.wraps(fn)
         def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-            with activate(active):
+            with activate(find_sizes(active, fn, args, kwargs)):
                 return fn(*args, **kwargs)
 
         return run

@@ -13,7 +13,8 @@ import jax
 from beamjax.errors import OutsideProgramError, PlacementError
 
 Size: TypeAlias = Any
-"""Number of members: an int, or a symbolic dimension of `jax.export.symbolic_shape`."""
+"""Number of members: an int, a symbolic dimension of `jax.export.symbolic_shape`, or None for one
+that each call takes from its arguments."""
 
 Placements: TypeAlias = tuple[tuple[str, Size], ...]
 """Names and sizes of the placements of one program."""
@@ -34,7 +35,8 @@ def check_placements(placements: Mapping[str, Any]) -> Placements:
       The same as a tuple of pairs.
 
     Raises:
-      PlacementError: there is no placement, a name is not a word, or a size is not an int >= 1.
+      PlacementError: there is no placement, a name is not a word, or a size is neither an int >= 1
+        nor None.
     """
     if not isinstance(placements, Mapping):
         raise PlacementError(
@@ -57,10 +59,7 @@ def _check_name(name: Any) -> str:
 
 def _check_size(name: str, n: Any) -> Size:
     if n is None:
-        raise PlacementError(
-            f"program: placement {name!r} has size None, but sizes known only from the inputs are "
-            f"not supported yet. Give the number of members as an int."
-        )
+        return None
     if jax.export.is_symbolic_dim(n):
         return n
     try:
@@ -70,7 +69,7 @@ def _check_size(name: str, n: Any) -> Size:
     if size is None or size < 1:
         raise PlacementError(
             f"program: placement {name!r} has size {n!r}, expected the number of members as an "
-            f"int >= 1."
+            f"int >= 1, or None to take it from the arguments of each call."
         )
     return size
 
@@ -97,6 +96,25 @@ def observe() -> Iterator[dict[tuple[str, Size], None]]:
         yield observed
     finally:
         _observed.reset(token)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Keeps the programs that are called in a `with` block from `observe`."""
+    token = _observed.set(None)
+    try:
+        yield
+    finally:
+        _observed.reset(token)
+
+
+def known_size(placement: str) -> Size | None:
+    """The size of a placement in the innermost running program that has it, if any."""
+    for program in reversed(_active.value):
+        for known, n in program:
+            if known == placement:
+                return n
+    return None
 
 
 def resolve(name: str, placement: str | None) -> tuple[str, Size]:

@@ -71,11 +71,6 @@ def test_impossible_sizes(n):
         bj.program(clients=n)
 
 
-def test_sizes_from_the_inputs_are_not_supported_yet():
-    with raises(bj.PlacementError, "'clients' has size None", "not supported yet", "as an int"):
-        bj.program(placements={"clients": None})
-
-
 def test_programs_need_placements():
     for make in (lambda: bj.program(), lambda: bj.program({})):
         with raises(bj.PlacementError, "at least one placement, found none"):

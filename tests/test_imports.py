@@ -123,6 +123,11 @@ print("apache_beam" in sys.modules)
 # --- every file has its tests
 
 TESTED_ELSEWHERE = {
+    "flat_program": "test_flatten",
+    "levels": "test_split",
+    "pieces": "test_split",
+    "places": "test_place",
+    "wanted": "test_place",
     "_compat": "test_transformations",
     "_version": "test_api",
     "bodies": "test_workers",
