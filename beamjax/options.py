@@ -23,6 +23,9 @@ class Options:
       platforms: of the workers: "cpu", "cuda", "tpu". None means that of this process.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
+      rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
+        Beam pipeline; None chooses by the steps and the bytes of a round. Rounds that hold further
+        control flow, and those of a `while_loop`, always have pipelines of their own.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -30,6 +33,7 @@ class Options:
     reduction: str = "exact"
     platforms: tuple[str, ...] | None = None
     work_folder: str | None = None
+    rounds_per_graph: int | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
@@ -94,13 +98,12 @@ def _flag(key: str, value: Any) -> str | None:
 
 def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
     values = dict(own)
-    if isinstance(values.get("shard_size"), str):
-        try:
-            values["shard_size"] = int(values["shard_size"])
-        except ValueError:
-            raise OptionsError(
-                f"shard_size: found {values['shard_size']!r}, expected a number"
-            ) from None
+    for name in ("shard_size", "rounds_per_graph"):
+        if isinstance(values.get(name), str):
+            try:
+                values[name] = int(values[name])
+            except ValueError:
+                raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
     if isinstance(values.get("platforms"), str):
         values["platforms"] = values["platforms"].split(",")
     return _checked(replace(Options(), **values, beam=tuple(flags)))
@@ -111,6 +114,9 @@ def _checked(options: Options) -> Options:
         raise OptionsError(
             f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
         )
+    rounds = options.rounds_per_graph
+    if rounds is not None and (type(rounds) is not int or rounds < 1):
+        raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")
     if options.platforms is not None:
         names = options.platforms
         listed = isinstance(names, Sequence) and not isinstance(names, str)

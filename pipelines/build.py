@@ -15,6 +15,7 @@ import numpy as np
 from apache_beam import typehints
 
 from beamjax.options import Options
+from beamjax.pipelines import files
 from beamjax.pipelines.combiners import (
     Assemble,
     FinishPieces,
@@ -23,9 +24,10 @@ from beamjax.pipelines.combiners import (
     PartsOfSource,
 )
 from beamjax.pipelines.elements import Environment
-from beamjax.pipelines.results import WritePlaced, WriteServed
+from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import AnyStep, Sources, Task
+from beamjax.pipelines.tasks import AnyStep, BodyRefs, Sources, Task
+from beamjax.pipelines.values import Placed, Served, members
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
 
@@ -68,6 +70,7 @@ class Graph:
       store: where values go that are too big for an element.
       options: `reduction`.
       spread: whether there are several workers to which shards must be dealt.
+      bodies: where bodies are that the store has from earlier graphs; those of this one are added.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Graph:
         store: Store,
         options: Options,
         spread: bool = True,
+        bodies: dict[str, BodyRefs] | None = None,
     ):
         self.root = root
         self.plan = plan
@@ -85,6 +89,7 @@ class Graph:
         self.store = store
         self.options = options
         self.spread = spread
+        self.bodies = {} if bodies is None else bodies
         self.static = dict(inputs.static)
         # In which environment a server value is that a step computes.
         self.served: dict[str, beam.PCollection] = {}
@@ -187,18 +192,48 @@ class Graph:
         environment = self._together(step.name, parts) | step.name >> beam.ParDo(assemble)
         self._serve(environment, [step.result])
 
-    def write_results(self) -> None:
-        """Writes values to files, for a launcher that waits for them; see `result_numbers`."""
-        served: dict[beam.PCollection, dict[str, int]] = {}
-        for name, number in result_numbers(self.plan).items():
+    def write_results(self, stem: str = "result") -> None:
+        """Writes where the outputs are that steps compute, for a launcher that waits for them.
+
+        Args:
+          stem: of the files' names; see `find_results`.
+        """
+        served, placed = self._results()
+        for number, (environment, names) in enumerate(served.items()):
+            label = f"Write {', '.join(names)}"
+            write = WriteServed(self.store, tuple(names), f"{stem}-served-{number}")
+            environment | label >> beam.ParDo(write)
+        for number, name in enumerate(placed):
+            write = WritePlaced(self.store, name, f"{stem}-placed-{number}")
+            self.placed(name) | f"Write {name}" >> beam.ParDo(write)
+
+    def find_results(self, stem: str = "result") -> dict[str, Served | Placed]:
+        """What `write_results` wrote, by name, once the pipeline is through.
+
+        Raises:
+          WorkerError: something is missing.
+        """
+        served, placed = self._results()
+        found: dict[str, Served | Placed] = {}
+        for number, _ in enumerate(served):
+            refs = read_served(self.store, f"{stem}-served-{number}")
+            found |= {name: Served(self.store, ref=ref) for name, ref in refs.items()}
+        written = files.names(self.store.root) if placed else []
+        for number, name in enumerate(placed):
+            stem_of = f"{stem}-placed-{number}"
+            found[name] = members(find_placed(self.store, self.plan, name, stem_of, written))
+        return found
+
+    def _results(self) -> tuple[dict[beam.PCollection, list[str]], list[str]]:
+        """The outputs that steps compute: server values by environment, and placed ones."""
+        served: dict[beam.PCollection, list[str]] = {}
+        placed = []
+        for name in dict.fromkeys(out.value for out in self.plan.outputs if out.value is not None):
             if self.plan.values[name].placement is not None:
-                label = f"Write {name}"
-                self.placed(name) | label >> beam.ParDo(WritePlaced(self.store, name, number))
+                placed.append(name)
             elif name in self.served:
-                served.setdefault(self.served[name], {})[name] = number
-        for environment, numbers in served.items():
-            label = f"Write {', '.join(numbers)}"
-            environment | label >> beam.ParDo(WriteServed(self.store, numbers))
+                served.setdefault(self.served[name], []).append(name)
+        return served, placed
 
     def placed(self, name: str) -> beam.PCollection:
         """Blocks that hold a placed value that a step computes."""
@@ -225,18 +260,23 @@ class Graph:
         static = {name: self.static[name] for name in served or () if name in self.static}
         bodies = {}
         if served is not None:
-            body = self.plan.bodies[step.body]
-            bodies[step.body] = (
+            bodies[step.body] = self._body(step.body)
+        lanes = step.lanes if isinstance(step, Map) else ()
+        values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
+        nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
+        return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
+
+    def _body(self, key: str) -> BodyRefs:
+        if key not in self.bodies:
+            body = self.plan.bodies[key]
+            self.bodies[key] = (
                 body.name,
                 {
                     platform: self.store.put([np.frombuffer(data, np.uint8)], "body")
                     for platform, data in body.artefacts.items()
                 },
             )
-        lanes = step.lanes if isinstance(step, Map) else ()
-        values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
-        nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
-        return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
+        return self.bodies[key]
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:
         count = self.plan.shards(placement)
@@ -272,12 +312,6 @@ class Graph:
         used = sorted({source for source, _ in where.values()})
         specs = tuple(self.inputs.sources.specs[i] for i in used)
         return Sources(specs, {name: (used.index(i), leaf) for name, (i, leaf) in where.items()})
-
-
-def result_numbers(plan: Plan) -> dict[str, int]:
-    """Numbers of the values of a plan that are outputs, by name."""
-    names = dict.fromkeys(out.value for out in plan.outputs if out.value is not None)
-    return {name: number for number, name in enumerate(names)}
 
 
 def _side_inputs(environments: Iterable[beam.PCollection]) -> list[Any]:

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -65,24 +66,58 @@ def read(path: str) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def remove(folder: str, suffix: str) -> None:
-    """Removes the files that `write` left with this suffix, and a local folder that is then empty.
+def names(folder: str) -> list[str]:
+    """Names of the files in a folder; none if it is not there.
 
     Raises:
-        Exception: whatever the file system raises; not if nothing is there.
+        Exception: whatever the file system raises.
     """
     if is_url(folder):
         from apache_beam.io.filesystems import FileSystems
 
         found = FileSystems.match([FileSystems.join(folder, "*")])[0].metadata_list
-        paths = [file.path for file in found if file.path.endswith((suffix, _TEMPORARY))]
+        return [FileSystems.split(file.path)[1] for file in found]
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_file()]
+    except FileNotFoundError:
+        return []
+
+
+def remove_files(folder: str, gone: Sequence[str]) -> None:
+    """Removes files of a folder, those that are still there.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    if not is_url(folder):
+        for name in gone:
+            Path(folder, name).unlink(missing_ok=True)
+    elif gone:
+        from apache_beam.io.filesystems import FileSystems
+
+        FileSystems.delete([FileSystems.join(folder, name) for name in gone])
+
+
+def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
+    """Removes the files that `write` left with this suffix, and a local folder that is then empty.
+
+    Raises:
+        Exception: whatever the file system raises; not if nothing is there.
+    """
+    suffixes = (*((suffix,) if isinstance(suffix, str) else suffix), _TEMPORARY)
+    if is_url(folder):
+        from apache_beam.io.filesystems import FileSystems
+
+        found = FileSystems.match([FileSystems.join(folder, "*")])[0].metadata_list
+        paths = [file.path for file in found if file.path.endswith(suffixes)]
         if paths:
             FileSystems.delete(paths)
         return
     if not os.path.isdir(folder):
         return
     for path in Path(folder).iterdir():
-        if path.name.endswith((suffix, _TEMPORARY)):
+        if path.name.endswith(suffixes):
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # others' files may be in it
         os.rmdir(folder)

@@ -1,19 +1,16 @@
-"""Results of a plan: workers write them to the store, the launcher reads them."""
+"""Results of a pipeline: workers write them to the store, the launcher learns where they are."""
 
 from __future__ import annotations
 
-import glob
-import os
 from typing import Any
 
-import numpy as np
-
-from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.pipelines import files
-from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
+from beamjax.pipelines.members import MembersSource, file_name, members_in
+from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StepFn
+from beamjax.pipelines.values import leaf_spec
 from beamjax.plan import Plan
 
 SUFFIX = ".arrays"
@@ -21,43 +18,44 @@ FILE_BYTES = 16 << 20
 
 
 class WriteServed(StepFn):
-    """Writes server values where the launcher reads them.
+    """Writes where server values are to a file that the launcher reads.
 
     Args:
       store: where to write.
-      numbers: the number of the result, by name of the value.
+      names: of the values.
+      stem: of the file's name.
     """
 
     yields = Any
 
-    def __init__(self, store: Store, numbers: dict[str, int]):
+    def __init__(self, store: Store, names: tuple[str, ...], stem: str):
         self.store = store
-        self.numbers = numbers
+        self.names = names
+        self.stem = stem
 
     def process(self, environment: Environment) -> None:
-        for name, number in self.numbers.items():
-            arrays = self.store.get(environment.values[name], cache=False)
-            data = encode_arrays(arrays, {"value": name})
-            files.write(files.join(self.store.root, _served_file(number)), data)
+        found = Environment({name: environment.values[name] for name in self.names})
+        path = files.join(self.store.root, f"{self.stem}{SUFFIX}")
+        files.write(path, EnvironmentCoder().encode(found))
 
 
 class WritePlaced(StepFn):
-    """Writes placed values where the launcher reads them, many blocks in a file.
+    """Writes a placed value to files of consecutive members, many blocks in a file.
 
     A file is named after the members in it, so a retried bundle writes the same ones again.
 
     Args:
       store: where to write.
       name: of the value.
-      number: of the result.
+      stem: of the files' names.
     """
 
     yields = Any
 
-    def __init__(self, store: Store, name: str, number: int):
+    def __init__(self, store: Store, name: str, stem: str):
         self.store = store
         self.name = name
-        self.number = number
+        self.stem = stem
 
     def start_bundle(self) -> None:
         self.blocks: list[Block] = []
@@ -71,58 +69,32 @@ class WritePlaced(StepFn):
 
     def finish_bundle(self) -> None:
         """Writes what is left."""
-        if not self.blocks:
-            return
-        arrays = [block.values[self.name] for block in self.blocks]
-        starts = [block.start for block in self.blocks]
-        members = f"{starts[0]}-{sum(block.count for block in self.blocks)}"
-        data = encode_arrays(arrays, {"value": self.name, "starts": starts})
-        files.write(
-            files.join(self.store.root, f"{_placed_stem(self.number)}{members}{SUFFIX}"), data
-        )
+        run: list[Block] = []
+        for block in sorted(self.blocks, key=lambda block: block.start):
+            if run and block.start != run[-1].start + run[-1].count:
+                self._write(run)
+                run = []
+            run.append(block)
+        if run:
+            self._write(run)
         self.start_bundle()
 
+    def _write(self, run: list[Block]) -> None:
+        data = b"".join(block.values[self.name].tobytes() for block in run)
+        name = file_name(self.stem, run[0].start, sum(block.count for block in run))
+        files.write(files.join(self.store.root, name), data)
 
-def read_served(store: Store, number: int) -> np.ndarray:
-    """A server value that `WriteServed` wrote.
+
+def read_served(store: Store, stem: str) -> dict[str, Ref]:
+    """Where the server values are that `WriteServed` was told of.
 
     Raises:
       ArrayFormatError: the file is not what was written.
       WorkerError: there is no file.
     """
-    arrays, _ = _read(files.join(store.root, _served_file(number)))
-    return arrays[0]
-
-
-def read_placed(store: Store, plan: Plan, name: str, number: int) -> np.ndarray:
-    """A placed value that `WritePlaced` wrote, members along axis 0.
-
-    Raises:
-      ArrayFormatError: a file is not what was written.
-      WorkerError: members are missing.
-    """
-    value = plan.values[name]
-    n = plan.sizes[value.placement or ""]
-    whole = np.empty((n, *value.shape), np.dtype(value.dtype))
-    seen = np.zeros(n, bool)
-    for path in _matching(store, f"{_placed_stem(number)}*{SUFFIX}"):
-        arrays, meta = _read(path)
-        for start, array in zip(meta["starts"], arrays, strict=True):
-            whole[start : start + len(array)] = array
-            seen[start : start + len(array)] = True
-    if not seen.all():
-        missing = np.flatnonzero(~seen)
-        raise WorkerError(
-            f"result {name}: {len(missing)} of {n} members are missing, the first one is "
-            f"{missing[0]}; do the launcher and the workers see the same files in {store.root}, "
-            "and were none removed while the pipeline ran?"
-        )
-    return whole
-
-
-def _read(path: str) -> tuple[list[np.ndarray], dict[str, Any]]:
+    path = files.join(store.root, f"{stem}{SUFFIX}")
     try:
-        return decode_arrays(files.read(path))
+        return EnvironmentCoder().decode(bytes(files.read(path))).values
     except ArrayFormatError as error:
         raise ArrayFormatError(f"{path}: {error}") from None
     except OSError as error:
@@ -132,19 +104,30 @@ def _read(path: str) -> tuple[list[np.ndarray], dict[str, Any]]:
         ) from error
 
 
-def _served_file(number: int) -> str:
-    return f"result-{number}{SUFFIX}"
+def find_placed(
+    store: Store, plan: Plan, name: str, stem: str, written: list[str] | None = None
+) -> MembersSource:
+    """The files of a placed value that `WritePlaced` wrote.
 
+    Args:
+      store: where they are.
+      plan: that the value is part of.
+      name: of the value.
+      stem: of the files' names.
+      written: names of the files in the store, if they are known.
 
-def _placed_stem(number: int) -> str:
-    return f"result-{number}-members-"
-
-
-def _matching(store: Store, pattern: str) -> list[str]:
-    """Paths or URLs of the files of a store whose names match a glob pattern."""
-    if not files.is_url(store.root):
-        return sorted(glob.glob(os.path.join(glob.escape(store.root), pattern)))
-    from apache_beam.io.filesystems import FileSystems
-
-    (found,) = FileSystems.match([files.join(store.root, pattern)])
-    return sorted(metadata.path for metadata in found.metadata_list)
+    Raises:
+      WorkerError: members are missing.
+    """
+    value = plan.values[name]
+    n = plan.sizes[value.placement or ""]
+    names = files.names(store.root) if written is None else written
+    source = MembersSource(store.root, stem, members_in(names, stem), leaf_spec(value), n)
+    missing = source.missing()
+    if missing:
+        raise WorkerError(
+            f"result {name}: {len(missing)} of {n} members are missing, the first one is "
+            f"{missing[0]}; do the launcher and the workers see the same files in {store.root}, "
+            "and were none removed while the pipeline ran?"
+        )
+    return source

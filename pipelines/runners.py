@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +15,15 @@ from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions,
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.transforms import environments
 
-from beamjax import errors
-from beamjax.errors import BeamjaxError, OptionsError
+from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
 from beamjax.options import OWN, Options
-from beamjax.pipelines import build, files, results
+from beamjax.pipelines import files
+from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, forget
+from beamjax.pipelines.values import Placed, Served, Value
 from beamjax.plan import Plan
 from beamjax.sources import ArraySource, live_spec, register, release
 
@@ -118,50 +119,16 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
     flags = beam_options(options, runner)
     shared = shares_memory(runner, flags)
     with temporary_store(options) as store, sources_for(inputs, store, shared) as sources:
-        static = {name: store.put([array], name) for name, array in inputs.server().items()}
-        pipeline = beam.Pipeline(runner=runner, options=flags)
+        values: dict[str, Value] = {
+            name: Placed(sources.specs[source], leaf)
+            for name, (source, leaf) in sources.where.items()
+        }
+        values |= {name: Served(store, array) for name, array in inputs.server().items()}
+        launcher = Launcher(runner, flags, store, options, spreads(runner, flags))
         try:
-            bound = build.Inputs(static, sources)
-            graph = build.Graph(pipeline, plan, bound, store, options, spreads(runner, flags))
-            graph.build()
-            graph.write_results()
-            with _own_errors():
-                pipeline.run().wait_until_finish()
-            return _read_results(graph)
+            return Driver(plan, values, launcher).run()
         finally:
-            # Beam makes this folder at once, and removes it only if the pipeline gets to run.
-            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
             forget()
-
-
-_TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
-
-
-@contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Makes errors of beamjax again of those that come as text, from workers elsewhere."""
-    try:
-        yield
-    except BeamjaxError:
-        raise
-    except RuntimeError as error:
-        told = _TOLD.search(str(error))
-        kind = getattr(errors, told[1], None) if told else None
-        if told is None or kind is None:
-            raise
-        raise kind(told[2].strip()) from error
-
-
-def _read_results(graph: build.Graph) -> dict[str, np.ndarray]:
-    found = {}
-    for name, number in build.result_numbers(graph.plan).items():
-        if graph.plan.values[name].placement is not None:
-            found[name] = results.read_placed(graph.store, graph.plan, name, number)
-        elif name in graph.static:
-            found[name] = graph.store.get(graph.static[name], cache=False)[0]
-        else:
-            found[name] = results.read_served(graph.store, number)
-    return found
 
 
 @contextlib.contextmanager

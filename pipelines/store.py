@@ -17,7 +17,7 @@ import re
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ INLINE_BYTES = 64 * 2**10
 """Largest encoded value that travels inside of its `Ref`, in bytes."""
 
 _SUFFIX = ".arrays"
+_SUFFIXES = (_SUFFIX, ".members")  # of all that is written to the folder of a run
 _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
 _CHUNK_OVERHEAD = 256  # of a chunk in its file: header and alignment, at most
 
@@ -185,6 +186,18 @@ class Store:
             return self._load(ref)
         return list(_CACHE.get(ref.key, ref.nbytes, lambda: self._load(ref)))
 
+    def sweep(self, live: Container[str]) -> None:
+        """Removes all files but those of these names, while nothing else uses the store.
+
+        Raises:
+            SourceError: if they cannot be removed.
+        """
+        try:
+            gone = [n for n in file_io.names(self.root) if n not in live and n.endswith(_SUFFIXES)]
+            file_io.remove_files(self.root, gone)
+        except Exception as error:
+            raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
+
     def cleanup(self) -> None:
         """Removes the files of the store, and the folder if nothing else is in it.
 
@@ -192,7 +205,7 @@ class Store:
             SourceError: if they cannot be removed.
         """
         try:
-            file_io.remove(self.root, _SUFFIX)
+            file_io.remove(self.root, _SUFFIXES)
         except Exception as error:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 

@@ -10,7 +10,7 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import apache_beam as beam
 import numpy as np
@@ -28,6 +28,9 @@ MAX_EXECUTORS = 8
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", Map, Server)
 
+BodyRefs: TypeAlias = tuple[str, Mapping[str, Ref]]
+"""The name of a body, and its artefacts by platform, in the store."""
+
 
 @dataclass(frozen=True)
 class Task(Generic[AnyStep]):
@@ -43,7 +46,7 @@ class Task(Generic[AnyStep]):
 
     plan: Plan
     step: AnyStep
-    bodies: Mapping[str, tuple[str, Mapping[str, Ref]]]
+    bodies: Mapping[str, BodyRefs]
     static: Mapping[str, Ref]
     store: Store
 

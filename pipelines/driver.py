@@ -1,0 +1,292 @@
+"""The driver: a plan with control flow, run from the launching process a pipeline at a time.
+
+Steps in a row without control flow are a *segment*, which is one pipeline. Between segments server
+values are references into the store, and placed values are sources, which the workers of the next
+segment read by shards. A plan without control flow is one segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from beamjax.bodies import default_platform, run_server
+from beamjax.errors import BeamjaxError
+from beamjax.pipelines import build, unroll
+from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.tasks import Sources
+from beamjax.pipelines.values import Served, Value, scattered, stacked
+from beamjax.plan import Block, Branch, Loop, Output, Plan, Scatter, Server, Step, ValueType
+
+
+class Driver:
+    """Runs a plan.
+
+    Args:
+      plan: what to run.
+      values: its inputs, by name.
+      launcher: of pipelines.
+    """
+
+    def __init__(self, plan: Plan, values: dict[str, Value], launcher: Launcher):
+        self.plan = plan
+        self.values = dict(values)
+        # Entries of the stacked results of loops that are under way.
+        self.stacks: dict[str, list[Value]] = {}
+        self.launcher = launcher
+        self.store = launcher.store
+        self.segments = itertools.count()
+        self.straight = unroll.is_straight(plan.steps)
+
+    def run(self) -> dict[str, np.ndarray]:
+        """Runs all steps.
+
+        Returns:
+          The raw array of each output that is a value of the plan, by name; placed values have
+          their members along axis 0.
+
+        Raises:
+          WorkerError: a body failed; the message names rounds, step and shard.
+        """
+        outputs = list(
+            dict.fromkeys(out.value for out in self.plan.outputs if out.value is not None)
+        )
+        with _rounds_told():
+            found = self.block(Block(self.plan.steps, tuple(outputs)), "", set(self.values))
+        return {
+            name: value.array() if isinstance(value, Served) else value.whole()
+            for name, value in zip(outputs, found, strict=True)
+        }
+
+    def block(self, block: Block, prefix: str, own: Iterable[str] = ()) -> list[Value]:
+        """Runs a block, and drops its values as soon as nobody needs them.
+
+        Args:
+          block: what to run.
+          prefix: of the names of its steps.
+          own: names of the values that it may drop, besides those that it makes.
+
+        Returns:
+          The outputs.
+        """
+        own = set(own)
+        groups = _segments(block.steps)
+        for number, steps in enumerate(groups):
+            later = set(block.outputs).union(
+                *(unroll.read(step) for group in groups[number + 1 :] for step in group)
+            )
+            match steps:
+                case [Loop() as loop]:
+                    inits = {value.init for value in loop.carried} & own
+                    self.loop(loop, prefix, inits - later - unroll.read_by_blocks(loop))
+                case [Branch() as branch]:
+                    self.branch(branch, prefix)
+                case _:
+                    self.segment([unroll.renamed(step, prefix) for step in steps], later)
+            own.update(name for step in steps for name in unroll.made(step))
+            self.drop(own - later)
+        outputs = [self.values[name] for name in block.outputs]
+        self.drop(own)
+        return outputs
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets values; what only they have in the store goes before the next pipeline."""
+        for name in names:
+            self.values.pop(name, None)
+
+    # ------------------------------------------------------------------------- control flow
+
+    def branch(self, branch: Branch, prefix: str) -> None:
+        """Runs one of several blocks."""
+        index = int(self.served(branch.index).array())
+        index = min(max(index, 0), len(branch.blocks) - 1)
+        outputs = self.block(branch.blocks[index], f"{prefix}{branch.name}({index})/")
+        self.values.update(zip(branch.results, outputs, strict=True))
+
+    def loop(self, loop: Loop, prefix: str, gone: Iterable[str]) -> None:
+        """Runs all rounds of a loop.
+
+        Args:
+          loop: what to run.
+          prefix: of the names of its steps.
+          gone: initial values that nobody needs once the loop has started.
+        """
+        self._bind(loop, [self.values[value.init] for value in loop.carried])
+        self.drop(gone)
+        # A loop inside of another one starts anew in each round of that.
+        self.stacks |= {name: [] for name in loop.stacked}
+        if loop.rounds is None:
+            number = 0
+            while self._goes_on(loop, f"{prefix}{loop.name}[{number}]/"):
+                self.round(loop, number, prefix)
+                number += 1
+        elif unroll.is_straight(loop.block.steps):
+            width = unroll.rounds_per_graph(self.plan, loop, self.launcher.options)
+            for first in range(0, loop.rounds, width):
+                self.rounds(loop, range(first, min(first + width, loop.rounds)), prefix)
+        else:
+            for number in range(loop.rounds):
+                self.round(loop, number, prefix)
+        for value in loop.carried:
+            self.values[value.result] = self.values.pop(value.param)
+        for name in loop.stacked:
+            entries = self.stacks.pop(name)
+            entries = entries[::-1] if loop.reverse else entries
+            self.values[name] = stacked(name, entries, self.plan, self.store)
+
+    def round(self, loop: Loop, number: int, prefix: str) -> None:
+        """Runs one round of a loop, whatever is in its block."""
+        index = unroll.entry_index(loop, number)
+        params = [value.param for value in loop.sliced]
+        for value in loop.sliced:
+            self.values[value.param] = self.values[value.operand].entry(index)
+        outputs = self.block(loop.block, f"{prefix}{loop.name}[{number}]/", params)
+        self._bind(loop, outputs[: len(loop.carried)])
+        for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
+            self.stacks[name].append(entry)
+
+    def rounds(self, loop: Loop, numbers: range, prefix: str) -> None:
+        """Runs rounds of a loop without further control flow as one segment."""
+        rounds = unroll.unrolled(loop, numbers, prefix)
+        for name, (operand, index) in rounds.slices.items():
+            self.values[name] = self.values[operand].entry(index)
+        needed = set(rounds.carried).union(*rounds.stacked)
+        types = {new: self.plan.values[old] for new, old in rounds.origin.items()}
+        self.segment(rounds.steps, needed, types)
+        carried = [self.values[name] for name in rounds.carried]
+        for name, entries in zip(loop.stacked, rounds.stacked, strict=True):
+            self.stacks[name] += [self.values[entry] for entry in entries]
+        self.drop(rounds.origin)
+        self._bind(loop, carried)
+
+    def _bind(self, loop: Loop, carried: Sequence[Value]) -> None:
+        params = (value.param for value in loop.carried)
+        self.values.update(zip(params, carried, strict=True))
+
+    def _goes_on(self, loop: Loop, prefix: str) -> bool:
+        assert loop.condition is not None
+        (value,) = self.block(loop.condition, prefix)
+        assert isinstance(value, Served)
+        return bool(value.array())
+
+    # ----------------------------------------------------------------------------- segments
+
+    def segment(
+        self, steps: Sequence[Step], needed: set[str], types: Mapping[str, ValueType] | None = None
+    ) -> None:
+        """Runs steps without control flow.
+
+        Args:
+          steps: in order.
+          needed: names of the values that must be known afterwards.
+          types: of values that have other names than in the plan.
+        """
+        cuts = {step.result: step for step in steps if isinstance(step, Scatter)}
+        if not self._runs_here(steps):
+            wanted = {cuts[name].operand if name in cuts else name for name in needed}
+            self._launch(steps, wanted, types or {})
+        for step in steps:
+            if isinstance(step, Server) and self._runs_here(steps):
+                known = {name: self.served(name).array() for name in step.inputs}
+                made = run_server(self.plan, step, known)
+                self.values |= {name: Served(self.store, out) for name, out in made.items()}
+            elif isinstance(step, Scatter) and step.result in needed:
+                operand = self.served(step.operand)
+                self.values[step.result] = scattered(operand, step.name, step.axis, self.store)
+
+    def served(self, name: str) -> Served:
+        """A server value that is known."""
+        value = self.values[name]
+        assert isinstance(value, Served), name
+        return value
+
+    def _runs_here(self, steps: Sequence[Step]) -> bool:
+        """Whether steps of a plan with control flow need no worker."""
+        return all(
+            isinstance(step, Scatter)
+            or (
+                isinstance(step, Server)
+                and not self.straight
+                and default_platform() in self.plan.bodies[step.body].artefacts
+            )
+            for step in steps
+        )
+
+    def _launch(
+        self, steps: Sequence[Step], wanted: set[str], types: Mapping[str, ValueType]
+    ) -> None:
+        self._sweep()
+        made = dict.fromkeys(name for step in steps for name in unroll.made(step))
+        plan = replace(
+            self.plan,
+            values={**self.plan.values, **types},
+            inputs=(),
+            steps=tuple(steps),
+            outputs=tuple(Output(value=name) for name in made if name in wanted),
+            constants=(),
+        )
+        read = dict.fromkeys(name for step in steps for name in sorted(unroll.read(step)))
+        inputs = self._inputs(name for name in read if name not in made)
+        stem = f"segment-{next(self.segments)}"
+        self.values |= self.launcher.run(plan, inputs, stem)
+
+    def _inputs(self, names: Iterable[str]) -> build.Inputs:
+        static = {}
+        specs: dict[str, dict[str, Any]] = {}
+        where = {}
+        for name in names:
+            value = self.values[name]
+            if isinstance(value, Served):
+                static[name] = value.ref(name)
+                continue
+            key = json.dumps(value.spec, sort_keys=True)
+            specs.setdefault(key, value.spec)
+            where[name] = list(specs).index(key), value.leaf
+        return build.Inputs(static, Sources(tuple(specs.values()), where))
+
+    def _sweep(self) -> None:
+        """Removes what earlier pipelines left in the store and nobody needs."""
+        held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
+        live = set().union(*(value.files for value in held))
+        for _, artefacts in self.launcher.bodies.values():
+            live.update(name for ref in artefacts.values() for name, _ in ref.files)
+        self.store.sweep(live)
+
+
+def _segments(steps: Iterable[Step]) -> list[list[Step]]:
+    """Steps in a row without control flow together, loops and branches alone."""
+    groups: list[list[Step]] = []
+    for step in steps:
+        if groups and unroll.is_straight([*groups[-1], step]):
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return groups
+
+
+_WHERE = re.compile(r"step '((?:[^\s'/]+[\[(]\d+[\])]/)+)")
+_PART = re.compile(r"([^/]+)([\[(])(\d+)[\])]/")
+
+
+@contextlib.contextmanager
+def _rounds_told() -> Iterator[None]:
+    """Says in words which rounds and blocks the name of a failing step stands for."""
+    try:
+        yield
+    except BeamjaxError as error:
+        found = _WHERE.search(str(error))
+        if found is None:
+            raise
+        kinds = {"[": "round", "(": "block"}
+        parts = [
+            f"{name}, {kinds[kind]} {number}" for name, kind, number in _PART.findall(found[1])
+        ]
+        text = str(error).replace(found[0], "step '")
+        raise type(error)(f"{', '.join(parts)}: {text}") from error

@@ -1,0 +1,278 @@
+"""Placed values between the pipelines of a run: sources over files of the store.
+
+A file holds the raw bytes of consecutive members, and is named after them. What a loop slices or
+stacks, and server values that are cut into members, are views of other values, read when a worker
+asks for its shard.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import json
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import SourceError
+from beamjax.pipelines import files
+from beamjax.pipelines.store import Ref, Store
+from beamjax.source_base import LeafSpec, Source, open_spec
+
+SUFFIX = ".members"
+_MEMBERS = re.compile(r"-(\d+)-(\d+)\.members")
+
+
+def file_name(stem: str, start: int, count: int) -> str:
+    """The name of the file with members [start, start + count)."""
+    return f"{stem}-{start}-{count}{SUFFIX}"
+
+
+def members_in(names: Iterable[str], stem: str) -> list[tuple[int, int]]:
+    """Start and count of the members in each file of these names that belongs to `stem`."""
+    found = (_MEMBERS.fullmatch(name, len(stem)) for name in names if name.startswith(stem))
+    return sorted((int(match[1]), int(match[2])) for match in found if match)
+
+
+class MembersSource(Source, kind="members"):
+    """One placed value in files that each hold consecutive members.
+
+    Args:
+      folder: of the files.
+      stem: that their names begin with.
+      parts: start and count of each file. They may overlap, where a bundle was retried.
+      leaf: one member.
+      size: the number of members.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        stem: str,
+        parts: Iterable[Sequence[int]],
+        leaf: LeafSpec,
+        size: int,
+    ):
+        self.folder = folder
+        self.stem = stem
+        self.leaf = leaf
+        self.size = size
+        self.parts: list[tuple[int, int]] = []
+        end = 0
+        for start, count in sorted(parts, key=lambda part: (part[0], -part[1])):
+            if start + count > end:
+                self.parts.append((start, count))
+                end = start + count
+        # Shards are read one after the other: the next one is often in the same file.
+        self._last: tuple[str, np.ndarray] | None = None
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return (self.leaf,)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files."""
+        return [file_name(self.stem, *part) for part in self.parts]
+
+    def missing(self) -> list[int]:
+        """The members that are in no file."""
+        seen = np.zeros(self.size, bool)
+        for start, count in self.parts:
+            seen[start : start + count] = True
+        return np.flatnonzero(~seen).tolist()
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        pieces = []
+        while start < stop:
+            number = bisect.bisect_right(self.parts, start, key=lambda part: part[0]) - 1
+            first, count = self.parts[number]
+            end = min(stop, first + count)
+            pieces.append(self._members(first, count)[start - first : end - first])
+            start = end
+        if len(pieces) == 1:
+            return pieces
+        none = np.empty((0, *self.leaf.shape), self.leaf.dtype)
+        return [np.concatenate(pieces) if pieces else none]
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "folder": self.folder,
+            "stem": self.stem,
+            "parts": self.parts,
+            "leaf": self.leaf.to_json(),
+            "size": self.size,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> MembersSource:
+        leaf = LeafSpec.from_json(spec["leaf"])
+        return cls(spec["folder"], spec["stem"], spec["parts"], leaf, spec["size"])
+
+    def _members(self, start: int, count: int) -> np.ndarray:
+        name, last = file_name(self.stem, start, count), self._last
+        if last is None or last[0] != name:
+            last = self._last = name, self._load(name, count)
+        return last[1]
+
+    def _load(self, name: str, count: int) -> np.ndarray:
+        path = files.join(self.folder, name)
+        try:
+            data = files.read(path)
+        except Exception as error:
+            raise SourceError(
+                f"{path}: cannot read members of a placed value ({error}); do the launcher and "
+                "all workers see the same files under this path?"
+            ) from error
+        if len(data) != count * self.leaf.nbytes:
+            raise SourceError(
+                f"{path}: found {len(data)} bytes, expected {count * self.leaf.nbytes} for "
+                f"{count} members of {self.leaf}"
+            )
+        shape = (count, *self.leaf.shape)
+        if not len(data):
+            return np.empty(shape, self.leaf.dtype)
+        return np.frombuffer(data, self.leaf.dtype).reshape(shape)
+
+
+class EntrySource(Source, kind="entry"):
+    """One entry, along the first axis of each member, of what another source holds.
+
+    Args:
+      base: the spec of the other source.
+      index: of the entry; leaves that have none are left as they are.
+    """
+
+    def __init__(self, base: dict[str, Any], index: int):
+        self.base = base
+        self.index = index
+        self.source = open_spec(base)
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return tuple(
+            LeafSpec(leaf.shape[1:], leaf.dtype, leaf.key_impl, leaf.path)
+            if self._cuts(leaf)
+            else leaf
+            for leaf in self.source.leaves
+        )
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        arrays = self.source.read(start, stop)
+        return [
+            array[:, self.index] if self._cuts(leaf) else array
+            for leaf, array in zip(self.source.leaves, arrays, strict=True)
+        ]
+
+    def to_spec(self) -> dict[str, Any]:
+        return {**self.spec_head(), "base": self.base, "index": self.index}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> EntrySource:
+        return cls(spec["base"], spec["index"])
+
+    def _cuts(self, leaf: LeafSpec) -> bool:
+        return bool(leaf.shape) and self.index < leaf.shape[0]
+
+
+class StackedSource(Source, kind="stacked"):
+    """Placed values of one type, stacked along a new first axis of each member.
+
+    Args:
+      path: of a file that lists the spec of each value's source, and its leaf there: there may be
+        more of them than fit what a worker is told of a step.
+      leaf: one member of the stack.
+      size: the number of members.
+    """
+
+    def __init__(self, path: str, leaf: LeafSpec, size: int):
+        self.path = path
+        self.leaf = leaf
+        self.size = size
+        self.entries = [
+            (open_spec(spec), number) for spec, number in json.loads(bytes(files.read(path)))
+        ]
+
+    @staticmethod
+    def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:
+        """Writes the list of a stack; returns the name of its file."""
+        name = f"stack-{uuid.uuid4().hex}{SUFFIX}"
+        files.write(files.join(folder, name), json.dumps(entries).encode())
+        return name
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return (self.leaf,)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        stacked = np.empty((stop - start, *self.leaf.shape), self.leaf.dtype)
+        for i, (source, leaf) in enumerate(self.entries):
+            stacked[:, i] = source.read(start, stop)[leaf]
+        return [stacked]
+
+    def to_spec(self) -> dict[str, Any]:
+        leaf = self.leaf.to_json()
+        return {**self.spec_head(), "path": self.path, "leaf": leaf, "size": self.size}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> StackedSource:
+        return cls(spec["path"], LeafSpec.from_json(spec["leaf"]), spec["size"])
+
+
+class ScatteredSource(Source, kind="scattered"):
+    """A server value cut into members.
+
+    Args:
+      store: where the reference leads.
+      ref: to the server value.
+      axis: of it, along which the members lie.
+    """
+
+    def __init__(self, store: Store, ref: Ref, axis: int):
+        self.store = store
+        self.ref = ref
+        self.axis = axis
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        (array,) = self.store.get(self.ref)
+        shape = np.moveaxis(array, self.axis, 0).shape
+        return (LeafSpec(shape[1:], array.dtype),)
+
+    def __len__(self) -> int:
+        ((_, shape),) = self.ref.leaves
+        return shape[self.axis]
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        (array,) = self.store.get(self.ref)
+        return [np.moveaxis(array, self.axis, 0)[start:stop]]
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "root": self.store.root,
+            "ref": self.ref.to_json(),
+            "inline": base64.b64encode(self.ref.inline).decode(),
+            "axis": self.axis,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> ScatteredSource:
+        ref = Ref.from_json(spec["ref"], base64.b64decode(spec["inline"]))
+        return cls(Store(spec["root"]), ref, spec["axis"])

@@ -1,0 +1,163 @@
+"""Several rounds of a loop as the steps of one graph, and how many of them there should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from beamjax.options import Options
+from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
+
+MAX_STEPS = 16
+"""Steps in a graph of unrolled rounds, if nothing else is asked for."""
+MAX_BYTES = 1 << 28
+"""Bytes of the values that unrolled rounds make, all together, likewise."""
+
+
+def is_straight(steps: Iterable[Step]) -> bool:
+    """Whether steps have no control flow."""
+    return not any(isinstance(step, Loop | Branch) for step in steps)
+
+
+def made(step: Step) -> tuple[str, ...]:
+    """Names of the values that a step makes, for the steps after it."""
+    match step:
+        case Server(outputs=outputs):
+            return outputs
+        case Map(results=results, lanes=lanes):
+            return (*results, *(r.result for lane in lanes for r in lane.reductions))
+        case Gather(result=result) | Scatter(result=result):
+            return (result,)
+        case Loop(carried=carried, stacked=stacked):
+            return (*(value.result for value in carried), *stacked)
+        case Branch(results=results):
+            return results
+
+
+def read(step: Step) -> set[str]:
+    """Names of the values that a step reads, those that it makes for its own blocks included."""
+    match step:
+        case Server(inputs=inputs):
+            return set(inputs)
+        case Map(broadcasts=broadcasts, operands=operands):
+            return {*broadcasts, *operands}
+        case Gather(operand=operand) | Scatter(operand=operand):
+            return {operand}
+        case Loop():
+            outer = {v.init for v in step.carried} | {v.operand for v in step.sliced}
+            return outer | read_by_blocks(step)
+        case Branch():
+            return {step.index} | read_by_blocks(step)
+
+
+def read_by_blocks(step: Loop | Branch) -> set[str]:
+    """Names of the values that the blocks of a step read, their own included."""
+    blocks: tuple[Block, ...]
+    if isinstance(step, Branch):
+        blocks = step.blocks
+    else:
+        blocks = (step.block, step.condition) if step.condition else (step.block,)
+    names = {name for block in blocks for name in block.outputs}
+    return names.union(*(read(inner) for block in blocks for inner in block.steps))
+
+
+def renamed(step: Step, prefix: str, name: Callable[[str], str] = str) -> Step:
+    """A step without blocks, under a longer name and with other names for values."""
+
+    def names(old: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(name, old))
+
+    new: dict[str, Any]
+    match step:
+        case Server():
+            new = {"inputs": names(step.inputs), "outputs": names(step.outputs)}
+        case Map():
+            lanes = [
+                replace(lane, reductions=tuple(
+                    replace(r, result=name(r.result)) for r in lane.reductions
+                ))
+                for lane in step.lanes
+            ]  # fmt: skip
+            new = {"broadcasts": names(step.broadcasts), "operands": names(step.operands)}
+            new |= {"results": names(step.results), "lanes": tuple(lanes)}
+        case Gather() | Scatter():
+            new = {"operand": name(step.operand), "result": name(step.result)}
+        case _:
+            raise TypeError(step)
+    return replace(step, name=f"{prefix}{step.name}", **new)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of a loop as straight-line steps.
+
+    Attributes:
+      steps: of all rounds; values and steps have names of their own in each.
+      origin: the name in the plan of each value that was renamed.
+      slices: for the name of an entry, what it is an entry of, and its index.
+      carried: names of the carried values after the last of these rounds.
+      stacked: for each stacked result, the names of its entries, in order of the rounds.
+    """
+
+    steps: tuple[Step, ...]
+    origin: Mapping[str, str]
+    slices: Mapping[str, tuple[str, int]]
+    carried: tuple[str, ...]
+    stacked: tuple[tuple[str, ...], ...]
+
+
+def unrolled(loop: Loop, rounds: Iterable[int], prefix: str = "") -> Rounds:
+    """Rounds of a loop, one after the other.
+
+    Args:
+      loop: with a block without control flow.
+      rounds: which.
+      prefix: of the names of steps.
+    """
+    own = {name for step in loop.block.steps for name in made(step)}
+    steps: list[Step] = []
+    origin: dict[str, str] = {}
+    slices: dict[str, tuple[str, int]] = {}
+    carried = tuple(value.param for value in loop.carried)
+    entries = []
+    for number in rounds:
+        where = f"{prefix}{loop.name}[{number}]/"
+        fresh = own | {value.param for value in loop.sliced}
+        names = {name: where + name for name in fresh}
+        origin |= {new: old for old, new in names.items()}
+        index = entry_index(loop, number)
+        slices |= {names[value.param]: (value.operand, index) for value in loop.sliced}
+        params = (value.param for value in loop.carried)
+        names |= dict(zip(params, carried, strict=True))
+        steps += [
+            renamed(step, where, lambda name, names=names: names.get(name, name))
+            for step in loop.block.steps
+        ]
+        outputs = [names.get(name, name) for name in loop.block.outputs]
+        carried = tuple(outputs[: len(carried)])
+        entries.append(outputs[len(carried) :])
+    return Rounds(tuple(steps), origin, slices, carried, tuple(zip(*entries, strict=True)))
+
+
+def entry_index(loop: Loop, number: int) -> int:
+    """Index of the entry that a round of a loop with known rounds reads and gives."""
+    return (loop.rounds or 0) - 1 - number if loop.reverse else number
+
+
+def rounds_per_graph(plan: Plan, loop: Loop, options: Options) -> int:
+    """How many rounds of a loop make one graph.
+
+    Args:
+      plan: that the loop is part of.
+      loop: with a block without control flow.
+      options: `rounds_per_graph`.
+    """
+    steps = loop.block.steps
+    scattered = {step.result for step in steps if isinstance(step, Scatter)}
+    if scattered & set(loop.block.outputs):  # only a source can be gathered again
+        return 1
+    if options.rounds_per_graph is not None:
+        return options.rounds_per_graph
+    nbytes = sum(plan.nbytes(name) for step in steps for name in made(step))
+    return max(1, min(MAX_STEPS // max(len(steps), 1), MAX_BYTES // max(nbytes, 1)))

@@ -1,0 +1,120 @@
+"""Values between the pipelines of a run, as the launching process holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from beamjax.pipelines import files
+from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
+from beamjax.pipelines.store import Ref, Store
+from beamjax.plan import Plan, ValueType
+from beamjax.source_base import LeafSpec, open_spec
+
+
+class Served:
+    """A server value: in the memory of this process, in the store, or both.
+
+    Args:
+      store: where it goes once a worker needs it.
+      array: the raw array, or None.
+      ref: to it in the store, or None.
+    """
+
+    def __init__(self, store: Store, array: np.ndarray | None = None, ref: Ref | None = None):
+        self._store = store
+        self._array = array
+        self._ref = ref
+
+    def array(self) -> np.ndarray:
+        """The raw array, loaded if it is only in the store."""
+        if self._array is not None:
+            return self._array
+        assert self._ref is not None
+        return self._store.get(self._ref)[0]
+
+    def ref(self, hint: str) -> Ref:
+        """A reference for workers; the value is written if it was not yet."""
+        if self._ref is None:
+            self._ref = self._store.put([self._array], hint)
+        return self._ref
+
+    def entry(self, index: int) -> Served:
+        """The entry of this index along the first axis."""
+        return Served(self._store, np.asarray(self.array()[index]))
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Names of the files of the store that hold it."""
+        return frozenset(name for name, _ in self._ref.files) if self._ref else frozenset()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placed value, read on the workers; never in the memory of this process.
+
+    Attributes:
+      spec: of the source that has it.
+      leaf: its number there.
+      files: names of the files of the store that hold it.
+      entries: the values that it stacks, if it is a stack.
+    """
+
+    spec: dict[str, Any]
+    leaf: int = 0
+    files: frozenset[str] = field(default=frozenset(), repr=False)
+    entries: tuple[Placed, ...] | None = field(default=None, repr=False)
+
+    def entry(self, index: int) -> Placed:
+        """The entry of this index along the first axis of each member."""
+        if self.entries is not None:
+            return self.entries[index]
+        spec = EntrySource(self.spec, index).to_spec()
+        return Placed(spec, self.leaf, self.files)
+
+    def whole(self) -> np.ndarray:
+        """All members, along axis 0."""
+        source = open_spec(self.spec)
+        return source.read(0, len(source))[self.leaf]
+
+
+Value: TypeAlias = Served | Placed
+
+
+def leaf_spec(value: ValueType) -> LeafSpec:
+    """A placed value's type as that of a leaf of a source."""
+    return LeafSpec(value.shape, np.dtype(value.dtype))
+
+
+def members(source: MembersSource) -> Placed:
+    """The placed value that a source has in files of the store."""
+    return Placed(source.to_spec(), 0, frozenset(source.files))
+
+
+def scattered(value: Served, hint: str, axis: int, store: Store) -> Placed:
+    """A server value cut into members along an axis."""
+    ref = value.ref(hint)
+    return Placed(ScatteredSource(store, ref, axis).to_spec(), 0, value.files)
+
+
+def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Value:
+    """Values of the rounds of a loop, one after the other.
+
+    Args:
+      name: of the result in the plan.
+      entries: server values, or placed ones; as many as the result says.
+    """
+    value = plan.values[name]
+    if value.placement is None:
+        arrays = [entry.array() for entry in entries if isinstance(entry, Served)]
+        whole = np.stack(arrays) if arrays else np.empty(value.shape)
+        return Served(store, whole.astype(value.dtype, copy=False))
+    placed = tuple(entry for entry in entries if isinstance(entry, Placed))
+    file = StackedSource.write(store.root, [(entry.spec, entry.leaf) for entry in placed])
+    path = files.join(store.root, file)
+    source = StackedSource(path, leaf_spec(value), plan.sizes[value.placement])
+    held = frozenset({file}).union(*(entry.files for entry in placed))
+    return Placed(source.to_spec(), 0, held, placed)
