@@ -112,7 +112,7 @@ def place(
 
 
 def _gathered_inputs(program: PlacedProgram, inputs: set[Var]) -> set[Var]:
-    """Those of `inputs` that are gathered somewhere, or a value computed from them is."""
+    """Those of `inputs` that are gathered or picked from, or a value computed from them is."""
     origins: dict[Var, frozenset[Var]] = {var: frozenset({var}) for var in inputs}
     gathered: set[Var] = set()
     for eqn in program.flat.eqns:
@@ -124,7 +124,8 @@ def _gathered_inputs(program: PlacedProgram, inputs: set[Var]) -> set[Var]:
             if place is None or not isinstance(atom, Var):
                 continue
             found |= origins.get(atom, frozenset())
-            if axis is None or place != Along(placement, axis):
+            picked = isinstance(reading, Fold) and reading.picks
+            if picked or axis is None or place != Along(placement, axis):
                 gathered |= origins.get(atom, frozenset())
         if found and not isinstance(reading, Fold):
             origins.update(dict.fromkeys(eqn.outputs, found))

@@ -207,9 +207,9 @@ def diloco():
     return step, outer_state(), global_batches()
 
 
-@trainer(passes=2, gathered=4 * N)
+@trainer(passes=2)
 def diloco_step_of_a_worker():
-    """The server reads the step of worker 0: today it gets those of all."""
+    """The server reads the step of worker 0."""
 
     @workers
     def step(state, x, y):
