@@ -289,7 +289,7 @@ class _Lowering:
             assert isinstance(reading, Fold)
             reducer = REDUCERS[reading.reducer]
             dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
-            if eqn.primitive.name == "dot_general":
+            if reading.picks or eqn.primitive.name == "dot_general":
                 dtype = np.dtype(eqn.outputs[0].aval.dtype)
             partial = np.dtype(reducer.partial_dtype(dtype)).name
             group = groups.setdefault((reducer.lane, partial), [])

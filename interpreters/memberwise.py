@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from beamjax.interpreters.flat_program import Eqn, aval_of
+from beamjax.interpreters.folds import pick
 from beamjax.interpreters.readings import (
     Axes,
+    Fold,
     Local,
     Shard,
     any_placed,
@@ -110,21 +114,27 @@ def _squeeze(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 @rule("slice")
-def _slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     axis, strides = axes[0], eqn.params["strides"]
-    if axis is None or (strides is not None and strides[axis] != 1):
+    if axis is None:
         return None
-    whole = eqn.params["start_indices"][axis] == 0 and eqn.params["limit_indices"][axis] == n
-    return Local((axis,), (axis,), resizing("limit_indices", axis)) if whole else None
+    start, limit = eqn.params["start_indices"][axis], eqn.params["limit_indices"][axis]
+    if start == 0 and limit == n and (strides is None or strides[axis] == 1):
+        return Local((axis,), (axis,), resizing("limit_indices", axis))
+    # A program that reads the others, too, as a loop over members does, does best with a gather.
+    ends = limit - start == 1 and (start == 0 or limit == n)
+    return pick(eqn, axis, lambda args: start) if ends else None
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     axis = axes[0]
-    # A slice as long as its operand starts at 0, whatever the index says.
-    if axis is None or any_placed(axes[1:]) or eqn.params["slice_sizes"][axis] != n:
+    if axis is None or any_placed(axes[1:]):
         return None
-    return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
+    size = eqn.params["slice_sizes"][axis]
+    if size == n:  # It starts at 0, whatever the index says.
+        return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
+    return pick(eqn, axis, lambda args: jnp.clip(args[1 + axis], 0, n - 1)) if size == 1 else None
 
 
 @rule("dynamic_update_slice")

@@ -262,7 +262,7 @@ class _Placing:
 
 
 class _Gathered:
-    """Which of some inputs are gathered somewhere, or a value computed from them is."""
+    """Which of some inputs are gathered or picked from, or a value computed from them is."""
 
     def __init__(self, program: PlacedProgram, tried: Iterable[Var]):
         self.program = program
@@ -282,6 +282,8 @@ class _Gathered:
             _, reading = self.program.readings.get(eqn, ("", None))
             if not isinstance(reading, Fold):
                 self.add(eqn.outputs, found)
+            elif reading.picks:
+                self.inputs |= found
 
     def nested(self, eqn: Eqn) -> None:
         border = self.program.borders[eqn]

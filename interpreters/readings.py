@@ -62,12 +62,14 @@ class Fold:
     """An equation that reduces over the members, to one result.
 
     `partial(eqn, args, shard)` gives the partial of a shard, with padding left out, in the dtype
-    that the reducer's accumulator takes.
+    that the reducer's accumulator takes. `picks` tells that the result is that of one member, for
+    which alone the server need not leave a whole array to the workers.
     """
 
     in_axes: tuple[int | None, ...]
     reducer: str
     partial: Callable[[Eqn, Sequence[Any], Shard], Any]
+    picks: bool = False
 
 
 Rule = Callable[[Eqn, Axes, Any], Local | Fold | None]

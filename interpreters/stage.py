@@ -12,6 +12,7 @@ from jax import tree_util
 from jax.extend import core as jex
 
 from beamjax.errors import StructureError
+from beamjax.interpreters import drjax
 from beamjax.placements import observe
 from beamjax.sources import Source
 
@@ -122,7 +123,7 @@ def _aval(name: str, leaf: Any) -> Any:
 
 
 def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -> Staged:
-    """Traces `fn` on abstract arguments.
+    """Traces `fn` on abstract arguments. It may be a program of beamjax or of DrJAX.
 
     Args:
       fn: the user's function.
@@ -136,7 +137,7 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
         results, out_tree = tree_util.tree_flatten(fn(*restore(leaves)))
         return results
 
-    with observe() as placements:
+    with observe() as placements, drjax.operators_of_beamjax():
         closed = jax.make_jaxpr(flat_fn)(*(argument.aval for argument in arguments))
     return Staged(function_name(fn), closed, out_tree, tuple(placements))
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rule_rows import GROUPS, Placed
+from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
 from beamjax.interpreters import flatten, place, rules, split, stage
@@ -104,3 +104,30 @@ def test_the_table_knows_every_rule():
     }  # fmt: skip
     missing = {r for r in rules.RULES if not r.startswith("bj_")} - seen - rare
     assert not missing
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
+def test_a_member_picked_out_is_not_rounded(dtype):
+    values = [-0.0, 0.1, np.nan, -np.inf, np.inf, 3.0, 1e-7, -5.0]
+    values = jnp.asarray(values if jnp.issubdtype(dtype, jnp.inexact) else range(8)).astype(dtype)
+    table = jnp.stack([values, jnp.flip(values), *[values] * 17])
+
+    @bj.program(clients=19)
+    def ends(table, i):
+        kept = bj.map_fn(lambda row: row, table)
+        return kept[0], kept[-1], kept[i]
+
+    assert bj.explain(ends, table, 1).facts.gathered_bytes == 0
+    found = bj.run(ends, table, 1, runner="local", options=OPTIONS)
+    for row, want in zip(found, jax.jit(ends)(table, 1), strict=True):
+        assert row.dtype == want.dtype
+        np.testing.assert_array_equal(row.astype("float32"), want.astype("float32"))
+
+
+def test_the_server_reads_a_row_of_its_own_table():
+    @bj.program(clients=N)
+    def row(table, x):
+        return table[0] + bj.reduce_sum(bj.map_fn(lambda v: v, x))
+
+    facts = bj.explain(row, jnp.ones((N, 3)), jnp.ones((N, 3))).facts
+    assert [i.values for i in facts.inputs] == [("arg0",), ("arg1@clients",)]

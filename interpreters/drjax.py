@@ -1,0 +1,163 @@
+"""Programs written for the `drjax` package, staged to the primitives of beamjax.
+
+DrJAX has no primitive for a map: it calls `jax.vmap`, after which no member is to be told from
+another, and its primitives for broadcasts and reductions are made anew for each decorator. So its
+operators are caught before they trace anything. A function that `drjax.program` decorates sets the
+operators of the module `drjax` when it is called, through `_replace_api`, and resets them at its
+end. While `operators_of_beamjax` is entered,
+
+- `_replace_api` sets, in this thread, operators that bind the primitives of beamjax;
+- what this thread sets on the module is kept from other threads, and what they set from it: the
+  class of the module gets a property for each operator, which looks in a table of the thread;
+- a user context is part of the key of all JAX caches, so that none serves what was traced with
+  DrJAX's own operators, as it would where a user's `jax.jit` stands around a program.
+
+DrJAX is never imported here: a process without it holds no function that it decorates. Of a version
+that is built otherwise nothing is changed: its programs run, but what they map is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from beamjax import api
+from beamjax.layouts import AnyMesh
+from beamjax.placements import activate
+
+OPERATORS = ("broadcast", "map_fn", "reduce_mean", "reduce_sum", "reduce_weighted_mean")
+
+
+class _Thread(threading.local):
+    """The operators that this thread sees in the module `drjax`; None for those of the module."""
+
+    operators: dict[str, Callable[..., Any]] | None = None
+
+
+_thread = _Thread()
+_staging = jax.make_user_context(False)
+_lock = threading.Lock()
+_entered = 0
+
+
+@contextlib.contextmanager
+def operators_of_beamjax() -> Iterator[None]:
+    """Makes the operators of `drjax` those of beamjax, in this thread, for a `with` block."""
+    internals = _internals()
+    if internals is None:
+        yield
+        return
+    before = _thread.operators
+    with _patched(sys.modules["drjax"], internals), _staging(True):
+        _thread.operators = {name: getattr(internals, name) for name in OPERATORS}
+        try:
+            yield
+        finally:
+            _thread.operators = before
+
+
+def _internals() -> types.ModuleType | None:
+    """The module of DrJAX that sets the operators, if it was imported and is as we know it."""
+    module = sys.modules.get("drjax._src.api")
+    known = hasattr(module, "_replace_api") and "drjax" in sys.modules
+    return module if known else None
+
+
+# --- the module `drjax`
+
+
+def _operator_property(name: str) -> property:
+    """The operator `name` of a module: that of the thread if it has one, or that of the module."""
+
+    def get(module: types.ModuleType) -> Any:
+        return (_thread.operators or vars(module))[name]
+
+    def put(module: types.ModuleType, value: Any) -> None:
+        (vars(module) if _thread.operators is None else _thread.operators)[name] = value
+
+    return property(get, put)
+
+
+class _ModuleWithOperatorsOfThreads(types.ModuleType):
+    """The class of the module `drjax` while some thread stages."""
+
+
+for _name in OPERATORS:
+    setattr(_ModuleWithOperatorsOfThreads, _name, _operator_property(_name))
+
+
+@contextlib.contextmanager
+def _patched(module: types.ModuleType, internals: Any) -> Iterator[None]:
+    """Patches DrJAX for as long as any thread needs it."""
+    global _entered
+    with _lock:
+        if not _entered:
+            module.__class__ = _ModuleWithOperatorsOfThreads
+            _replace_api.original = internals._replace_api
+            internals._replace_api = _replace_api
+        _entered += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                module.__class__ = types.ModuleType
+                internals._replace_api = _replace_api.original
+
+
+class _ReplaceApi:
+    """Stands for DrJAX's function of that name, which a program calls as it begins."""
+
+    original: Callable[..., Any]
+
+    def __call__(self, module: Any, computations: Any, primitives: Any, *, placement: str) -> Any:
+        if _thread.operators is None:
+            return self.original(module, computations, primitives, placement=placement)
+        n = computations._placements_to_n_elements[placement]
+        for operator in _operators(placement, n):
+            setattr(module, operator.__name__, operator)
+        return module
+
+
+_replace_api = _ReplaceApi()
+
+
+# --- the operators
+
+
+def _operators(placement: str, n: int) -> list[Callable[..., Any]]:
+    """The operators of a program, with the signatures that DrJAX gives them."""
+    active = ((placement, n),)
+
+    def broadcast(x: Any, *, mesh: AnyMesh | None = None) -> Any:
+        with activate(active):
+            return api.broadcast(x, mesh=mesh)
+
+    def map_fn(fn: Callable[..., Any], arg: Any, *, mesh: AnyMesh | None = None) -> Any:
+        with activate(active):
+            return api.map_fn(fn, arg, mesh=mesh)
+
+    def reduce_mean(x: Any) -> Any:
+        with activate(active):
+            return api.reduce_mean(x)
+
+    def reduce_sum(x: Any) -> Any:
+        with activate(active):
+            return api.reduce_sum(x)
+
+    def reduce_weighted_mean(x: Any, w: Any) -> Any:
+        # Unlike that of beamjax, it promotes: bfloat16 values with float32 weights give float32.
+        def weigh(x: Any, w: Any) -> Any:
+            return jax.tree.map(lambda value, weight: value * weight, x, w)
+
+        totals = reduce_sum(map_fn(weigh, (x, w)))
+        return jax.tree.map(lambda total, weight: total / weight, totals, reduce_sum(w))
+
+    return [broadcast, map_fn, reduce_mean, reduce_sum, reduce_weighted_mean]

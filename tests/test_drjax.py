@@ -1,0 +1,478 @@
+"""Programs written for DrJAX: run by beamjax as they are, and with beamjax imported as drjax."""
+
+import concurrent.futures
+import functools
+import inspect
+import subprocess
+import sys
+import threading
+import types
+
+import drjax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core as jex
+
+import beamjax as bj
+from beamjax.interpreters.drjax import OPERATORS
+
+# DrJAX itself reads the mesh in a way that JAX has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:jax.interpreters.pxla:DeprecationWarning")
+
+N, M = 6, 4
+
+
+def rnd(*shape, seed=0):
+    return jax.random.normal(jax.random.fold_in(jax.random.key(0), seed), shape)
+
+
+PARAMS = {"w": rnd(3), "b": jnp.float32(0.5)}
+X, Y = rnd(N, 5, 3, seed=1), rnd(N, 5, seed=2)
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
+
+
+# --- the programs, each a function of the operators: drjax, or beamjax under that name
+
+PROGRAMS = {}
+
+
+def program(passes, gathered=0):
+    """How many passes over members a program takes, and how many bytes it gathers."""
+
+    def add(build):
+        PROGRAMS[build.__name__] = (build, passes, gathered)
+        return build
+
+    return add
+
+
+@program(passes=1)
+def share_over_threshold(ops):
+    def one_if_over(threshold, value):
+        return jax.lax.cond(value > threshold, lambda: 1.0, lambda: 0.0)
+
+    @ops.program(placements={"clients": 100})
+    def share(threshold, values):
+        return ops.reduce_mean(ops.map_fn(one_if_over, (ops.broadcast(threshold), values)))
+
+    return share, (jnp.float32(0.5), jax.random.uniform(jax.random.PRNGKey(2), (100,)))
+
+
+def local_sgd(params, rate, x, y, steps=3):
+    step = lambda p, _: (jax.tree.map(lambda v, g: v - rate * g, p, jax.grad(loss)(p, x, y)), None)
+    return jax.lax.scan(step, params, None, length=steps)[0]
+
+
+def averaging_round(ops):
+    @ops.program(placements={"clients": N})
+    def one_round(params, rate, x, y):
+        args = (ops.broadcast(params), ops.broadcast(rate), x, y)
+        trained = ops.map_fn(local_sgd, args)
+        delta = jax.tree.map(lambda new, old: new - old, trained, ops.broadcast(params))
+        mean = ops.reduce_mean(delta)
+        return jax.tree.map(lambda p, d: p + d, params, mean)
+
+    return one_round
+
+
+@program(passes=1)
+def federated_averaging(ops):
+    return averaging_round(ops), (PARAMS, 0.1, X, Y)
+
+
+@program(passes=3)
+def three_rounds(ops):
+    one_round = averaging_round(ops)
+
+    def rounds(params, x, y):
+        for rate in (0.1, 0.05, 0.02):
+            params = one_round(params, rate, x, y)
+        return params
+
+    return rounds, (PARAMS, X, Y)
+
+
+def held_out_loss(ops):
+    one_round = averaging_round(ops)
+
+    @ops.program(placements={"clients": N})
+    def value(params, rate, x, y):
+        trained = one_round(params, rate, x, y)
+        return ops.reduce_mean(ops.map_fn(lambda x, y: loss(trained, x, y), (x, y)))
+
+    return value
+
+
+@program(passes=3)
+def gradient_through_a_round(ops):
+    return jax.grad(held_out_loss(ops), argnums=(0, 1)), (PARAMS, 0.1, X, Y)
+
+
+@program(passes=2)
+def derivative_of_a_round(ops):
+    fn = held_out_loss(ops)
+    return lambda rate, x, y: jax.jvp(lambda r: fn(PARAMS, r, x, y), (rate,), (1.0,)), (0.1, X, Y)
+
+
+@program(passes=1)
+def weighted_mean(ops):
+    @ops.program(placements={"clients": N})
+    def mean(params, x, y, weights):
+        grads = ops.map_fn(jax.grad(loss), (ops.broadcast(params), x, y))
+        weights = jax.tree.map(lambda _: weights, grads["b"])
+        return ops.reduce_weighted_mean(grads["b"], weights)
+
+    return mean, (PARAMS, X, Y, jnp.arange(1.0, N + 1))
+
+
+@program(passes=1)
+def weighted_mean_of_trees(ops):
+    @ops.program(placements={"clients": N})
+    def mean(values, weights):
+        return ops.reduce_weighted_mean(values, {"w": weights, "b": weights + 1})
+
+    return mean, ({"w": rnd(N, 3)[:, :1], "b": rnd(N)[:, None]}, jnp.arange(1.0, N + 1)[:, None])
+
+
+@program(passes=2)
+def gradient_of_weights(ops):
+    @ops.program(placements={"clients": N})
+    def mean(values, weights):
+        return ops.reduce_weighted_mean(values, weights)
+
+    return jax.grad(mean, argnums=(0, 1)), (rnd(N), jnp.arange(1.0, N + 1))
+
+
+@program(passes=1)
+def results_of_members(ops):
+    @ops.program(placements={"clients": N})
+    def per_member(params, x, y):
+        return ops.map_fn(jax.value_and_grad(loss), (ops.broadcast(params), x, y))
+
+    return per_member, (PARAMS, X, Y)
+
+
+@program(passes=1)
+def a_map_of_one_argument(ops):
+    @ops.program(clients=N)
+    def total(batch):
+        sums = ops.map_fn(lambda b: {"n": jnp.int32(b["x"].shape[0]), "x": b["x"].sum(0)}, batch)
+        return ops.reduce_sum(sums)
+
+    return total, ({"x": X, "y": Y},)
+
+
+@program(passes=1)
+def keywords(ops):
+    @ops.program(placements={"clients": N}, use_abstract_mesh=False)
+    def total(w, v):
+        mapped = ops.map_fn(fn=lambda w, v: w * v, arg=(ops.broadcast(x=w), v), mesh=None)
+        mean = ops.reduce_weighted_mean(x=mapped, w=v)
+        return ops.reduce_sum(x=mapped), ops.reduce_mean(x=mapped), mean
+
+    return total, (jnp.float32(2.0), jnp.arange(1.0, N + 1))
+
+
+@program(passes=1)
+def closures_and_keys(ops):
+    @ops.program(placements={"clients": N})
+    def noisy(params, key, x):
+        def body(k, x):
+            return jax.tree.map(lambda p: p * x.sum() + jax.random.normal(k, p.shape), params)
+
+        return ops.reduce_sum(ops.map_fn(body, (jax.random.split(key, N), x)))
+
+    return noisy, (PARAMS, jax.random.key(5), X)
+
+
+@program(passes=1)
+def a_program_in_a_body(ops):
+    @ops.program(placements={"inner": M})
+    def inner(w, xs):
+        return ops.reduce_sum(ops.map_fn(lambda w, x: jnp.tanh(x @ w), (ops.broadcast(w), xs)))
+
+    @ops.program(placements={"outer": N})
+    def outer(w, x):
+        sums = ops.map_fn(lambda x: jnp.sin(inner(w, x)), x)
+        return ops.reduce_mean(sums)  # of outer again: inner is at its end
+
+    return outer, (rnd(3), rnd(N, M, 3))
+
+
+@program(passes=2)
+def two_programs_in_turn(ops):
+    def norm(n):
+        @ops.program(placements={"clients": n})
+        def of(x):
+            return ops.reduce_sum(ops.map_fn(lambda v: jnp.sum(v * v), x))
+
+        return of
+
+    return lambda a, b: norm(N)(a) + norm(M)(b), (X, rnd(M, 2))
+
+
+@program(passes=1)
+def vmapped(ops):
+    fn = averaging_round(ops)
+    return jax.vmap(fn, in_axes=(None, 0, None, None)), (PARAMS, jnp.array([0.1, 0.2]), X, Y)
+
+
+@program(passes=3)
+def jitted_inside(ops):
+    fn = jax.jit(averaging_round(ops))
+    value = jax.jit(held_out_loss(ops))
+    return lambda p, x, y: value(fn(p, 0.1, x, y), 0.1, x, y), (PARAMS, X, Y)
+
+
+@program(passes=3)
+def rematerialized(ops):
+    return jax.grad(jax.checkpoint(held_out_loss(ops))), (PARAMS, 0.1, X, Y)
+
+
+@program(passes=1)
+def on_a_mesh(ops):
+    mesh = jax.make_mesh((1,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @ops.program(placements={"clients": N})
+    def total(w, x):
+        scaled = ops.map_fn(lambda w, x: x @ w, (ops.broadcast(w, mesh=mesh), x), mesh=mesh)
+        return ops.reduce_sum(scaled)
+
+    return total, (rnd(3), X)
+
+
+# --- checks
+
+
+@functools.cache
+def built(name, ops):
+    return PROGRAMS[name][0](ops)
+
+
+@functools.cache
+def truth(name):
+    fn, args = built(name, drjax)
+    return jax.jit(fn)(*args)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (left.shape, left.dtype) == (right.shape, right.dtype)
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_unchanged_programs(name, runner):
+    fn, args = built(name, drjax)
+    assert_same(bj.run(fn, *args, runner=runner), truth(name))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_with_another_import(name):
+    fn, args = built(name, bj)
+    assert_same(jax.jit(fn)(*args), truth(name))
+    assert_same(bj.run(fn, *args, runner="local"), truth(name))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_have_the_same_plan(name):
+    _, passes, gathered = PROGRAMS[name]
+    for ops in (drjax, bj):
+        fn, args = built(name, ops)
+        facts = bj.explain(fn, *args).facts
+        assert (facts.passes, facts.gathered_bytes) == (passes, gathered), ops.__name__
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bodies_are_those_of_one_member(name):
+    fn, args = built(name, drjax)
+    staged = str(bj.explain(fn, *args, stage="staged"))
+    assert "bj_" in staged
+    assert not [p for p in ("clients", "inner", "outer") if f"_{p}" in staged]
+
+
+def test_lines_are_those_of_the_user():
+    fn, args = built("federated_averaging", drjax)
+    lines = [line for step in bj.explain(fn, *args).facts.steps for line in step.lines]
+    assert lines
+    assert all(line.startswith(__file__) for line in lines)
+
+
+def test_verify():
+    fn, args = built("gradient_through_a_round", drjax)
+    assert bj.verify(fn, *args, runner="local").ok
+
+
+# --- the interface
+
+
+def functions(module):
+    return {n: f for n, f in vars(module).items() if n[0] != "_" and callable(f)}
+
+
+def test_the_operators_are_all_that_drjax_has():
+    assert set(functions(drjax)) == {*OPERATORS, "program"}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_argument_of_drjax_is_one_of_beamjax(name):
+    theirs = inspect.signature(getattr(drjax, name)).parameters
+    ours = inspect.signature(getattr(bj, name)).parameters
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+        (p.name, p.kind, p.default) for p in ours.values() if p.name != "placement"
+    ]
+    assert ours["placement"].kind == inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_take_no_more_than_those_of_drjax(name):
+    @drjax.program(clients=N)
+    def call(x):
+        return getattr(drjax, name)(x, x, x)
+
+    with pytest.raises(TypeError, match=rf"{name}\(\) takes \d positional arguments? but"):
+        bj.explain(call, X)
+
+
+def test_values_and_weights_of_drjax_promote():
+    @drjax.program(clients=N)
+    def mean(x, w):
+        return drjax.reduce_weighted_mean(x, w)
+
+    args = (rnd(N).astype("bfloat16"), jnp.arange(1.0, N + 1))
+    with jax.numpy_dtype_promotion("standard"):
+        expected = jax.jit(mean)(*args)
+        assert_same(bj.run(mean, *args, runner="local"), expected)
+    assert expected.dtype == "float32"
+
+
+def test_errors_of_a_body_propagate():
+    @drjax.program(clients=N)
+    def fails(x):
+        return drjax.map_fn(lambda v: {}["missing"], x)
+
+    with pytest.raises(KeyError, match="missing"):
+        bj.run(fails, X, runner="local")
+    fn, args = built("weighted_mean", drjax)
+    assert_same(bj.run(fn, *args, runner="local"), truth("weighted_mean"))
+
+
+# --- what is left behind
+
+
+def test_operators_are_undefined_outside_of_programs_while_staging():
+    def outside(x):
+        return drjax.reduce_sum(x)
+
+    with pytest.raises(Exception, match="only defined in the context of a DrJAX program"):
+        bj.explain(outside, X)
+
+
+def test_drjax_is_left_as_it_was():
+    before = {**vars(drjax)}, {**vars(sys.modules["drjax._src.api"])}
+    fn, args = federated_averaging(drjax)  # a new function, which is staged
+    bj.explain(fn, *args)
+    with pytest.raises(KeyError):
+        bj.explain(drjax.program(clients=N)(lambda x: drjax.map_fn(lambda v: {}[0], x)), X)
+    assert ({**vars(drjax)}, {**vars(sys.modules["drjax._src.api"])}) == before
+    assert type(drjax) is types.ModuleType
+
+
+@pytest.mark.parametrize("first", ["jit", "run"])
+def test_neither_is_served_what_the_other_traced(first):
+    @jax.jit
+    @drjax.program(clients=N)
+    def total(x):
+        return drjax.reduce_sum(drjax.map_fn(lambda v: jnp.sum(v * v), x))
+
+    expected = np.sum(np.square(np.asarray(X, "float64")))
+    if first == "jit":
+        np.testing.assert_allclose(total(X), expected, rtol=1e-5)
+    for _ in range(2):
+        # A new function each time, so that it is staged each time.
+        whole = lambda x: total(x) + 0.0
+        assert bj.explain(whole, X).facts.passes == 1
+        assert "bj_map" not in str(jax.make_jaxpr(lambda x: total(x) * 1.0)(X))
+        np.testing.assert_allclose(total(X), expected, rtol=1e-5)
+
+
+def test_other_threads_keep_the_operators_of_drjax():
+    """Another thread traces with DrJAX while this one stages, both in the midst of a program."""
+    turn = threading.Barrier(2, timeout=60)
+
+    def body_of(scale, n):
+        @drjax.program(clients=n)
+        def total(x):
+            turn.wait()  # both have entered a program
+            mapped = drjax.map_fn(lambda v: jnp.sum(v) * scale, x)
+            turn.wait()
+            result = drjax.reduce_sum(mapped)
+            turn.wait()  # none has left it
+            return result
+
+        return total
+
+    ours, theirs = body_of(2.0, N), body_of(3.0, M)
+    other = rnd(M, 2)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        traced = pool.submit(jax.make_jaxpr(theirs), other)
+        staged = bj.explain(ours, X, stage="staged")
+        jaxpr = traced.result()
+    assert "bj_map" in str(staged)
+    assert "sum_from_clients" in str(jaxpr)
+    assert "bj_" not in str(jaxpr)
+    assert f"n={N}" in str(staged)
+    np.testing.assert_allclose(
+        jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, other)[0], 3 * jnp.sum(other), rtol=1e-5
+    )
+    with pytest.raises(Exception, match="only defined in the context"):
+        drjax.reduce_sum(X)
+
+
+def test_many_threads_stage_at_once():
+    def total(n):
+        @drjax.program(clients=n)
+        def of(x):
+            return drjax.reduce_sum(drjax.map_fn(lambda v: v * n, x))
+
+        return bj.run(of, jnp.ones(n), runner="local")
+
+    sizes = list(range(2, 14))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert [float(v) for v in pool.map(total, sizes)] == [n * n for n in sizes]
+    assert type(drjax) is types.ModuleType
+
+
+def test_what_was_traced_before_runs_on_the_server():
+    fn, args = built("federated_averaging", drjax)
+    closed = jax.make_jaxpr(fn)(*args)
+    evaluate = jex.jaxpr_as_fun(closed)
+    found = bj.run(lambda *leaves: evaluate(*leaves), *jax.tree.leaves(args), runner="local")
+    assert_same(found, jax.tree.leaves(truth("federated_averaging")))
+
+
+def test_drjax_is_not_imported():
+    code = """
+import sys
+import numpy as np, beamjax
+total = beamjax.program(clients=4)(lambda x: beamjax.reduce_sum(x))
+beamjax.run(total, np.ones(4, "float32"), runner="local")
+print([name for name in sys.modules if name.startswith("drjax")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_drjax_that_is_built_otherwise_is_left_alone(monkeypatch):
+    monkeypatch.delattr(sys.modules["drjax._src.api"], "_replace_api")
+    total = bj.program(clients=N)(lambda x: bj.reduce_sum(x))
+    np.testing.assert_allclose(
+        bj.run(total, jnp.ones(N, "float32"), runner="local"), np.float32(N), strict=True
+    )
