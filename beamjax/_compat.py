@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax._src import effects as jax_effects
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import ad as ad
@@ -114,6 +115,11 @@ def _jit_input_params() -> dict[str, tuple[Any, ...]]:
 def outer_effects(effects: Iterable[Any]) -> set[Any]:
     """The effects that a caller of a jaxpr sees: not those on references made inside of it."""
     return {e for e in effects if type(e).__name__ != "InternalMutableArrayEffect"}
+
+
+def is_ordered(effect: Any) -> bool:
+    """Whether what has this effect must happen in the order of the program."""
+    return bool(jax_effects.ordered_effects.contains(effect))
 
 
 def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

@@ -21,6 +21,9 @@ class Options:
       reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
         for any order; "fast" adds in float64, with no promise about the last bits.
       platforms: of the workers: "cpu", "cuda", "tpu". None means that of this process.
+      callbacks: whether steps that call back to the host (`jax.debug.print`, `jax.pure_callback`,
+        ...) may run as Python, for which the function travels to other processes by cloudpickle;
+        False refuses them.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
@@ -30,12 +33,13 @@ class Options:
     reduction: str = "exact"
     platforms: tuple[str, ...] | None = None
     work_folder: str | None = None
+    callbacks: bool = True
     beam: Any = field(default=(), hash=False)
 
     @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
-        return self.shard_size, self.platforms
+        return self.shard_size, self.platforms, self.callbacks
 
 
 OWN = tuple(f.name for f in fields(Options) if f.name != "beam")
@@ -101,6 +105,8 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
             raise OptionsError(
                 f"shard_size: found {values['shard_size']!r}, expected a number"
             ) from None
+    if str(values.get("callbacks")).lower() in ("true", "false"):
+        values["callbacks"] = str(values["callbacks"]).lower() == "true"
     if isinstance(values.get("platforms"), str):
         values["platforms"] = values["platforms"].split(",")
     return _checked(replace(Options(), **values, beam=tuple(flags)))
@@ -111,6 +117,8 @@ def _checked(options: Options) -> Options:
         raise OptionsError(
             f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
         )
+    if not isinstance(options.callbacks, bool):
+        raise OptionsError(f"callbacks: found {options.callbacks!r}, expected True or False")
     if options.platforms is not None:
         names = options.platforms
         listed = isinstance(names, Sequence) and not isinstance(names, str)

@@ -62,13 +62,18 @@ def aval_of(atom: Atom) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Eqn:
-    """One primitive applied to atoms; `line` is the user's `file:line (function)` or empty."""
+    """One primitive applied to atoms.
+
+    `line` is the user's `file:line (function)` or empty; an equation with `effects` is evaluated
+    once, whether its results are used or not.
+    """
 
     primitive: jex.Primitive
     params: dict[str, Any]
     inputs: list[Atom]
     outputs: list[Var]
     line: str
+    effects: frozenset[Any] = frozenset()
 
     def __repr__(self) -> str:
         outs = " ".join(map(repr, self.outputs))
@@ -99,8 +104,8 @@ def flatten(closed: jex.ClosedJaxpr) -> FlatProgram:
     """Inlines every call of `closed`.
 
     Raises:
-      StagingError: placed operators stand inside a scan, while or cond, or an equation calls back
-        to the host; the message names the user's line.
+      StagingError: placed operators stand inside a scan, while or cond, or an equation has an
+        effect that is no call to the host; the message names the user's line.
     """
     jaxpr = closed.jaxpr
     flat = FlatProgram([Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)], [])
@@ -140,7 +145,9 @@ class _Inliner:
                 continue
             _refuse(eqn, line)
             outputs = [Var(next(self.names), v.aval) for v in eqn.outvars]
-            self.flat.eqns.append(Eqn(eqn.primitive, dict(eqn.params), inputs, outputs, line))
+            effects = frozenset(_compat.outer_effects(eqn.effects))
+            flat_eqn = Eqn(eqn.primitive, dict(eqn.params), inputs, outputs, line, effects)
+            self.flat.eqns.append(flat_eqn)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -181,12 +188,6 @@ def _refuse(eqn: Any, line: str) -> None:
             "Control flow inside a map_fn body is no problem, and the program as it stands runs "
             "under jax.jit"
         )
-    call = _host_call(eqn)
-    if call is not None:
-        raise StagingError(
-            f"{call[1] or where}: {call[0]} calls back to this process, but bodies travel as "
-            "StableHLO, which can't hold such a call: take it out of the function to run it on Beam"
-        )
     if any(_is_reference(v.aval) for v in eqn.outvars):
         raise StagingError(
             f"{where}: {name} makes a mutable reference outside of the body of a map_fn. Use it "
@@ -194,7 +195,7 @@ def _refuse(eqn: Any, line: str) -> None:
             "operators"
         )
     effects = _compat.outer_effects(eqn.effects)
-    if effects:
+    if effects and host_call(eqn) is None:
         kinds = ", ".join(sorted(str(effect) for effect in effects))
         raise StagingError(
             f"{where}: {name} has a side effect ({kinds}), which a plan can't hold: take it out of "
@@ -202,16 +203,20 @@ def _refuse(eqn: Any, line: str) -> None:
         )
 
 
-def _host_call(eqn: Any) -> tuple[str, str] | None:
+def host_call(eqn: Any) -> tuple[str, str] | None:
     """The name and the user's line of a call to the host in an equation, or in what it calls."""
     if eqn.primitive.name in HOST_CALLS:
-        return eqn.primitive.name, user_line(eqn)
+        return eqn.primitive.name, _line(eqn)
     for sub in jex.jaxprs_in_params(eqn.params):
         for inner in getattr(sub, "jaxpr", sub).eqns:
-            found = _host_call(inner)
+            found = host_call(inner)
             if found:
-                return found[0], found[1] or user_line(eqn)
+                return found[0], found[1] or _line(eqn)
     return None
+
+
+def _line(eqn: Any) -> str:
+    return eqn.line if isinstance(eqn, Eqn) else user_line(eqn)
 
 
 def contains_placed_operators(eqn: Any) -> bool:

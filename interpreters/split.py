@@ -4,7 +4,7 @@ The *level* of a value is the number of passes over the members that must be ove
 computed. All equations of one level and placement are one pass, whatever the number of maps and
 reductions among them; all server equations of one level are one executable. Everything is computed
 as late as its uses allow, so that a placed value is made in the pass that reads it. Only what an
-output needs is kept.
+output needs is kept, and what has an effect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from beamjax import _compat
 from beamjax.interpreters import rules
 from beamjax.interpreters.flatten import Atom, Eqn, Var
 from beamjax.interpreters.place import Along, PlacedProgram
@@ -139,10 +140,13 @@ class _Splitter:
     def _maps(self, level: int) -> list[Piece]:
         folds: dict[str, list[Eqn]] = {}
         results: dict[str, list[Var]] = {}
+        effects: dict[str, list[Eqn]] = {}
         for eqn in self.eqns.get(level, []):
             if eqn not in self.program.readings:
                 continue
             placement, reading = self.program.readings[eqn]
+            if eqn.effects:
+                effects.setdefault(placement, []).append(eqn)
             if not isinstance(reading, Fold):
                 wanted = [v for v in eqn.outputs if v in self.served or v in self.live]
                 results.setdefault(placement, []).extend(wanted)
@@ -150,8 +154,8 @@ class _Splitter:
                 folds.setdefault(placement, []).append(eqn)
         found: list[Piece] = []
         for placement in self.program.sizes:
-            if folds.get(placement) or results.get(placement):
-                one = _Pass(self, level, placement)
+            if folds.get(placement) or results.get(placement) or effects.get(placement):
+                one = _Pass(self, level, placement, frozenset(effects.get(placement, [])))
                 found += one.pieces(folds.get(placement, []), results.get(placement, []))
         return found
 
@@ -168,7 +172,9 @@ class _Splitter:
     def _server(self, level: int) -> ServerPiece | None:
         eqns: list[Eqn] = []
         for eqn in reversed(self.eqns.get(level, [])):
-            if eqn in self.program.readings or not any(v in self.served for v in eqn.outputs):
+            if eqn in self.program.readings:
+                continue
+            if not eqn.effects and not any(v in self.served for v in eqn.outputs):
                 continue
             eqns.append(eqn)
             for atom in eqn.inputs:
@@ -216,14 +222,16 @@ class _Pass:
     """One pass over the members of a placement, put together from its last equation to its first.
 
     Attributes:
+      effects: the equations that it evaluates whether their results are used or not.
       need: the values that it reads along the members, and the equation that does.
       agenda: numbers, negative, of the equations to look at: a heap.
     """
 
-    def __init__(self, splitter: _Splitter, level: int, placement: str):
+    def __init__(self, splitter: _Splitter, level: int, placement: str, effects: frozenset[Eqn]):
         self.splitter = splitter
         self.level = level
         self.placement = placement
+        self.effects = effects
         self.need: dict[Var, dict[Along, Eqn | None]] = {}
         self.agenda: list[int] = []
         self.emissions: list[Emission] = []
@@ -237,7 +245,7 @@ class _Pass:
         for var in results:
             self.require(var, splitter.program.places[var], None)
         reduced = set(folds)
-        for eqn in reduced:
+        for eqn in reduced | self.effects:
             heapq.heappush(self.agenda, -splitter.numbers[eqn])
         last = None
         while self.agenda:
@@ -274,6 +282,8 @@ class _Pass:
                 elif not any(reading is other for other in emitted):
                     emitted.append(reading)
                     self.emit(eqn, reading)
+        if eqn in self.effects and not emitted:
+            self.emit(eqn, self.splitter.program.readings[eqn][1])
 
     def emit(self, eqn: Eqn, reading: Local | Fold) -> None:
         self.emissions.append(Emission(eqn, reading))
@@ -300,7 +310,7 @@ class _Pass:
 
 
 def _levels(program: PlacedProgram) -> dict[Eqn | Var, int]:
-    """The level of each equation that an output needs, and of each value."""
+    """The level of each equation that an output needs or that has an effect, and of each value."""
     levels = _earliest(program)
     last = max((levels[v] for v in program.flat.outputs if isinstance(v, Var)), default=0)
     inputs = set(program.flat.inputs)
@@ -315,10 +325,10 @@ def _levels(program: PlacedProgram) -> dict[Eqn | Var, int]:
     for eqn in reversed(program.flat.eqns):
         reading = program.readings.get(eqn)
         uses = [latest[var] for var in eqn.outputs if var in latest]
-        if not uses:
+        if not uses and not eqn.effects:
             del levels[eqn]
             continue
-        if reading is None or isinstance(reading[1], Local):
+        if uses and not _is_ordered(eqn) and (reading is None or isinstance(reading[1], Local)):
             level = max(levels[eqn], min(uses))
             levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
         for operand, along in _operands(program, eqn):
@@ -342,12 +352,19 @@ def _earliest(program: PlacedProgram) -> dict[Eqn | Var, int]:
             return levels[atom]
         return levels[atom] + (program.place(atom) is not None)
 
+    turn = 0
     for eqn in program.flat.eqns:
         level = max((available(a, along) for a, along in _operands(program, eqn)), default=0)
+        if _is_ordered(eqn):
+            level = turn = max(level, turn)
         levels[eqn] = level
         folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
         levels.update(dict.fromkeys(eqn.outputs, level + folds))
     return levels
+
+
+def _is_ordered(eqn: Eqn) -> bool:
+    return any(map(_compat.is_ordered, eqn.effects))
 
 
 def _operands(program: PlacedProgram, eqn: Eqn) -> Iterator[tuple[Atom, Along | None]]:

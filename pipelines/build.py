@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apache_beam as beam
-import numpy as np
 from apache_beam import typehints
 
 from beamjax.options import Options
@@ -25,7 +24,7 @@ from beamjax.pipelines.combiners import (
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import AnyStep, Sources, Task
+from beamjax.pipelines.tasks import AnyStep, Sources, Task, store_body
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
 
@@ -42,12 +41,14 @@ class Inputs:
       sources: placed inputs that workers read.
       blocks: placed inputs that come as blocks, by placement.
       carried: names of the values in these blocks, by placement.
+      program: what workers in other processes make the bodies from that run as Python.
     """
 
     static: dict[str, Ref]
     sources: Sources
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    program: Ref | None = None
 
 
 @dataclass(frozen=True)
@@ -226,16 +227,17 @@ class Graph:
         bodies = {}
         if served is not None:
             body = self.plan.bodies[step.body]
-            bodies[step.body] = (
-                body.name,
-                {
-                    platform: self.store.put([np.frombuffer(data, np.uint8)], "body")
-                    for platform, data in body.artefacts.items()
-                },
-            )
+            bodies[step.body] = store_body(body, self.store, self.inputs.program)
         lanes = step.lanes if isinstance(step, Map) else ()
         values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
-        nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
+        nothing: Any = {
+            "bodies": {},
+            "recipe": None,
+            "constants": (),
+            "outputs": (),
+            "inputs": (),
+            "steps": (),
+        }
         return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:

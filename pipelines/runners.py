@@ -21,7 +21,7 @@ from beamjax.errors import BeamjaxError, OptionsError
 from beamjax.inputs import Inputs
 from beamjax.options import OWN, Options
 from beamjax.pipelines import build, files, results
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
 from beamjax.plan import Plan
 from beamjax.sources import ArraySource, live_spec, register, release
@@ -121,7 +121,7 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
         static = {name: store.put([array], name) for name, array in inputs.server().items()}
         pipeline = beam.Pipeline(runner=runner, options=flags)
         try:
-            bound = build.Inputs(static, sources)
+            bound = build.Inputs(static, sources, program=store_program(plan, store, shared))
             graph = build.Graph(pipeline, plan, bound, store, options, spreads(runner, flags))
             graph.build()
             graph.write_results()
@@ -216,6 +216,17 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
         else:
             specs.append(source.to_spec())
     return Sources(tuple(specs), dict(reader.where)), tokens
+
+
+def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:
+    """Puts what other processes make bodies from that run as Python into the store.
+
+    Raises:
+      StagingError: the user's function can't be pickled.
+    """
+    if plan.recipe is None or shared:
+        return None
+    return store.put([np.frombuffer(plan.recipe.pickled(), np.uint8)], "program")
 
 
 def shares_memory(runner: Any, options: PipelineOptions) -> bool:
