@@ -68,7 +68,8 @@ class StepFact:
       placed: placed values that it reads.
       results: what it makes, but for reductions.
       executables: bytes of StableHLO by platform.
-      axis: of the members, if the step gathers or scatters; `reason` says why it does.
+      axis: of the members, if the step gathers or scatters; `reason` says why it does, or why a
+        step on the server holds a map.
       lines: the user's `file:line (function)`.
       python: why the step runs as Python, if it does.
       read_bytes: of the placed values that a pass reads, all members.
@@ -194,11 +195,12 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
         return tuple(value_fact(plan, name) for name in names)
 
     match step:
-        case Server(name, body, ins, outs):
+        case Server(name, body, ins, outs, reason):
             code = plan.bodies[body]
             return StepFact(
                 name, "Server", None, values(ins), (), values(outs),
                 executables=_sizes(code.artefacts), lines=code.lines, python=_python(code),
+                reason=reason,
             )  # fmt: skip
         case Map():
             code = plan.bodies[step.body]

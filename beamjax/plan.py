@@ -109,12 +109,16 @@ class Lane:
 
 @dataclass(frozen=True)
 class Server:
-    """One executable over server values: `outputs = body(*inputs)`."""
+    """One executable over server values: `outputs = body(*inputs)`.
+
+    `reason` says why it holds a `map_fn`, if it does.
+    """
 
     name: str
     body: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    reason: str = ""
 
 
 @dataclass(frozen=True)

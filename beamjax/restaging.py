@@ -7,7 +7,9 @@ same steps, and takes the function of the step by its name.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -86,9 +88,9 @@ class PythonFunction:
         return call
 
     def check(self, members: int | None, arguments: Sequence[Any]) -> None:
-        """Traces the function, to find what it can't do before it runs."""
+        """Lowers the function, to find what it can't do before it runs."""
         with with_settings(self._settings):
-            jax.eval_shape(self._compile(members), *arguments)
+            self._compile(members).lower(*arguments)
 
     def _compile(self, members: int | None) -> Callable[..., Any]:
         if members not in self._compiled:
@@ -178,8 +180,9 @@ class Recipe:
         options = Options(shard_size=self.options.shard_size, platforms=())
         try:
             recipe = cloudpickle.dumps(
-                (self.fn, arguments, self.restore, options, dict(self.settings))
+                (self.fn, arguments, self._skeleton(), options, dict(self.settings))
             )
+            nodes = _nodes()
         except Exception as error:  # of any kind: objects say so as they like
             raise StagingError(
                 f"{_where(self.fn)}: a step runs as Python on the workers, so the function must "
@@ -188,13 +191,30 @@ class Recipe:
                 'module; or run with runner="local", or on a DirectRunner in this process, where '
                 f"nothing is pickled; {WITHOUT} says which step it is"
             ) from error
-        return json.dumps(versions()).encode() + b"\n" + recipe
+        # The nodes are read first, so that the rest can be taken apart.
+        return b"\n".join([json.dumps(versions()).encode(), base64.b64encode(nodes), recipe])
+
+    def _skeleton(self) -> Any:
+        """The arguments with numbers as leaves; unlike its treedef, a tree needs no registry."""
+        return self.restore(range(len(self.arguments)))
 
 
 def versions() -> dict[str, str]:
     """What must be the same where a function is pickled and where it is read."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"jax": jax.__version__, "python": python}
+
+
+def _nodes() -> bytes:
+    """Classes of the main module that are nodes of pytrees: no worker can import that module."""
+    found = _compat.node_types("__main__").items()
+    return cloudpickle.dumps([entry for entry in found if _pickles(entry)])
+
+
+def _register_nodes(pickled: bytes) -> None:
+    for node, (take_apart, make) in cloudpickle.loads(pickled):
+        if node not in _compat.node_types(node.__module__):
+            jax.tree_util.register_pytree_node(node, take_apart, make)
 
 
 def _abstract(argument: Any) -> Any:
@@ -215,7 +235,12 @@ def _restaged(name: str, program: bytes) -> Plan:
     key = digest(program)
     with _staging:
         if key not in _plans:
-            header, _, recipe = program.partition(b"\n")
+            if not program:
+                raise WorkerError(
+                    f"{name}: it runs as Python, but its function is neither in this process nor "
+                    "sent along: a plan of another process was given to a runner"
+                )
+            header, nodes, recipe = program.split(b"\n", 2)
             wanted = json.loads(header)
             if wanted != versions():
                 raise WorkerError(
@@ -223,6 +248,7 @@ def _restaged(name: str, program: bytes) -> Plan:
                     f"program is launched: found {versions()}, expected {wanted}"
                 )
             try:
+                _register_nodes(base64.b64decode(nodes))
                 plan = _make_plan(*cloudpickle.loads(recipe))
             except Exception as error:  # of any kind: this runs the user's code
                 raise WorkerError(
@@ -237,10 +263,11 @@ def _restaged(name: str, program: bytes) -> Plan:
 
 
 def _make_plan(
-    fn: Any, arguments: Any, restore: Any, options: Options, values: Mapping[str, Any]
+    fn: Any, arguments: Any, skeleton: Any, options: Options, values: Mapping[str, Any]
 ) -> Plan:
     from beamjax import execution  # it imports this module
 
+    restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
     with with_settings(values):
         return execution.make_plan(fn, arguments, restore, options).plan
 

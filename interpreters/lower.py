@@ -168,7 +168,9 @@ class _Lowering:
         inputs = tuple(self.served(var) for var in piece.inputs)
         arguments = [_argument(self.values[x]) for x in inputs]
         key = self.export(name, lambda members: body, None, arguments, piece.eqns)
-        return Server(name, key, inputs, tuple(self.served(var) for var in piece.outputs))
+        reasons = (_why(eqn) for eqn in piece.eqns if eqn.primitive.name == "bj_map")
+        outputs = tuple(self.served(var) for var in piece.outputs)
+        return Server(name, key, inputs, outputs, next(reasons, ""))
 
     def map(self, piece: MapPiece) -> Map:
         functions = [e.eqn.params["name"] for e in piece.emissions if "name" in e.eqn.params]

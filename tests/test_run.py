@@ -19,9 +19,7 @@ from beamjax.errors import StagingError
 from beamjax.pipelines import files, store, tasks
 
 UNPLANNED = [
-    name
-    for name in CASES
-    if re.search("(scan|while)_of_rounds|cond_around|scan_over_placed|callback_in_body", name)
+    name for name in CASES if re.search("(scan|while)_of_rounds|cond_around|scan_over_placed", name)
 ]
 PLANNED = [name for name in CASES if name not in UNPLANNED]
 
