@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax._src import effects as jax_effects
+from jax._src import tree_util
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import ad as ad
@@ -123,6 +125,17 @@ def _jit_input_params() -> dict[str, tuple[Any, ...]]:
 def outer_effects(effects: Iterable[Any]) -> set[Any]:
     """The effects that a caller of a jaxpr sees: not those on references made inside of it."""
     return {e for e in effects if type(e).__name__ != "InternalMutableArrayEffect"}
+
+
+def node_types(module: str) -> dict[type, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """The classes of a module that are nodes of pytrees, and how they are taken apart and made."""
+    known = getattr(tree_util, "_registry", {})
+    return {t: (e.to_iter, e.from_iter) for t, e in known.items() if t.__module__ == module}
+
+
+def is_ordered(effect: Any) -> bool:
+    """Whether what has this effect must happen in the order of the program."""
+    return bool(jax_effects.ordered_effects.contains(effect))
 
 
 def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

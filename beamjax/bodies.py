@@ -20,6 +20,7 @@ from jax import export
 from beamjax import _compat
 from beamjax.errors import StagingError, WorkerError
 from beamjax.plan import Body, Plan, Server, ValueType
+from beamjax.restaging import python_function
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -104,16 +105,20 @@ _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
 _loading = threading.Lock()
 
 
-def load_body(key: str, body: Body) -> Callable[..., Any]:
+def load_body(key: str, body: Body, members: int | None = None) -> Callable[..., Any]:
     """The compiled function of a body, shared by all threads of this process.
 
     Args:
-      key: content hash of the body.
-      body: with an artefact for the default platform of this process.
+      key: of the body in its plan.
+      body: with an artefact for the default platform of this process, or run as Python.
+      members: how many a body that runs as Python is called with; the others have fixed shapes.
 
     Raises:
-      WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it.
+      WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it,
+        or a body that runs as Python can't be made again here.
     """
+    if body.python is not None:
+        return python_function(key, body).at(members)
     platform = default_platform()
     with _loading:
         if (key, platform) not in _loaded:

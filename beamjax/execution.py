@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from beamjax import _compat
 from beamjax.bodies import with_x64, wrap
 from beamjax.errors import StagingError
 from beamjax.inputs import Inputs
@@ -26,6 +25,7 @@ from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
+from beamjax.restaging import Recipe, settings
 
 if TYPE_CHECKING:
     import apache_beam as beam
@@ -80,14 +80,15 @@ def run(
     arguments, key, restore = _stage.flatten_arguments(args)
     _refuse_abstract(arguments)
     planned = plan_for(fn, arguments, key, restore, parsed)
-    inputs = bind_inputs(planned.plan, arguments)
+    plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed))
+    inputs = bind_inputs(plan, arguments)
     if runner == LOCAL:
-        values = _evaluate.evaluate(planned.plan, inputs, parsed)
+        values = _evaluate.evaluate(plan, inputs, parsed)
     else:
         from beamjax.pipelines.runners import run_plan
 
-        values = run_plan(planned.plan, inputs, runner, parsed)
-    leaves = [output_array(planned.plan, out, values, inputs) for out in planned.plan.outputs]
+        values = run_plan(plan, inputs, runner, parsed)
+    leaves = [output_array(plan, out, values, inputs) for out in plan.outputs]
     return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
 
 
@@ -119,13 +120,14 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     parsed = parse_options(options)
     arguments, key, restore = _stage.flatten_arguments(args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
-    inputs = bind_inputs(planned.plan, arguments)
+    plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))
+    inputs = bind_inputs(plan, arguments)
     groups = [
         jax.tree_util.tree_structure(arg)
         for arg in args
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree_util.tree_leaves(arg))
     ]
-    return PlanTransform(planned.plan, inputs, planned.staged.out_tree, groups, parsed)
+    return PlanTransform(plan, inputs, planned.staged.out_tree, groups, parsed)
 
 
 def plan_for(
@@ -141,8 +143,7 @@ def plan_for(
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
         for a in arguments
     )
-    config = (_compat.config.jax_enable_x64, _compat.config.jax_threefry_partitionable)
-    full_key = (key, types, options.planning, config, unroll)
+    full_key = (key, types, options.planning, tuple(settings().values()), unroll)
     cache = _cache_of(fn)
     if full_key not in cache:
         cache[full_key] = make_plan(fn, arguments, restore, options, unroll)
@@ -160,12 +161,17 @@ def make_plan(
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
-    _lower.check_keys(placed)
     pieces = _split.split(placed)
     paths = [argument.path for argument in arguments]
     paths += [f"constant {i}" for i in range(len(flat.constants))]
     plan = _lower.lower(placed, pieces, paths, staged.name, options)
     return Planned(staged, flat, placed, pieces, plan)
+
+
+def _with_recipe(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan as other processes need it; a cached one must not keep the user's function."""
+    python = any(body.python for body in plan.bodies.values())
+    return replace(plan, recipe=recipe) if python else plan
 
 
 def placed_program(

@@ -97,6 +97,8 @@ def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
     notes = [("holds", ", ".join(step.functions))] if step.functions else []
     notes += [("why", step.reason)] if step.reason else []
     notes += [("line", line) for line in step.lines if line]
+    if step.python:
+        notes.append(("code", f"runs from cloudpickle of {facts.program}: {step.python}"))
     notes += [("code", f"{human_bytes(size)} for {p}") for p, size in step.executables.items()]
     title = step.kind
     if step.kind == "Map":

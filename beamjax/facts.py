@@ -17,7 +17,7 @@ import numpy as np
 from beamjax.arrays import dtype_name
 from beamjax.bodies import value_type
 from beamjax.interpreters.stage import Argument
-from beamjax.plan import Gather, Lane, Map, Output, Plan, Scatter, Server, Step
+from beamjax.plan import Body, Gather, Lane, Map, Output, Plan, Scatter, Server, Step
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ class StepFact:
       placed: placed values that it reads.
       results: what it makes, but for reductions.
       executables: bytes of StableHLO by platform.
-      axis: of the members, if the step gathers or scatters; `reason` says why it does.
+      axis: of the members, if the step gathers or scatters; `reason` says why it does, or why a
+        step on the server holds a map.
       lines: the user's `file:line (function)`.
+      python: why the step runs as Python, if it does.
       read_bytes: of the placed values that a pass reads, all members.
       broadcast_bytes: of the server values that a pass reads, once.
       partial_bytes: that each shard sends to the reductions.
@@ -87,6 +89,7 @@ class StepFact:
     axis: int | None = None
     reason: str = ""
     lines: tuple[str, ...] = ()
+    python: str = ""
     read_bytes: int = 0
     broadcast_bytes: int = 0
     partial_bytes: int = 0
@@ -192,11 +195,12 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
         return tuple(value_fact(plan, name) for name in names)
 
     match step:
-        case Server(name, body, ins, outs):
+        case Server(name, body, ins, outs, reason):
             code = plan.bodies[body]
             return StepFact(
                 name, "Server", None, values(ins), (), values(outs),
-                executables=_sizes(code.artefacts), lines=code.lines,
+                executables=_sizes(code.artefacts), lines=code.lines, python=_python(code),
+                reason=reason,
             )  # fmt: skip
         case Map():
             code = plan.bodies[step.body]
@@ -205,6 +209,7 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
             return StepFact(
                 step.name, "Map", step.placement, broadcasts, operands, values(step.results),
                 step.functions, reductions, _sizes(code.artefacts), lines=code.lines,
+                python=_python(code),
                 read_bytes=sum(value.nbytes for value in operands),
                 broadcast_bytes=sum(value.nbytes for value in broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
@@ -252,6 +257,10 @@ def _reduction_facts(plan: Plan, lanes: Sequence[Lane], mode: str) -> Iterator[R
                 exactness(lane.kind, lane.dtype, mode),
                 reduction.size * np.dtype(lane.dtype).itemsize,
             )  # fmt: skip
+
+
+def _python(body: Body) -> str:
+    return body.python.reason if body.python else ""
 
 
 def _sizes(artefacts: Mapping[str, bytes]) -> dict[str, int]:

@@ -21,6 +21,9 @@ class Options:
       reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
         for any order; "fast" adds in float64, with no promise about the last bits.
       platforms: of the workers: "cpu", "cuda", "tpu". None means that of this process.
+      callbacks: whether steps that call back to the host (`jax.debug.print`, `jax.pure_callback`,
+        ...) may run as Python, for which the function travels to other processes by cloudpickle;
+        False refuses them.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
@@ -33,13 +36,14 @@ class Options:
     reduction: str = "exact"
     platforms: tuple[str, ...] | None = None
     work_folder: str | None = None
+    callbacks: bool = True
     rounds_per_graph: int | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
-        return self.shard_size, self.platforms
+        return self.shard_size, self.platforms, self.callbacks
 
 
 OWN = tuple(f.name for f in fields(Options) if f.name != "beam")
@@ -104,6 +108,8 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = int(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
+    if str(values.get("callbacks")).lower() in ("true", "false"):
+        values["callbacks"] = str(values["callbacks"]).lower() == "true"
     if isinstance(values.get("platforms"), str):
         values["platforms"] = values["platforms"].split(",")
     return _checked(replace(Options(), **values, beam=tuple(flags)))
@@ -114,6 +120,8 @@ def _checked(options: Options) -> Options:
         raise OptionsError(
             f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
         )
+    if not isinstance(options.callbacks, bool):
+        raise OptionsError(f"callbacks: found {options.callbacks!r}, expected True or False")
     rounds = options.rounds_per_graph
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")

@@ -109,12 +109,16 @@ class Lane:
 
 @dataclass(frozen=True)
 class Server:
-    """One executable over server values: `outputs = body(*inputs)`."""
+    """One executable over server values: `outputs = body(*inputs)`.
+
+    `reason` says why it holds a `map_fn`, if it does.
+    """
 
     name: str
     body: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,12 +272,31 @@ def walk(steps: Iterable[Step]) -> Iterator[Step]:
 
 
 @dataclass(frozen=True)
+class PythonBody:
+    """A body that runs as Python, because StableHLO can't hold it.
+
+    Attributes:
+      reason: what StableHLO can't hold, and the user's line.
+      fingerprint: of what the body computes.
+      function: a `restaging.PythonFunction`, in the process that made the plan; None elsewhere.
+      program: a pickled `restaging.Recipe` that other processes make the function from; empty in
+        the process that made the plan.
+    """
+
+    reason: str
+    fingerprint: str
+    function: Any = field(default=None, compare=False, repr=False)
+    program: bytes = field(default=b"", compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Body:
-    """One executable as serialized StableHLO, an artefact a platform."""
+    """One executable: serialized StableHLO, an artefact a platform, or a Python function."""
 
     name: str
     artefacts: Mapping[str, bytes]
     lines: tuple[str, ...] = ()
+    python: PythonBody | None = None
 
 
 @dataclass(frozen=True)
@@ -286,6 +309,7 @@ class Plan:
       values: type of each named value.
       bodies: executables by content hash.
       x64: whether 64-bit types were enabled when the program was staged.
+      recipe: a `restaging.Recipe` of the plan, if a body runs as Python.
     """
 
     name: str
@@ -299,6 +323,7 @@ class Plan:
     x64: bool
     jax_version: str
     constants: tuple[Any, ...] = field(default=(), repr=False)
+    recipe: Any = field(default=None, compare=False, repr=False)
 
     def shards(self, placement: str) -> int:
         """Number of shards of a placement."""

@@ -49,7 +49,10 @@ class ShardExecutor:
         self.step = step
         self.size = plan.shard_sizes[step.placement]
         self._x64 = plan.x64
-        self._call = load_body(step.body, plan.bodies[step.body])
+        self._body = plan.bodies[step.body]
+        # What calls back to the host is given true members only, so that no call is for padding.
+        self._pads = self._body.python is None
+        self._call = load_body(step.body, self._body, self.size)
         with with_x64(self._x64):
             self._broadcasts = [jax.device_put(broadcasts[name]) for name in step.broadcasts]
 
@@ -69,10 +72,15 @@ class ShardExecutor:
           WorkerError: the computation failed; the message names step, shard and members.
         """
         with shard_errors(self.step, shard):
-            padded = [self._pad(np.asarray(x)) for x in operands]
+            arrays = list(map(np.asarray, operands))
+            if self._pads:
+                arrays = list(map(self._pad, arrays))
+            call = self._call
+            if shard.count < self.size and not self._pads:
+                call = load_body(self.step.body, self._body, shard.count)
             with with_x64(self._x64):
                 start, count = np.int32(shard.start), np.int32(shard.count)
-                outs = self._call(start, count, *self._broadcasts, *padded)
+                outs = call(start, count, *self._broadcasts, *arrays)
                 arrays = [np.asarray(out) for out in outs]
         results = len(self.step.results)
         return [x[: shard.count] for x in arrays[:results]], arrays[results:]

@@ -31,13 +31,18 @@ def aval_of(atom: Atom) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Eqn:
-    """One primitive applied to atoms; `line` is the user's `file:line (function)` or empty."""
+    """One primitive applied to atoms.
+
+    `line` is the user's `file:line (function)` or empty; an equation with `effects` is evaluated
+    once, whether its results are used or not.
+    """
 
     primitive: jex.Primitive
     params: dict[str, Any]
     inputs: list[Atom]
     outputs: list[Var]
     line: str
+    effects: frozenset[Any] = field(default=frozenset(), kw_only=True)
 
     @property
     def blocks(self) -> tuple[FlatBlock, ...]:
@@ -152,3 +157,8 @@ class BranchEqn(Eqn):
     @property
     def blocks(self) -> tuple[FlatBlock, ...]:
         return self.branches
+
+
+def effects_of(*blocks: FlatBlock) -> frozenset[Any]:
+    """The effects of all equations in some blocks."""
+    return frozenset(effect for block in blocks for eqn in block.eqns for effect in eqn.effects)

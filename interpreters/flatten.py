@@ -32,6 +32,7 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
     aval_of,
+    effects_of,
 )
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
@@ -61,7 +62,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
       unroll: whether scans around placed operators are written out, round by round.
 
     Raises:
-      StagingError: an equation calls back to the host, or has another effect; the message names the
+      StagingError: an equation has an effect that is no call to the host; the message names the
         user's line.
     """
     jaxpr = closed.jaxpr
@@ -119,9 +120,12 @@ class _Inliner:
                 self.block.eqns.append(expand())
                 return outputs
         _refuse(eqn, line)
-        new = Eqn(primitive, dict(eqn.params), inputs, outputs, line)
+        effects = frozenset(_compat.outer_effects(eqn.effects))
+        new = Eqn(primitive, dict(eqn.params), inputs, outputs, line, effects=effects)
         if expand is not None:
-            new = WholeEqn(primitive, dict(eqn.params), inputs, outputs, line, expand)
+            new = WholeEqn(
+                primitive, dict(eqn.params), inputs, outputs, line, expand, effects=effects
+            )
         self.block.eqns.append(new)
         return outputs
 
@@ -144,7 +148,7 @@ class _Inliner:
         )
         stacked = [self.named(atom) for atom in inputs[constants:]]
         return LoopEqn(eqn.primitive, {}, [*stacked], outputs, line, block, None, carried, rounds,
-                       reverse)  # fmt: skip
+                       reverse, effects=effects_of(block))  # fmt: skip
 
     def unrolled(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
         """A scan written out."""
@@ -198,7 +202,8 @@ class _Inliner:
 
         conditions, block = self.nested(params, condition), self.nested(params, round_)
         return LoopEqn(eqn.primitive, {}, [*init], outputs, line, block, conditions, len(init),
-                       rounds=None, reverse=False, selects=batched)  # fmt: skip
+                       rounds=None, reverse=False, selects=batched,
+                       effects=effects_of(conditions, block))  # fmt: skip
 
     def cond(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> BranchEqn:
         index = self.named(inputs[0])
@@ -206,7 +211,9 @@ class _Inliner:
             self.nested([], functools.partial(self.inline, closed, inputs[1:], line))
             for closed in eqn.params["branches"]
         )
-        return BranchEqn(eqn.primitive, {}, [index], outputs, line, branches)
+        return BranchEqn(
+            eqn.primitive, {}, [index], outputs, line, branches, effects=effects_of(*branches)
+        )
 
     # ---------------------------------------------------------------- values
 
@@ -259,12 +266,6 @@ def _is_reference(aval: Any) -> bool:
 
 def _refuse(eqn: Any, line: str) -> None:
     name, where = eqn.primitive.name, line or "in the program"
-    call = _host_call(eqn)
-    if call is not None:
-        raise StagingError(
-            f"{call[1] or where}: {call[0]} calls back to this process, but bodies travel as "
-            "StableHLO, which can't hold such a call: take it out of the function to run it on Beam"
-        )
     if any(_is_reference(v.aval) for v in eqn.outvars):
         raise StagingError(
             f"{where}: {name} makes a mutable reference outside of the body of a map_fn. Use it "
@@ -272,7 +273,7 @@ def _refuse(eqn: Any, line: str) -> None:
             "operators"
         )
     effects = _compat.outer_effects(eqn.effects)
-    if effects:
+    if effects and host_call(eqn) is None:
         kinds = ", ".join(sorted(str(effect) for effect in effects))
         raise StagingError(
             f"{where}: {name} has a side effect ({kinds}), which a plan can't hold: take it out of "
@@ -280,16 +281,20 @@ def _refuse(eqn: Any, line: str) -> None:
         )
 
 
-def _host_call(eqn: Any) -> tuple[str, str] | None:
+def host_call(eqn: Any) -> tuple[str, str] | None:
     """The name and the user's line of a call to the host in an equation, or in what it calls."""
     if eqn.primitive.name in HOST_CALLS:
-        return eqn.primitive.name, user_line(eqn)
+        return eqn.primitive.name, _line(eqn)
     for sub in jex.jaxprs_in_params(eqn.params):
         for inner in getattr(sub, "jaxpr", sub).eqns:
-            found = _host_call(inner)
+            found = host_call(inner)
             if found:
-                return found[0], found[1] or user_line(eqn)
+                return found[0], found[1] or _line(eqn)
     return None
+
+
+def _line(eqn: Any) -> str:
+    return eqn.line if isinstance(eqn, Eqn) else user_line(eqn)
 
 
 def contains_placed_operators(eqn: Any) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from beamjax import _compat
 from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
 from beamjax.interpreters.places import Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
 
 
 def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
-    """The level of each equation of a block that an output needs, and of each value made in it."""
+    """The level of each equation of a block that counts, and of each value made in it.
+
+    An equation counts if an output needs it or if it has an effect.
+    """
     levels = _earliest(program, block)
     last = max((levels.get(v, 0) for v in block.outputs if isinstance(v, Var)), default=0)
     made = {var for eqn in block.eqns for var in eqn.outputs}
@@ -22,11 +26,12 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
         use(atom, levels.get(atom, 0) if isinstance(atom, Var) and program.place(atom) else last)
     for eqn in reversed(block.eqns):
         uses = [latest[var] for var in eqn.outputs if var in latest]
-        if not uses:
+        if not uses and not eqn.effects:
             del levels[eqn]
             continue
         reading = program.readings.get(eqn)
-        if not eqn.blocks and (reading is None or isinstance(reading[1], Local)):
+        movable = uses and not eqn.blocks and not _is_ordered(eqn)
+        if movable and (reading is None or isinstance(reading[1], Local)):
             level = max(levels[eqn], min(uses))
             levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
         for operand, along in program.reads(eqn):
@@ -49,11 +54,19 @@ def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
             return levels[atom]
         return levels[atom] + (program.place(atom) is not None)
 
+    turn = 0
     for eqn in block.eqns:
         level = max((available(a, along) for a, along in program.reads(eqn)), default=0)
+        if _is_ordered(eqn):
+            level = max(level, turn)
+            turn = level + bool(eqn.blocks)
         levels[eqn] = level
         folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
         # What a loop or a branch gives is there only after the passes of its own level.
         after = folds or bool(eqn.blocks)
         levels.update(dict.fromkeys(eqn.outputs, level + after))
     return levels
+
+
+def _is_ordered(eqn: Eqn) -> bool:
+    return any(map(_compat.is_ordered, eqn.effects))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
-from beamjax.errors import StagingError
-from beamjax.interpreters import rules
+from beamjax.interpreters import callbacks, rules
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
-from beamjax.interpreters.flatten import user_line
+from beamjax.interpreters.flatten import HOST_CALLS
 from beamjax.interpreters.pieces import (
     BlockPiece,
     BranchPiece,
@@ -29,6 +28,7 @@ from beamjax.interpreters.pieces import (
     ServerPiece,
 )
 from beamjax.interpreters.places import Along, Place, PlacedProgram
+from beamjax.interpreters.readings import draw_by_batch
 from beamjax.interpreters.rules import Fold
 from beamjax.interpreters.sizing import shard_sizes
 from beamjax.options import Options
@@ -80,7 +80,8 @@ class _Lowering:
     def __init__(self, program: PlacedProgram, pieces: Sequence[Piece], options: Options):
         self.program = program
         self.pieces = pieces
-        self.platforms = options.platforms or (default_platform(),)
+        self.options = options
+        self.platforms = (default_platform(),) if options.platforms is None else options.platforms
         self.sizes = shard_sizes(program, pieces, options)
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
@@ -222,8 +223,10 @@ class _Lowering:
 
         inputs = tuple(self.served(var) for var in piece.inputs)
         arguments = [_argument(self.values[x]) for x in inputs]
-        key = self.export(name, body, arguments, piece.eqns)
-        return Server(name, key, inputs, tuple(self.served(var) for var in piece.outputs))
+        key = self.export(name, lambda members: body, None, arguments, piece.eqns)
+        reasons = (_why(eqn) for eqn in piece.eqns if eqn.primitive.name == "bj_map")
+        outputs = tuple(self.served(var) for var in piece.outputs)
+        return Server(name, key, inputs, outputs, next(reasons, ""))
 
     def map(self, piece: MapPiece) -> Map:
         functions = [e.eqn.params["name"] for e in piece.emissions if "name" in e.eqn.params]
@@ -236,8 +239,8 @@ class _Lowering:
         scalar = jax.ShapeDtypeStruct((), np.dtype("int32"))
         arguments = [scalar, scalar, *(_argument(self.values[x]) for x in broadcasts)]
         arguments += [_argument(self.values[x], size) for x in operands]
-        body = self.map_body(piece, lanes, size)
-        key = self.export(name, body, arguments, [e.eqn for e in piece.emissions])
+        sized = functools.partial(self.map_body, piece, lanes)
+        key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
             name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions)
         )
@@ -305,13 +308,20 @@ class _Lowering:
     def export(
         self,
         name: str,
-        body: Callable[..., Any],
+        sized: Callable[[Any], Callable[..., Any]],
+        size: int | None,
         arguments: Sequence[jax.ShapeDtypeStruct],
         eqns: Sequence[Eqn],
     ) -> str:
+        """Makes the body of a step: `sized(size)`, of these equations, at `arguments`."""
+        reason = callbacks.reason_for_python(eqns, self.options)
+        if reason:
+            key, made = callbacks.as_python(name, sized, size, arguments, eqns, reason)
+            self.bodies[key] = made
+            return key
         lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            key, exported = export_body(name, body, arguments, self.platforms, lines)
+            key, exported = export_body(name, sized(size), arguments, self.platforms, lines)
         self.bodies[key] = exported
         return key
 
@@ -319,9 +329,17 @@ class _Lowering:
 def _why(user: Eqn) -> str:
     name = user.primitive.name
     if name == "bj_map":
+        draw = draw_by_batch(user.params["jaxpr"])
+        if draw is not None:
+            return (
+                f"the body {user.params['name']} draws from rbg keys ({draw[0]} at "
+                f"{draw[1] or user.line}), and such draws depend on all members"
+            )
         return f"the body {user.params['name']} closes over a placed value"
     if name.startswith("bj_"):
         return f"{name.removeprefix('bj_')} reads it as a server value"
+    if name in HOST_CALLS:
+        return f"{name} calls back to the host with all members"
     return f"{name} mixes members"
 
 
@@ -341,45 +359,3 @@ def _read_placed(env: Mapping[tuple[Var, int], Any], atom: Atom, axis: int) -> A
 def _lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
     parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def check_keys(program: PlacedProgram) -> None:
-    """Refuses bodies that draw random numbers which depend on the size of the batch.
-
-    Raises:
-      StagingError: a body draws from rbg keys; a vmapped draw from one depends on its neighbours,
-        so the answer would depend on the shard.
-    """
-    for eqn in program.flat.walk():
-        draw = _draw_by_batch(eqn.params["jaxpr"]) if eqn.primitive.name == "bj_map" else None
-        if draw is not None:
-            raise StagingError(
-                f"{draw[1] or eqn.line}: the body {eqn.params['name']} draws from rbg keys "
-                f"({draw[0]}). JAX's vmapped draws from them depend on the other members of the "
-                "batch, so no two shard sizes agree; use threefry keys (the default of "
-                "jax.random.key)"
-            )
-
-
-def _draw_by_batch(closed: Any) -> tuple[str, str] | None:
-    """The primitive and the line of a result in a body that, under vmap, depends on the batch."""
-    for eqn in getattr(closed, "jaxpr", closed).eqns:
-        keys = str(eqn.invars[0].aval.dtype) if eqn.invars and _is_array(eqn.invars[0]) else ""
-        if eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",)):
-            return eqn.primitive.name, user_line(eqn)
-        for inner in jex.jaxprs_in_params(eqn.params):
-            found = _draw_by_batch(inner)
-            if found is not None:
-                return found[0], found[1] or user_line(eqn)
-    return None
-
-
-def _is_array(atom: Any) -> bool:
-    return hasattr(atom.aval, "dtype")
-
-
-# What rng_bit_generator computes, by the dtype of the keys.
-BATCH_DEPENDENT = {
-    "key<rbg>": ("random_bits", "random_gamma"),
-    "key<urbg>": ("random_bits", "random_gamma", "random_split", "random_fold_in"),
-}

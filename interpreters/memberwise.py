@@ -18,6 +18,7 @@ from beamjax.interpreters.readings import (
     any_placed,
     as_is,
     bind,
+    draw_by_batch,
     dropping,
     everywhere,
     is_threefry,
@@ -31,7 +32,10 @@ from beamjax.interpreters.readings import (
 
 
 @rule("bj_map")
-def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local:
+def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+    # JAX's vmapped draws from rbg keys depend on all members, so no shard can make them.
+    if draw_by_batch(eqn.params["jaxpr"]) is not None:
+        return None
     served = eqn.params["num_broadcast"]
     in_axes = (None,) * served + (0,) * (len(eqn.inputs) - served)
     return Local(in_axes, (0,) * len(eqn.outputs), at_shard_size)

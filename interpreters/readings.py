@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.interpreters.flat_program import Eqn
+from beamjax.interpreters.flatten import user_line
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis along which its members lie; None on the server."""
@@ -154,3 +156,27 @@ def dropping(axis: int, dropped: Sequence[int]) -> int:
 def is_threefry(atom: Any) -> bool:
     """Whether an atom holds typed keys whose draws don't depend on the other keys of a batch."""
     return str(atom.aval.dtype) == "key<fry>"
+
+
+def draw_by_batch(closed: Any) -> tuple[str, str] | None:
+    """The primitive and the line of a result in a body that, under vmap, depends on the batch."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        keys = str(eqn.invars[0].aval.dtype) if eqn.invars and _is_array(eqn.invars[0]) else ""
+        if eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",)):
+            return eqn.primitive.name, user_line(eqn)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found = draw_by_batch(inner)
+            if found is not None:
+                return found[0], found[1] or user_line(eqn)
+    return None
+
+
+def _is_array(atom: Any) -> bool:
+    return hasattr(atom.aval, "dtype")
+
+
+# What rng_bit_generator computes, by the dtype of the keys.
+BATCH_DEPENDENT = {
+    "key<rbg>": ("random_bits", "random_gamma"),
+    "key<urbg>": ("random_bits", "random_gamma", "random_split", "random_fold_in"),
+}

@@ -4,7 +4,7 @@ The *level* of a value is the number of passes over the members that must be ove
 computed. All equations of one level and placement are one pass, whatever the number of maps and
 reductions among them; all server equations of one level are one executable. Everything is computed
 as late as its uses allow, so that a placed value is made in the pass that reads it. Only what an
-output needs is kept.
+output needs is kept, and what has an effect.
 
 A loop or a branch is a piece of its own, which holds the pieces of its blocks. What a block reads
 of the values around it is gathered or scattered outside of it, once.
@@ -148,7 +148,7 @@ class _Splitter:
         found: list[Piece] = []
         for eqn in reversed(self.by_level.get(level, [])):
             read = any(v in self.served or v in self.live for v in eqn.outputs)
-            if not eqn.blocks or not read:
+            if not eqn.blocks or not (read or eqn.effects):
                 continue
             border = self.program.borders[eqn]
             inners, blocks = [], []
@@ -182,10 +182,13 @@ class _Splitter:
     def _maps(self, level: int) -> list[Piece]:
         folds: dict[str, list[Eqn]] = {}
         results: dict[str, list[Var]] = {}
+        effects: dict[str, list[Eqn]] = {}
         for eqn in self.by_level.get(level, []):
             if eqn not in self.program.readings:
                 continue
             placement, reading = self.program.readings[eqn]
+            if eqn.effects:
+                effects.setdefault(placement, []).append(eqn)
             if not isinstance(reading, Fold):
                 wanted = [v for v in eqn.outputs if v in self.served or v in self.live]
                 results.setdefault(placement, []).extend(wanted)
@@ -193,8 +196,8 @@ class _Splitter:
                 folds.setdefault(placement, []).append(eqn)
         found: list[Piece] = []
         for placement in self.program.sizes:
-            if folds.get(placement) or results.get(placement):
-                one = _Pass(self, level, placement)
+            if folds.get(placement) or results.get(placement) or effects.get(placement):
+                one = _Pass(self, level, placement, frozenset(effects.get(placement, [])))
                 found += one.pieces(folds.get(placement, []), results.get(placement, []))
         return found
 
@@ -215,7 +218,7 @@ class _Splitter:
         for eqn in reversed(self.by_level.get(level, [])):
             if eqn.blocks or eqn in self.program.readings:
                 continue
-            if not any(v in self.served for v in eqn.outputs):
+            if not eqn.effects and not any(v in self.served for v in eqn.outputs):
                 continue
             eqns.append(eqn)
             for atom in eqn.inputs:
@@ -266,14 +269,16 @@ class _Pass:
     """One pass over the members of a placement, put together from its last equation to its first.
 
     Attributes:
+      effects: the equations that it evaluates whether their results are used or not.
       need: the values that it reads along the members, and the equation that does.
       agenda: numbers, negative, of the equations to look at: a heap.
     """
 
-    def __init__(self, splitter: _Splitter, level: int, placement: str):
+    def __init__(self, splitter: _Splitter, level: int, placement: str, effects: frozenset[Eqn]):
         self.splitter = splitter
         self.level = level
         self.placement = placement
+        self.effects = effects
         self.need: dict[Var, dict[Along, Eqn | None]] = {}
         self.agenda: list[int] = []
         self.emissions: list[Emission] = []
@@ -287,7 +292,7 @@ class _Pass:
         for var in results:
             self.require(var, splitter.program.places[var], None)
         reduced = set(folds)
-        for eqn in reduced:
+        for eqn in reduced | self.effects:
             heapq.heappush(self.agenda, -splitter.numbers[eqn])
         last = None
         while self.agenda:
@@ -324,6 +329,8 @@ class _Pass:
                 elif not any(reading is other for other in emitted):
                     emitted.append(reading)
                     self.emit(eqn, reading)
+        if eqn in self.effects and not emitted:
+            self.emit(eqn, self.splitter.program.readings[eqn][1])
 
     def emit(self, eqn: Eqn, reading: Local | Fold) -> None:
         self.emissions.append(Emission(eqn, reading))

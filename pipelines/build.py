@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apache_beam as beam
-import numpy as np
 from apache_beam import typehints
 
 from beamjax.options import Options
@@ -26,7 +25,7 @@ from beamjax.pipelines.combiners import (
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import AnyStep, BodyRefs, Sources, Task
+from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.values import Placed, Served, members
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
@@ -44,12 +43,14 @@ class Inputs:
       sources: placed inputs that workers read.
       blocks: placed inputs that come as blocks, by placement.
       carried: names of the values in these blocks, by placement.
+      program: what workers in other processes make the bodies from that run as Python.
     """
 
     static: dict[str, Ref]
     sources: Sources
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    program: Ref | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Graph:
         store: Store,
         options: Options,
         spread: bool = True,
-        bodies: dict[str, BodyRefs] | None = None,
+        bodies: dict[str, StoredBody] | None = None,
     ):
         self.root = root
         self.plan = plan
@@ -263,19 +264,20 @@ class Graph:
             bodies[step.body] = self._body(step.body)
         lanes = step.lanes if isinstance(step, Map) else ()
         values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
-        nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
+        nothing: Any = {
+            "bodies": {},
+            "recipe": None,
+            "constants": (),
+            "outputs": (),
+            "inputs": (),
+            "steps": (),
+        }
         return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
 
-    def _body(self, key: str) -> BodyRefs:
+    def _body(self, key: str) -> StoredBody:
         if key not in self.bodies:
             body = self.plan.bodies[key]
-            self.bodies[key] = (
-                body.name,
-                {
-                    platform: self.store.put([np.frombuffer(data, np.uint8)], "body")
-                    for platform, data in body.artefacts.items()
-                },
-            )
+            self.bodies[key] = store_body(body, self.store, self.inputs.program)
         return self.bodies[key]
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:

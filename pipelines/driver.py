@@ -255,8 +255,9 @@ class Driver:
         """Removes what earlier pipelines left in the store and nobody needs."""
         held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
         live = set().union(*(value.files for value in held))
-        for _, artefacts in self.launcher.bodies.values():
-            live.update(name for ref in artefacts.values() for name, _ in ref.files)
+        refs = [ref for body in self.launcher.bodies.values() for ref in body.artefacts.values()]
+        refs += [self.launcher.program] if self.launcher.program else []
+        live.update(name for ref in refs for name, _ in ref.files)
         self.store.sweep(live)
 
 

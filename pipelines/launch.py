@@ -6,7 +6,7 @@ import contextlib
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apache_beam as beam
@@ -16,8 +16,8 @@ from beamjax import errors
 from beamjax.errors import BeamjaxError
 from beamjax.options import Options
 from beamjax.pipelines import build
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import BodyRefs
+from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
 from beamjax.plan import Plan
 
@@ -32,6 +32,7 @@ class Launcher:
       store: where values are, before and after.
       options: `reduction`.
       spread: whether there are several workers to which shards must be dealt.
+      program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
     """
 
@@ -40,7 +41,8 @@ class Launcher:
     store: Store
     options: Options
     spread: bool
-    bodies: dict[str, BodyRefs] = field(default_factory=dict)
+    program: Ref | None = None
+    bodies: dict[str, StoredBody] = field(default_factory=dict)
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
@@ -56,6 +58,7 @@ class Launcher:
         Raises:
           WorkerError: a body failed.
         """
+        inputs = replace(inputs, program=self.program)
         pipeline = beam.Pipeline(runner=self.runner, options=self.flags)
         try:
             graph = build.Graph(

@@ -21,7 +21,7 @@ from beamjax.options import OWN, Options
 from beamjax.pipelines import files
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
 from beamjax.pipelines.values import Placed, Served, Value
 from beamjax.plan import Plan
@@ -124,7 +124,8 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
             for name, (source, leaf) in sources.where.items()
         }
         values |= {name: Served(store, array) for name, array in inputs.server().items()}
-        launcher = Launcher(runner, flags, store, options, spreads(runner, flags))
+        program = store_program(plan, store, shared)
+        launcher = Launcher(runner, flags, store, options, spreads(runner, flags), program)
         try:
             return Driver(plan, values, launcher).run()
         finally:
@@ -183,6 +184,17 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
         else:
             specs.append(source.to_spec())
     return Sources(tuple(specs), dict(reader.where)), tokens
+
+
+def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:
+    """Puts what other processes make bodies from that run as Python into the store.
+
+    Raises:
+      StagingError: the user's function can't be pickled.
+    """
+    if plan.recipe is None or shared:
+        return None
+    return store.put([np.frombuffer(plan.recipe.pickled(), np.uint8)], "program")
 
 
 def shares_memory(runner: Any, options: PipelineOptions) -> bool:

@@ -10,7 +10,7 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import apache_beam as beam
 import numpy as np
@@ -28,8 +28,34 @@ MAX_EXECUTORS = 8
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", Map, Server)
 
-BodyRefs: TypeAlias = tuple[str, Mapping[str, Ref]]
-"""The name of a body, and its artefacts by platform, in the store."""
+
+@dataclass(frozen=True)
+class StoredBody:
+    """A body whose bytes are in the store: its artefacts, or the program that it is made from."""
+
+    body: Body
+    artefacts: Mapping[str, Ref]
+    program: Ref | None
+
+    def load(self, store: Store) -> Body:
+        """The body with its bytes."""
+        data = {name: store.get(ref)[0].tobytes() for name, ref in self.artefacts.items()}
+        python = self.body.python
+        if python is not None and self.program is not None:
+            python = replace(python, program=store.get(self.program)[0].tobytes())
+        return replace(self.body, artefacts=data, python=python)
+
+
+def store_body(body: Body, store: Store, program: Ref | None) -> StoredBody:
+    """Puts the artefacts of a body into the store; `program` is there for those that are Python."""
+    refs = {
+        platform: store.put([np.frombuffer(data, np.uint8)], "body")
+        for platform, data in body.artefacts.items()
+    }
+    python = replace(body.python, function=None) if body.python else None
+    return StoredBody(
+        replace(body, artefacts={}, lines=(), python=python), refs, program if python else None
+    )
 
 
 @dataclass(frozen=True)
@@ -39,14 +65,14 @@ class Task(Generic[AnyStep]):
     Attributes:
       plan: what the step needs of the plan: sizes, and the types of the values it reduces to.
       step: what to do.
-      bodies: for each body of the step, its name and the artefacts by platform, in the store.
+      bodies: those of the step, in the store.
       static: server values that are known before the pipeline starts.
       store: where references lead.
     """
 
     plan: Plan
     step: AnyStep
-    bodies: Mapping[str, BodyRefs]
+    bodies: Mapping[str, StoredBody]
     static: Mapping[str, Ref]
     store: Store
 
@@ -63,10 +89,7 @@ class Task(Generic[AnyStep]):
 
     def with_bodies(self) -> Plan:
         """The plan with the bodies of this step, loaded from the store."""
-        bodies = {
-            key: Body(name, {p: self.store.get(ref)[0].tobytes() for p, ref in artefacts.items()})
-            for key, (name, artefacts) in self.bodies.items()
-        }
+        bodies = {key: stored.load(self.store) for key, stored in self.bodies.items()}
         return replace(self.plan, bodies=bodies)
 
 

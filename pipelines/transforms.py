@@ -21,7 +21,13 @@ from beamjax.inputs import Inputs
 from beamjax.options import Options
 from beamjax.pipelines import build
 from beamjax.pipelines.elements import Block
-from beamjax.pipelines.runners import remove_store, shares_memory, source_specs, spreads
+from beamjax.pipelines.runners import (
+    remove_store,
+    shares_memory,
+    source_specs,
+    spreads,
+    store_program,
+)
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.plan import Output, Plan
@@ -73,13 +79,12 @@ class PlanTransform(beam.PTransform):
         self._check_input(input_or_inputs)
         pipeline = input_or_inputs.pipeline
         store = self._store(pipeline)
-        sources, tokens = source_specs(
-            self.given, store, shares_memory(pipeline.runner, pipeline.options)
-        )
+        shared = shares_memory(pipeline.runner, pipeline.options)
+        sources, tokens = source_specs(self.given, store, shared)
         for token in tokens:
             weakref.finalize(pipeline, release, token)
         static = {name: store.put([a], name) for name, a in self.given.server().items()}
-        bound = build.Inputs(static, sources)
+        bound = build.Inputs(static, sources, program=store_program(self.plan, store, shared))
         if self.abstract:
             self._form_blocks(input_or_inputs, bound)
         spread = spreads(pipeline.runner, pipeline.options)

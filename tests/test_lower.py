@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.errors import StagingError
 from beamjax.execution import plan_for
 from beamjax.interpreters import stage
 from beamjax.options import Options
@@ -203,18 +202,22 @@ def splits(key):
     return jax.random.key_data(jax.random.split(key, 2))
 
 
-REFUSED = [(draws, of("rbg")), (draws, of("unsafe_rbg")), (draws_in_a_loop, of("rbg")),
-           (makes_a_key, jnp.arange(N)), (splits, of("unsafe_rbg"))]  # fmt: skip
+WHOLE = [(draws, of("rbg")), (draws, of("unsafe_rbg")), (draws_in_a_loop, of("rbg")),
+         (makes_a_key, jnp.arange(N)), (splits, of("unsafe_rbg"))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "x"), REFUSED)
-def test_draws_that_depend_on_the_batch(body, x):
-    prog = program(lambda x: bj.map_fn(body, x))
-    message = f"the body {body.__name__} draws from rbg keys .*use threefry keys"
-    with pytest.raises(StagingError, match=message) as error:
-        bj.run(prog, x, runner="local")
+@pytest.mark.parametrize(("body", "x"), WHOLE)
+def test_draws_that_depend_on_the_batch_are_made_at_once(body, x):
+    prog = program(lambda x: (bj.map_fn(body, x), bj.reduce_sum(bj.map_fn(body, x))))
+    found = bj.run(prog, x, runner="local", options={"shard_size": 8})
+    for left, right in zip(found, jax.jit(prog)(x), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5)
+    assert (np.asarray(found[0]) == np.asarray(jax.jit(prog)(x)[0])).all()
     line = body.__code__.co_firstlineno + 1
-    assert str(error.value).startswith(f"{HERE}:{line} ({body.__name__}")
+    told = f"the body {body.__name__} draws from rbg keys ("
+    (text, *_) = [t for t in str(bj.explain(prog, x)).splitlines() if told in t]
+    assert f" at {HERE}:{line} ({body.__name__}" in text
+    assert text.endswith("), and such draws depend on all members")
 
 
 @pytest.mark.parametrize(("body", "impl"), [(splits, "rbg"), (jax.random.key_data, "unsafe_rbg")])
@@ -222,3 +225,4 @@ def test_what_rbg_keys_may_do(body, impl):
     prog = program(lambda x: bj.map_fn(body, x))
     found = bj.run(prog, of(impl), runner="local", options={"shard_size": 8})
     np.testing.assert_array_equal(found, jax.jit(prog)(of(impl)))
+    assert not re.search("gathers|rbg keys", str(bj.explain(prog, of(impl))))

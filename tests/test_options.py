@@ -19,6 +19,8 @@ from beamjax.options import OWN, Options, parse_options
         (("--reduction=fast",), Options(reduction="fast")),
         ({"platforms": ["cpu", "cuda"]}, Options(platforms=("cpu", "cuda"))),
         (["--platforms=cpu,tpu"], Options(platforms=("cpu", "tpu"))),
+        (["--callbacks=false"], Options(callbacks=False)),
+        ({"callbacks": False}, Options(callbacks=False)),
         (["--work_folder=gs://bucket/x=y"], Options(work_folder="gs://bucket/x=y")),
         (
             ["--shard_size=8", "--direct_num_workers=2", "--streaming"],
@@ -51,6 +53,7 @@ def test_beams_own_options_are_handed_on():
         (["--reduction=slow"], "reduction: found 'slow'"),
         (Options(reduction="slow"), "reduction: found 'slow'"),
         ({"platforms": ["cpu", "npu"]}, r"platforms: found \['cpu', 'npu'\], expected a list of"),
+        (["--callbacks=maybe"], "callbacks: found 'maybe', expected True or False"),
         (["--platforms=cpu,npu"], r"platforms: found \['cpu', 'npu'\]"),
     ],
     ids=str,
@@ -69,7 +72,7 @@ def test_a_plan_depends_on_what_shapes_its_bodies():
 
 def test_options_are_hashable_whatever_beam_gets():
     assert hash(Options(beam=["--a"])) == hash(Options())
-    assert set(OWN) == {"shard_size", "reduction", "platforms", "work_folder"}
+    assert set(OWN) == {"shard_size", "reduction", "platforms", "work_folder", "callbacks"}
 
 
 def test_own_options_in_any_form():

@@ -14,11 +14,9 @@ from programs import CASES, KEY, M, N, W, X, Y
 
 import beamjax as bj
 from beamjax import source_base
-from beamjax.errors import StagingError
 from beamjax.pipelines import files, store, tasks
 
-UNPLANNED = [name for name in CASES if name == "callback_in_body"]
-PLANNED = [name for name in CASES if name not in UNPLANNED]
+PLANNED = list(CASES)
 
 
 @functools.cache
@@ -79,14 +77,6 @@ def test_the_plan_in_this_process_gives_what_jit_gives(name):
 def test_beam_gives_the_bits_of_the_plan_in_this_process(name):
     fn, args = built(name)
     assert_same_bits(bj.run(fn, *args), by_local(name))
-
-
-@pytest.mark.parametrize("name", UNPLANNED)
-@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
-def test_programs_without_a_plan_name_the_line(name, runner):
-    fn, args = built(name)
-    with pytest.raises(StagingError, match=r"programs\.py:\d+"):
-        bj.run(fn, *args, runner=runner)
 
 
 # --- more programs: several passes, gathers, many lanes

@@ -1,0 +1,314 @@
+"""Bodies that run as Python, because StableHLO can't hold them: calls back to the host.
+
+In the process that makes a plan such a body is a function in memory. For another process the user's
+function travels instead, as cloudpickle; a worker makes the plan again from it, which gives the
+same steps, and takes the function of the step by its name.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import platform
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cloudpickle
+import jax
+
+from beamjax import _compat
+from beamjax.errors import StagingError, WorkerError
+from beamjax.options import Options
+from beamjax.plan import Body, Plan, PythonBody
+
+SETTINGS = (
+    "enable_x64",
+    "threefry_partitionable",
+    "default_prng_impl",
+    "default_matmul_precision",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "legacy_prng_key",
+)
+"""The settings of JAX that decide what a function is traced to."""
+
+
+def settings() -> dict[str, Any]:
+    """Those of this thread, by name."""
+    return {name: getattr(_compat.config, f"jax_{name}") for name in SETTINGS}
+
+
+@contextlib.contextmanager
+def with_settings(values: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which JAX has these settings."""
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            if getattr(_compat.config, f"jax_{name}") != value:
+                stack.enter_context(getattr(jax, name)(value))
+        yield
+
+
+# --- functions in memory
+
+
+class PythonFunction:
+    """The function of a body, compiled once for each number of members.
+
+    Args:
+      sized: from a number of members (None for a server step) to the function, which takes and
+        returns flat sequences of plain arrays.
+    """
+
+    def __init__(self, sized: Callable[[int | None], Callable[..., Sequence[Any]]]):
+        self._sized = sized
+        self._settings = settings() | {
+            "numpy_dtype_promotion": "standard",
+            "numpy_rank_promotion": "allow",
+        }
+        self._compiled: dict[int | None, Callable[..., Any]] = {}
+
+    def at(self, members: int | None) -> Callable[..., Any]:
+        """The function for this many members; it returns once all calls to the host are over."""
+        compiled = self._compile(members)
+
+        def call(*args: Any) -> Any:
+            with with_settings(self._settings):
+                outs = jax.block_until_ready(compiled(*args))
+                jax.effects_barrier()
+                return outs
+
+        return call
+
+    def check(self, members: int | None, arguments: Sequence[Any]) -> None:
+        """Lowers the function, to find what it can't do before it runs."""
+        with with_settings(self._settings):
+            self._compile(members).lower(*arguments)
+
+    def _compile(self, members: int | None) -> Callable[..., Any]:
+        if members not in self._compiled:
+            self._compiled[members] = jax.jit(self._sized(members))
+        return self._compiled[members]
+
+
+_known: weakref.WeakValueDictionary[str, PythonFunction] = weakref.WeakValueDictionary()
+
+
+def python_body(
+    name: str, function: PythonFunction, reason: str, fingerprint: str, lines: Sequence[str]
+) -> tuple[str, Body]:
+    """A body that runs as Python, with its key.
+
+    Args:
+      name: of the step.
+      function: known in this process for as long as the body lives.
+      reason: what StableHLO can't hold, for people.
+      fingerprint: of what the function computes.
+      lines: the user's lines that the body holds.
+    """
+    key = uuid.uuid4().hex  # functions can't be compared, so no two plans share one
+    _known[key] = function
+    python = PythonBody(reason, digest(fingerprint.encode()), function)
+    return key, Body(name, {}, tuple(lines), python)
+
+
+def python_function(key: str, body: Body) -> PythonFunction:
+    """The function of a body, in any process.
+
+    Raises:
+      WorkerError: it can't be made again here.
+    """
+    python = body.python
+    assert python is not None
+    function = python.function or _known.get(key)
+    if function is not None:
+        return function
+    bodies = _restaged(body.name, python.program).bodies.values()
+    found = next((b.python for b in bodies if b.name == body.name), None)
+    if found is None or found.function is None or found.fingerprint != python.fingerprint:
+        raise WorkerError(
+            f"{body.name}: it runs as Python ({python.reason}), but this process stages the "
+            "function to another program than the launching process. Let the function depend on "
+            "its arguments and closure alone, and have the same versions of your modules on the "
+            f"workers; or take out what runs as Python, see {WITHOUT}"
+        )
+    return found.function
+
+
+WITHOUT = 'options={"callbacks": False}'
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# --- functions for other processes
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a plan is made from.
+
+    Attributes:
+      fn: the user's function.
+      arguments: the flat arguments of `interpreters.stage`, with or without their values.
+      restore: from flat values to the arguments.
+      options: those that planning depends on.
+      unroll: whether its scans are written out.
+      settings: of JAX.
+    """
+
+    fn: Callable[..., Any]
+    arguments: Sequence[Any]
+    restore: Callable[..., Any]
+    options: Options
+    unroll: bool = False
+    settings: Mapping[str, Any] = field(default_factory=settings)
+
+    def pickled(self) -> bytes:
+        """The recipe, with the versions that must agree where it is read.
+
+        Raises:
+          StagingError: the function can't be pickled; names what in it.
+        """
+        arguments = [_abstract(argument) for argument in self.arguments]
+        options = Options(shard_size=self.options.shard_size, platforms=())
+        try:
+            recipe = cloudpickle.dumps(
+                (self.fn, arguments, self._skeleton(), options, self.unroll, dict(self.settings))
+            )
+            nodes = _nodes()
+        except Exception as error:  # of any kind: objects say so as they like
+            raise StagingError(
+                f"{_where(self.fn)}: a step runs as Python on the workers, so the function must "
+                f"travel by cloudpickle, but {_culprit(self.fn)} can't be pickled "
+                f"({type(error).__name__}: {error}). Make it where it is used, or import it from a "
+                'module; or run with runner="local", or on a DirectRunner in this process, where '
+                f"nothing is pickled; {WITHOUT} says which step it is"
+            ) from error
+        # The nodes are read first, so that the rest can be taken apart.
+        return b"\n".join([json.dumps(versions()).encode(), base64.b64encode(nodes), recipe])
+
+    def _skeleton(self) -> Any:
+        """The arguments with numbers as leaves; unlike its treedef, a tree needs no registry."""
+        return self.restore(range(len(self.arguments)))
+
+
+def versions() -> dict[str, str]:
+    """What must be the same where a function is pickled and where it is read."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"jax": jax.__version__, "python": python}
+
+
+def _nodes() -> bytes:
+    """Classes of the main module that are nodes of pytrees: no worker can import that module."""
+    found = _compat.node_types("__main__").items()
+    return cloudpickle.dumps([entry for entry in found if _pickles(entry)])
+
+
+def _register_nodes(pickled: bytes) -> None:
+    for node, (take_apart, make) in cloudpickle.loads(pickled):
+        if node not in _compat.node_types(node.__module__):
+            jax.tree_util.register_pytree_node(node, take_apart, make)
+
+
+def _abstract(argument: Any) -> Any:
+    """An argument without its value, and without a layout that names devices of this process."""
+    aval = argument.aval
+    weak = getattr(aval, "weak_type", False)
+    aval = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    return replace(argument, aval=aval, value=aval if argument.comes_by_shards else None)
+
+
+_MAX_RESTAGED = 8
+_plans: dict[str, Plan] = {}
+_staging = threading.Lock()
+
+
+def _restaged(name: str, program: bytes) -> Plan:
+    """The plan that a pickled recipe gives in this process; made once."""
+    key = digest(program)
+    with _staging:
+        if key not in _plans:
+            if not program:
+                raise WorkerError(
+                    f"{name}: it runs as Python, but its function is neither in this process nor "
+                    "sent along: a plan of another process was given to a runner"
+                )
+            header, nodes, recipe = program.split(b"\n", 2)
+            wanted = json.loads(header)
+            if wanted != versions():
+                raise WorkerError(
+                    f"{name}: it runs as Python, which takes the same versions as where the "
+                    f"program is launched: found {versions()}, expected {wanted}"
+                )
+            try:
+                _register_nodes(base64.b64decode(nodes))
+                plan = _make_plan(*cloudpickle.loads(recipe))
+            except Exception as error:  # of any kind: this runs the user's code
+                raise WorkerError(
+                    f"{name}: it runs as Python, but the function can't be staged in this "
+                    f"process: {type(error).__name__}: {error}. Have the modules that it uses on "
+                    "the workers, and define what it registers with JAX in such a module"
+                ) from error
+            while len(_plans) >= _MAX_RESTAGED:
+                _plans.pop(next(iter(_plans)))
+            _plans[key] = plan
+        return _plans[key]
+
+
+def _make_plan(
+    fn: Any,
+    arguments: Any,
+    skeleton: Any,
+    options: Options,
+    unroll: bool,
+    values: Mapping[str, Any],
+) -> Plan:
+    from beamjax import execution  # it imports this module
+
+    restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
+    with with_settings(values):
+        return execution.make_plan(fn, arguments, restore, options, unroll).plan
+
+
+# --- messages
+
+
+def _where(fn: Any) -> str:
+    code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})" if code else repr(fn)
+
+
+def _culprit(fn: Any) -> str:
+    """The innermost variable of a function that can't be pickled."""
+    plain = inspect.unwrap(getattr(fn, "func", fn))
+    seen: set[int] = set()
+    while inspect.isfunction(plain) and id(plain) not in seen:
+        seen.add(id(plain))
+        found = inspect.getclosurevars(plain)
+        variables = {**found.globals, **found.nonlocals}
+        bad = next((name for name, x in variables.items() if not _pickles(x)), None)
+        if bad is None:
+            break
+        value = variables[bad]
+        inner = inspect.unwrap(getattr(value, "func", value))
+        if not inspect.isfunction(inner):
+            return f"{bad!r} ({type(value).__name__}), which {plain.__name__} uses,"
+        plain = inner
+    return f"something in {getattr(plain, '__name__', plain)}"
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True

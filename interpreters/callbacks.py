@@ -1,0 +1,77 @@
+"""Steps that run as Python, because StableHLO can't hold their calls to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from beamjax.errors import StagingError
+from beamjax.interpreters.flatten import Eqn, host_call
+from beamjax.options import Options
+from beamjax.plan import Body
+from beamjax.restaging import PythonFunction, python_body
+
+NOT_EXPORTED = "nothing is exported here"
+
+
+def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
+    """Why a step of these equations runs as Python, or nothing if it is exported.
+
+    Raises:
+      StagingError: an equation calls back to the host, which the options forbid.
+    """
+    if options.platforms == ():  # nothing is exported, see `restaging`
+        return NOT_EXPORTED
+    for eqn in eqns:
+        call = host_call(eqn)
+        if call is None:
+            continue
+        name, line = call[0], call[1] or eqn.line or "in the program"
+        if not options.callbacks:
+            raise StagingError(
+                f"{line}: {name} calls back to this process, which the option callbacks=False "
+                "forbids: take it out of the function, or leave the option away to let the function"
+                " travel to the workers by cloudpickle"
+            )
+        return f"{name} calls back to the host at {line}"
+    return ""
+
+
+def as_python(
+    name: str,
+    sized: Callable[[int | None], Callable[..., Sequence[Any]]],
+    members: int | None,
+    arguments: Sequence[Any],
+    eqns: Sequence[Eqn],
+    reason: str,
+) -> tuple[str, Body]:
+    """A body that runs as Python, and its key.
+
+    Args:
+      name: of the step.
+      sized: from a number of members to the function of the step.
+      members: in a whole shard, None for a step on the server.
+      arguments: shapes and dtypes for that many members.
+      eqns: that the function evaluates.
+      reason: from `reason_for_python`.
+
+    Raises:
+      StagingError: the function can't be traced, such as with an ordered call in a `map_fn`.
+    """
+    lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
+    function = PythonFunction(sized)
+    try:
+        if reason != NOT_EXPORTED:
+            function.check(members, arguments)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise StagingError(
+            f"{name}: JAX can't compile this step, which runs as Python ({reason}): {error}\n"
+            f"It holds the lines {', '.join(lines) or '(none known)'}"
+        ) from error
+    fingerprint = "\n".join([*map(str, arguments), *map(_text, eqns)])
+    return python_body(name, function, reason, fingerprint, lines)
+
+
+def _text(eqn: Eqn) -> str:
+    """An equation without the user's line, which differs between machines."""
+    return repr(eqn).partition("    # ")[0]

@@ -1,0 +1,299 @@
+"""Bodies that run as Python: in this process from memory, in others from the pickled function."""
+
+import dataclasses
+import functools
+import gc
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections import Counter, namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax import execution, restaging
+from beamjax.errors import StagingError, WorkerError
+from beamjax.interpreters import evaluate, stage
+from beamjax.options import Options
+from beamjax.plan import Body
+
+N = 11
+X = jnp.arange(2.0 * N).reshape(N, 2)
+KEYS = jax.random.split(jax.random.key(7), N)
+Pair = namedtuple("Pair", "left right")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Point:
+    at: jax.Array
+    unit: str = dataclasses.field(metadata={"static": True}, default="m")
+
+
+def host_sin(v):
+    return jax.pure_callback(np.sin, v, v, vmap_method="sequential")
+
+
+def plan_and_inputs(fn, args):
+    arguments, key, restore = stage.flatten_arguments(args)
+    options = Options(shard_size=8)
+    plan = execution.plan_for(fn, arguments, key, restore, options).plan
+    recipe = restaging.Recipe(fn, arguments, restore, options)
+    return dataclasses.replace(plan, recipe=recipe), execution.bind_inputs(plan, arguments)
+
+
+def elsewhere(plan, program=None):
+    """The plan as a process sees it that did not make it."""
+    program = plan.recipe.pickled() if program is None else program
+
+    def sent(body):
+        if body.python is None:
+            return body
+        python = dataclasses.replace(body.python, function=None, program=program)
+        return dataclasses.replace(body, python=python)
+
+    steps = [
+        dataclasses.replace(step, body="far " + step.body) if hasattr(step, "body") else step
+        for step in plan.steps
+    ]
+    bodies = {f"far {key}": sent(body) for key, body in plan.bodies.items()}
+    return dataclasses.replace(plan, steps=tuple(steps), bodies=bodies)
+
+
+def program(fn):
+    return bj.program(clients=N)(fn)
+
+
+@program
+def two_passes(x):
+    mean = bj.reduce_mean(bj.map_fn(host_sin, x))
+    jax.debug.callback(lambda mean: None, mean)
+    return bj.map_fn(lambda v: host_sin(v - mean), x), mean
+
+
+@program
+def draws(scale, keys):
+    return bj.map_fn(lambda key: host_sin(jax.random.normal(key, (2,)) * scale), keys)
+
+
+@program
+def of_trees(point, pair):
+    mapped = bj.map_fn(lambda p, q: Pair(host_sin(p.at), q), (point, pair.left))
+    return mapped, pair.right, None
+
+
+@jax.jit
+def compiled(x):
+    return jax.value_and_grad(lambda w: bj.program(clients=N)(total)(w, x))(2.0)
+
+
+def total(w, x):
+    @jax.custom_jvp
+    def measured(v):
+        return jnp.sum(host_sin(v))
+
+    measured.defjvp(lambda p, t: (measured(*p), jnp.sum(t[0])))
+    return bj.reduce_sum(bj.map_fn(lambda v: measured(v * w), x))
+
+
+CASES = {
+    "two passes": (two_passes, X),
+    "keys and weak types": (draws, 2.0, KEYS),
+    "trees": (of_trees, Point(X), Pair(X[:, 0], (None, X[0]))),
+    "jit and gradient": (compiled, X),
+    "partial": (functools.partial(draws, 3), KEYS),
+    "source": (two_passes, bj.from_arrays(np.asarray(X))),
+    "closure over arrays": (program(lambda x: bj.map_fn(lambda v: host_sin(v + X[2]), x)), X),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_process_computes_the_same(name):
+    fn, *args = CASES[name]
+    plan, inputs = plan_and_inputs(fn, args)
+    near = evaluate.evaluate(plan, inputs, Options())
+    far = evaluate.evaluate(elsewhere(plan), inputs, Options())
+    assert near.keys() == far.keys()
+    for key in near:
+        assert near[key].tobytes() == far[key].tobytes()
+
+
+@pytest.mark.parametrize("setting", ["enable_x64", "threefry_partitionable"])
+def test_settings_travel(setting):
+    value = not restaging.settings()[setting]
+    with getattr(jax, setting)(value):
+        plan, inputs = plan_and_inputs(draws, (np.float64(0.5), KEYS))
+        (near,) = evaluate.evaluate(plan, inputs, Options()).values()
+        expected = jax.jit(draws)(np.float64(0.5), KEYS)
+        far_plan = elsewhere(plan)
+    (far,) = evaluate.evaluate(far_plan, inputs, Options()).values()
+    assert near.dtype == far.dtype == expected.dtype
+    assert near.tobytes() == far.tobytes()
+    np.testing.assert_allclose(near, expected, rtol=1e-6)
+
+
+def test_a_context_sets_and_resets():
+    before = restaging.settings()
+    wanted = before | {"enable_x64": not before["enable_x64"], "default_matmul_precision": "high"}
+    with restaging.with_settings(wanted):
+        assert restaging.settings() == wanted
+    assert restaging.settings() == before
+
+
+def test_the_plan_is_made_once_a_process(monkeypatch):
+    plan, inputs = plan_and_inputs(two_passes, (X,))
+    calls = []
+    make = execution.make_plan
+    monkeypatch.setattr(
+        execution, "make_plan", lambda *args, **kw: calls.append(1) or make(*args, **kw)
+    )
+    monkeypatch.setattr(restaging, "_plans", {})
+    assert sum(body.python is not None for body in plan.bodies.values()) == 3
+    far = elsewhere(plan)
+    evaluate.evaluate(far, inputs, Options())
+    evaluate.evaluate(far, inputs, Options())
+    assert len(calls) == 1
+
+
+# --- what can't be done
+
+
+def far_error(plan, inputs, program):
+    with pytest.raises(WorkerError) as error:
+        evaluate.evaluate(elsewhere(plan, program), inputs, Options())
+    return str(error.value)
+
+
+def test_other_versions():
+    plan, inputs = plan_and_inputs(two_passes, (X,))
+    header, _, rest = plan.recipe.pickled().partition(b"\n")
+    other = json.dumps(json.loads(header) | {"jax": "0.1"}).encode()
+    message = far_error(plan, inputs, other + b"\n" + rest)
+    assert "map_clients_0: it runs as Python, which takes the same versions" in message
+    assert "'jax': '0.1'" in message
+
+
+def test_another_program():
+    plan, inputs = plan_and_inputs(two_passes, (X,))
+    other, _ = plan_and_inputs(program(lambda x: bj.map_fn(lambda v: host_sin(v) + 1, x)), (X,))
+    message = far_error(plan, inputs, other.recipe.pickled())
+    assert "stages the function to another program" in message
+    assert "pure_callback calls back to the host at" in message
+
+
+def test_a_function_that_fails_elsewhere():
+    @program
+    def prog(x):
+        if missing:
+            raise ImportError("no module")
+        return bj.map_fn(host_sin, x)
+
+    missing = []
+    plan, inputs = plan_and_inputs(prog, (X,))
+    missing.append("a module")
+    message = far_error(plan, inputs, None)
+    assert "the function can't be staged in this process: ImportError: no module" in message
+
+
+def test_what_can_not_be_pickled_runs_here_and_is_named_elsewhere():
+    lock = threading.Lock()
+
+    def locked(u):
+        with lock:
+            return np.sin(u)
+
+    @program
+    def prog(x):
+        return bj.map_fn(lambda v: jax.pure_callback(locked, v, v, vmap_method="sequential"), x)
+
+    for runner in ("local", "DirectRunner"):
+        np.testing.assert_allclose(bj.run(prog, X, runner=runner), np.sin(X), rtol=1e-6)
+    options = {"direct_running_mode": "multi_processing"}
+    with pytest.raises(StagingError, match=r"can't be pickled") as error:
+        bj.run(prog, X, options=options)
+    assert "'lock' (lock), which locked uses," in str(error.value)
+    assert f"{__file__}:{prog.__wrapped__.__code__.co_firstlineno} " in str(error.value)
+
+
+def test_a_body_without_a_program():
+    python = restaging.PythonBody("x calls back", "0")
+    with pytest.raises(WorkerError, match="step_0: it runs as Python, but its function is neither"):
+        restaging.python_function("unheard of", Body("step_0", {}, (), python))
+
+
+# --- lifetime
+
+
+def test_nothing_keeps_the_function():
+    def fn(x):
+        return bj.map_fn(host_sin, x)
+
+    prog = program(fn)
+    bj.run(prog, X, runner="local")
+    keys = set(restaging._known)
+    dead = weakref.ref(fn)
+    del fn, prog
+    gc.collect()
+    assert dead() is None
+    assert set(restaging._known) < keys
+
+
+SCRIPT = """
+    import collections, dataclasses, sys
+    import jax, jax.numpy as jnp, numpy as np
+    import beamjax as bj
+
+    Pair = collections.namedtuple("Pair", "left right")
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Point:
+        at: jax.Array
+        unit: str = dataclasses.field(metadata={"static": True}, default="m")
+
+    @jax.tree_util.register_pytree_with_keys_class
+    class Node(list):
+        def tree_flatten_with_keys(self):
+            return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self)], None
+        def tree_flatten(self):
+            return list(self), None
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            return cls(children)
+
+    def body(v):
+        v = v.at[0]
+        jax.debug.print("member {}", v[0])
+        return Pair(jax.pure_callback(np.sin, v, v, vmap_method="expand_dims"), v)
+
+    @bj.program(clients=11)
+    def prog(x):
+        return bj.map_fn(body, x), bj.reduce_sum(x.at[0])
+
+    if __name__ == "__main__":
+        x = jnp.arange(22.0).reshape(11, 2)
+        options = {"shard_size": 8, "direct_running_mode": "multi_processing",
+                   "direct_num_workers": 2}
+        found = bj.run(prog, Point(Node([x])), options=options)
+        expected = bj.run(prog, Point(Node([x])), runner="local", options={"shard_size": 8})
+        same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, expected)
+        print(same)
+"""
+
+
+def test_in_processes_of_beam(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(Pair(left=True, right=True), True)" in done.stdout
+    lines = Counter(line for line in done.stdout.splitlines() if line.startswith("member"))
+    assert lines == {f"member {2.0 * i}": 2 for i in range(11)}
