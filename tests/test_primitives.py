@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 import beamjax as bj
-from beamjax import _compat, api, layouts, primitives
+from beamjax import _compat, layouts, leaves, primitives
 from beamjax.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, reduce_sum_p, size_p
 
 N = 5
@@ -269,7 +269,7 @@ class Scale:
     ],
 )
 def test_names(fn, name):
-    assert api._name_of(fn) == name
+    assert leaves.name_of(fn) == name
 
 
 def test_names_of_derived_maps():
