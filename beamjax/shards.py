@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ class ShardExecutor:
         self._call = load_body(step.body, plan.bodies[step.body])
         with with_x64(self._x64):
             self._broadcasts = [jax.device_put(broadcasts[name]) for name in step.broadcasts]
+        known = dict(zip(step.broadcasts, self._broadcasts, strict=True))
+        self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
 
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray]
@@ -84,6 +86,10 @@ class ShardExecutor:
             partials.append(rest[: len(combine.leaves)])
             rest = rest[len(combine.leaves) :]
         return results, partials
+
+    def trees(self) -> list[DyadicTree[list[np.ndarray]]]:
+        """An empty tree for the partials of each combine."""
+        return list(map(DyadicTree, self._joins))
 
     def _pad(self, x: np.ndarray) -> np.ndarray:
         """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
@@ -121,10 +127,10 @@ def new_accumulator(lane: Lane, size: int, mode: Any) -> Accumulator:
     return make_accumulator(lane.kind, np.dtype(lane.dtype), size, mode=mode)
 
 
-def new_tree(
-    plan: Plan, step: Map, combine: Combine, known: Mapping[str, np.ndarray]
-) -> DyadicTree[list[np.ndarray]]:
-    """An empty tree of the partials of a combine.
+def join_shards(
+    plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any]
+) -> Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]:
+    """What brings the partials of a combine together, for a `DyadicTree`.
 
     Args:
       plan: with the body of the combine.
@@ -149,7 +155,7 @@ def new_tree(
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    return DyadicTree(join)
+    return join
 
 
 def finish_tree(

@@ -15,7 +15,6 @@ from beamjax.shards import (
     finish_lane,
     finish_tree,
     new_accumulators,
-    new_tree,
     shard_errors,
     shards,
 )
@@ -78,7 +77,7 @@ class _Evaluation:
             value = self.plan.values[name]
             self.placed[name] = np.empty((n, *value.shape), np.dtype(value.dtype))
         accumulators = new_accumulators(step, self.options.reduction)
-        trees = [new_tree(self.plan, step, combine, self.served) for combine in step.combines]
+        trees = execute.trees()
         read = [name for name in step.operands if name not in self.placed]
         for shard in shards(n, self.plan.shard_sizes[step.placement]):
             stop = shard.start + shard.count

@@ -17,6 +17,7 @@ from apache_beam import typehints
 from beamjax.options import Options
 from beamjax.pipelines.combiners import (
     Assemble,
+    FinishCombine,
     FinishPieces,
     MergeAccumulators,
     PartsOfBlocks,
@@ -26,7 +27,7 @@ from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import AnyStep, Sources, Task
-from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
+from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
 
 MAX_RANGES = 256
@@ -142,8 +143,9 @@ class Graph:
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
+        tags = [combined(number) for number in range(len(step.combines))]
         outputs = blocks | step.name >> beam.ParDo(fn, *environments).with_outputs(
-            PARTIALS, main="blocks"
+            PARTIALS, *tags, main="blocks"
         )
         outputs[PARTIALS].element_type = typehints.KV[str, bytes]
         if step.results:
@@ -153,6 +155,9 @@ class Graph:
                 self.live[step.placement] = made
         if step.lanes:
             self._reduce(step, outputs[PARTIALS])
+        for number, tag in enumerate(tags):
+            outputs[tag].element_type = Environment
+            self._combine(step, number, outputs[tag])
 
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
         finish = FinishPieces(self._task(step))
@@ -168,6 +173,13 @@ class Graph:
                 Assemble(self.store, types, {})
             )
         self._serve(parts, results)
+
+    def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
+        combine, label = step.combines[number], f"{step.name}/Combine_{number}"
+        finish = FinishCombine(self._task(step, combine.inputs), number)
+        environments = _side_inputs(self._environments(combine.inputs))
+        values = self._together(label, partials) | label >> beam.ParDo(finish, *environments)
+        self._serve(values, [name for name in combine.results if name is not None])
 
     def gather(self, step: Gather) -> None:
         """Adds a step that makes a placed value a server value."""
@@ -224,9 +236,12 @@ class Graph:
         """What a worker needs of a step; with its body, if it reads server values to run it."""
         static = {name: self.static[name] for name in served or () if name in self.static}
         bodies = {}
-        if served is not None:
-            body = self.plan.bodies[step.body]
-            bodies[step.body] = (
+        combines = step.combines if isinstance(step, Map) else ()
+        for key in (
+            (step.body, *(combine.body for combine in combines)) if served is not None else ()
+        ):
+            body = self.plan.bodies[key]
+            bodies[key] = (
                 body.name,
                 {
                     platform: self.store.put([np.frombuffer(data, np.uint8)], "body")
