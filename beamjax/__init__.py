@@ -9,6 +9,8 @@ from beamjax.api import map_fn as map_fn
 from beamjax.api import program as program
 from beamjax.api import reduce_all as reduce_all
 from beamjax.api import reduce_any as reduce_any
+from beamjax.api import reduce_argmax as reduce_argmax
+from beamjax.api import reduce_argmin as reduce_argmin
 from beamjax.api import reduce_max as reduce_max
 from beamjax.api import reduce_mean as reduce_mean
 from beamjax.api import reduce_min as reduce_min
@@ -29,6 +31,8 @@ from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import explain as explain
 from beamjax.options import Options as Options
+from beamjax.reductions import reduce as reduce
+from beamjax.reductions import reduce_by_key as reduce_by_key
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy

@@ -24,6 +24,7 @@ from beamjax import derivatives as _derivatives  # noqa: F401  (registers the ru
 from beamjax import layouts, primitives
 from beamjax.errors import PlacementError, StructureError
 from beamjax.layouts import AnyMesh
+from beamjax.leaves import as_array, as_placed, name_of
 from beamjax.placements import activate, check_placements, resolve
 from beamjax.sizes import find_sizes
 
@@ -96,7 +97,7 @@ def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = No
     mesh = layouts.mesh_for("broadcast", placement, n, mesh)
 
     def broadcast_leaf(path: Any, leaf: Any) -> jax.Array:
-        array = _as_array("broadcast", "x", path, leaf)
+        array = as_array("broadcast", "x", path, leaf)
         return primitives.broadcast_p.bind(array, placement=placement, n=n, mesh=mesh)
 
     return tree_util.tree_map_with_path(broadcast_leaf, x)
@@ -130,9 +131,9 @@ def map_fn(
     """
     placement, n = resolve("map_fn", placement)
     mesh = layouts.mesh_for("map_fn", placement, n, mesh)
-    name = _name_of(fn)
+    name = name_of(fn)
     leaves, tree = tree_util.tree_flatten_with_path(arg)
-    placed = [_as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
+    placed = [as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
     result_tree = None
 
     def body(*member: Any) -> list[jax.Array]:
@@ -141,7 +142,7 @@ def map_fn(
         result = fn(*value) if isinstance(arg, tuple) else fn(value)
         results, result_tree = tree_util.tree_flatten_with_path(result)
         where = f"the result of {name}"
-        return [_as_array("map_fn", where, path, leaf) for path, leaf in results]
+        return [as_array("map_fn", where, path, leaf) for path, leaf in results]
 
     # Messages of JAX then name the user's function and its file instead of this one.
     body = functools.wraps(fn, assigned=(), updated=())(body)
@@ -220,6 +221,24 @@ def reduce_all(x: Any, *, placement: str | None = None) -> Any:
     return _reduce("all", x, placement)
 
 
+def reduce_argmax(x: Any, *, placement: str | None = None) -> Any:
+    """Finds the first member with the largest value, as `jnp.argmax` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Leaves give indices of the default int, one for
+    each element of a member. The first NaN counts as the largest value.
+    """
+    return _reduce("argmax", x, placement)
+
+
+def reduce_argmin(x: Any, *, placement: str | None = None) -> Any:
+    """Finds the first member with the smallest value, as `jnp.argmin` does over axis 0.
+
+    Arguments and errors are those of `reduce_sum`. Leaves give indices of the default int, one for
+    each element of a member. The first NaN counts as the smallest value.
+    """
+    return _reduce("argmin", x, placement)
+
+
 def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any:
     """Averages over the members of a placement with weights: `sum(x * w) / sum(w)`.
 
@@ -245,9 +264,9 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
     op = "reduce_weighted_mean"
     placement, n = resolve(op, placement)
     leaves, tree = tree_util.tree_flatten_with_path(x)
-    values = [_as_placed(op, "x", path, leaf, placement, n) for path, leaf in leaves]
+    values = [as_placed(op, "x", path, leaf, placement, n) for path, leaf in leaves]
     weight_leaves, weight_tree = tree_util.tree_flatten_with_path(w)
-    weights = [_as_placed(op, "w", path, leaf, placement, n) for path, leaf in weight_leaves]
+    weights = [as_placed(op, "w", path, leaf, placement, n) for path, leaf in weight_leaves]
     index = _weight_of_leaf(x, weight_tree, len(weights))
     dtypes = []
     for (path, _), value, i in zip(leaves, values, index, strict=True):
@@ -275,41 +294,10 @@ def _reduce(op: str, x: Any, placement: str | None) -> Any:
     placement, n = resolve(name, placement)
 
     def reduce_leaf(path: Any, leaf: Any) -> jax.Array:
-        array = _as_placed(name, "x", path, leaf, placement, n)
+        array = as_placed(name, "x", path, leaf, placement, n)
         return primitive.bind(array, placement=placement)
 
     return tree_util.tree_map_with_path(reduce_leaf, x)
-
-
-def _as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
-    """The leaf as an array; `where` and `path` say where it is."""
-    if isinstance(leaf, jax.Array):
-        return leaf
-    try:
-        return jnp.asarray(leaf)
-    except TypeError as error:
-        raise StructureError(
-            f"{op}: {where}{tree_util.keystr(path)} is of type {type(leaf).__name__}, expected an "
-            f"array or a scalar."
-        ) from error
-
-
-def _as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any) -> jax.Array:
-    """The leaf as an array with n members along axis 0."""
-    array = _as_array(op, where, path, leaf)
-    if not array.ndim or array.shape[0] != n:
-        raise PlacementError(
-            f"{op}: {where}{tree_util.keystr(path)} has shape {array.shape}, expected ({n}, ...): "
-            f"placement {placement!r} has {n} members, along axis 0. To give each member the same "
-            f"value, broadcast it."
-        )
-    return array
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _weight_of_leaf(x: Any, weight_tree: Any, num_weights: int) -> list[int]:

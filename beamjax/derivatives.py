@@ -23,8 +23,6 @@ from beamjax.primitives import (
     broadcast_p,
     map_members,
     map_p,
-    reduce_all_p,
-    reduce_any_p,
     reduce_max_p,
     reduce_mean_p,
     reduce_min_p,
@@ -380,7 +378,7 @@ def _prod_jvp(
     return out, _weighted_sum(factor, t, placement, "jvp_prod")
 
 
-def _define_boolean_jvp(primitive: jex.Primitive) -> None:
+def _define_jvp_of_zero(primitive: jex.Primitive) -> None:
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:
         out = primitive.bind(*primals, placement=placement)
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
@@ -391,7 +389,7 @@ def _define_boolean_jvp(primitive: jex.Primitive) -> None:
 _define_extremum_jvp(reduce_max_p, "max")
 _define_extremum_jvp(reduce_min_p, "min")
 ad.primitive_jvps[reduce_prod_p] = _prod_jvp
-_define_boolean_jvp(reduce_any_p)
-_define_boolean_jvp(reduce_all_p)
+for _op in ("any", "all", "argmax", "argmin"):
+    _define_jvp_of_zero(REDUCE_PRIMITIVES[_op])
 for _primitive in REDUCE_PRIMITIVES.values():
     _define_reduction_batch(_primitive)

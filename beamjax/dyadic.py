@@ -2,8 +2,8 @@
 
 Floating-point functions are rarely associative to the last bit, so the tree of calls is fixed by
 the shard numbers: the value of the shards [i·2^l, (i+1)·2^l) is made from its two halves, and from
-nothing else. Halves wait until both are there; what has no other half at the end is combined from
-the left to the right.
+nothing else. Halves wait until both are there; what has no other half at the end takes the place of
+the whole, so that what is left is combined from the right to the left.
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ class DyadicTree(Generic[Value]):
         Raises:
             WorkerError: if two ranges overlap: a shard was added twice.
         """
-        end, result = 0, None
+        end, values = 0, []
         for level, index, value in self.in_order():
             if index << level < end:
                 self._fail(level, index)
             end = (index + 1) << level
-            result = value if result is None else self.combine(result, value)
+            values.append(value)
+        result = values.pop() if values else None
+        while values:
+            result = self.combine(values.pop(), result)
         return result
 
     def _fail(self, level: int, index: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from beamjax.arrays import dtype_name
 from beamjax.bodies import value_type
 from beamjax.interpreters.stage import Argument
-from beamjax.plan import Body, Gather, Lane, Map, Output, Plan, Scatter, Server, Step
+from beamjax.plan import Body, Gather, Map, Output, Plan, Scatter, Server, Step
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
         case Map():
             code = plan.bodies[step.body]
             broadcasts, operands = values(step.broadcasts), values(step.operands)
-            reductions = tuple(_reduction_facts(plan, step.lanes, reduction))
+            reductions = tuple(_reduction_facts(plan, step, reduction))
             return StepFact(
                 step.name, "Map", step.placement, broadcasts, operands, values(step.results),
                 step.functions, reductions, _sizes(code.artefacts), lines=code.lines,
@@ -249,14 +249,26 @@ def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:
     return "in the order of the shards, the same bits on any runner"
 
 
-def _reduction_facts(plan: Plan, lanes: Sequence[Lane], mode: str) -> Iterator[ReductionFact]:
-    for lane in lanes:
+def _reduction_facts(plan: Plan, step: Map, mode: str) -> Iterator[ReductionFact]:
+    for lane in step.lanes:
         for reduction in lane.reductions:
             yield ReductionFact(
                 value_fact(plan, reduction.result), reduction.reducer, f"{lane.kind} {lane.dtype}",
                 exactness(lane.kind, lane.dtype, mode),
                 reduction.size * np.dtype(lane.dtype).itemsize,
             )  # fmt: skip
+    for combine in step.combines:
+        pairs = list(zip(combine.results, combine.leaves, strict=True))
+        # What is sent beside the results counts for the first of them.
+        beside = sum(leaf.nbytes for name, leaf in pairs if name is None)
+        for name, leaf in pairs:
+            if name is not None:
+                yield ReductionFact(
+                    value_fact(plan, name), combine.name, "of its own",
+                    "in the order of the members, the same bits on any runner",
+                    leaf.nbytes + beside,
+                )  # fmt: skip
+                beside = 0
 
 
 def _python(body: Body) -> str:

@@ -110,6 +110,14 @@ def lay_out(x: jax.Array, placement: str, mesh: AnyMesh | None, whole: bool = Fa
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
+def whole(x: jax.Array) -> jax.Array:
+    """`x` with its first axis whole on each device, where its type says otherwise."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec or sharding.spec[0] is None:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=P(None, *sharding.spec[1:])))
+
+
 def check_shared(x: jax.Array, placement: str, mesh: AnyMesh | None) -> None:
     """Checks that the members can share `x`, which the mapped function closes over.
 

@@ -108,6 +108,28 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class Combine:
+    """A reduction by a function, which is associative but need not commute.
+
+    The body takes `(*inputs, *left, *right)`, server values and the arrays of two neighbouring
+    ranges of members, to the arrays of both. It is called on shards in the order of a
+    `beamjax.dyadic.DyadicTree`.
+
+    Attributes:
+      name: of the function.
+      inputs: names of server values, which the pass broadcasts too.
+      leaves: the type of each array.
+      results: for each array, the name of the result that it is, or None.
+    """
+
+    name: str
+    body: str
+    inputs: tuple[str, ...]
+    leaves: tuple[ValueType, ...]
+    results: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
 class Server:
     """One executable over server values: `outputs = body(*inputs)`.
 
@@ -127,7 +149,8 @@ class Map:
 
     The body takes `(start, count, *broadcasts, *operands)`, with the index of the shard's first
     member, the number of true members in it and operands padded to the shard size; it returns the
-    placed results of the shard and one flat vector of partials per lane.
+    placed results of the shard, one flat vector of partials per lane, and the arrays of each
+    combine.
     """
 
     name: str
@@ -138,6 +161,14 @@ class Map:
     results: tuple[str, ...]
     lanes: tuple[Lane, ...]
     functions: tuple[str, ...] = ()
+    combines: tuple[Combine, ...] = ()
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """Names of the server values that its reductions give."""
+        lanes = (r.result for lane in self.lanes for r in lane.reductions)
+        combined = (name for combine in self.combines for name in combine.results if name)
+        return (*lanes, *combined)
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,13 @@ size_p = jex.Primitive("bj_size")
 
 REDUCE_PRIMITIVES: dict[str, jex.Primitive] = {
     op: jex.Primitive(f"bj_reduce_{op}")
-    for op in ("sum", "mean", "max", "min", "prod", "any", "all")
+    for op in ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin")
 }
 reduce_sum_p = REDUCE_PRIMITIVES["sum"]
 reduce_mean_p = REDUCE_PRIMITIVES["mean"]
 reduce_max_p = REDUCE_PRIMITIVES["max"]
 reduce_min_p = REDUCE_PRIMITIVES["min"]
 reduce_prod_p = REDUCE_PRIMITIVES["prod"]
-reduce_any_p = REDUCE_PRIMITIVES["any"]
-reduce_all_p = REDUCE_PRIMITIVES["all"]
 
 _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
     "sum": jnp.sum,
@@ -54,6 +52,8 @@ _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
     "prod": jnp.prod,
     "any": jnp.any,
     "all": jnp.all,
+    "argmax": jnp.argmax,
+    "argmin": jnp.argmin,
 }
 
 
@@ -61,7 +61,7 @@ _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 def trace_body(
-    fn: Callable[..., Any], avals: Sequence[Any]
+    fn: Callable[..., Any], avals: Sequence[Any], what: str = "map_fn: the mapped function"
 ) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
     """Traces `fn` on values of types `avals`.
 
@@ -69,6 +69,7 @@ def trace_body(
       fn: takes one value per type and returns a flat list. It is a new function object for each
         call, since JAX serves a function that it has seen from its cache.
       avals: the types.
+      what: the operator and what `fn` is to it, for messages.
 
     Returns:
       A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. They
@@ -81,7 +82,7 @@ def trace_body(
     for const in consts:
         if not isinstance(jax.typeof(const), jax.core.ShapedArray):
             raise StructureError(
-                f"map_fn: the mapped function closes over a value of type {jax.typeof(const)}, "
+                f"{what} closes over a value of type {jax.typeof(const)}, "
                 f"but members can share arrays only. Pass the contents of the reference instead."
             )
     return closed, [c if isinstance(c, jax.Array) else jnp.asarray(c) for c in consts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from beamjax.accumulators import Accumulator
 from beamjax.bodies import load_body, with_x64
+from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, WorkerError
-from beamjax.plan import Lane, Map, Plan
+from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import REDUCERS, make_accumulator
 
 
@@ -55,10 +56,12 @@ class ShardExecutor:
         self._call = load_body(step.body, self._body, self.size)
         with with_x64(self._x64):
             self._broadcasts = [jax.device_put(broadcasts[name]) for name in step.broadcasts]
+        known = dict(zip(step.broadcasts, self._broadcasts, strict=True))
+        self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
 
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray]
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    ) -> tuple[list[np.ndarray], list[Any]]:
         """Computes a shard.
 
         Args:
@@ -66,7 +69,8 @@ class ShardExecutor:
           operands: one array of shape (shard.count, ...) for each operand of the step.
 
         Returns:
-          The placed results, of shapes (shard.count, ...), and a vector of partials for each lane.
+          The placed results, of shapes (shard.count, ...), and the partials: a vector for each
+          lane, then a list of arrays for each combine.
 
         Raises:
           WorkerError: the computation failed; the message names step, shard and members.
@@ -82,8 +86,18 @@ class ShardExecutor:
                 start, count = np.int32(shard.start), np.int32(shard.count)
                 outs = call(start, count, *self._broadcasts, *arrays)
                 arrays = [np.asarray(out) for out in outs]
-        results = len(self.step.results)
-        return [x[: shard.count] for x in arrays[:results]], arrays[results:]
+        step = self.step
+        results = [x[: shard.count] for x in arrays[: len(step.results)]]
+        partials: list[Any] = arrays[len(results) :][: len(step.lanes)]
+        rest = arrays[len(results) + len(partials) :]
+        for combine in step.combines:
+            partials.append(rest[: len(combine.leaves)])
+            rest = rest[len(combine.leaves) :]
+        return results, partials
+
+    def trees(self) -> list[DyadicTree[list[np.ndarray]]]:
+        """An empty tree for the partials of each combine."""
+        return list(map(DyadicTree, self._joins))
 
     def _pad(self, x: np.ndarray) -> np.ndarray:
         """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
@@ -119,6 +133,52 @@ def new_accumulators(step: Map, mode: Any) -> list[Any]:
 def new_accumulator(lane: Lane, size: int, mode: Any) -> Accumulator:
     """An empty accumulator for `size` values of a lane: all of them, or a piece."""
     return make_accumulator(lane.kind, np.dtype(lane.dtype), size, mode=mode)
+
+
+def join_shards(
+    plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any]
+) -> Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]:
+    """What brings the partials of a combine together, for a `DyadicTree`.
+
+    Args:
+      plan: with the body of the combine.
+      step: the pass that it ends.
+      combine: the reduction.
+      known: server values, by name.
+
+    Raises:
+      WorkerError: the body can't be loaded here; and later, if it fails.
+    """
+    call = load_body(combine.body, plan.bodies[combine.body])
+    with with_x64(plan.x64):
+        inputs = [jax.device_put(known[name]) for name in combine.inputs]
+
+    def join(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarray]:
+        try:
+            with with_x64(plan.x64):
+                return [np.asarray(out) for out in call(*inputs, *left, *right)]
+        except Exception as error:
+            raise WorkerError(
+                f"step {step.name!r}, reduction by {combine.name!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    return join
+
+
+def finish_tree(
+    combine: Combine, tree: DyadicTree[list[np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The name and the value of each result, from a tree with all shards.
+
+    Raises:
+      WorkerError: a shard was added twice.
+    """
+    arrays = tree.fold()
+    assert arrays is not None, "a placement has a shard at least"
+    for name, array in zip(combine.results, arrays, strict=True):
+        if name is not None:
+            yield name, array
 
 
 def finish_lane(

@@ -11,7 +11,14 @@ from beamjax.bodies import run_server
 from beamjax.inputs import Inputs
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
-from beamjax.shards import ShardExecutor, finish_lane, new_accumulators, shard_errors, shards
+from beamjax.shards import (
+    ShardExecutor,
+    finish_lane,
+    finish_tree,
+    new_accumulators,
+    shard_errors,
+    shards,
+)
 
 
 def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarray]:
@@ -129,6 +136,7 @@ class _Evaluation:
             value = self.plan.values[name]
             self.placed[name] = np.empty((n, *value.shape), np.dtype(value.dtype))
         accumulators = new_accumulators(step, self.options.reduction)
+        trees = execute.trees()
         read = [name for name in step.operands if name not in self.placed]
         for shard in shards(n, self.plan.shard_sizes[step.placement]):
             stop = shard.start + shard.count
@@ -141,8 +149,10 @@ class _Evaluation:
             results, partials = execute(shard, operands)
             for name, array in zip(step.results, results, strict=True):
                 self.placed[name][shard.start : stop] = array
-            for accumulator, partial in zip(accumulators, partials, strict=True):
+            for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
                 accumulator.add(partial, shard.index)
         for lane, accumulator in zip(step.lanes, accumulators, strict=True):
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
+        for combine, tree in zip(step.combines, trees, strict=True):
+            self.served.update(finish_tree(combine, tree))

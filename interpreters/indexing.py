@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from beamjax.interpreters.flat_program import Eqn
+from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.readings import (
     Axes,
     Fold,
@@ -84,33 +84,46 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     return Local(want, (out,), as_is)
 
 
+# How placed rows are brought into a server table: the reduction, and the operation on one shard.
+_SCATTERS = {
+    "scatter-add": ("sum", lax.scatter_add),
+    "scatter-mul": ("prod", lax.scatter_mul),
+    "scatter-max": ("max", lax.scatter_max),
+    "scatter-min": ("min", lax.scatter_min),
+}
+
+
 def _scatter_fold(
     eqn: Eqn, index: int | None, updates: int | None, positions: list[int]
 ) -> Fold | None:
-    """Placed rows added into a server table, as `jax.ops.segment_sum` does."""
-    if eqn.primitive.name != "scatter-add":
+    """Placed rows brought into a server table, as `jax.ops.segment_sum` and its like do."""
+    if eqn.primitive.name not in _SCATTERS:
         return None
+    name, scatter = _SCATTERS[eqn.primitive.name]
+    if name in ("max", "min") and aval_of(eqn.inputs[0]).dtype.kind == "c":
+        return None  # XLA keeps or loses a complex NaN depending on its place.
     if index is None and updates in positions:
         index = positions.index(updates)
     if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
         return None
     if updates not in (None, positions[index]):
         return None
-    position, p = positions[index], eqn.params
+    position, p, reducer = positions[index], eqn.params, REDUCERS[name]
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
         table, where, rows = args
-        dtype = REDUCERS["sum"].partial_dtype(table.dtype)
+        dtype = reducer.partial_dtype(table.dtype)
+        neutral = jnp.asarray(reducer.identity(dtype))
         # The table itself counts once: in the first shard.
-        table = jnp.where(shard.start == 0, table, jnp.zeros_like(table))
-        return lax.scatter_add(
-            table.astype(dtype),
+        table = jnp.where(shard.start == 0, table.astype(dtype), neutral)
+        return scatter(
+            table,
             where,
-            shard.masked(rows, position).astype(dtype),
+            shard.masked(rows.astype(dtype), position, neutral),
             p["dimension_numbers"],
             indices_are_sorted=p["indices_are_sorted"],
             unique_indices=False,  # Padding repeats an index.
             mode=p["mode"],
         )
 
-    return Fold((None, index, position), "sum", partial)
+    return Fold((None, index, position), name, partial)

@@ -29,7 +29,7 @@ from beamjax.interpreters.pieces import (
 )
 from beamjax.interpreters.places import Along, Place, PlacedProgram
 from beamjax.interpreters.readings import draw_by_batch
-from beamjax.interpreters.rules import Fold
+from beamjax.interpreters.rules import Combination, Fold
 from beamjax.interpreters.sizing import shard_sizes
 from beamjax.options import Options
 from beamjax.plan import (
@@ -37,6 +37,7 @@ from beamjax.plan import (
     Body,
     Branch,
     Carried,
+    Combine,
     Gather,
     Input,
     Lane,
@@ -236,13 +237,26 @@ class _Lowering:
         operands = tuple(self.placed(var, along) for var, along in piece.operands)
         results = tuple(self.placed(var, self.program.places[var]) for var in piece.results)
         lanes = self.lanes(piece.folds, piece)
+        combines = tuple(
+            self.combine(e.eqn, e.reading)
+            for e in piece.emissions
+            if isinstance(e.reading, Combination)
+        )
         scalar = jax.ShapeDtypeStruct((), np.dtype("int32"))
         arguments = [scalar, scalar, *(_argument(self.values[x]) for x in broadcasts)]
         arguments += [_argument(self.values[x], size) for x in operands]
         sized = functools.partial(self.map_body, piece, lanes)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
-            name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions)
+            name,
+            piece.placement,
+            key,
+            broadcasts,
+            operands,
+            results,
+            lanes,
+            tuple(functions),
+            combines,
         )
 
     def map_body(
@@ -262,12 +276,16 @@ class _Lowering:
             for (var, along), x in zip(piece.operands, arrays, strict=True):
                 placed[var, along.axis] = jnp.moveaxis(x, 0, along.axis)
             partials: dict[str, jax.Array] = {}
+            combined: list[jax.Array] = []
             for emission in piece.emissions:
                 eqn, reading = emission.eqn, emission.reading
                 args = [
                     _read(served, atom) if axis is None else _read_placed(placed, atom, axis)
                     for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)
                 ]
+                if isinstance(reading, Combination):
+                    combined += map(unwrap, reading.partial(eqn, args, shard))
+                    continue
                 if isinstance(reading, Fold):
                     partials[eqn.outputs[0].name] = reading.partial(eqn, args, shard)
                     continue
@@ -279,7 +297,7 @@ class _Lowering:
             for var in piece.results:
                 axis = program.places[var].axis
                 results.append(unwrap(jnp.moveaxis(placed[var, axis], axis, 0)))
-            return results + [_lane_vector(lane, partials) for lane in lanes]
+            return results + [_lane_vector(lane, partials) for lane in lanes] + combined
 
         return body
 
@@ -289,6 +307,8 @@ class _Lowering:
         readings = {e.eqn: e.reading for e in piece.emissions}
         for eqn in folds:
             reading = readings[eqn]
+            if isinstance(reading, Combination):
+                continue
             assert isinstance(reading, Fold)
             reducer = REDUCERS[reading.reducer]
             dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
@@ -304,6 +324,31 @@ class _Lowering:
             Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
             for (kind, dtype), group in groups.items()
         )
+
+    def combine(self, eqn: Eqn, reading: Combination) -> Combine:
+        """A reduction by a function, whose body joins the partials of two ranges of members."""
+        axes = zip(eqn.inputs, reading.in_axes, strict=True)
+        served = [atom for atom, axis in axes if axis is None]
+        variables = [atom for atom in served if isinstance(atom, Var)]
+        leaves = tuple(map(value_type, reading.leaves))
+        names: list[str | None] = [None] * len(leaves)
+        for var, leaf in zip(eqn.outputs, reading.kept, strict=True):
+            names[leaf] = self.served(var)
+        inputs = tuple(map(self.served, variables))
+        types = [self.values[name] for name in inputs] + [*leaves, *leaves]
+        impls = [value.key_impl for value in types]
+
+        def body(*raw: jax.Array) -> list[jax.Array]:
+            values = list(map(wrap, raw, impls))
+            env = dict(zip(variables, values, strict=False))
+            left, right = values[len(inputs) : -len(leaves)], values[-len(leaves) :]
+            outs = reading.combine(eqn, [_read(env, atom) for atom in served], left, right)
+            return list(map(unwrap, outs))
+
+        key = self.export(
+            reading.reducer, lambda members: body, None, list(map(_argument, types)), [eqn]
+        )
+        return Combine(reading.reducer, key, inputs, leaves, tuple(names))
 
     def export(
         self,

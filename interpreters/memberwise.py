@@ -220,7 +220,7 @@ def _stack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     return Local((axis,) * len(axes), (axis + (new <= axis),), as_is)
 
 
-@rule("argmax", "argmin", "reduce_xor")
+@rule("reduce_xor")
 def _reduce_other_axes(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis, reduced = axes[0], eqn.params["axes"]
     if axis is None or axis in reduced:

@@ -38,10 +38,10 @@ class Shard:
         """int32[size]: the index of each member among all."""
         return self.start + lax.iota(np.dtype("int32"), self.size)
 
-    def masked(self, x: Any, axis: int) -> Any:
-        """`x` with zeros for padding, so that it adds nothing to a sum."""
+    def masked(self, x: Any, axis: int, fill: Any = 0) -> Any:
+        """`x` with `fill` for padding; zeros, for instance, add nothing to a sum."""
         mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))
-        return jnp.where(mask, x, jnp.zeros((), x.dtype))
+        return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
 
 
 Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
@@ -72,6 +72,24 @@ class Fold:
     reducer: str
     partial: Callable[[Eqn, Sequence[Any], Shard], Any]
     picks: bool = False
+
+
+@dataclass(frozen=True)
+class Combination(Fold):
+    """A fold whose partials are lists of arrays, brought together by a function.
+
+    `partial` gives the arrays of a shard, and `combine(eqn, served, left, right)` makes those of
+    two neighbouring ranges of members those of both. `reducer` is the name of the function.
+
+    Attributes:
+      combine: see above; `served` are the operands of the equation that are not placed.
+      leaves: the type of each array.
+      kept: for each result of the equation, which of the arrays it is.
+    """
+
+    combine: Callable[[Eqn, Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
+    leaves: tuple[Any, ...]
+    kept: tuple[int, ...]
 
 
 Rule = Callable[[Eqn, Axes, Any], Local | Fold | None]

@@ -19,10 +19,19 @@ from beamjax.interpreters import folds, indexing, memberwise
 from beamjax.interpreters.creations import CREATE
 from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.memberwise import ELEMENTWISE
-from beamjax.interpreters.readings import RULES, Axes, Fold, Local, Shard, bind, shape_of
+from beamjax.interpreters.readings import (
+    RULES,
+    Axes,
+    Combination,
+    Fold,
+    Local,
+    Shard,
+    bind,
+    shape_of,
+)
 
-__all__ = ["ELEMENTWISE", "RULES", "Axes", "Fold", "Local", "Shard", "bind", "classify", "create",
-           "folds", "indexing", "invert", "memberwise"]  # fmt: skip
+__all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shard", "bind",
+           "classify", "create", "folds", "indexing", "invert", "memberwise"]  # fmt: skip
 
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:

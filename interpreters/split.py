@@ -192,7 +192,7 @@ class _Splitter:
             if not isinstance(reading, Fold):
                 wanted = [v for v in eqn.outputs if v in self.served or v in self.live]
                 results.setdefault(placement, []).extend(wanted)
-            elif eqn.outputs[0] in self.served:
+            elif any(v in self.served for v in eqn.outputs):
                 folds.setdefault(placement, []).append(eqn)
         found: list[Piece] = []
         for placement in self.program.sizes:

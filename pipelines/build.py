@@ -17,6 +17,7 @@ from beamjax.options import Options
 from beamjax.pipelines import files
 from beamjax.pipelines.combiners import (
     Assemble,
+    FinishCombine,
     FinishPieces,
     MergeAccumulators,
     PartsOfBlocks,
@@ -27,7 +28,7 @@ from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, rea
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.values import Placed, Served, members
-from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
+from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
 from beamjax.plan import Gather, Map, Plan, Scatter, Server
 
 MAX_RANGES = 256
@@ -148,8 +149,9 @@ class Graph:
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
+        tags = [combined(number) for number in range(len(step.combines))]
         outputs = blocks | step.name >> beam.ParDo(fn, *environments).with_outputs(
-            PARTIALS, main="blocks"
+            PARTIALS, *tags, main="blocks"
         )
         outputs[PARTIALS].element_type = typehints.KV[str, bytes]
         if step.results:
@@ -159,6 +161,9 @@ class Graph:
                 self.live[step.placement] = made
         if step.lanes:
             self._reduce(step, outputs[PARTIALS])
+        for number, tag in enumerate(tags):
+            outputs[tag].element_type = Environment
+            self._combine(step, number, outputs[tag])
 
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
         finish = FinishPieces(self._task(step))
@@ -174,6 +179,13 @@ class Graph:
                 Assemble(self.store, types, {})
             )
         self._serve(parts, results)
+
+    def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
+        combine, label = step.combines[number], f"{step.name}/Combine_{number}"
+        finish = FinishCombine(self._task(step, combine.inputs), number)
+        environments = _side_inputs(self._environments(combine.inputs))
+        values = self._together(label, partials) | label >> beam.ParDo(finish, *environments)
+        self._serve(values, [name for name in combine.results if name is not None])
 
     def gather(self, step: Gather) -> None:
         """Adds a step that makes a placed value a server value."""
@@ -261,7 +273,9 @@ class Graph:
         static = {name: self.static[name] for name in served or () if name in self.static}
         bodies = {}
         if served is not None:
-            bodies[step.body] = self._body(step.body)
+            combines = step.combines if isinstance(step, Map) else ()
+            keys = (step.body, *(combine.body for combine in combines))
+            bodies = {key: self._body(key) for key in keys}
         lanes = step.lanes if isinstance(step, Map) else ()
         values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
         nothing: Any = {

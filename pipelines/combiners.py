@@ -12,12 +12,13 @@ import numpy as np
 from apache_beam.coders.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
+from beamjax.dyadic import DyadicTree
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, StepFn, Task
 from beamjax.plan import Gather, Lane, Map, ValueType
 from beamjax.reducers import decode_accumulator
-from beamjax.shards import finish_lane, shards
+from beamjax.shards import finish_lane, finish_tree, join_shards, shards
 
 PIECE_VALUES = 1 << 20
 """Values in a piece: an exact accumulator of as many float32 takes 16 MiB, and 64 MiB at worst."""
@@ -134,6 +135,40 @@ class FinishPieces(StepFn):
             array = part.reshape(plan.values[name].shape) if self.whole else part
             values[name if self.whole else f"{name}|{offset}"] = self.task.store.put([array], name)
         yield Environment(values)
+
+
+class FinishCombine(StepFn):
+    """Partials of bundles to the results of a combine, in one place, in any order.
+
+    Args:
+      task: the pass.
+      number: of the combine in it.
+    """
+
+    yields = Environment
+
+    def __init__(self, task: Task[Map], number: int):
+        self.task = task
+        self.number = number
+
+    def process(
+        self, element: tuple[Any, Iterable[Environment]], *served: Environment
+    ) -> Iterator[Environment]:
+        task, combine = self.task, self.task.step.combines[self.number]
+        known = task.arrays(task.refs(combine.inputs, served))
+        tree = DyadicTree(join_shards(task.with_bodies(), task.step, combine, known))
+        for environment in element[1]:
+            for name, ref in environment.values.items():
+                level, index = map(int, name.split("|"))
+                tree.add(task.store.get(ref, cache=False), index, level)
+        values = finish_tree(combine, tree)
+        yield Environment({name: task.store.put([array], name) for name, array in values})
+
+
+def partials_of_tree(tree: DyadicTree[list[np.ndarray]], store: Store) -> Environment:
+    """What a bundle sends of a combine: its ranges of shards, named `level|index`."""
+    nodes = tree.in_order()
+    return Environment({f"{level}|{i}": store.put(arrays, "partial") for level, i, arrays in nodes})
 
 
 class Assemble(StepFn):

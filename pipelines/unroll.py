@@ -25,8 +25,8 @@ def made(step: Step) -> tuple[str, ...]:
     match step:
         case Server(outputs=outputs):
             return outputs
-        case Map(results=results, lanes=lanes):
-            return (*results, *(r.result for lane in lanes for r in lane.reductions))
+        case Map():
+            return (*step.results, *step.reduced)
         case Gather(result=result) | Scatter(result=result):
             return (result,)
         case Loop(carried=carried, stacked=stacked):
@@ -80,7 +80,12 @@ def renamed(step: Step, prefix: str, name: Callable[[str], str] = str) -> Step:
                 for lane in step.lanes
             ]  # fmt: skip
             new = {"broadcasts": names(step.broadcasts), "operands": names(step.operands)}
+            combines = [
+                replace(c, inputs=names(c.inputs), results=tuple(r and name(r) for r in c.results))
+                for c in step.combines
+            ]
             new |= {"results": names(step.results), "lanes": tuple(lanes)}
+            new["combines"] = tuple(combines)
         case Gather() | Scatter():
             new = {"operand": name(step.operand), "result": name(step.result)}
         case _:

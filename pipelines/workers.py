@@ -13,13 +13,19 @@ from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.bodies import run_server
-from beamjax.pipelines.combiners import Piece, key_of, step_pieces
+from beamjax.dyadic import DyadicTree
+from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.tasks import Sources, StepFn, Task, executor
 from beamjax.plan import Map, Server
 from beamjax.shards import Shard, ShardExecutor, new_accumulator, shard_errors, shards
 
 PARTIALS = "partials"
+
+
+def combined(number: int) -> str:
+    """The tag of the partials of a combine."""
+    return f"combined_{number}"
 
 
 class Ranges(StepFn):
@@ -40,7 +46,8 @@ class MapShards(StepFn):
     """One pass over shards: reads, computes, and reduces what one bundle holds.
 
     Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
-    earlier passes. Blocks with the results go out as the main output, partials as `PARTIALS`.
+    earlier passes. Blocks with the results go out as the main output, partials of lanes as
+    `PARTIALS`, and those of combine number i as `combined(i)`.
 
     Args:
       task: with a `Map` as its step.
@@ -77,11 +84,13 @@ class MapShards(StepFn):
         self.execute: ShardExecutor | None = None
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
+        self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.done = [0, 0]
 
     def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
         if self.execute is None:
             self.execute = self._prepare(served)
+            self.trees = self.execute.trees()
         step = self.task.step
         for shard, live in self._shards(element):
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
@@ -101,7 +110,11 @@ class MapShards(StepFn):
             partial = (key_of(piece), accumulator.encode())
             windowed = WindowedValue(partial, window.max_timestamp(), (window,))
             yield beam.pvalue.TaggedOutput(PARTIALS, windowed)
-        self.accumulators = None
+        for number, tree in enumerate(self.trees):
+            environment = partials_of_tree(tree, self.task.store)
+            windowed = WindowedValue(environment, window.max_timestamp(), (window,))
+            yield beam.pvalue.TaggedOutput(combined(number), windowed)
+        self.accumulators, self.trees = None, []
         self.members.inc(self.done[0])
         self.shards.inc(self.done[1])
 
@@ -127,7 +140,7 @@ class MapShards(StepFn):
         with shard_errors(self.task.step, shard):
             return self.reader.read(names, shard.start, shard.start + shard.count)
 
-    def _add(self, shard: Shard, partials: list[np.ndarray]) -> None:
+    def _add(self, shard: Shard, partials: list[Any]) -> None:
         lanes = self.task.step.lanes
         if self.accumulators is None:
             self.accumulators = {
@@ -136,6 +149,8 @@ class MapShards(StepFn):
             }
         for piece, accumulator in self.accumulators.items():
             accumulator.add(partials[piece.lane][piece.start : piece.stop], shard.index)
+        for tree, partial in zip(self.trees, partials[len(lanes) :], strict=True):
+            tree.add(partial, shard.index)
 
 
 class RunServer(StepFn):

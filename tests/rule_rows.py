@@ -403,12 +403,14 @@ group(
         "all": lambda x, y: jnp.all(x > -9),
         "vdot": lambda x, y: jnp.vdot(x[:, 0, 0], y[:, 0, 0]),
         "moved_sum": lambda x, y: jnp.sum(jnp.moveaxis(x, 0, 1), (1, 2)),
+        "argmax_0": lambda x, y: jnp.argmax(x, 0),
+        "argmin_0": lambda x, y: jnp.argmin(jnp.round(x), 0),
+        "argmax_moved": lambda x, y: jnp.argmax(jnp.moveaxis(x > 1, 0, 1), 1),
     },
     gather={
         "sort_0": lambda x, y: jnp.sort(x, 0),
         "median_0": lambda x, y: jnp.median(x, 0),
         "cumsum_0": lambda x, y: jnp.cumsum(x, 0),
-        "argmax_0": lambda x, y: jnp.argmax(x, 0),
         "argmax_flat": lambda x, y: jnp.argmax(x),
         "cummax_0": lambda x, y: lax.cummax(x, 0),
         "window_0": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"),
@@ -565,13 +567,19 @@ for mode in ("clip", "fill", "promise_in_bounds"):
             "all_of_them": functools.partial(
                 lambda m, x, i, j, t: t.at[i].add(x[:, :3], mode=m), mode
             ),
+            "max_into_table": functools.partial(
+                lambda m, x, i, j, t: t.at[i[:, 0]].max(x[:, 0], mode=m), mode
+            ),
+            "min_into_table": functools.partial(
+                lambda m, x, i, j, t: t.at[i].min(x[:, :3], mode=m), mode
+            ),
+            "product_into_table": functools.partial(
+                lambda m, x, i, j, t: t.at[i[:, 0]].multiply(x[:, 0], mode=m), mode
+            ),
         },
         gather={
             "rows": functools.partial(lambda m, x, i, j, t: x.at[j].get(mode=m), mode),
             "set_members": functools.partial(lambda m, x, i, j, t: x.at[j].set(0.0, mode=m), mode),
-            "max_into_table": functools.partial(
-                lambda m, x, i, j, t: t.at[i[:, 0]].max(x[:, 0], mode=m), mode
-            ),
         },
     )
 
@@ -615,10 +623,69 @@ group(
             jnp.ones((4, 5, 4), "bfloat16").at[i[:, 0]].add(x.astype("bfloat16"))
         ),
         "count": lambda x, i, t: jnp.bincount(i[:, 0], length=4),
+        "segment_max": lambda x, i, t: jax.ops.segment_max(x, i[:, 0], 4),
+        "segment_min": lambda x, i, t: jax.ops.segment_min(x, i[:, 0], 4),
+        "segment_prod": lambda x, i, t: jax.ops.segment_prod(x, i[:, 0], 4),
+        "segments_without_members": lambda x, i, t: jax.ops.segment_min(x, i[:, 0] - 2, 9),
+        "segment_max_of_nan": lambda x, i, t: jax.ops.segment_max(
+            jnp.where(x > 1, jnp.nan, -0.0), i[:, 0], 4
+        ),
+        "segments_of_bools": lambda x, i, t: (
+            jax.ops.segment_max(x > 0, i[:, 0], 4),
+            jax.ops.segment_min(x > 0, i[:, 0], 4),
+        ),
+        "segments_of_bytes": lambda x, i, t: [
+            f(jnp.abs(99 * x).astype("uint8"), i[:, 0], 5)
+            for f in (jax.ops.segment_max, jax.ops.segment_min, jax.ops.segment_prod)
+        ],
+        "segments_of_bfloat16": lambda x, i, t: [
+            f(x.astype("bfloat16"), i[:, 0], 5) for f in (jax.ops.segment_max, jax.ops.segment_prod)
+        ],
+        "product_with_bfloat16_table": lambda x, i, t: (
+            jnp.full((4, 5, 4), 2, "bfloat16").at[i[:, 0]].mul(x.astype("bfloat16"))
+        ),
+        "gradient_of_segment_max": lambda x, i, t: jax.grad(
+            lambda t: jnp.sum(jax.ops.segment_max(jnp.round(x) * t, i[:, 0], 4))
+        )(jnp.ones((1, 5, 4))),
     },
     gather={
         "member_by_member": lambda x, i, t: x[i[:, 0]],
-        "segment_max": lambda x, i, t: jax.ops.segment_max(x, i[:, 0], 4),
+        "segment_max_of_complex": lambda x, i, t: jax.ops.segment_max(
+            lax.complex(x, -x), i[:, 0], 4
+        ),
+    },
+)
+
+# --- by a function
+
+
+def joined(left, right):
+    return {"a": left["a"] @ right["a"], "b": left["a"] @ right["b"] + left["b"]}
+
+
+group(
+    "by_a_function",
+    placed(ints(N, 2, 2, seed=3), 1),
+    placed(ints(N, 2, seed=4)),
+    ints(2, seed=5),
+    fold={
+        "matrices": lambda x, y, w: bj.reduce(jnp.matmul, jnp.moveaxis(x, 1, 0)),
+        "affine_maps": lambda x, y, w: bj.reduce(joined, {"a": jnp.moveaxis(x, 1, 0), "b": y}),
+        "initial": lambda x, y, w: bj.reduce(lambda a, b: a - b + 2 * b, y, w),
+        "closure": lambda x, y, w: bj.reduce(lambda a, b: a + b + w, y),
+        "last": lambda x, y, w: bj.reduce(lambda a, b: b, y),
+        "tangents": lambda x, y, w: jax.jvp(
+            lambda v, u: bj.reduce(lambda a, b: a * b + u, v), (y / 3, 0.1), (y / 2, 1.0)
+        ),
+        "batched": lambda x, y, w: jax.vmap(
+            lambda v, u: bj.reduce(lambda a, b: a + b * u, v), in_axes=(1, 0)
+        )(y, w),
+        "one_of_two": lambda x, y, w: bj.reduce(lambda a, b: (b[1], a[1] + b[1]), (y, y))[0],
+    },
+    gather={
+        "gradient": lambda x, y, w: jax.grad(lambda v: jnp.sum(bj.reduce(lambda a, b: a * b, v)))(
+            y / 3
+        ),
     },
 )
 

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 import beamjax as bj
-from beamjax import _compat, api, layouts, primitives
+from beamjax import _compat, layouts, leaves, primitives
 from beamjax.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, reduce_sum_p, size_p
 
 N = 5
@@ -60,6 +60,8 @@ def members(dtype, shape=(N, 3), seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_reductions_equal_jax_numpy(op, dtype, wrap):
+    if op.startswith("arg") and dtype == "complex64":
+        pytest.skip("complex numbers are not ordered")
     x = members(dtype)
     got, want = wrap(reduce(op))(x), wrap(over_axis_0(op))(x)
     assert got.dtype == want.dtype
@@ -269,7 +271,7 @@ class Scale:
     ],
 )
 def test_names(fn, name):
-    assert api._name_of(fn) == name
+    assert leaves.name_of(fn) == name
 
 
 def test_names_of_derived_maps():
@@ -490,7 +492,9 @@ def test_primitives_are_shared():
     for fn in (run, other):
         eqns = jax.make_jaxpr(fn)(1.0).eqns
         assert [e.primitive for e in eqns] == [broadcast_p, reduce_sum_p]
-    assert sorted(REDUCE_PRIMITIVES) == ["all", "any", "max", "mean", "min", "prod", "sum"]
+    assert sorted(REDUCE_PRIMITIVES) == sorted(
+        ["all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum"]
+    )
     assert all(p.name == f"bj_reduce_{op}" for op, p in REDUCE_PRIMITIVES.items())
     assert layouts.active_mesh("clients") is None
 

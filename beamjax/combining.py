@@ -1,0 +1,291 @@
+"""`bj_reduce`: the members of a placement brought to one value by a function of the user.
+
+Its operands are `[*served, *leaves]`: server values that the function closes over, then the leaves
+of a placed tree. It has a result for each leaf. Its parameters are
+
+- `jaxpr`: the function, a closed jaxpr without consts, from `[*served, *left, *right]` to a value;
+- `num_served`: the number of its server values;
+- `placement`, `n`: the name and the number of members;
+- `name`: the name of the user's function, with a prefix where it is derived from it.
+
+The function is associative, but need not commute, and floats make it associative only nearly. So
+the order of calls is fixed: neighbours first, then neighbours of these, as in a binary tree over
+the members. A range of 2^l members that begins at a multiple of 2^l is always a node of that tree,
+whatever the number of members, so shards of such ranges give the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
+
+from beamjax import _compat, layouts
+from beamjax._compat import ad, batching
+from beamjax.errors import PlacementError
+from beamjax.primitives import trace_body
+
+Leaves = Sequence[Any]
+Combine = Callable[[Leaves, Leaves], Leaves]
+
+reduce_p = jex.Primitive("bj_reduce")
+reduce_p.multiple_results = True
+
+
+def bind_reduce(
+    jaxpr: jex.ClosedJaxpr,
+    served: Sequence[Any],
+    leaves: Leaves,
+    *,
+    placement: str,
+    n: Any,
+    name: str,
+) -> list[jax.Array]:
+    """Reduces leaves (n, ...) by a function without consts; see the head of this file."""
+    return reduce_p.bind(
+        *served,
+        *leaves,
+        jaxpr=jaxpr,
+        num_served=len(served),
+        placement=placement,
+        n=n,
+        name=name,
+    )
+
+
+def fold_members(combine: Combine, leaves: Leaves, count: Any = None) -> list[jax.Array]:
+    """Combines along axis 0, in the order of calls that the head of this file describes.
+
+    Args:
+      combine: takes two lists of leaves of one member to such a list.
+      leaves: (size, ...) each.
+      count: how many of them there are, >= 1; the others are padding, which changes nothing. None
+        means all.
+
+    Returns:
+      The leaves, without their first axis.
+    """
+    both = jax.vmap(lambda left, right: list(combine(left, right)))
+    leaves, size = list(leaves), leaves[0].shape[0]
+    while size > 1:
+        pairs, odd = divmod(size, 2)
+        left, right = ([x[i : 2 * pairs : 2] for x in leaves] for i in (0, 1))
+        joined = both(left, right)
+        if count is not None:
+            is_whole = 2 * lax.iota(np.dtype("int32"), pairs) + 1 < count
+            joined = [_choose(is_whole, x, y) for x, y in zip(joined, left, strict=True)]
+            count = (count + 1) // 2
+        if odd:
+            tails = [x[2 * pairs :] for x in leaves]
+            joined = [jnp.concatenate(pair) for pair in zip(joined, tails, strict=True)]
+        leaves, size = joined, pairs + odd
+    return [x[0] for x in leaves]
+
+
+def _choose(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+
+def combine_of(jaxpr: jex.ClosedJaxpr, served: Sequence[Any]) -> Combine:
+    """The function that a jaxpr holds, with its server values."""
+    return lambda left, right: jex.jaxpr_as_fun(jaxpr)(*served, *left, *right)
+
+
+# --- values and types
+
+
+@reduce_p.def_abstract_eval
+def _reduce_abstract_eval(
+    *avals: Any, jaxpr: jex.ClosedJaxpr, num_served: int, placement: str, n: Any, name: str
+) -> list[Any]:
+    members = jaxpr.in_avals[num_served:]
+    for aval, member in zip(avals[num_served:], members[: len(members) // 2], strict=True):
+        if not (aval.ndim and aval.shape[0] == n and aval.shape[1:] == member.shape):
+            raise PlacementError(
+                f"bj_reduce of {name}: found an operand of shape {aval.shape}, expected "
+                f"{(n, *member.shape)} for the {n} members of {placement!r}."
+            )
+    return [layouts.reduced_aval(aval, aval.dtype, False) for aval in avals[num_served:]]
+
+
+def _fold_arrays(
+    *args: jax.Array, jaxpr: jex.ClosedJaxpr, num_served: int, **_: Any
+) -> list[jax.Array]:
+    leaves = [layouts.whole(x) for x in args[num_served:]]
+    return fold_members(combine_of(jaxpr, args[:num_served]), leaves)
+
+
+reduce_p.def_impl(_fold_arrays)
+_compat.register_lowering(reduce_p, _fold_arrays)
+
+
+def _reduce_to_lojax(
+    *args: Any, jaxpr: jex.ClosedJaxpr, num_served: int, **params: Any
+) -> list[jax.Array]:
+    lowered, consts = _compat.lower_high(jaxpr)
+    num_served += len(consts)
+    return reduce_p.bind(*consts, *args, jaxpr=lowered, num_served=num_served, **params)
+
+
+_compat.register_to_lojax(reduce_p, _reduce_to_lojax)
+
+
+# --- forward mode: a reduction of pairs
+
+
+def _is_differentiable(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, np.inexact)
+
+
+def _reduce_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """Reduces the members, and again the members together with their tangents.
+
+    Two reductions, so that partial evaluation keeps the first and records the second. Of that, the
+    results for the members themselves are not used.
+    """
+    num_served = params["num_served"]
+    outs = reduce_p.bind(*primals, **params)
+    results = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    if all(type(t) is ad.Zero for t in tangents):
+        return outs, results
+    served, leaves = primals[:num_served], primals[num_served:]
+    is_moving = [
+        _is_differentiable(jax.typeof(x)) and type(t) is not ad.Zero
+        for x, t in zip(served, tangents[:num_served], strict=True)
+    ]
+    floats = [i for i, x in enumerate(leaves) if _is_differentiable(jax.typeof(x))]
+    moving = [i for i, mark in enumerate(is_moving) if mark]
+    jaxpr, consts = _pair_jaxpr(params["jaxpr"], len(leaves), moving, floats)
+    moved = bind_reduce(
+        jaxpr,
+        [*consts, *served, *(tangents[i] for i in moving)],
+        [*leaves, *(ad.instantiate_zeros(tangents[num_served + i]) for i in floats)],
+        placement=params["placement"],
+        n=params["n"],
+        name="jvp_" + params["name"],
+    )
+    for i, tangent in zip(floats, moved[len(leaves) :], strict=True):
+        results[i] = tangent
+    return outs, results
+
+
+def _pair_jaxpr(
+    jaxpr: jex.ClosedJaxpr, size: int, moving: list[int], floats: list[int]
+) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    """The function on pairs of a value and its tangent.
+
+    Args:
+      jaxpr: the function on values of `size` leaves.
+      moving: the numbers of its server values with a tangent.
+      floats: the numbers of the leaves with a tangent.
+
+    Returns:
+      From `[*served, *their tangents, *left, *its tangents, *right, *its tangents]` to a value and
+      its tangents.
+    """
+    function = jex.jaxpr_as_fun(jaxpr)
+    num_served = len(jaxpr.in_avals) - 2 * size
+    inputs = [*moving, *(num_served + k * size + i for k in (0, 1) for i in floats)]
+    lengths = [num_served, len(moving), size, len(floats), size, len(floats)]
+
+    def pair(*args: Any) -> list[Any]:
+        parts, rest = [], list(args)
+        for length in lengths:
+            parts.append(rest[:length])
+            rest = rest[length:]
+        still = [*parts[0], *parts[2], *parts[4]]
+
+        def outputs(*moved: Any) -> list[Any]:
+            values = list(still)
+            for i, value in zip(inputs, moved, strict=True):
+                values[i] = value
+            return function(*values)
+
+        starts = [still[i] for i in inputs]
+        outs, tangents = jax.jvp(outputs, starts, [*parts[1], *parts[3], *parts[5]])
+        return [*outs, *(tangents[i] for i in floats)]
+
+    served, left = jaxpr.in_avals[:num_served], jaxpr.in_avals[num_served:][:size]
+    member = [*left, *(left[i].to_tangent_aval() for i in floats)]
+    tangents = [served[i].to_tangent_aval() for i in moving]
+    return trace_body(pair, [*served, *tangents, *member, *member])
+
+
+ad.primitive_jvps[reduce_p] = _reduce_jvp
+
+
+# --- transpose, batching, dead code
+
+
+def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
+    """Transposes the tree of calls itself: a member's cotangent needs the values of all others.
+
+    So what this makes is no reduction, and a plan gathers its operands.
+    """
+    linear = [ad.is_undefined_primal(arg) for arg in args]
+    avals = [arg.aval for arg in args if ad.is_undefined_primal(arg)]
+    used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+    results: list[Any] = [ad.Zero(a.aval.to_ct_aval()) if m else None
+                          for a, m in zip(args, linear, strict=True)]  # fmt: skip
+    if not used:
+        return results
+
+    def outputs(*moving: Any) -> list[Any]:
+        rest = iter(moving)
+        outs = _fold_arrays(*(next(rest) if m else a for a, m in zip(args, linear, strict=True)),
+                            **params)  # fmt: skip
+        return [outs[i] for i in used]
+
+    found = jax.linear_transpose(outputs, *avals)([cts[i] for i in used])
+    places = [i for i, mark in enumerate(linear) if mark]
+    for i, aval, ct in zip(places, avals, found, strict=True):
+        results[i] = layouts.lay_out_like(ct, aval)
+    return results
+
+
+ad.primitive_transposes[reduce_p] = _reduce_transpose
+
+
+def _reduce_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Any], list[int | None]]:
+    """Batches the function; the leaves are all batched, since each may end in all others."""
+    if all(dim is None for dim in dims):
+        outs = reduce_p.bind(*args, **params)
+        return outs, [None] * len(outs)
+    num_served, size = params["num_served"], axis_data.size
+    served, leaves = args[:num_served], [
+        jnp.broadcast_to(x[:, None], (x.shape[0], size, *x.shape[1:])) if dim is None
+        else jnp.moveaxis(x, dim, 1)
+        for x, dim in zip(args[num_served:], dims[num_served:], strict=True)
+    ]  # fmt: skip
+    function = jax.vmap(
+        jex.jaxpr_as_fun(params["jaxpr"]),
+        in_axes=[*dims[:num_served], *[0] * (2 * len(leaves))],
+        axis_size=size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+    members = [layouts.member_aval(jax.typeof(x), params["placement"]) for x in leaves]
+    avals = [*map(jax.typeof, served), *members, *members]
+    jaxpr, consts = trace_body(lambda *values: function(*values), avals)
+    kept = {key: params[key] for key in ("placement", "n", "name")}
+    outs = bind_reduce(jaxpr, [*consts, *served], leaves, **kept)
+    return outs, [0] * len(outs)
+
+
+batching.fancy_primitive_batchers[reduce_p] = _reduce_batch
+
+
+def _reduce_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
+_compat.register_dce(reduce_p, _reduce_dce)

@@ -1,0 +1,60 @@
+"""Checks of what a user hands to an operator, leaf by leaf."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import tree_util
+
+from beamjax.errors import PlacementError, StructureError
+
+
+def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
+    """The leaf as an array.
+
+    Args:
+      op: the operator, for messages.
+      where: the argument that `leaf` is in, for messages.
+      path: where it is in there, for messages.
+      leaf: an array or a scalar.
+
+    Raises:
+      StructureError: it is neither.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise StructureError(
+            f"{op}: {where}{tree_util.keystr(path)} is of type {type(leaf).__name__}, expected an "
+            f"array or a scalar."
+        ) from error
+
+
+def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any) -> jax.Array:
+    """The leaf as an array with n members along axis 0; arguments as for `as_array`.
+
+    Raises:
+      PlacementError: it has another number of members.
+      StructureError: it is neither an array nor a scalar.
+    """
+    array = as_array(op, where, path, leaf)
+    if not array.ndim or array.shape[0] != n:
+        raise PlacementError(
+            f"{op}: {where}{tree_util.keystr(path)} has shape {array.shape}, expected ({n}, ...): "
+            f"placement {placement!r} has {n} members, along axis 0. To give each member the same "
+            f"value, broadcast it."
+        )
+    return array
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """The name of a function, for people."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,246 @@
+"""Reductions that take more than a placed value: by key, and by a function of the user."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from beamjax import layouts
+from beamjax.combining import bind_reduce
+from beamjax.errors import StructureError
+from beamjax.leaves import as_array, as_placed, name_of
+from beamjax.placements import resolve
+from beamjax.primitives import map_members, trace_body
+
+# --- by key
+
+_SEGMENTS: dict[str, Callable[..., jax.Array]] = {
+    "sum": jax.ops.segment_sum,
+    "mean": jax.ops.segment_sum,
+    "max": jax.ops.segment_max,
+    "min": jax.ops.segment_min,
+    "prod": jax.ops.segment_prod,
+    "any": jax.ops.segment_max,
+    "all": jax.ops.segment_min,
+}
+
+
+def reduce_by_key(
+    x: Any, keys: Any, num_keys: int, *, op: str = "sum", placement: str | None = None
+) -> Any:
+    """Reduces the members of each key, as `jax.ops.segment_sum` and its like do.
+
+    Args:
+      x: a tree of placed arrays, of shapes `(n, ...)`.
+      keys: a placed array of ints, of shape `(n,)`: the key of each member. Members whose key is
+        not in `[0, num_keys)` are left out.
+      num_keys: the number of keys, an int >= 1.
+      op: "sum", "mean", "max", "min", "prod", "any" or "all".
+      placement: the placement; may be left out where the program has one.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `(num_keys, *leaf.shape[1:])`. Leaves keep their dtype,
+      but bools are summed and multiplied as ints, means of bools and ints are floats, and "any"
+      and "all" give bools. A key without members gives what `jax.ops` gives: 0 for sums, 1 for
+      products, the lowest and the highest value of the dtype for "max" and "min", False for "any"
+      and True for "all"; its mean is NaN, as of 0 / 0. Floats of 16 bits are summed and multiplied
+      in float32. There are derivatives of "sum", "mean", "max" and "min", where members that tie
+      share; JAX has none of a product by keys.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, or a leaf or the keys have not n
+        members.
+      StructureError: a leaf is not an array of numbers or bools, the keys are not ints of shape
+        `(n,)`, `num_keys` is not an int >= 1, or there is no such `op`.
+    """
+    name = "reduce_by_key"
+    placement, n = resolve(name, placement)
+    mesh = layouts.mesh_for(name, placement, n, None)
+    if op not in _SEGMENTS:
+        raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(_SEGMENTS)}.")
+    num_keys = _check_num_keys(num_keys)
+    keys = _check_keys(as_placed(name, "keys", (), keys, placement, n))
+    leaves, tree = tree_util.tree_flatten_with_path(x)
+    values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
+    for (path, _), value in zip(leaves, values, strict=True):
+        if not _is_number(value.dtype):
+            raise StructureError(
+                f"{name}: x{tree_util.keystr(path)} has dtype {value.dtype}, expected numbers or "
+                "bools."
+            )
+    results = [_result_dtype(op, value.dtype) for value in values]
+
+    def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
+        wide = key if key.dtype.itemsize >= 4 else key.astype(np.int32)
+        key = jnp.where((wide >= 0) & (wide < num_keys), wide, num_keys).astype(np.int32)
+        cast = [_for_op(op, v, dtype) for v, dtype in zip(member, results, strict=True)]
+        return [key, jnp.ones_like(key), *cast]
+
+    # Also where nothing is cast: a map says of its operands that they are placed.
+    prepared = map_members(
+        prepare, [], [keys, *values], placement=placement, n=n, name=f"{name}_{op}", mesh=mesh
+    )
+    keys, ones, *values = map(layouts.whole, prepared)
+    totals = [_SEGMENTS[op](value, keys, num_keys) for value in values]
+    if op == "mean":
+        counts = jax.ops.segment_sum(ones, keys, num_keys)
+        totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]
+    totals = [total.astype(dtype) for total, dtype in zip(totals, results, strict=True)]
+    return tree_util.tree_unflatten(tree, totals)
+
+
+def _check_num_keys(num_keys: Any) -> int:
+    try:
+        size = 0 if isinstance(num_keys, bool) else operator.index(num_keys)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise StructureError(
+            f"reduce_by_key: found num_keys {num_keys!r}, expected the number of keys as an int >= "
+            "1. It is a part of the shape of the result, so it can't be traced."
+        )
+    return size
+
+
+def _check_keys(keys: jax.Array) -> jax.Array:
+    if keys.ndim != 1 or not jnp.issubdtype(keys.dtype, np.integer):
+        raise StructureError(
+            f"reduce_by_key: found keys of type {keys.dtype}{list(keys.shape)}, expected ints of "
+            f"shape ({keys.shape[0]},), one for each member."
+        )
+    return keys
+
+
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+
+
+def _result_dtype(op: str, dtype: Any) -> Any:
+    if op in ("any", "all"):
+        return np.dtype(bool)
+    if op == "mean" and not jnp.issubdtype(dtype, np.inexact):
+        return jax.dtypes.canonicalize_dtype(float)
+    if op in ("sum", "prod") and dtype == np.bool_:
+        return jax.dtypes.canonicalize_dtype(int)
+    return dtype
+
+
+def _for_op(op: str, value: jax.Array, result: Any) -> jax.Array:
+    """A member's value in the dtype in which it is reduced."""
+    if op in ("any", "all"):
+        return value != 0
+    narrow = jnp.issubdtype(result, np.floating) and jnp.finfo(result).bits < 32
+    return value.astype(np.float32 if narrow and op in ("sum", "mean", "prod") else result)
+
+
+# --- by a function
+
+
+def reduce(
+    combine: Callable[[Any, Any], Any],
+    x: Any,
+    initial: Any = None,
+    *,
+    placement: str | None = None,
+) -> Any:
+    """Reduces the members of a placement by an associative function, in their order.
+
+    The function need not be commutative: it is called on the values of neighbouring ranges of
+    members, the left one first. It is called in the order of a binary tree over the members, so a
+    function that is associative up to rounding gives the same bits on every runner; and as many
+    shards merge in parallel as there are.
+
+    The derivative in forward mode is again such a reduction. In reverse mode it needs the values of
+    all members at once, so `run` gathers them on the server.
+
+    Args:
+      combine: takes two trees like one member of `x` and returns such a tree. It may close over
+        server values and over constants.
+      x: a tree of placed arrays, of shapes `(n, ...)`.
+      initial: a tree like one member, which is combined, once, from the left with the value of all
+        members. None for none.
+      placement: the placement; may be left out where the program has one.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, or a leaf has not n members.
+      StructureError: a leaf is not an array; what `combine` returns, or `initial`, differs from a
+        member of `x` in structure, or in the shape or dtype of a leaf; or `combine` has side
+        effects.
+    """
+    placement, n = resolve("reduce", placement)
+    mesh = layouts.mesh_for("reduce", placement, n, None)
+    name = name_of(combine)
+    paths, tree = tree_util.tree_flatten_with_path(x)
+    leaves = [as_placed("reduce", "x", path, leaf, placement, n) for path, leaf in paths]
+    members = [
+        layouts.member_aval(jax.typeof(leaf), placement).update(weak_type=False) for leaf in leaves
+    ]
+
+    def joined(left: Any, right: Any) -> list[jax.Array]:
+        left, right = (tree_util.tree_unflatten(tree, side) for side in (left, right))
+        return _like_member(f"what {name} returns", combine(left, right), x, members)
+
+    body = lambda *values: joined(values[: len(members)], values[len(members) :])
+    # Messages of JAX then name the user's function and its file instead of this one.
+    body = functools.wraps(combine, assigned=(), updated=())(body)
+    start = [] if initial is None else _like_member("initial", initial, x, members, cast=True)
+    jaxpr, served = trace_body(body, [*members, *members], f"reduce: the function {name}")
+    if jaxpr.effects:
+        effects = ", ".join(sorted(map(str, jaxpr.effects)))
+        raise StructureError(
+            f"reduce: the function {name} has side effects ({effects}), expected none: the order "
+            "in which it is called differs from runner to runner."
+        )
+    for value in served:
+        layouts.check_shared(value, placement, mesh)
+    if not leaves:
+        return tree_util.tree_unflatten(tree, [])
+    outs = bind_reduce(jaxpr, served, leaves, placement=placement, n=n, name=name)
+    return tree_util.tree_unflatten(tree, joined(start, outs) if start else outs)
+
+
+def _like_member(
+    what: str, value: Any, x: Any, members: list[Any], cast: bool = False
+) -> list[jax.Array]:
+    """The leaves of a tree that is to be like one member of `x`.
+
+    Args:
+      what: the tree, for messages.
+      value: the tree.
+      x: the placed tree.
+      members: the types of a member's leaves.
+      cast: whether Python scalars take the dtype that they are to have.
+
+    Raises:
+      StructureError: it is not.
+    """
+    paths, tree = tree_util.tree_flatten_with_path(value)
+    expected = tree_util.tree_structure(x)
+    if tree != expected:
+        raise StructureError(f"reduce: {what} is a tree {tree}, expected {expected}, as x is.")
+    found = []
+    for (path, leaf), member in zip(paths, members, strict=True):
+        if cast and isinstance(leaf, bool | int | float | complex):
+            leaf = jnp.asarray(leaf, member.dtype)
+        array = as_array("reduce", what, path, leaf)
+        if (array.shape, array.dtype) != (member.shape, member.dtype):
+            raise StructureError(
+                f"reduce: {what}{tree_util.keystr(path)} has type "
+                f"{array.dtype}{list(array.shape)}, expected {member.dtype}{list(member.shape)}, "
+                f"as the members of x{tree_util.keystr(path)} have."
+            )
+        is_key = jax.dtypes.issubdtype(member.dtype, jax.dtypes.extended)
+        found.append(array if is_key else jax.lax.convert_element_type(array, member.dtype))
+    return found
