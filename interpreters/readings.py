@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -71,7 +71,7 @@ class Fold:
     in_axes: tuple[int | None, ...]
     reducer: str
     partial: Callable[[Eqn, Sequence[Any], Shard], Any]
-    picks: bool = False
+    picks: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
