@@ -29,6 +29,8 @@ class Options:
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
         Beam pipeline; None chooses by the steps and the bytes of a round. Rounds that hold further
         control flow, and those of a `while_loop`, always have pipelines of their own.
+      gather_limit: bytes past which staging refuses to gather a placed value to the server; None
+        gathers whatever an operation needs. `explain` shows what is gathered, and why.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -38,12 +40,13 @@ class Options:
     work_folder: str | None = None
     callbacks: bool = True
     rounds_per_graph: int | None = None
+    gather_limit: int | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
-        return self.shard_size, self.platforms, self.callbacks
+        return self.shard_size, self.platforms, self.callbacks, self.gather_limit
 
 
 OWN = tuple(f.name for f in fields(Options) if f.name != "beam")
@@ -102,7 +105,7 @@ def _flag(key: str, value: Any) -> str | None:
 
 def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
     values = dict(own)
-    for name in ("shard_size", "rounds_per_graph"):
+    for name in ("shard_size", "rounds_per_graph", "gather_limit"):
         if isinstance(values.get(name), str):
             try:
                 values[name] = int(values[name])
@@ -125,6 +128,9 @@ def _checked(options: Options) -> Options:
     rounds = options.rounds_per_graph
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")
+    limit = options.gather_limit
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")
     if options.platforms is not None:
         names = options.platforms
         listed = isinstance(names, Sequence) and not isinstance(names, str)

@@ -14,6 +14,7 @@ from jax import lax
 
 from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
+from beamjax.errors import StagingError
 from beamjax.interpreters import callbacks, rules
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.flatten import HOST_CALLS
@@ -72,7 +73,7 @@ def lower(
       options: shard size and platforms.
 
     Raises:
-      StagingError: a piece can't be exported.
+      StagingError: a piece can't be exported, or more would be gathered than the options allow.
     """
     return _Lowering(program, pieces, options).plan(name, paths)
 
@@ -165,9 +166,7 @@ class _Lowering:
             case MapPiece():
                 return self.map(piece)
             case GatherPiece():
-                operand, result = self.placed(piece.var, piece.along), self.served(piece.var)
-                axis, line = piece.along.axis, piece.user.line
-                return Gather(self.name("gather"), operand, result, axis, _why(piece.user), line)
+                return self.gather(piece)
             case ScatterPiece():
                 operand, result = self.served(piece.var), self.placed(piece.var, piece.along)
                 axis, line = piece.along.axis, piece.user.line
@@ -177,6 +176,19 @@ class _Lowering:
                 return self.loop(piece)
             case BranchPiece():
                 return self.branch(piece)
+
+    def gather(self, piece: GatherPiece) -> Gather:
+        operand, result = self.placed(piece.var, piece.along), self.served(piece.var)
+        line, reason = piece.user.line, _why(piece.user)
+        nbytes, limit = self.values[result].nbytes, self.options.gather_limit
+        if limit is not None and nbytes > limit:
+            raise StagingError(
+                f"{line or 'in the program'}: {reason}, so {nbytes} bytes of {self.values[operand]} "
+                f"({self.program.sizes[piece.along.placement]} members) would be gathered to the "
+                f"server; the option gather_limit allows {limit}. Reduce over the members first, "
+                "do it for each member inside a map_fn, or raise the limit"
+            )
+        return Gather(self.name("gather"), operand, result, piece.along.axis, reason, line)
 
     def block(self, piece: BlockPiece) -> Block:
         outputs = tuple(map(self.at, piece.block.outputs, piece.outputs))

@@ -226,3 +226,24 @@ def test_what_rbg_keys_may_do(body, impl):
     found = bj.run(prog, of(impl), runner="local", options={"shard_size": 8})
     np.testing.assert_array_equal(found, jax.jit(prog)(of(impl)))
     assert not re.search("gathers|rbg keys", str(bj.explain(prog, of(impl))))
+
+
+# --- gathers
+
+
+def sorted_members(x):
+    return jnp.sort(bj.map_fn(jnp.sin, x), axis=0)
+
+
+def test_gathers_are_refused_past_the_limit():
+    x = jnp.ones((N, 3))
+    nbytes = N * 3 * 4
+    expected = jax.jit(program(sorted_members))(x)
+    found = bj.run(program(sorted_members), x, runner="local", options={"gather_limit": nbytes})
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(StagingError) as error:
+        bj.run(program(sorted_members), x, runner="local", options={"gather_limit": nbytes - 1})
+    line = sorted_members.__code__.co_firstlineno + 1
+    assert str(error.value).startswith(f"{HERE}:{line} (sorted_members): sort mixes members, so ")
+    assert f"{nbytes} bytes of float32[3]@clients ({N} members) would be gathered" in str(error.value)
+    assert f"gather_limit allows {nbytes - 1}" in str(error.value)

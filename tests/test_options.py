@@ -54,6 +54,8 @@ def test_beams_own_options_are_handed_on():
         (Options(reduction="slow"), "reduction: found 'slow'"),
         ({"platforms": ["cpu", "npu"]}, r"platforms: found \['cpu', 'npu'\], expected a list of"),
         (["--callbacks=maybe"], "callbacks: found 'maybe', expected True or False"),
+        ({"gather_limit": -1}, "gather_limit: found -1, expected a number of bytes, or None"),
+        (["--gather_limit=many"], "gather_limit: found 'many', expected a number"),
         (["--platforms=cpu,npu"], r"platforms: found \['cpu', 'npu'\]"),
     ],
     ids=str,
