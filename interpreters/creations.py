@@ -37,6 +37,23 @@ def _broadcast_in_dim(eqn: Eqn, axis: int, n: Any) -> Local | None:
     return Local((None,), (axis,), resizing("shape", axis))
 
 
+def _tile(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    if shape_of(eqn.inputs[0])[axis] != 1 or eqn.params["reps"][axis] != n:
+        return None
+    return Local((None,), (axis,), resizing("reps", axis))
+
+
+def _stack(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    """One value for all members, as in `jnp.stack([x] * n)`."""
+    if eqn.params["axis"] != axis or any(atom is not eqn.inputs[0] for atom in eqn.inputs):
+        return None
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        return bind(eqn, args[:1] * shard.size)
+
+    return Local((None,) * n, (axis,), emit)
+
+
 def _iota(eqn: Eqn, axis: int, n: Any) -> Local | None:
     if eqn.inputs or eqn.params["shape"][axis] != n:
         return None
@@ -74,5 +91,7 @@ CREATE: dict[str, Callable[[Eqn, int, Any], Local | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,
     "random_split": _random_split,
+    "stack": _stack,
+    "tile": _tile,
 }
 """From primitive to the reading of an equation that gives its n members along an axis."""

@@ -821,6 +821,15 @@ group(
         "full": lambda x, w: jnp.full((N,), w[0]) + x[:, 0],
         "mask": lambda x, w: jnp.where(jnp.arange(N)[:, None] == N - 1, x, 0.0),
         "triangle": lambda x, w: jnp.tri(N, 3) * x,
+        "tiled": lambda x, w: jnp.tile(w, (N, 1)) * x,
+        "tiled_both": lambda x, w: jnp.tile(w[:1], (N, 3)) * x,
+        "tiled_not_copied": lambda x, w: (
+            jnp.tile(jnp.outer(jnp.arange(float(N)), w), (1, 2))[:, 1:4] * x
+        ),
+        "stacked": lambda x, w: jnp.stack([w] * N) * x,
+        "stacked_1": lambda x, w: jnp.stack([w] * N, axis=1).T * x,
+        "stacked_others": lambda x, w: jnp.stack([w] * (N - 1) + [-w]) * x,
+        "stacked_across": lambda x, w: jnp.stack([jnp.arange(float(N))] * 3, axis=1) * x,
     },
 )
 

@@ -228,6 +228,25 @@ def test_values_next_to_members_are_made_by_shards():
     check(prog, X)
 
 
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda w: jnp.tile(w, (N, 1)),
+        lambda w: jnp.stack([w] * N),
+        lambda w: jnp.repeat(w[None], N, axis=0),
+        lambda w: jnp.broadcast_to(w, (N, 3)),
+    ],
+    ids=["tile", "stack", "repeat", "broadcast_to"],
+)
+def test_copies_of_a_server_value_are_made_by_shards(copies):
+    @program
+    def prog(w, x):
+        return bj.reduce_sum(bj.map_fn(lambda w, v: w * v, (copies(w), x)))
+
+    assert {step.kind for step in bj.explain(prog, W, X).facts.steps} <= {"Map", "Server"}
+    check(prog, W, X)
+
+
 def test_a_program_reads_as_text():
     text = str(places(direct, W, X)[1])
     assert "arg0:float32[3]: server" in text
