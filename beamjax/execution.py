@@ -18,7 +18,6 @@ from beamjax.interpreters import evaluate as _evaluate
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import lower as _lower
 from beamjax.interpreters import place as _place
-from beamjax.interpreters import prune as _prune
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.pieces import Piece
@@ -184,7 +183,7 @@ def placed_program(
         for var, argument in zip(flat.arguments, arguments, strict=True)
         if argument.comes_by_shards
     }
-    return _prune.prune(_place.place(flat, known, staged.placements))
+    return _place.place(flat, known, staged.placements)
 
 
 _plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()

@@ -19,7 +19,15 @@ import numpy as np
 from beamjax.accumulators import Accumulator, SumAccumulator, decode_accumulator, make_accumulator
 from beamjax.extremes import lowest_value
 
-__all__ = ["REDUCERS", "Reducer", "decode_accumulator", "make_accumulator"]
+__all__ = [
+    "PICK",
+    "REDUCERS",
+    "Picker",
+    "Reducer",
+    "decode_accumulator",
+    "make_accumulator",
+    "reducer_of",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,38 @@ class Reducer:
         return accumulator.total(lo, hi, result)
 
 
+class Picker(Reducer):
+    """Takes the values of single members bit by bit: a max, to which all others give zeros."""
+
+    def result_dtype(self, dtype: Any) -> np.dtype:
+        return np.dtype(dtype)
+
+    def partial_dtype(self, dtype: Any) -> np.dtype:
+        """An unsigned integer with as many bytes."""
+        return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+
+    def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """The bits of `x` where `mask`, which has the first axes of `x`, holds, else zeros."""
+        bits = self.partial_dtype(x.dtype)
+        x = x.astype(bits) if x.dtype == np.bool_ else jax.lax.bitcast_convert_type(x, bits)
+        rows = jnp.reshape(mask, mask.shape + (1,) * (x.ndim - mask.ndim))
+        return jnp.where(rows, x, jnp.zeros((), bits))
+
+    def finish(
+        self, accumulator: Accumulator, lo: int, hi: int, count: int, dtype: Any
+    ) -> np.ndarray:
+        bits = accumulator.total(lo, hi, self.partial_dtype(dtype))
+        return bits.astype(bool) if np.dtype(dtype) == np.bool_ else bits.view(np.dtype(dtype))
+
+    @staticmethod
+    def takes(dtype: Any) -> bool:
+        """Whether there are values of `dtype` that it can take: JAX shows the bits of these."""
+        if jax.dtypes.issubdtype(dtype, np.complexfloating):
+            return False
+        whole = jax.dtypes.issubdtype(dtype, np.bool_) or jax.dtypes.itemsize_bits(dtype) >= 8
+        return whole and np.dtype(dtype).itemsize <= 8
+
+
 def _complex_extreme(
     fold: Callable[..., jax.Array], x: jax.Array, identity: np.generic
 ) -> jax.Array:
@@ -138,3 +178,10 @@ REDUCERS: dict[str, Reducer] = {
     )
 }
 """The reductions by name."""
+
+PICK = Picker("pick", "max", jnp.max)
+
+
+def reducer_of(name: str) -> Reducer:
+    """A reduction, or the picker, by name."""
+    return PICK if name == PICK.name else REDUCERS[name]

@@ -15,7 +15,7 @@ from beamjax.bodies import load_body, with_x64
 from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.plan import Combine, Lane, Map, Plan
-from beamjax.reducers import REDUCERS, make_accumulator
+from beamjax.reducers import make_accumulator, reducer_of
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def finish_lane(
         if start < stop or reduction.size == 0:
             dtype = np.dtype(plan.values[reduction.result].dtype)
             with with_x64(plan.x64):
-                values = REDUCERS[reduction.reducer].finish(
+                values = reducer_of(reduction.reducer).finish(
                     accumulator, start - lo, max(stop, start) - lo, n, np.dtype(reduction.dtype)
                 )
             yield reduction.result, start - reduction.offset, values.astype(dtype, copy=False)

@@ -92,10 +92,12 @@ class FlatProgram(FlatBlock):
 
     Attributes:
       constants: the values of the last inputs.
+      mapped: values that maps hand on as they came, with the name and the size of the placement.
       unrolled: whether scans around placed operators are written out, since nobody drives loops.
     """
 
     constants: list[Any] = field(default_factory=list)
+    mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
     unrolled: bool = False
 
     @property

@@ -34,6 +34,7 @@ from beamjax.interpreters.flat_program import (
     aval_of,
     effects_of,
 )
+from beamjax.interpreters.prune import prune
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
 CALLS = frozenset(
@@ -68,7 +69,15 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     jaxpr = closed.jaxpr
     arguments = [Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)]
     flat = FlatProgram([*arguments], unrolled=unroll)
-    flat.outputs = _Inliner(flat).inline(closed, arguments, "")
+    inliner = _Inliner(flat)
+    outputs = inliner.inline(closed, arguments, "")
+    flat.outputs = [
+        atom
+        if not isinstance(var, jex.Literal) and var in jaxpr.invars
+        else inliner.handed_out(atom)
+        for var, atom in zip(jaxpr.outvars, outputs, strict=True)
+    ]
+    prune(flat)
     return flat
 
 
@@ -80,6 +89,8 @@ class _Inliner:
         self.block: FlatBlock = flat
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
+        # For values that some map hands on as they came, that map.
+        self.maps: dict[Var, Eqn] = {}
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
         # remat holds an open jaxpr, which has no constants.
@@ -127,7 +138,36 @@ class _Inliner:
                 primitive, dict(eqn.params), inputs, outputs, line, expand, effects=effects
             )
         self.block.eqns.append(new)
-        return outputs
+        return self.handed_on(new) if primitive.name == "bj_map" else outputs
+
+    def handed_on(self, eqn: Eqn) -> list[Atom]:
+        """The results of a map, with its operands for those that a body returns as they came."""
+        body = eqn.params["jaxpr"].jaxpr
+        operands = dict(zip(body.invars, eqn.inputs, strict=True))
+        placed = set(body.invars[eqn.params["num_broadcast"] :])
+        results: list[Atom] = []
+        for inner, result in zip(body.outvars, eqn.outputs, strict=True):
+            same = not isinstance(inner, jex.Literal) and inner in placed
+            results.append(operands[inner] if same else result)
+            if same and isinstance(operands[inner], Var):
+                self.maps.setdefault(operands[inner], eqn)
+                self.flat.mapped[operands[inner]] = eqn.params["placement"], eqn.params["n"]
+        return results
+
+    def handed_out(self, atom: Atom) -> Atom:
+        """A result of the program; an input that a map handed on is one of its results still.
+
+        In a user's own pipeline, what is placed for the reader would be an array for the writer.
+        """
+        eqn = self.maps.get(atom) if isinstance(atom, Var) and atom in self.flat.inputs else None
+        if eqn is None or not isinstance(atom, Var):
+            return atom
+        member = jax.ShapeDtypeStruct(atom.aval.shape[1:], atom.aval.dtype)
+        identity = jax.make_jaxpr(lambda v: v)(member)
+        params = {**eqn.params, "jaxpr": identity, "num_broadcast": 0}
+        (out,) = outputs = [Var(next(self.names), atom.aval)]
+        self.block.eqns.append(Eqn(eqn.primitive, params, [atom], outputs, eqn.line))
+        return out
 
     # ---------------------------------------------------------------- control flow
 

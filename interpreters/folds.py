@@ -23,7 +23,6 @@ from beamjax.interpreters.readings import (
     bind,
     draw_by_batch,
     dropping,
-    replaced,
     rule,
     shape_of,
 )
@@ -72,45 +71,6 @@ def _placed_reduction(name: str) -> Rule:
 for _name in REDUCERS:
     rule(f"bj_reduce_{_name}")(_placed_reduction(_name))
 
-
-# --- one member
-
-
-def pick(eqn: Eqn, axis: int, index: Callable[[Sequence[Any]], Any]) -> Fold | None:
-    """The fold of a slice that is one member long along `axis`: all others are left out of a max.
-
-    As a max, it makes a negative zero positive and a NaN the canonical one.
-
-    Args:
-      eqn: a slice or a dynamic slice.
-      axis: along which the members of its first operand lie.
-      index: from the operands to the number of the member.
-    """
-    dtype = aval_of(eqn.inputs[0]).dtype
-    if not (dtype == np.bool_ or jnp.issubdtype(dtype, np.integer) or dtype.name in _PICKED):
-        return None
-    reducer = REDUCERS["any" if dtype == np.bool_ else "max"]
-    static = eqn.primitive.name == "slice"
-
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
-        put = lambda param, value: replaced(eqn.params[param], axis, value)
-        if static:
-            strides = eqn.params["strides"] and put("strides", 1)
-            limits = put("limit_indices", shard.size)
-            changes = {"start_indices": put("start_indices", 0), "limit_indices": limits}
-            changes["strides"] = strides
-        else:
-            changes = {"slice_sizes": put("slice_sizes", shard.size)}
-        (rows,) = bind(eqn, args, **changes)
-        chosen = shard.mask & (shard.indices() == index(args))
-        row = reducer.partial(jnp.moveaxis(rows, axis, 0), chosen)
-        return jnp.expand_dims(row, axis)
-
-    in_axes = (axis, *(None for _ in eqn.inputs[1:]))
-    return Fold(in_axes, reducer.name, partial, picks=True)
-
-
-_PICKED = frozenset(("float64", "float32", "bfloat16", "float16"))
 
 # --- reductions by a function: of the user, and the place of an extreme
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from beamjax.interpreters.flat_program import Eqn, aval_of
+from beamjax.interpreters.picks import pick_gathered
 from beamjax.interpreters.readings import (
     Axes,
     Fold,
@@ -27,7 +28,7 @@ def _remaining(rank: int, *gone: Sequence[int]) -> list[int]:
 
 
 @rule("gather")
-def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     d = eqn.params["dimension_numbers"]
     operand, index = axes
     batching = dict(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True))
@@ -47,7 +48,9 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     rank = len(shape_of(eqn.inputs[0]))
     windows = _remaining(rank, d.collapsed_slice_dims, d.operand_batching_dims)
     whole = operand in windows and eqn.params["slice_sizes"][operand] == n
-    if index is not None or not whole or operand in d.start_index_map:
+    if index is None and operand in d.start_index_map:
+        return pick_gathered(eqn, operand, n)
+    if index is not None or not whole:
         return None
     out = d.offset_dims[windows.index(operand)]
     return Local((operand, None), (out,), resizing("slice_sizes", operand))

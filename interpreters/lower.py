@@ -53,7 +53,7 @@ from beamjax.plan import (
     Step,
     ValueType,
 )
-from beamjax.reducers import REDUCERS
+from beamjax.reducers import reducer_of
 
 
 def lower(
@@ -183,10 +183,10 @@ class _Lowering:
         nbytes, limit = self.values[result].nbytes, self.options.gather_limit
         if limit is not None and nbytes > limit:
             raise StagingError(
-                f"{line or 'in the program'}: {reason}, so {nbytes} bytes of {self.values[operand]} "
-                f"({self.program.sizes[piece.along.placement]} members) would be gathered to the "
-                f"server; the option gather_limit allows {limit}. Reduce over the members first, "
-                "do it for each member inside a map_fn, or raise the limit"
+                f"{line or 'in the program'}: {reason}, so {nbytes} bytes of "
+                f"{self.values[operand]} ({self.program.sizes[piece.along.placement]} members) "
+                f"would be gathered to the server; the option gather_limit allows {limit}. Reduce "
+                "over the members first, do it for each member inside a map_fn, or raise the limit"
             )
         return Gather(self.name("gather"), operand, result, piece.along.axis, reason, line)
 
@@ -322,15 +322,16 @@ class _Lowering:
             if isinstance(reading, Combination):
                 continue
             assert isinstance(reading, Fold)
-            reducer = REDUCERS[reading.reducer]
-            dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
-            if reading.picks or eqn.primitive.name == "dot_general":
-                dtype = np.dtype(eqn.outputs[0].aval.dtype)
+            reducer = reducer_of(reading.reducer)
+            result = self.served(eqn.outputs[0])
+            value = self.values[result]
+            dtype = np.dtype(value.dtype)
+            if not reading.picks and eqn.primitive.name != "dot_general":
+                dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
             partial = np.dtype(reducer.partial_dtype(dtype)).name
             group = groups.setdefault((reducer.lane, partial), [])
             offset = group[-1].offset + group[-1].size if group else 0
-            size = math.prod(eqn.outputs[0].aval.shape)
-            result = self.served(eqn.outputs[0])
+            size = math.prod(value.shape)
             group.append(Reduction(result, reading.reducer, dtype.name, offset, size))
         return tuple(
             Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from beamjax.interpreters.flat_program import Eqn, aval_of
-from beamjax.interpreters.folds import pick
+from beamjax.interpreters.picks import pick_rows
 from beamjax.interpreters.readings import (
     Axes,
     Fold,
@@ -125,9 +125,8 @@ def _slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     start, limit = eqn.params["start_indices"][axis], eqn.params["limit_indices"][axis]
     if start == 0 and limit == n and (strides is None or strides[axis] == 1):
         return Local((axis,), (axis,), resizing("limit_indices", axis))
-    # A program that reads the others, too, as a loop over members does, does best with a gather.
-    ends = limit - start == 1 and (start == 0 or limit == n)
-    return pick(eqn, axis, lambda args: start) if ends else None
+    stride = 1 if strides is None else strides[axis]
+    return pick_rows(eqn, axis, n, lambda args: jnp.arange(start, limit, stride))
 
 
 @rule("dynamic_slice")
@@ -138,7 +137,8 @@ def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     size = eqn.params["slice_sizes"][axis]
     if size == n:  # It starts at 0, whatever the index says.
         return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
-    return pick(eqn, axis, lambda args: jnp.clip(args[1 + axis], 0, n - 1)) if size == 1 else None
+    first = lambda args: jnp.clip(args[1 + axis].astype("int32"), 0, n - size)
+    return pick_rows(eqn, axis, n, lambda args: first(args) + jnp.arange(size, dtype="int32"))
 
 
 @rule("dynamic_update_slice")

@@ -8,7 +8,8 @@ one place in all rounds, and an output of a branch one whichever block is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters import rules
@@ -23,6 +24,7 @@ from beamjax.interpreters.flat_program import (
     WholeEqn,
 )
 from beamjax.interpreters.member_loops import distributes, read_by_members
+from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
@@ -63,13 +65,16 @@ def place(
         elif var in wanted:
             fixed[var] = wanted[var]
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
+    gathering: set[Eqn] = set()
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
-        _Placing(program, keys, wanted).block(flat)
-        refuted = _Gathered(program, tried).inputs
-        if not refuted:
+        _Placing(program, keys, wanted, gathering).block(flat)
+        many = _picked_too_often(program)
+        refuted = set() if many else _Gathered(program, tried).inputs
+        if not refuted and not many:
             program.settle(flat)
             return program
+        gathering |= many
         tried = {var: along for var, along in tried.items() if var not in refuted}
 
 
@@ -99,10 +104,17 @@ def _source_place(var: Var, name: str, wanted: Place, keys: PlacementKeys) -> Al
 class _Placing:
     """The forward pass."""
 
-    def __init__(self, program: PlacedProgram, keys: PlacementKeys, wanted: Mapping[Var, Along]):
+    def __init__(
+        self,
+        program: PlacedProgram,
+        keys: PlacementKeys,
+        wanted: Mapping[Var, Along],
+        gathering: Set[Eqn],
+    ):
         self.program = program
         self.keys = keys
         self.wanted = wanted
+        self.gathering = gathering
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
     def block(self, block: FlatBlock) -> None:
@@ -147,7 +159,7 @@ class _Placing:
         if key is not None:
             axes = [along.axis if along and along.placement == key else None for along in places]
             reading = rules.classify(eqn, axes, program.sizes[key])
-            if reading is not None:
+            if reading is not None and eqn not in self.gathering:
                 program.readings[eqn] = (key, reading)
                 if isinstance(reading, Local):
                     for var, axis in zip(eqn.outputs, reading.out_axes, strict=True):
@@ -259,6 +271,21 @@ class _Placing:
             self.program.places.pop(var, None)
         for pair in [pair for pair in self.program.creations if pair[0] in made]:
             del self.program.creations[pair]
+
+
+def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
+    """The equations that pick from a value of which, all together, they take a large share."""
+    picks: dict[Var, list[Eqn]] = {}
+    for eqn in program.flat.walk():
+        _, reading = program.readings.get(eqn, ("", None))
+        if isinstance(reading, Fold) and reading.picks and isinstance(eqn.inputs[0], Var):
+            picks.setdefault(eqn.inputs[0], []).append(eqn)
+    many: set[Eqn] = set()
+    for var, eqns in picks.items():
+        taken = sum(math.prod(eqn.outputs[0].aval.shape) for eqn in eqns)
+        if len(eqns) > 1 and taken > MAX_SHARE * math.prod(var.aval.shape):
+            many.update(eqns)
+    return many
 
 
 class _Gathered:

@@ -27,7 +27,7 @@ class PlacementKeys:
     """
 
     def __init__(self, flat: FlatProgram, placements: Iterable[tuple[str, int]]):
-        pairs = dict.fromkeys(placements)
+        pairs = dict.fromkeys((*placements, *flat.mapped.values()))
         pairs.update(
             dict.fromkeys(
                 (eqn.params["placement"], _members(eqn)) for eqn in flat.walk() if _is_operator(eqn)
@@ -43,6 +43,10 @@ class PlacementKeys:
         """The place of a value with as many rows as one placement has members, if it is one."""
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
         return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] > 1 else None
+
+    def key(self, name: str, n: int) -> str:
+        """The name that is given to a placement."""
+        return self._keys[name, n]
 
     def of(self, eqn: Eqn) -> str | None:
         """The placement of a placed operator, or None."""
@@ -69,6 +73,7 @@ def requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
 def find_wanted(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, Along]:
     """The place that the first of its uses wants for each value that some use wants placed."""
     finder = _Finder(keys)
+    finder.wanted.update({var: Along(keys.key(*pair), 0) for var, pair in flat.mapped.items()})
     finder.block(flat)
     return finder.wanted
 

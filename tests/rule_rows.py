@@ -327,11 +327,17 @@ group(
         "narrow": lambda x, i: x.astype("bfloat16")[-1],
         "infinities": lambda x, i: (x / jnp.zeros(()))[0],
         "nan": lambda x, i: jnp.where(x > 0, x, jnp.nan)[0],
+        "row": lambda x, i: x[3],
+        "head": lambda x, i: x[:5],
+        "dynamic_by_member": lambda x, i: lax.dynamic_slice(
+            x, (i, i, x[0, 0, 0].astype("int32")), (2, 2, 2)
+        ),
+        "negative_zero": lambda x, i: (x * 0 * jnp.sign(x))[0],
+        "key": lambda x, i: jax.random.split(jax.random.key(0), N)[3],
+        "key_of_members": lambda x, i: jax.vmap(jax.random.key)(x[:, 0, 0].astype("int32"))[i],
     },
     gather={
-        "row": lambda x, i: x[3],
         "complex_row": lambda x, i: lax.complex(x, x)[0],
-        "head": lambda x, i: x[:5],
         "reversed": lambda x, i: x[::-1],
         "skipping": lambda x, i: x[::2],
         "ravel": lambda x, i: x.reshape(-1),
@@ -342,9 +348,6 @@ group(
         "split_0": lambda x, i: jnp.split(x, [3])[0],
         "update_rows": lambda x, i: lax.dynamic_update_slice(x, jnp.ones((2, 6, 7)), (i, i, i)),
         "update_larger": lambda x, i: lax.dynamic_update_slice(jnp.ones((30, 6, 7)), x, (i, i, i)),
-        "dynamic_by_member": lambda x, i: lax.dynamic_slice(
-            x, (i, i, x[0, 0, 0].astype("int32")), (2, 2, 2)
-        ),
         "merge_with_next": lambda x, i: x.reshape(N * 6, 7),
         "diff": lambda x, i: jnp.diff(x, axis=0),
     },
@@ -576,9 +579,16 @@ for mode in ("clip", "fill", "promise_in_bounds"):
             "product_into_table": functools.partial(
                 lambda m, x, i, j, t: t.at[i[:, 0]].multiply(x[:, 0], mode=m), mode
             ),
+            "rows": functools.partial(lambda m, x, i, j, t: x.at[j].get(mode=m), mode),
+            "rows_far_out": functools.partial(
+                lambda m, x, i, j, t: x.at[jnp.stack([j[0] + 50, j[1], -j[0] - 50])].get(mode=m),
+                mode,
+            ),
+            "parts_of_rows": functools.partial(
+                lambda m, x, i, j, t: x.at[j, :, j].get(mode=m), mode
+            ),
         },
         gather={
-            "rows": functools.partial(lambda m, x, i, j, t: x.at[j].get(mode=m), mode),
             "set_members": functools.partial(lambda m, x, i, j, t: x.at[j].set(0.0, mode=m), mode),
         },
     )

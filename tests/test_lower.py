@@ -241,9 +241,10 @@ def test_gathers_are_refused_past_the_limit():
     expected = jax.jit(program(sorted_members))(x)
     found = bj.run(program(sorted_members), x, runner="local", options={"gather_limit": nbytes})
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    with pytest.raises(StagingError) as error:
+    with pytest.raises(bj.StagingError) as error:
         bj.run(program(sorted_members), x, runner="local", options={"gather_limit": nbytes - 1})
     line = sorted_members.__code__.co_firstlineno + 1
     assert str(error.value).startswith(f"{HERE}:{line} (sorted_members): sort mixes members, so ")
-    assert f"{nbytes} bytes of float32[3]@clients ({N} members) would be gathered" in str(error.value)
+    told = f"{nbytes} bytes of float32[3]@clients ({N} members) would be gathered"
+    assert told in str(error.value)
     assert f"gather_limit allows {nbytes - 1}" in str(error.value)

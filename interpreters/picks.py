@@ -1,0 +1,99 @@
+"""Reading few of the members on the server: each shard sends those of them that it has.
+
+A slice or an indexing by server values that takes at most half of the members is a fold, of the
+bits of what it takes. One that takes more is a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from beamjax.bodies import unwrap, value_type
+from beamjax.interpreters.flat_program import Eqn, aval_of
+from beamjax.interpreters.readings import Fold, Shard, bind, replaced, shape_of
+from beamjax.reducers import PICK
+
+MAX_SHARE = 0.5
+"""Of the members, past which all are gathered."""
+
+
+def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], Any]) -> Fold | None:
+    """The fold of a slice or a dynamic slice that takes some members.
+
+    Args:
+      eqn: the slice.
+      axis: along which the members of its first operand lie.
+      n: the number of members.
+      indices: from the operands to the indices of the members, an int vector.
+    """
+    taken = shape_of(eqn.outputs[0])[axis]
+    if not _is_worth(eqn, taken, n):
+        return None
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        put = lambda param, value: replaced(eqn.params[param], axis, value)
+        if eqn.primitive.name == "slice":
+            changes = {"start_indices": put("start_indices", 0)}
+            changes["limit_indices"] = put("limit_indices", shard.size)
+            changes["strides"] = eqn.params["strides"] and put("strides", 1)
+        else:
+            changes = {"slice_sizes": put("slice_sizes", shard.size)}
+        (rows,) = bind(eqn, args, **changes)
+        where = indices(args).astype("int32") - shard.start
+        inside = (where >= 0) & (where < jnp.sum(shard.mask, dtype="int32"))
+        rows = jnp.take(rows, jnp.clip(where, 0, shard.size - 1), axis=axis, mode="clip")
+        return _bits(rows, axis, inside)
+
+    return Fold((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
+
+
+def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
+    """The fold of a gather whose indices, server values, say which members it takes.
+
+    Args:
+      eqn: the gather; it takes one member for each index.
+      axis: along which the members of its operand lie, one of those that are indexed.
+      n: the number of members.
+    """
+    d = eqn.params["dimension_numbers"]
+    out = shape_of(eqn.outputs[0])
+    batch = [k for k in range(len(out)) if k not in d.offset_dims]
+    taken = int(np.prod([out[k] for k in batch]))
+    single = eqn.params["slice_sizes"][axis] == 1
+    if not single or axis in d.operand_batching_dims or not _is_worth(eqn, taken, n):
+        return None
+    column = d.start_index_map.index(axis)
+    drops = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        operand, indices = args
+        index = indices[..., column]
+        # What is outside of all members is what the first shard makes of it.
+        outside = ((index < 0) | (index >= n)) & (shard.start == 0)
+        if not drops:
+            index, outside = jnp.clip(index, 0, n - 1), jnp.zeros_like(outside)
+        where = index.astype("int32") - shard.start
+        inside = (where >= 0) & (where < jnp.sum(shard.mask, dtype="int32")) & (index < n)
+        row = jnp.where(outside, shard.size, jnp.where(inside, where, 0))
+        indices = indices.at[..., column].set(row.astype(indices.dtype))
+        (rows,) = bind(eqn, [operand, indices])
+        bits = _bits(jnp.moveaxis(rows, batch, range(len(batch))), 0, inside | outside)
+        return jnp.moveaxis(bits, range(len(batch)), batch)
+
+    return Fold((axis, None), PICK.name, partial, picks=True)
+
+
+def _is_worth(eqn: Eqn, taken: int, n: Any) -> bool:
+    dtype = value_type(aval_of(eqn.outputs[0])).dtype
+    return PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
+
+
+def _bits(rows: Any, axis: int, mask: Any) -> Any:
+    """The bits of rows that lie along `axis`, or along the first axes as `mask` has them."""
+    bits = PICK.partial(jnp.moveaxis(unwrap(rows), axis, 0), mask)
+    return jnp.moveaxis(bits, 0, axis)
