@@ -31,6 +31,7 @@ class Launcher:
       flags: Beam's options.
       store: where values are, before and after.
       options: `reduction`.
+      shared: whether workers are threads of this process.
       spread: whether there are several workers to which shards must be dealt.
       bodies: those that are in the store.
     """
@@ -39,6 +40,7 @@ class Launcher:
     flags: PipelineOptions
     store: Store
     options: Options
+    shared: bool
     spread: bool
     bodies: dict[str, BodyRefs] = field(default_factory=dict)
 

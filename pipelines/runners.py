@@ -124,7 +124,7 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
             for name, (source, leaf) in sources.where.items()
         }
         values |= {name: Served(store, array) for name, array in inputs.server().items()}
-        launcher = Launcher(runner, flags, store, options, spreads(runner, flags))
+        launcher = Launcher(runner, flags, store, options, shared, spreads(runner, flags))
         try:
             return Driver(plan, values, launcher).run()
         finally:
