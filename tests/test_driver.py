@@ -177,15 +177,20 @@ def test_no_rounds_stack_nothing():
     assert {array.dtype for array in found.values()} == {np.dtype("float32")}
 
 
-def test_a_swap_reads_all_before_it_hands_on():
-    m = Maker(N, **{name: "f" for name in ("a", "b", "p", "q", "a1", "b1")})
-    m.values |= Maker(N, **{n: "f 3@" for n in ("x", "y", "u", "v", "x1", "y1")}).values
-    swap = loop("loop_0", 3, Block((), ("q", "p", "v", "u")), "a:p:a1 b:q:b1 x:u:x1 y:v:y1")
-    plan = m.plan([swap], "a1 b1 x1 y1", "a b x y")
-    found = run(plan, a=np.float32(1), b=np.float32(2), x=X, y=-X)
+def swap():
+    m = Maker(N, **dict.fromkeys(("a", "b", "p", "q", "a1", "b1"), "f"))
+    m.values |= Maker(N, **dict.fromkeys(("x", "y", "u", "v", "x1", "y1"), "f 3@")).values
+    block = Block((), ("q", "p", "v", "u"))
+    steps = [loop("loop_0", 3, block, "a:p:a1 b:q:b1 x:u:x1 y:v:y1")]
+    return m.plan(steps, "a1 b1 x1 y1", "a b x y")
+
+
+def test_a_swap_reads_all_before_it_hands_on(launched):
+    found = run(swap(), a=np.float32(1), b=np.float32(2), x=X, y=-X)
     assert (found["a1"], found["b1"]) == (2, 1)
     np.testing.assert_array_equal(found["x1"], -X)
     np.testing.assert_array_equal(found["y1"], X)
+    assert not launched
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -197,7 +202,7 @@ def test_values_pass_through_unchanged(width):
     )  # fmt: skip
     step = m.map("map_clients_0", lambda p, a, b: p * a + b, "p", "a b", "", "t")
     block = Block((step,), ("a", "y", "w", "b", "w", "t"))
-    steps = [loop("loop_0", 4, block, "x:a:a1 x:b:b1 y_w:p:p1".replace("y_w", "w"), "", "xs ws ts")]
+    steps = [loop("loop_0", 4, block, "x:a:a1 x:b:b1 w:p:p1", "", "xs ws ts")]
     found = run(m.plan(steps, "a1 b1 p1 xs ws ts", "x y w"), (), width, x=X, y=2 * X, w=W)
     np.testing.assert_array_equal(found["a1"], X)
     np.testing.assert_array_equal(found["b1"], 2 * X)
@@ -208,8 +213,8 @@ def test_values_pass_through_unchanged(width):
     np.testing.assert_array_equal(found["ts"], np.stack(ts))
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_values_are_gathered_and_scattered_between_rounds(width):
+def exchange(rounds):
+    """Gathers, transposes and scatters a placed value in each round."""
     m = Maker(3, x="f 3@", p="f 3@", g="f 3 3", h="f 3 3", s="f 3@", out="f 3@", t="f 3")
     block = Block(
         (
@@ -220,11 +225,16 @@ def test_values_are_gathered_and_scattered_between_rounds(width):
         ("s",),
     )
     steps = [
-        loop("loop_0", 3, block, "x:p:out"),
+        loop("loop_0", rounds, block, "x:p:out"),
         m.map("map_clients_0", lambda x: x, "", "out", "", "t"),
     ]
+    return m.plan(steps, "out t", "x")
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_values_are_gathered_and_scattered_between_rounds(width):
     x = np.arange(9, dtype=np.float32).reshape(3, 3)
-    found = run(m.plan(steps, "out t", "x"), (), width, x=x)
+    found = run(exchange(3), (), width, x=x)
     for _ in range(3):
         x = (x.T * 2 + x).T
     np.testing.assert_array_equal(found["out"], x)
