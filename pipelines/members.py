@@ -107,7 +107,7 @@ class MembersSource(Source, kind="members"):
             **self.spec_head(),
             "folder": self.folder,
             "stem": self.stem,
-            "parts": self.parts,
+            "parts": [list(part) for part in self.parts],
             "leaf": self.leaf.to_json(),
             "size": self.size,
         }

@@ -324,7 +324,7 @@ def test_a_condition_on_the_server_costs_no_pipeline(launched):
 def choice(index_type="i"):
     """One of: a pass over x, a loop of passes, x as it is; both results are used."""
     m = Maker(N, x="f 3@", w="f 3", i=index_type, y0="f 3@", t0="f 3", p="f 3@", p1="f 3@",
-              t1="f 3", e="f 3", y1="f 3@", y="f 3@", t="f 3", total="f 3")  # fmt: skip
+              t1="f 3", y1="f 3@", y="f 3@", t="f 3", total="f 3")  # fmt: skip
     first = Block((m.map("map_clients_0", lambda w, x: (x + w, x * w), "w", "x", "y0", "t0"),),
                   ("y0", "t0"))  # fmt: skip
     inner = Block((m.map("map_clients_1", lambda p: p + 1, "", "p", "p1"),), ("p1",))

@@ -45,7 +45,7 @@ def reopened(source):
 def check(source, expected):
     assert len(source) == len(expected)
     again = reopened(source)
-    assert again.to_spec() == json.loads(json.dumps(source.to_spec()))
+    assert again.to_spec() == source.to_spec() == json.loads(json.dumps(source.to_spec()))
     assert [(x.shape, x.dtype) for x in again.leaves] == [(expected.shape[1:], expected.dtype)]
     for start, stop in [(0, len(expected)), (3, 4), (5, 13), (7, 7)]:
         (found,) = again.read(start, stop)

@@ -65,7 +65,7 @@ def test_unchanged_values_and_swaps_keep_their_names():
 
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_what_is_read_is_made_before(plan):
-    known = {name for spec in plan.inputs for name in (spec.server, spec.placed)}
+    known = {spec.server or spec.placed for spec in plan.inputs}
     made = known.union(*(unroll.made(step) for step in walk(plan.steps)))
     params = {
         value.param
