@@ -35,8 +35,7 @@ class WriteServed(StepFn):
 
     def process(self, environment: Environment) -> None:
         found = Environment({name: environment.values[name] for name in self.names})
-        path = files.join(self.store.root, f"{self.stem}{SUFFIX}")
-        files.write(path, EnvironmentCoder().encode(found))
+        self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(found))
 
 
 class WritePlaced(StepFn):
@@ -82,7 +81,7 @@ class WritePlaced(StepFn):
     def _write(self, run: list[Block]) -> None:
         data = b"".join(block.values[self.name].tobytes() for block in run)
         name = file_name(self.stem, run[0].start, sum(block.count for block in run))
-        files.write(files.join(self.store.root, name), data)
+        self.store.write(name, data)
 
 
 def read_served(store: Store, stem: str) -> dict[str, Ref]:

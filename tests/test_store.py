@@ -491,3 +491,21 @@ def test_sweep_says_what_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "names", fail)
     with pytest.raises(SourceError, match="cannot remove stored values"):
         Store(str(tmp_path)).sweep(())
+
+
+def test_a_store_that_was_removed_stays_so(tmp_path, monkeypatch):
+    """As for a worker that goes on after the run was interrupted."""
+    monkeypatch.setattr(store, "INLINE_BYTES", 0)
+    values = Store.temporary(str(tmp_path / "work"))
+    assert stat.S_IMODE(os.stat(values.root).st_mode) == 0o700
+    values.put([np.arange(3)])
+    values.cleanup()
+    with pytest.raises(SourceError, match="cannot write"):
+        values.put([np.arange(3)])
+    assert not Path(values.root).exists()
+
+
+def test_a_store_in_a_file_is_an_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SourceError, match="cannot make a folder"):
+        Store.temporary(str(tmp_path / "file"))
