@@ -85,7 +85,7 @@ class Driver:
             match steps:
                 case [Loop() as loop]:
                     inits = {value.init for value in loop.carried} & own
-                    self.loop(loop, prefix, inits - later - unroll.read_by_blocks(loop))
+                    self.loop(loop, prefix, inits - later - unroll.read_by_rounds(loop))
                 case [Branch() as branch]:
                     self.branch(branch, prefix)
                 case _:

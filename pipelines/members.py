@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import bisect
+import functools
 import json
 import re
 import uuid
@@ -154,7 +155,11 @@ class EntrySource(Source, kind="entry"):
     def __init__(self, base: dict[str, Any], index: int):
         self.base = base
         self.index = index
-        self.source = open_spec(base)
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The other source, opened where something is read."""
+        return open_spec(self.base)
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
@@ -200,9 +205,12 @@ class StackedSource(Source, kind="stacked"):
         self.path = path
         self.leaf = leaf
         self.size = size
-        self.entries = [
-            (open_spec(spec), number) for spec, number in json.loads(bytes(files.read(path)))
-        ]
+
+    @functools.cached_property
+    def entries(self) -> list[tuple[Source, int]]:
+        """The sources of the stacked values and their leaves there, opened where they are read."""
+        listed = json.loads(bytes(files.read(self.path)))
+        return [(open_spec(spec), leaf) for spec, leaf in listed]
 
     @staticmethod
     def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:

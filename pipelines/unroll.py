@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,10 +48,14 @@ def read(step: Step) -> set[str]:
         case Gather(operand=operand) | Scatter(operand=operand):
             return {operand}
         case Loop():
-            outer = {v.init for v in step.carried} | {v.operand for v in step.sliced}
-            return outer | read_by_blocks(step)
+            return {value.init for value in step.carried} | read_by_rounds(step)
         case Branch():
             return {step.index} | read_by_blocks(step)
+
+
+def read_by_rounds(loop: Loop) -> set[str]:
+    """Names of the values that the rounds of a loop read, besides the initial ones."""
+    return {value.operand for value in loop.sliced} | read_by_blocks(loop)
 
 
 def read_by_blocks(step: Loop | Branch) -> set[str]:
@@ -65,8 +69,11 @@ def read_by_blocks(step: Loop | Branch) -> set[str]:
     return names.union(*(read(inner) for block in blocks for inner in block.steps))
 
 
-def renamed(step: Step, prefix: str, name: Callable[[str], str] = str) -> Step:
-    """A step without blocks, under a longer name and with other names for values."""
+def renamed(step: Step, prefix: str, new_names: Mapping[str, str] | None = None) -> Step:
+    """A step without blocks, under a longer name; values may have new names too."""
+
+    def name(old: str) -> str:
+        return (new_names or {}).get(old, old)
 
     def names(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(name, old))
@@ -133,10 +140,7 @@ def unrolled(loop: Loop, rounds: Iterable[int], prefix: str = "") -> Rounds:
         slices |= {names[value.param]: (value.operand, index) for value in loop.sliced}
         params = (value.param for value in loop.carried)
         names |= dict(zip(params, carried, strict=True))
-        steps += [
-            renamed(step, where, lambda name, names=names: names.get(name, name))
-            for step in loop.block.steps
-        ]
+        steps += [renamed(step, where, names) for step in loop.block.steps]
         outputs = [names.get(name, name) for name in loop.block.outputs]
         carried = tuple(outputs[: len(carried)])
         entries.append(outputs[len(carried) :])

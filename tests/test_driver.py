@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plans import Maker, inputs_of
+from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
 from beamjax.errors import WorkerError
 from beamjax.options import Options, parse_options
@@ -239,6 +240,28 @@ def test_values_are_gathered_and_scattered_between_rounds(width):
         x = (x.T * 2 + x).T
     np.testing.assert_array_equal(found["out"], x)
     np.testing.assert_array_equal(found["t"], x.sum(axis=0))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_initial_value_may_be_read_in_the_rounds(width):
+    """As what is sliced, and as a value from outside."""
+    m = Maker(3, x="f 3@", w="f 3", p="f 3@", v="f 3", e="f@", c="f", p1="f 3@", v1="f 3",
+              t="f 3", out="f 3@", last="f 3", y="f 3@", u="f 3")  # fmt: skip
+    first = m.map("map_clients_0", lambda w, x: (x * 2, x * w), "w", "x", "y", "u")
+    step = m.map(
+        "map_clients_1", lambda v, c, p, e, y: (p + e * c + y, v * 0 + e), "v c", "p e y", "p1", "t"
+    )
+    server = m.server("server_0", lambda t, v, u: t + v - u, "t v u", "v1")
+    block = Block((step, server), ("p1", "v1"))
+    steps = [first, loop("loop_0", 3, block, "y:p:out u:v:last", "y:e u:c")]
+    x = np.arange(9, dtype=np.float32).reshape(3, 3)
+    found = run(m.plan(steps, "out last", "x w"), (), width, x=x, w=W)
+    y, u = x * 2, np.sum(x * W, axis=0)
+    p, v = y, u
+    for i in range(3):
+        p, v = p + y[:, i : i + 1] * u[i] + y, np.sum(y[:, i]) + v - u
+    np.testing.assert_array_equal(found["out"], p)
+    np.testing.assert_array_equal(found["last"], v)
 
 
 def test_scattered_values_are_sliced_and_narrow_floats_are_kept():
@@ -492,3 +515,13 @@ def test_an_error_in_this_process_names_the_rounds(monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
     with pytest.raises(WorkerError, match=r"^loop_0, round 0: step 'server_0': broken$"):
         run(nested(), x=X, w=W, js=np.array([0, 1, 3], np.int32))
+
+
+def test_a_store_at_a_url(tmp_path):
+    """Another file system of Beam, see `test_store`."""
+    (tmp_path / "work").mkdir()
+    arrays = history_inputs(3)
+    found = run(history(3), [f"--work_folder=bjtest:/{tmp_path}/work"], 2, **arrays)
+    for name, array in history_by_numpy(**arrays, reverse=False).items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert not [path for path in (tmp_path / "work").rglob("*") if path.is_file()]

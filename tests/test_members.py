@@ -172,3 +172,13 @@ def test_every_kind_is_found_by_other_processes(kind):
     assert issubclass(kind, Source)
     with pytest.raises(SourceError, match=f"source of kind '{kind.kind}': found the spec"):
         open_spec({"kind": kind.kind, "module": kind.__module__})
+
+
+def test_views_open_nothing_until_they_are_read(tmp_path):
+    missing = {"kind": "nowhere", "module": ""}
+    entry = EntrySource(missing, 0)
+    stacked = StackedSource(str(tmp_path / "none"), leaf(X), N)
+    for source in (entry, stacked):
+        source.to_spec()
+        with pytest.raises((SourceError, OSError), match=r"nowhere|No such file"):
+            source.read(0, 1)
