@@ -1,6 +1,6 @@
 """Placed values between the pipelines of a run: sources over files of the store.
 
-A file holds the raw bytes of consecutive members, and is named after them. What a loop slices or
+A file holds consecutive members as one array, and is named after them. What a loop slices or
 stacks, and server values that are cut into members, are views of other values, read when a worker
 asks for its shard.
 """
@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.errors import SourceError
+from beamjax.arrays import decode_arrays
+from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.store import Ref, Store
 from beamjax.source_base import LeafSpec, Source, open_spec
@@ -133,15 +134,16 @@ class MembersSource(Source, kind="members"):
                 f"{path}: cannot read members of a placed value ({error}); do the launcher and "
                 "all workers see the same files under this path?"
             ) from error
-        if len(data) != count * self.leaf.nbytes:
-            raise SourceError(
-                f"{path}: found {len(data)} bytes, expected {count * self.leaf.nbytes} for "
-                f"{count} members of {self.leaf}"
+        try:
+            (array,) = decode_arrays(data)[0]
+        except (ArrayFormatError, ValueError) as error:
+            raise ArrayFormatError(f"{path}: {error}") from None
+        if (array.shape, array.dtype) != ((count, *self.leaf.shape), self.leaf.dtype):
+            raise ArrayFormatError(
+                f"{path}: found {array.dtype}{list(array.shape)}, expected {count} members of "
+                f"{self.leaf}"
             )
-        shape = (count, *self.leaf.shape)
-        if not len(data):
-            return np.empty(shape, self.leaf.dtype)
-        return np.frombuffer(data, self.leaf.dtype).reshape(shape)
+        return array
 
 
 class EntrySource(Source, kind="entry"):

@@ -143,7 +143,10 @@ class Store:
         try:
             file_io.make_folder(store.root)
         except OSError as error:
-            raise SourceError(f"{store.root}: cannot make a folder ({error}).") from error
+            raise SourceError(
+                f"{store.root}: cannot write here ({error}); expected a folder that the launcher "
+                "and all workers can write and read."
+            ) from error
         return store
 
     def put(self, arrays: Sequence[Any], hint: str = "") -> Ref:

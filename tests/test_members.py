@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beamjax.errors import SourceError
+from beamjax.arrays import encode_arrays
+from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.members import (
     EntrySource,
@@ -29,7 +30,7 @@ X = np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3)
 def written(folder, array, parts, stem="v"):
     for start, count in parts:
         path = files.join(str(folder), file_name(stem, start, count))
-        files.write(path, array[start : start + count].tobytes())
+        files.write(path, encode_arrays([array[start : start + count]]))
     return MembersSource(str(folder), stem, parts, leaf(array), len(array))
 
 
@@ -102,10 +103,18 @@ def test_names_of_other_values_are_not_taken():
 
 def test_damaged_files_are_named(tmp_path):
     source = written(tmp_path, X, [(0, 8), (8, 12)])
-    (tmp_path / "v-8-12.members").write_bytes(b"short")
-    np.testing.assert_array_equal(source.read(0, 8)[0], X[:8])
-    with pytest.raises(SourceError, match=r"v-8-12\.members: found 5 bytes, expected 288 for 12"):
-        source.read(0, 20)
+    file = tmp_path / "v-8-12.members"
+    for damaged, message in [
+        (b"short", "bad magic"),
+        (bytes(file.stat().st_size), "bad magic"),
+        (file.read_bytes()[:-1] + b"1", "checksum mismatch"),
+        (encode_arrays([X[:12], X]), "too many values"),
+        (encode_arrays([X[:11]]), r"found float32\[11, 2, 3\], expected 12 members of float32"),
+    ]:
+        file.write_bytes(damaged)
+        np.testing.assert_array_equal(source.read(0, 8)[0], X[:8])
+        with pytest.raises(ArrayFormatError, match=rf"v-8-12\.members: .*{message}"):
+            source.read(0, 20)
     (tmp_path / "v-8-12.members").unlink()
     with pytest.raises(SourceError, match=r"v-8-12\.members: cannot read members"):
         source.read(9, 10)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from beamjax.arrays import decode_arrays
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.pipelines import results
 from beamjax.pipelines.elements import Block, Environment
@@ -86,7 +87,9 @@ def test_blocks_in_a_row_share_a_file(store, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"result-3-0-8.members", "result-3-8-8.members", "result-3-16-4.members"}
     write(store, [16, 8, 0])
-    assert (tmp_path / "result-3-0-20.members").read_bytes() == X.tobytes()
+    (array,), meta = decode_arrays((tmp_path / "result-3-0-20.members").read_bytes())
+    np.testing.assert_array_equal(array, X)
+    assert meta == {"value": "y"}
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 16], ids=["files", "inline"])

@@ -507,5 +507,5 @@ def test_a_store_that_was_removed_stays_so(tmp_path, monkeypatch):
 
 def test_a_store_in_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(SourceError, match="cannot make a folder"):
+    with pytest.raises(SourceError, match="cannot write here"):
         Store.temporary(str(tmp_path / "file"))
