@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import jax
 
 from beamjax import execution
 from beamjax.errors import OptionsError
-from beamjax.facts import PlanFacts, StepFact, ValueFact, input_facts, plan_facts
+from beamjax.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
+from beamjax.facts import input_facts, plan_facts
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
@@ -44,10 +45,11 @@ def human_bytes(count: int) -> str:
 
 def plan_text(facts: PlanFacts) -> str:
     """A plan for people to read."""
+    steps = list(walk_facts(facts.steps))
     lines = [
         f"plan of {facts.program}",
         f"  jax {facts.jax_version}, 64-bit types {'on' if facts.x64 else 'off'}",
-        f"  {_count(facts.passes, 'pass', 'es')} over members, {_count(len(facts.steps), 'step')}",
+        f"  {_count(facts.passes, 'pass', 'es')} over members, {_count(len(steps), 'step')}",
     ]
     lines += [
         f"  {p.name}: {_count(p.members, 'member')} in {_count(p.shards, 'shard')} of "
@@ -91,6 +93,8 @@ def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
     served = "broadcast" if step.kind == "Map" else "reads"
     groups = [(served, step.served), ("reads", step.placed), ("makes", step.results)]
     cells = [(label, v.name, v.type, _value_bytes(v)) for label, vs in groups for v in vs]
+    if step.kind == "Loop":
+        cells = _handed_cells(step)
     for r in step.reductions:
         how = f"{r.reducer} in lane {r.lane}, {human_bytes(r.nbytes)} a shard, {r.exactness}"
         cells.append(("reduces", r.result.name, r.result.type, how))
@@ -100,21 +104,49 @@ def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
     if step.python:
         notes.append(("code", f"runs from cloudpickle of {facts.program}: {step.python}"))
     notes += [("code", f"{human_bytes(size)} for {p}") for p, size in step.executables.items()]
-    title = step.kind
-    if step.kind == "Map":
-        (placement,) = (p for p in facts.placements if p.name == step.placement)
-        title = f"Map, a pass over {placement.name}, {_count(placement.shards, 'shard')}"
     rows = aligned((f"{label:<9}", *rest) for label, *rest in cells)
     rows += [f"{label:<9}  {text}" for label, text in notes]
-    return [f"  {step.name}: {title}", *(f"    {row}" for row in rows)]
+    for block in step.blocks:
+        gives = ", ".join(value.name for value in block.outputs) or "nothing"
+        rows.append(f"{block.title}, gives {gives}")
+        rows += [line for inner in block.steps for line in _step_lines(inner, facts)]
+    return [f"  {step.name}: {_title(step, facts)}", *(f"    {row}" for row in rows)]
+
+
+def _title(step: StepFact, facts: PlanFacts) -> str:
+    if step.kind == "Map":
+        (placement,) = (p for p in facts.placements if p.name == step.placement)
+        return f"Map, a pass over {placement.name}, {_count(placement.shards, 'shard')}"
+    if step.kind == "Loop":
+        return f"Loop, {_rounds(step)}"
+    if step.kind == "Branch":
+        return f"Branch, one of {_count(len(step.blocks), 'block')}"
+    return step.kind
+
+
+def _rounds(step: StepFact) -> str:
+    if step.rounds is None:
+        return "rounds while a condition holds"
+    return _count(step.rounds, "round") + (", the last entry first" if step.reverse else "")
+
+
+def _handed_cells(step: StepFact) -> list[tuple[str, str, str, str]]:
+    """What the rounds of a loop hand on: name before, in a round, and after."""
+    cells = []
+    for fact in step.handed:
+        names = (fact.outside, fact.inside.name, fact.afterwards)
+        names_text = " -> ".join(name for name in names if name is not None)
+        cells.append((fact.how, names_text, fact.inside.type, _value_bytes(fact.inside)))
+    return cells
 
 
 def _move_lines(facts: PlanFacts) -> list[str]:
     lines = []
-    if all(step.kind != "Gather" for step in facts.steps):
+    steps = list(walk_facts(facts.steps))
+    if all(step.kind != "Gather" for step in steps):
         lines.append("  nothing is gathered")
     sources = {(edge.target, edge.value): edge.source for edge in facts.edges}
-    for step in facts.steps:
+    for step in steps:
         if step.kind not in ("Gather", "Scatter"):
             continue
         (value,) = (*step.served, *step.placed)
@@ -129,37 +161,62 @@ def _move_lines(facts: PlanFacts) -> list[str]:
 def _total_rows(facts: PlanFacts) -> list[tuple[str, str]]:
     rows = [
         (f"read by {step.name}", f"{human_bytes(step.read_bytes)} of members")
-        for step in facts.steps
+        for step in walk_facts(facts.steps)
         if step.kind == "Map"
     ]
     rows.append(("read by all passes", human_bytes(facts.read_bytes)))
     rows.append(("broadcast", human_bytes(facts.broadcast_bytes)))
     rows.append(("gathered", human_bytes(facts.gathered_bytes)))
     rows.append(("reduced", f"{human_bytes(facts.partial_bytes)} a shard"))
+    if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
+        rows.append(("rounds", "each round of a loop is counted once in these totals"))
     return rows + [(f"code for {p}", human_bytes(n)) for p, n in facts.executable_bytes.items()]
 
 
 def plan_mermaid(facts: PlanFacts) -> str:
-    """A plan as a Mermaid flowchart; steps that gather or scatter are red."""
+    """A plan as a Mermaid flowchart; steps that gather or scatter are red.
+
+    Loops and branches are subgraphs, with a node that stands for the loop or branch itself: what
+    its rounds read comes from there, and what they hand on comes back.
+    """
     ends = {edge.source for edge in facts.edges}
     inputs = [fact for fact in facts.inputs if fact.path in ends]
-    nodes = [(fact.path, "([", "])", [fact.path, fact.type]) for fact in inputs]
-    for step in facts.steps:
-        texts = [step.name, *step.functions, step.reason]
-        nodes.append((step.name, "[", "]", [text for text in texts if text]))
-    nodes += [(o.path, "([", "])", [o.path, o.type]) for o in facts.outputs]
-    names = {name: f"n{i}" for i, (name, *_) in enumerate(nodes)}
+    steps = list(walk_facts(facts.steps))
+    keys = [*(i.path for i in inputs), *(s.name for s in steps), *(o.path for o in facts.outputs)]
+    names = {key: f"n{i}" for i, key in enumerate(keys)}
     lines = ["flowchart TD"]
-    for name, left, right, texts in nodes:
-        lines.append(f'  {names[name]}{left}"{"<br/>".join(map(_escaped, texts))}"{right}')
+    lines += [f"  {_node(names[i.path], '([', '])', i.path, i.type)}" for i in inputs]
+    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names)]
+    lines += [f"  {_node(names[o.path], '([', '])', o.path, o.type)}" for o in facts.outputs]
     for edge in facts.edges:
         label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
         lines.append(f'  {names[edge.source]} -->|"{label}"| {names[edge.target]}')
-    moves = [names[step.name] for step in facts.steps if step.kind in ("Gather", "Scatter")]
+    moves = [names[step.name] for step in steps if step.kind in ("Gather", "Scatter")]
     if moves:
         lines.append("  classDef moved fill:#fdd,stroke:#c00,color:#900")
         lines.append(f"  class {','.join(moves)} moved")
     return "\n".join(lines) + "\n"
+
+
+def _node(name: str, left: str, right: str, *texts: str) -> str:
+    return f'{name}{left}"{"<br/>".join(_escaped(text) for text in texts if text)}"{right}'
+
+
+def _step_nodes(step: StepFact, names: Mapping[str, str]) -> list[str]:
+    """A node; for a loop or a branch also a subgraph with those of its blocks around it."""
+    name = names[step.name]
+    if not step.blocks:
+        return [_node(name, "[", "]", step.name, *step.functions, step.reason)]
+    left, right = ("{{", "}}") if step.kind == "Loop" else ("{", "}")
+    rounds = _rounds(step) if step.kind == "Loop" else ""
+    lines = [f'subgraph {name}_all["{_escaped(step.name)}"]']
+    lines.append(f"  {_node(name, left, right, step.name, rounds)}")
+    for i, block in enumerate(step.blocks):
+        if block.steps:
+            lines.append(f'  subgraph {name}_{i}["{_escaped(block.title)}"]')
+            lines += [f"    {line}" for inner in block.steps for line in _step_nodes(inner, names)]
+            lines.append("  end")
+    return [*lines, "end"]
 
 
 def _escaped(text: str) -> str:

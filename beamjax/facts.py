@@ -6,9 +6,7 @@ lays it out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,134 +14,33 @@ import numpy as np
 
 from beamjax.arrays import dtype_name
 from beamjax.bodies import value_type
+from beamjax.fact_types import (
+    BlockFact,
+    Edge,
+    HandedFact,
+    InputFact,
+    OutputFact,
+    PlacementFact,
+    PlanFacts,
+    ReductionFact,
+    StepFact,
+    ValueFact,
+    walk_facts,
+)
 from beamjax.interpreters.stage import Argument
-from beamjax.plan import Body, Gather, Map, Output, Plan, Scatter, Server, Step
-
-
-@dataclass(frozen=True)
-class ValueFact:
-    """A value, its type (`float32[5,3]@clients`) and its bytes, of all members if it is placed.
-
-    The bytes of a member, and of a shard with its padding, are None for server values.
-    """
-
-    name: str
-    type: str
-    nbytes: int
-    member_bytes: int | None = None
-    shard_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class InputFact:
-    """One input: `read` says how, `values` under which names the steps read it."""
-
-    path: str
-    type: str
-    nbytes: int
-    read: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ReductionFact:
-    """One reduction that ends in a pass; `nbytes` is what each shard sends for it."""
-
-    result: ValueFact
-    reducer: str
-    lane: str
-    exactness: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class StepFact:
-    """One step.
-
-    Attributes:
-      kind: "Server", "Map", "Gather" or "Scatter".
-      placement: whose members it deals with, or None.
-      functions: names of the user's functions in a map.
-      served: server values that it reads.
-      placed: placed values that it reads.
-      results: what it makes, but for reductions.
-      executables: bytes of StableHLO by platform.
-      axis: of the members, if the step gathers or scatters; `reason` says why it does, or why a
-        step on the server holds a map.
-      lines: the user's `file:line (function)`.
-      python: why the step runs as Python, if it does.
-      read_bytes: of the placed values that a pass reads, all members.
-      broadcast_bytes: of the server values that a pass reads, once.
-      partial_bytes: that each shard sends to the reductions.
-    """
-
-    name: str
-    kind: str
-    placement: str | None
-    served: tuple[ValueFact, ...]
-    placed: tuple[ValueFact, ...]
-    results: tuple[ValueFact, ...]
-    functions: tuple[str, ...] = ()
-    reductions: tuple[ReductionFact, ...] = ()
-    executables: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    axis: int | None = None
-    reason: str = ""
-    lines: tuple[str, ...] = ()
-    python: str = ""
-    read_bytes: int = 0
-    broadcast_bytes: int = 0
-    partial_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class OutputFact:
-    """One output, the input or step it comes from, and the value's name there."""
-
-    path: str
-    type: str
-    nbytes: int
-    source: str
-    value: str
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A value that goes from an input or a step to a step or an output."""
-
-    source: str
-    target: str
-    value: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class PlacementFact:
-    """A placement, the number of its members, and how they are cut to shards."""
-
-    name: str
-    members: int
-    shard_size: int
-    shards: int
-
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """A plan as numbers and text; bytes are the sums of those of the steps."""
-
-    program: str
-    jax_version: str
-    x64: bool
-    passes: int
-    placements: tuple[PlacementFact, ...]
-    inputs: tuple[InputFact, ...]
-    steps: tuple[StepFact, ...]
-    edges: tuple[Edge, ...]
-    outputs: tuple[OutputFact, ...]
-    read_bytes: int
-    broadcast_bytes: int
-    partial_bytes: int
-    gathered_bytes: int
-    executable_bytes: Mapping[str, int]
+from beamjax.plan import (
+    Block,
+    Body,
+    Branch,
+    Gather,
+    Loop,
+    Map,
+    Output,
+    Plan,
+    Scatter,
+    Server,
+    Step,
+)
 
 
 def plan_facts(
@@ -158,20 +55,17 @@ def plan_facts(
       reduction: of `Options`.
     """
     steps = tuple(step_fact(plan, step, reduction) for step in plan.steps)
+    everything = list(walk_facts(steps))
     makers = {name: fact.path for fact in inputs for name in fact.values}
-    for fact in steps:
+    for fact in everything:
         makers |= {value.name: fact.name for value in _made(fact)}
     outputs = tuple(
         _output_fact(plan, out, path, inputs, makers)
         for out, path in zip(plan.outputs, paths, strict=True)
     )
-    edges = [
-        Edge(makers[value.name], fact.name, value.name, value.nbytes)
-        for fact in steps
-        for value in (*fact.served, *fact.placed)
-    ]
+    edges = list(dict.fromkeys(edge for fact in everything for edge in _edges(fact, makers)))
     edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
-    platforms = dict.fromkeys(p for fact in steps for p in fact.executables)
+    platforms = dict.fromkeys(p for fact in everything for p in fact.executables)
     placements = tuple(
         PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name))
         for name, n in plan.sizes.items()
@@ -180,11 +74,11 @@ def plan_facts(
         program=plan.name, jax_version=plan.jax_version, x64=plan.x64, passes=plan.passes(),
         placements=placements, inputs=tuple(inputs), steps=steps, edges=tuple(edges),
         outputs=outputs,
-        read_bytes=sum(fact.read_bytes for fact in steps),
-        broadcast_bytes=sum(fact.broadcast_bytes for fact in steps),
-        partial_bytes=sum(fact.partial_bytes for fact in steps),
-        gathered_bytes=sum(v.nbytes for f in steps if f.kind == "Gather" for v in f.placed),
-        executable_bytes={p: sum(f.executables.get(p, 0) for f in steps) for p in platforms},
+        read_bytes=sum(fact.read_bytes for fact in everything),
+        broadcast_bytes=sum(fact.broadcast_bytes for fact in everything),
+        partial_bytes=sum(fact.partial_bytes for fact in everything),
+        gathered_bytes=sum(v.nbytes for f in everything if f.kind == "Gather" for v in f.placed),
+        executable_bytes={p: sum(f.executables.get(p, 0) for f in everything) for p in platforms},
     )  # fmt: skip
 
 
@@ -226,6 +120,45 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
                 name, "Scatter", placement, moved, (), values([result]),
                 axis=axis, reason=reason, lines=lines,
             )  # fmt: skip
+        case Loop():
+            return _loop_fact(plan, step, reduction)
+        case Branch(name, index, blocks, results, line):
+            facts = tuple(
+                _block_fact(plan, f"block {i}", block, reduction) for i, block in enumerate(blocks)
+            )
+            return StepFact(
+                name, "Branch", None, values([index]), (), values(results), lines=(line,),
+                blocks=facts,
+            )  # fmt: skip
+
+
+def _loop_fact(plan: Plan, loop: Loop, reduction: str) -> StepFact:
+    handed = [
+        HandedFact("carries", value_fact(plan, v.param), v.init, v.result) for v in loop.carried
+    ]
+    handed += [HandedFact("slices", value_fact(plan, v.param), v.operand) for v in loop.sliced]
+    entries = loop.block.outputs[len(loop.carried) :]
+    handed += [
+        HandedFact("stacks", value_fact(plan, entry), None, name)
+        for entry, name in zip(entries, loop.stacked, strict=True)
+    ]
+    read = [value_fact(plan, fact.outside) for fact in handed if fact.outside is not None]
+    made = [value_fact(plan, fact.afterwards) for fact in handed if fact.afterwards is not None]
+    blocks = [_block_fact(plan, "each round", loop.block, reduction)]
+    if loop.condition is not None:
+        blocks.insert(0, _block_fact(plan, "condition", loop.condition, reduction))
+    return StepFact(
+        loop.name, "Loop", None,
+        tuple(value for value in read if value.member_bytes is None),
+        tuple(value for value in read if value.member_bytes is not None),
+        tuple(made), lines=(loop.line,), rounds=loop.rounds, reverse=loop.reverse,
+        handed=tuple(handed), blocks=tuple(blocks),
+    )  # fmt: skip
+
+
+def _block_fact(plan: Plan, title: str, block: Block, reduction: str) -> BlockFact:
+    steps = tuple(step_fact(plan, step, reduction) for step in block.steps)
+    return BlockFact(title, steps, tuple(value_fact(plan, name) for name in block.outputs))
 
 
 def value_fact(plan: Plan, name: str) -> ValueFact:
@@ -280,7 +213,17 @@ def _sizes(artefacts: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def _made(fact: StepFact) -> tuple[ValueFact, ...]:
-    return (*fact.results, *(reduction.result for reduction in fact.reductions))
+    """What a step makes for others, for those in its own blocks included."""
+    params = (value.inside for value in fact.handed if value.outside is not None)
+    return (*fact.results, *(reduction.result for reduction in fact.reductions), *params)
+
+
+def _edges(fact: StepFact, makers: Mapping[str, str]) -> Iterator[Edge]:
+    """From the makers of what a step reads; what leaves its blocks comes back to it."""
+    given = (value for block in fact.blocks for value in block.outputs)
+    for value in (*fact.served, *fact.placed, *given):
+        if makers[value.name] != fact.name:
+            yield Edge(makers[value.name], fact.name, value.name, value.nbytes)
 
 
 def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, ...]:

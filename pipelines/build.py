@@ -214,11 +214,11 @@ class Graph:
         served, placed = self._results()
         for number, (environment, names) in enumerate(served.items()):
             label = f"Write {', '.join(names)}"
-            write = WriteServed(self.store, tuple(names), f"{stem}-served-{number}")
-            environment | label >> beam.ParDo(write)
+            write_served = WriteServed(self.store, tuple(names), f"{stem}-served-{number}")
+            environment | label >> beam.ParDo(write_served)
         for number, name in enumerate(placed):
-            write = WritePlaced(self.store, name, f"{stem}-placed-{number}")
-            self.placed(name) | f"Write {name}" >> beam.ParDo(write)
+            write_placed = WritePlaced(self.store, name, f"{stem}-placed-{number}")
+            self.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
 
     def find_results(self, stem: str = "result") -> dict[str, Served | Placed]:
         """What `write_results` wrote, by name, once the pipeline is through.

@@ -85,7 +85,7 @@ class Driver:
             match steps:
                 case [Loop() as loop]:
                     inits = {value.init for value in loop.carried} & own
-                    self.loop(loop, prefix, inits - later - unroll.read_by_blocks(loop))
+                    self.loop(loop, prefix, inits - later - unroll.read_by_rounds(loop))
                 case [Branch() as branch]:
                     self.branch(branch, prefix)
                 case _:
@@ -128,7 +128,8 @@ class Driver:
                 self.round(loop, number, prefix)
                 number += 1
         elif unroll.is_straight(loop.block.steps):
-            width = unroll.rounds_per_graph(self.plan, loop, self.launcher.options)
+            launcher = self.launcher
+            width = unroll.rounds_per_graph(self.plan, loop, launcher.options, launcher.shared)
             for first in range(0, loop.rounds, width):
                 self.rounds(loop, range(first, min(first + width, loop.rounds)), prefix)
         else:

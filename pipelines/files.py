@@ -34,18 +34,30 @@ def join(folder: str, name: str) -> str:
     return FileSystems.join(folder, name)
 
 
-def write(path: str, data: bytes, *, keep: bool = False) -> None:
+def write(path: str, data: bytes, *, keep: bool = False, make: bool = True) -> None:
     """Writes a file under a temporary name, and renames it.
 
     Args:
-        path: its folder is made, for this user only (mode 0700), if it is not there.
+        path: of the file.
         data: the whole content.
         keep: leave a file of this name and size as it is, as fits content-hashed names.
+        make: make the folder of a local file, for this user only (mode 0700), if it is not there.
 
     Raises:
         Exception: whatever the file system raises.
     """
-    (_write_remote if is_url(path) else _write_local)(path, data, keep)
+    if is_url(path):
+        _write_remote(path, data, keep)
+        return
+    if make:
+        make_folder(os.path.dirname(path) or ".")
+    _write_local(path, data, keep)
+
+
+def make_folder(folder: str) -> None:
+    """Makes a local folder, for this user only (mode 0700), if it is not there."""
+    if not is_url(folder):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
 
 
 def read(path: str) -> memoryview:
@@ -126,9 +138,7 @@ def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
 def _write_local(path: str, data: bytes, keep: bool) -> None:
     if keep and os.path.exists(path) and os.path.getsize(path) == len(data):
         return
-    folder = os.path.dirname(path) or "."
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=_TEMPORARY, dir=folder)
+    handle, temporary = tempfile.mkstemp(suffix=_TEMPORARY, dir=os.path.dirname(path) or ".")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

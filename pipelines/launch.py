@@ -31,6 +31,7 @@ class Launcher:
       flags: Beam's options.
       store: where values are, before and after.
       options: `reduction`.
+      shared: whether workers are threads of this process.
       spread: whether there are several workers to which shards must be dealt.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
@@ -40,6 +41,7 @@ class Launcher:
     flags: PipelineOptions
     store: Store
     options: Options
+    shared: bool
     spread: bool
     program: Ref | None = None
     bodies: dict[str, StoredBody] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Placed values between the pipelines of a run: sources over files of the store.
 
-A file holds the raw bytes of consecutive members, and is named after them. What a loop slices or
+A file holds consecutive members as one array, and is named after them. What a loop slices or
 stacks, and server values that are cut into members, are views of other values, read when a worker
 asks for its shard.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import bisect
+import functools
 import json
 import re
 import uuid
@@ -17,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.errors import SourceError
+from beamjax.arrays import decode_arrays
+from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.store import Ref, Store
 from beamjax.source_base import LeafSpec, Source, open_spec
@@ -107,7 +109,7 @@ class MembersSource(Source, kind="members"):
             **self.spec_head(),
             "folder": self.folder,
             "stem": self.stem,
-            "parts": self.parts,
+            "parts": [list(part) for part in self.parts],
             "leaf": self.leaf.to_json(),
             "size": self.size,
         }
@@ -132,15 +134,16 @@ class MembersSource(Source, kind="members"):
                 f"{path}: cannot read members of a placed value ({error}); do the launcher and "
                 "all workers see the same files under this path?"
             ) from error
-        if len(data) != count * self.leaf.nbytes:
-            raise SourceError(
-                f"{path}: found {len(data)} bytes, expected {count * self.leaf.nbytes} for "
-                f"{count} members of {self.leaf}"
+        try:
+            (array,) = decode_arrays(data)[0]
+        except (ArrayFormatError, ValueError) as error:
+            raise ArrayFormatError(f"{path}: {error}") from None
+        if (array.shape, array.dtype) != ((count, *self.leaf.shape), self.leaf.dtype):
+            raise ArrayFormatError(
+                f"{path}: found {array.dtype}{list(array.shape)}, expected {count} members of "
+                f"{self.leaf}"
             )
-        shape = (count, *self.leaf.shape)
-        if not len(data):
-            return np.empty(shape, self.leaf.dtype)
-        return np.frombuffer(data, self.leaf.dtype).reshape(shape)
+        return array
 
 
 class EntrySource(Source, kind="entry"):
@@ -154,7 +157,11 @@ class EntrySource(Source, kind="entry"):
     def __init__(self, base: dict[str, Any], index: int):
         self.base = base
         self.index = index
-        self.source = open_spec(base)
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The other source, opened where something is read."""
+        return open_spec(self.base)
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
@@ -200,9 +207,12 @@ class StackedSource(Source, kind="stacked"):
         self.path = path
         self.leaf = leaf
         self.size = size
-        self.entries = [
-            (open_spec(spec), number) for spec, number in json.loads(bytes(files.read(path)))
-        ]
+
+    @functools.cached_property
+    def entries(self) -> list[tuple[Source, int]]:
+        """The sources of the stacked values and their leaves there, opened where they are read."""
+        listed = json.loads(bytes(files.read(self.path)))
+        return [(open_spec(spec), leaf) for spec, leaf in listed]
 
     @staticmethod
     def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:

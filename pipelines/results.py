@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from beamjax.arrays import encode_arrays
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
@@ -35,8 +38,7 @@ class WriteServed(StepFn):
 
     def process(self, environment: Environment) -> None:
         found = Environment({name: environment.values[name] for name in self.names})
-        path = files.join(self.store.root, f"{self.stem}{SUFFIX}")
-        files.write(path, EnvironmentCoder().encode(found))
+        self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(found))
 
 
 class WritePlaced(StepFn):
@@ -80,9 +82,9 @@ class WritePlaced(StepFn):
         self.start_bundle()
 
     def _write(self, run: list[Block]) -> None:
-        data = b"".join(block.values[self.name].tobytes() for block in run)
-        name = file_name(self.stem, run[0].start, sum(block.count for block in run))
-        files.write(files.join(self.store.root, name), data)
+        members = np.concatenate([block.values[self.name] for block in run])
+        name = file_name(self.stem, run[0].start, len(members))
+        self.store.write(name, encode_arrays([members], {"value": self.name}))
 
 
 def read_served(store: Store, stem: str) -> dict[str, Ref]:

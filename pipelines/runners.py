@@ -125,7 +125,7 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
         }
         values |= {name: Served(store, array) for name, array in inputs.server().items()}
         program = store_program(plan, store, shared)
-        launcher = Launcher(runner, flags, store, options, spreads(runner, flags), program)
+        launcher = Launcher(runner, flags, store, options, shared, spreads(runner, flags), program)
         try:
             return Driver(plan, values, launcher).run()
         finally:

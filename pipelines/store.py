@@ -110,10 +110,13 @@ class Store:
         root: a local path (made absolute), or any URL that Beam's FileSystems knows; the launcher
             and the workers must see the same files there.
         piece_bytes: largest file, in bytes; bigger arrays are cut.
+        lasts: whether a folder that is not there is made anew. That of a run is not, so that a
+            worker that goes on after its end leaves nothing.
     """
 
     root: str
     piece_bytes: int = PIECE_BYTES
+    lasts: bool = True
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 4 * _CHUNK_OVERHEAD:
@@ -131,9 +134,20 @@ class Store:
         Args:
             parent: path or URL to make it in; by default the temporary folder of this machine,
                 which workers on other machines do not see.
+
+        Raises:
+            SourceError: if it cannot be made.
         """
         parent = tempfile.gettempdir() if parent is None else parent
-        return cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"))
+        store = cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"), lasts=False)
+        try:
+            file_io.make_folder(store.root)
+        except OSError as error:
+            raise SourceError(
+                f"{store.root}: cannot write here ({error}); expected a folder that the launcher "
+                "and all workers can write and read."
+            ) from error
+        return store
 
     def put(self, arrays: Sequence[Any], hint: str = "") -> Ref:
         """Writes a value, unless the same one is there already.
@@ -160,7 +174,7 @@ class Store:
         for chunks in _pack(arrays, self.piece_bytes):
             data = wire.encode_arrays(chunks)
             name = f"{_digest([data])}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
-            self._write(name, data)
+            self.write(name, data, keep=True)
             files.append((name, len(data)))
         names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
         return Ref(_digest(names), leaves, files=tuple(files))
@@ -209,9 +223,14 @@ class Store:
         except Exception as error:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 
-    def _write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
+        """Writes a file of any content; `keep` leaves one of this name and size as it is.
+
+        Raises:
+            SourceError: if the folder cannot be written.
+        """
         try:
-            file_io.write(file_io.join(self.root, name), data, keep=True)
+            file_io.write(file_io.join(self.root, name), data, keep=keep, make=self.lasts)
         except Exception as error:
             raise SourceError(
                 f"{self.root}: cannot write {name} of {len(data)} bytes ({error}); expected a "

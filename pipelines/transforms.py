@@ -30,7 +30,7 @@ from beamjax.pipelines.runners import (
 )
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StepFn
-from beamjax.plan import Output, Plan
+from beamjax.plan import Branch, Loop, Output, Plan, walk
 from beamjax.sources import release
 
 
@@ -55,13 +55,15 @@ class PlanTransform(beam.PTransform):
       options: `reduction` and `work_folder`.
 
     Raises:
-      StagingError: an abstract argument holds arrays too, or is a scalar.
+      StagingError: an abstract argument holds arrays too, or is a scalar; or there are rounds or
+        branches that only a launching process can drive.
     """
 
     def __init__(
         self, plan: Plan, inputs: Inputs, out_tree: Any, groups: Sequence[Any], options: Options
     ):
         super().__init__(label=f"beamjax {plan.name}")
+        _refuse_control_flow(plan)
         self.plan = plan
         self.given = inputs
         self.out_tree = out_tree
@@ -311,6 +313,18 @@ class Load(StepFn):
     def process(self, element: Any) -> Iterator[np.ndarray]:
         ref = self.value if isinstance(self.value, Ref) else element.values[self.value]
         yield self.store.get(ref)[0]
+
+
+def _refuse_control_flow(plan: Plan) -> None:
+    for step in walk(plan.steps):
+        if isinstance(step, Loop | Branch):
+            what = "the rounds of a loop" if isinstance(step, Loop) else "a choice of branches"
+            raise StagingError(
+                f"{step.line}: found {what} around placed operators, which can't be part of your "
+                "own pipeline: a Beam graph is fixed before it runs, and here values decide what "
+                "runs next. Use beamjax.run, which runs a pipeline at a time; or write a known "
+                "number of rounds as a Python loop, and a choice with jnp.where"
+            )
 
 
 def _is_abstract(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,10 @@ from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
 
 MAX_STEPS = 16
-"""Steps in a graph of unrolled rounds, if nothing else is asked for."""
+"""Steps in a graph of unrolled rounds, if nothing else is asked for: a graph costs about as much as
+two of its steps where workers are threads of the launching process."""
+MAX_STEPS_ELSEWHERE = 64
+"""The same where each graph starts workers or a job anew, which takes seconds to minutes."""
 MAX_BYTES = 1 << 28
 """Bytes of the values that unrolled rounds make, all together, likewise."""
 
@@ -45,10 +48,14 @@ def read(step: Step) -> set[str]:
         case Gather(operand=operand) | Scatter(operand=operand):
             return {operand}
         case Loop():
-            outer = {v.init for v in step.carried} | {v.operand for v in step.sliced}
-            return outer | read_by_blocks(step)
+            return {value.init for value in step.carried} | read_by_rounds(step)
         case Branch():
             return {step.index} | read_by_blocks(step)
+
+
+def read_by_rounds(loop: Loop) -> set[str]:
+    """Names of the values that the rounds of a loop read, besides the initial ones."""
+    return {value.operand for value in loop.sliced} | read_by_blocks(loop)
 
 
 def read_by_blocks(step: Loop | Branch) -> set[str]:
@@ -62,8 +69,11 @@ def read_by_blocks(step: Loop | Branch) -> set[str]:
     return names.union(*(read(inner) for block in blocks for inner in block.steps))
 
 
-def renamed(step: Step, prefix: str, name: Callable[[str], str] = str) -> Step:
-    """A step without blocks, under a longer name and with other names for values."""
+def renamed(step: Step, prefix: str, new_names: Mapping[str, str] | None = None) -> Step:
+    """A step without blocks, under a longer name; values may have new names too."""
+
+    def name(old: str) -> str:
+        return (new_names or {}).get(old, old)
 
     def names(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(name, old))
@@ -135,10 +145,7 @@ def unrolled(loop: Loop, rounds: Iterable[int], prefix: str = "") -> Rounds:
         slices |= {names[value.param]: (value.operand, index) for value in loop.sliced}
         params = (value.param for value in loop.carried)
         names |= dict(zip(params, carried, strict=True))
-        steps += [
-            renamed(step, where, lambda name, names=names: names.get(name, name))
-            for step in loop.block.steps
-        ]
+        steps += [renamed(step, where, names) for step in loop.block.steps]
         outputs = [names.get(name, name) for name in loop.block.outputs]
         carried = tuple(outputs[: len(carried)])
         entries.append(outputs[len(carried) :])
@@ -150,13 +157,14 @@ def entry_index(loop: Loop, number: int) -> int:
     return (loop.rounds or 0) - 1 - number if loop.reverse else number
 
 
-def rounds_per_graph(plan: Plan, loop: Loop, options: Options) -> int:
+def rounds_per_graph(plan: Plan, loop: Loop, options: Options, shared: bool) -> int:
     """How many rounds of a loop make one graph.
 
     Args:
       plan: that the loop is part of.
       loop: with a block without control flow.
       options: `rounds_per_graph`.
+      shared: whether workers are threads of this process.
     """
     steps = loop.block.steps
     scattered = {step.result for step in steps if isinstance(step, Scatter)}
@@ -165,4 +173,5 @@ def rounds_per_graph(plan: Plan, loop: Loop, options: Options) -> int:
     if options.rounds_per_graph is not None:
         return options.rounds_per_graph
     nbytes = sum(plan.nbytes(name) for step in steps for name in made(step))
-    return max(1, min(MAX_STEPS // max(len(steps), 1), MAX_BYTES // max(nbytes, 1)))
+    limit = MAX_STEPS if shared else MAX_STEPS_ELSEWHERE
+    return max(1, min(limit // max(len(steps), 1), MAX_BYTES // max(nbytes, 1)))

@@ -319,8 +319,8 @@ def placed_result(x):
     ("program", "args", "written"),
     [
         (with_table, (X, np.ones((20, 3), np.float32)), "-arg"),
-        (total, (X,), "result-0.arrays"),
-        (placed_result, (X,), "result-0-members"),
+        (total, (X,), "segment-0-served-0.arrays"),
+        (placed_result, (X,), "segment-0-placed-0-"),
     ],
     ids=["server value", "result", "placed result"],
 )
@@ -334,7 +334,7 @@ def test_a_damaged_file_in_the_work_folder(damage, program, args, written, monke
 
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
     monkeypatch.setattr(files, "write", write_damaged)
-    with pytest.raises(ArrayFormatError, match=r"arrays: .*(found|bad) .*expected"):
+    with pytest.raises(ArrayFormatError, match=r"(arrays|members): .*(found|bad) .*expected"):
         bj.run(program, *args, options={"work_folder": str(tmp_path)})
     assert any(written in path for path in paths), paths
     assert list(tmp_path.iterdir()) == []

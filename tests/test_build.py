@@ -204,12 +204,3 @@ def test_shards_start_from_few_elements(seen, monkeypatch):
     x = np.ones(9999, np.float32)
     assert bj.run(total, x, options={"shard_size": 8}) == 9999
     assert bj.run(total, x, options=["--shard_size=8", *FLAGS["two workers"]]) == 9999
-
-
-def test_results_are_numbered_by_value():
-    from beamjax.plan import Output, Plan
-
-    plan = Plan("p", {}, {}, {}, (), (), (
-        Output("a"), Output(input=3), Output("b"), Output("a"), Output(constant=np.ones(2)),
-    ), {}, False, "0")  # fmt: skip
-    assert build.result_numbers(plan) == {"a": 0, "b": 1}

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plans import Maker, inputs_of
+from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
 from beamjax.options import Options, parse_options
 from beamjax.pipelines import runners
@@ -168,3 +169,352 @@ def test_no_rounds_stack_nothing():
     assert found["pages"].shape == (0, 2)
     np.testing.assert_array_equal(found["out"], arrays["z"])
     assert {array.dtype for array in found.values()} == {np.dtype("float32")}
+
+
+def swap():
+    m = Maker(N, **dict.fromkeys(("a", "b", "p", "q", "a1", "b1"), "f"))
+    m.values |= Maker(N, **dict.fromkeys(("x", "y", "u", "v", "x1", "y1"), "f 3@")).values
+    block = Block((), ("q", "p", "v", "u"))
+    steps = [loop("loop_0", 3, block, "a:p:a1 b:q:b1 x:u:x1 y:v:y1")]
+    return m.plan(steps, "a1 b1 x1 y1", "a b x y")
+
+
+def test_a_swap_reads_all_before_it_hands_on(launched):
+    found = run(swap(), a=np.float32(1), b=np.float32(2), x=X, y=-X)
+    assert (found["a1"], found["b1"]) == (2, 1)
+    np.testing.assert_array_equal(found["x1"], -X)
+    np.testing.assert_array_equal(found["y1"], X)
+    assert not launched
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_values_pass_through_unchanged(width):
+    """Carried as they are, replaced by values from outside, and stacked from outside."""
+    m = Maker(
+        N, x="f 3@", y="f 3@", w="f 3", a="f 3@", b="f 3@", p="f 3", t="f 3", a1="f 3@", b1="f 3@",
+        p1="f 3", xs="f 4 3@", ws="f 4 3", ts="f 4 3",
+    )  # fmt: skip
+    step = m.map("map_clients_0", lambda p, a, b: p * a + b, "p", "a b", "", "t")
+    block = Block((step,), ("a", "y", "w", "b", "w", "t"))
+    steps = [loop("loop_0", 4, block, "x:a:a1 x:b:b1 w:p:p1", "", "xs ws ts")]
+    found = run(m.plan(steps, "a1 b1 p1 xs ws ts", "x y w"), (), width, x=X, y=2 * X, w=W)
+    np.testing.assert_array_equal(found["a1"], X)
+    np.testing.assert_array_equal(found["b1"], 2 * X)
+    np.testing.assert_array_equal(found["p1"], W)
+    np.testing.assert_array_equal(found["xs"], np.stack([X, 2 * X, 2 * X, 2 * X], axis=1))
+    np.testing.assert_array_equal(found["ws"], np.stack([W] * 4))
+    ts = [np.sum(W * X + b, axis=0) for b in (X, 2 * X, 2 * X, 2 * X)]
+    np.testing.assert_array_equal(found["ts"], np.stack(ts))
+
+
+def exchange(rounds):
+    """Gathers, transposes and scatters a placed value in each round."""
+    m = Maker(3, x="f 3@", p="f 3@", g="f 3 3", h="f 3 3", s="f 3@", out="f 3@", t="f 3")
+    block = Block(
+        (
+            Gather("gather_0", "p", "g", 0, "", ""),
+            m.server("server_0", lambda g: g.T * 2 + g, "g", "h"),
+            Scatter("scatter_0", "h", "s", 1, "", ""),
+        ),
+        ("s",),
+    )
+    steps = [
+        loop("loop_0", rounds, block, "x:p:out"),
+        m.map("map_clients_0", lambda x: x, "", "out", "", "t"),
+    ]
+    return m.plan(steps, "out t", "x")
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_values_are_gathered_and_scattered_between_rounds(width):
+    x = np.arange(9, dtype=np.float32).reshape(3, 3)
+    found = run(exchange(3), (), width, x=x)
+    for _ in range(3):
+        x = (x.T * 2 + x).T
+    np.testing.assert_array_equal(found["out"], x)
+    np.testing.assert_array_equal(found["t"], x.sum(axis=0))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_initial_value_may_be_read_in_the_rounds(width):
+    """As what is sliced, and as a value from outside."""
+    m = Maker(3, x="f 3@", w="f 3", p="f 3@", v="f 3", e="f@", c="f", p1="f 3@", v1="f 3",
+              t="f 3", out="f 3@", last="f 3", y="f 3@", u="f 3")  # fmt: skip
+    first = m.map("map_clients_0", lambda w, x: (x * 2, x * w), "w", "x", "y", "u")
+    step = m.map(
+        "map_clients_1", lambda v, c, p, e, y: (p + e * c + y, v * 0 + e), "v c", "p e y", "p1", "t"
+    )
+    server = m.server("server_0", lambda t, v, u: t + v - u, "t v u", "v1")
+    block = Block((step, server), ("p1", "v1"))
+    steps = [first, loop("loop_0", 3, block, "y:p:out u:v:last", "y:e u:c")]
+    x = np.arange(9, dtype=np.float32).reshape(3, 3)
+    found = run(m.plan(steps, "out last", "x w"), (), width, x=x, w=W)
+    y, u = x * 2, np.sum(x * W, axis=0)
+    p, v = y, u
+    for i in range(3):
+        p, v = p + y[:, i : i + 1] * u[i] + y, np.sum(y[:, i]) + v - u
+    np.testing.assert_array_equal(found["out"], p)
+    np.testing.assert_array_equal(found["last"], v)
+
+
+def test_scattered_values_are_sliced_and_narrow_floats_are_kept():
+    m = Maker(5, h="h 2 5 3", s="h 2 3@", p="h 3@", e="h 3@", t="f 3", out="h 3@", x="h 3@",
+              ts="f 2 3", p1="h 3@")  # fmt: skip
+    block = Block(
+        (
+            m.map(
+                "map_clients_0", lambda p, e: (p + e, p.astype("f4") * e.astype("f4")),
+                "", "p e", "p1", "t",
+            ),
+        ),
+        ("p1", "t"),
+    )  # fmt: skip
+    steps = [
+        Scatter("scatter_0", "h", "s", 1, "", ""),
+        loop("loop_0", 2, block, "x:p:out", "s:e", "ts"),
+    ]
+    h = np.arange(30).reshape(2, 5, 3).astype(jnp.bfloat16)
+    x = np.ones((5, 3), jnp.bfloat16)
+    found = run(m.plan(steps, "out ts", "h x"), (), 1, h=h, x=x)
+    assert found["out"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["out"].astype("f4"), (x + h[0] + h[1]).astype("f4"))
+    ts = [(x * h[0]).astype("f4").sum(0), ((x + h[0]).astype("f4") * h[1].astype("f4")).sum(0)]
+    np.testing.assert_array_equal(found["ts"], np.stack(ts))
+
+
+# --- conditions, branches, nesting
+
+
+def halving():
+    """While the sum over members of x * s is over a limit, halve s; the condition is a pass."""
+    m = Maker(N, x="f 3@", s="f", limit="f", p="f", i="i", k="i", t="f", go="b", p1="f", k1="i",
+              out="f", count="i")  # fmt: skip
+    condition = Block(
+        (
+            m.map("map_clients_0", lambda p, x: jnp.sum(x * x) * p, "p", "x", "", "t"),
+            m.server("server_0", lambda t, limit: t > limit, "t limit", "go"),
+        ),
+        ("go",),
+    )
+    block = Block((m.server("server_1", lambda p, k: (p / 2, k + 1), "p k", "p1 k1"),),
+                  ("p1", "k1"))  # fmt: skip
+    steps = [loop("loop_0", None, block, "s:p:out i:k:count", condition=condition)]
+    return m.plan(steps, "out count", "x s i limit")
+
+
+@pytest.mark.parametrize("limit", [1e9, 10.0])
+def test_a_condition_over_members(limit, launched):
+    total, s, k = np.sum(X * X), np.float32(1), 0
+    while total * s > limit:
+        s, k = s / 2, k + 1
+    found = run(halving(), x=X, s=np.float32(1), i=np.int32(0), limit=np.float32(limit))
+    assert (found["out"], found["count"]) == (s, k)
+    assert found["count"].dtype == np.int32
+    assert len(launched) == k + 1  # the block is computed in this process
+
+
+def counting():
+    """While i < limit: a pass over members; the condition is computed in this process."""
+    m = Maker(N, x="f 3@", w="f 3", i="i", limit="i", p="f 3", k="i", t="f 3", go="b", q="f 3",
+              k1="i", out="f 3", count="i")  # fmt: skip
+    condition = Block((m.server("server_0", operator.lt, "k limit", "go"),), ("go",))
+    block = Block(
+        (
+            m.map("map_clients_0", lambda p, x: x * p, "p", "x", "", "t"),
+            m.server("server_1", lambda t, k: (t / 8, k + 1), "t k", "q k1"),
+        ),
+        ("q", "k1"),
+    )
+    steps = [loop("loop_0", None, block, "w:p:out i:k:count", condition=condition)]
+    return m.plan(steps, "out count", "x w i limit")
+
+
+def test_a_condition_on_the_server_costs_no_pipeline(launched):
+    found = run(counting(), x=X, w=W, i=np.int32(0), limit=np.int32(3))
+    w = functools.reduce(lambda w, _: np.sum(X * w, axis=0) / 8, range(3), W)
+    np.testing.assert_array_equal(found["out"], w)
+    assert found["count"] == 3
+    assert launched == [[f"loop_0[{i}]/map_clients_0", f"loop_0[{i}]/server_1"] for i in range(3)]
+
+
+def choice(index_type="i"):
+    """One of: a pass over x, a loop of passes, x as it is; both results are used."""
+    m = Maker(N, x="f 3@", w="f 3", i=index_type, y0="f 3@", t0="f 3", p="f 3@", p1="f 3@",
+              t1="f 3", y1="f 3@", y="f 3@", t="f 3", total="f 3")  # fmt: skip
+    first = Block((m.map("map_clients_0", lambda w, x: (x + w, x * w), "w", "x", "y0", "t0"),),
+                  ("y0", "t0"))  # fmt: skip
+    inner = Block((m.map("map_clients_1", lambda p: p + 1, "", "p", "p1"),), ("p1",))
+    second = Block(
+        (
+            loop("loop_0", 2, inner, "x:p:y1"),
+            m.map("map_clients_2", lambda y: y, "", "y1", "", "t1"),
+        ),
+        ("y1", "t1"),
+    )
+    branch = Branch("branch_0", "i", (first, second, Block((), ("x", "w"))), ("y", "t"), "p.py:1")
+    last = m.map("map_clients_3", lambda t, y: y * t, "t", "y", "", "total")
+    return m.plan([branch, last], "y t total", "x w i")
+
+
+@pytest.mark.parametrize("index", [-3, 0, 1, 2, 9])
+def test_branches_run_one_block(index, launched):
+    found = run(choice(), x=X, w=W, i=np.int32(index))
+    y, t = [(X + W, (X * W).sum(0)), (X + 2, (X + 2).sum(0)), (X, W)][min(max(index, 0), 2)]
+    np.testing.assert_array_equal(found["y"], y)
+    np.testing.assert_array_equal(found["t"], t)
+    np.testing.assert_array_equal(found["total"], (y * t).sum(0))
+    assert launched[-1] == ["map_clients_3"]
+    names = {re.sub(r".*\)/", "", name) for steps in launched[:-1] for name in steps}
+    expected = [{"map_clients_0"}, {"loop_0[0]/map_clients_1", "loop_0[1]/map_clients_1",
+                                    "map_clients_2"}, set()]  # fmt: skip
+    assert names == expected[min(max(index, 0), 2)]
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_a_branch_on_a_boolean(index):
+    found = run(choice("b"), x=X, w=W, i=np.bool_(index))
+    np.testing.assert_array_equal(found["y"], X + 2 if index else X + W)
+
+
+def nested():
+    """for i in 3: w, x = cond(i odd, (2 rounds of x += w), (w, x)); w -> sum; stacks of both."""
+    m = Maker(
+        N, x="f 3@", w="f 3", js="i 3", j="i", p="f 3@", v="f 3", odd="b", a="f 3@", a1="f 3@",
+        as_="f 2 3@", added="f 3@", hist="f 2 3@", q="f 3@", t="f 3", v1="f 3", out="f 3@",
+        last="f 3", qs="f 3 3@", hists="f 3 2 3@", vs="f 3 3", flat="f 2 3@",
+    )  # fmt: skip
+    inner = Block((m.map("map_clients_0", lambda v, a: a + v, "v", "a", "a1"),), ("a1", "a"))
+    taken = Block((loop("loop_1", 2, inner, "p:a:added", "", "as_"),), ("added", "as_"))
+    flat = m.map("map_clients_2", lambda p: jnp.stack([p, p * 0]), "", "p", "flat")
+    other = Block((flat,), ("p", "flat"))
+    block = Block(
+        (
+            m.server("server_0", lambda j: j % 2 == 1, "j", "odd"),
+            Branch("branch_0", "odd", (other, taken), ("q", "hist"), "p.py:2"),
+            m.map("map_clients_1", lambda q: q / 8, "", "q", "", "t"),
+            m.server("server_1", lambda t, v: jnp.round(t + v), "t v", "v1"),
+        ),
+        ("q", "v1", "q", "hist", "v"),
+    )
+    steps = [loop("loop_0", 3, block, "x:p:out w:v:last", "js:j", "qs hists vs", reverse=True)]
+    return m.plan(steps, "out last qs hists vs", "x w js")
+
+
+def test_loops_and_branches_inside_of_loops():
+    js = np.array([0, 1, 3], np.int32)
+    x, w = X, W
+    qs, hists, vs = np.zeros((N, 3, 3)), np.zeros((N, 3, 2, 3)), np.zeros((3, 3))
+    for i in (2, 1, 0):
+        if js[i] % 2:
+            q, hist = x + 2 * w, np.stack([x, x + w], axis=1)
+        else:
+            q, hist = x, np.stack([x, x * 0], axis=1)
+        qs[:, i], hists[:, i], vs[i] = q, hist, w
+        x, w = q, np.round(np.sum(q / 8, axis=0) + w)
+    found = run(nested(), x=X, w=W, js=js)
+    expected = {"out": x, "last": w, "qs": qs, "hists": hists, "vs": vs}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+# --- what is left behind, and what goes wrong
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """How many files the store has when each pipeline starts; all values are files."""
+    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    found = []
+    run = Launcher.run
+
+    def spy(self, *args):
+        found.append(len(files.names(self.store.root)))
+        return run(self, *args)
+
+    monkeypatch.setattr(Launcher, "run", spy)
+    return found
+
+
+def test_files_of_dead_values_go_as_the_loop_goes_on(stored):
+    run(counting(), x=X, w=W, i=np.int32(0), limit=np.int32(8))
+    assert len(stored) == 8
+    assert len(set(stored[1:])) == 1
+
+
+def test_placed_states_of_earlier_rounds_are_removed(stored):
+    m = Maker(N, x="f 3@", p="f 3@", p1="f 3@", out="f 3@")
+    block = Block((m.map("map_clients_0", lambda p: p + 1, "", "p", "p1"),), ("p1",))
+    found = run(m.plan([loop("loop_0", 6, block, "x:p:out")], "out", "x"), (), 1, x=X)
+    np.testing.assert_array_equal(found["out"], X + 6)
+    assert stored[2:] == [2] * 4  # the body and the last state
+
+
+def test_a_value_that_shares_its_file_stays(stored):
+    """Equal values share a content-hashed file: one is dropped, the other one is still read."""
+    m = Maker(N, w="f 3", p="f 3", q="f 3", p1="f 3", t="f 3", x="f 3@", out="f 3", kept="f 3")
+    block = Block(
+        (m.map("map_clients_0", lambda p, q, x: (x * 0 + q, x * 0), "p q", "x", "", "t p1"),),
+        ("p1", "q"),
+    )
+    m.values["p1"] = m.values["p"]
+    steps = [loop("loop_0", 3, block, "w:p:out w:q:kept")]
+    found = run(m.plan(steps, "out kept", "w x"), (), 1, w=W, x=X)
+    np.testing.assert_array_equal(found["kept"], W)
+    np.testing.assert_array_equal(found["out"], 0 * W)
+
+
+@pytest.fixture
+def empty_tmp(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, WorkerError])
+def test_a_run_that_ends_early_leaves_nothing(error, empty_tmp, monkeypatch):
+    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    run_pipeline = Launcher.run
+    left = iter([None, None])
+
+    def broken(self, *args):
+        if next(left, error) is error:
+            assert os.listdir(self.store.root)
+            raise error("stopped")
+        return run_pipeline(self, *args)
+
+    monkeypatch.setattr(Launcher, "run", broken)
+    with pytest.raises(error, match="stopped"):
+        run(history(4), (), 1, **history_inputs(4))
+    assert list(empty_tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [[], PROCESSES], ids=["one", "processes"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_an_error_names_the_round(width, flags, monkeypatch):
+    """Members are missing from round 2 on."""
+    plan = history(4, extra="out")
+    arrays = history_inputs(4)
+    arrays["xs"] = np.delete(arrays["xs"], -1, axis=1)  # three entries
+    message = (
+        r"^loop_0, round 3: step 'map_clients_0' \(map_clients_0_body\), shard \d of placement"
+    )
+    with pytest.raises(WorkerError, match=message):
+        run(plan, flags, width, **arrays)
+
+
+def test_an_error_in_this_process_names_the_rounds(monkeypatch):
+    def fail(plan, step, known):
+        raise WorkerError(f"step {step.name!r}: broken")
+
+    monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
+    with pytest.raises(WorkerError, match=r"^loop_0, round 0: step 'server_0': broken$"):
+        run(nested(), x=X, w=W, js=np.array([0, 1, 3], np.int32))
+
+
+def test_a_store_at_a_url(tmp_path):
+    """Another file system of Beam, see `test_store`."""
+    (tmp_path / "work").mkdir()
+    arrays = history_inputs(3)
+    found = run(history(3), [f"--work_folder=bjtest:/{tmp_path}/work"], 2, **arrays)
+    for name, array in history_by_numpy(**arrays, reverse=False).items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert not [path for path in (tmp_path / "work").rglob("*") if path.is_file()]

@@ -1,5 +1,6 @@
 """What `explain` tells of programs: bytes, passes, edges, and what is gathered where."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -8,13 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_driver
 from programs import CASES, N, W, X, Y
 
 import beamjax
 from beamjax import sources
 from beamjax.errors import OptionsError, StagingError
-from beamjax.explanation import STAGES, _escaped, explain, human_bytes
-from beamjax.facts import exactness
+from beamjax.explanation import (
+    STAGES,
+    _escaped,
+    explain,
+    human_bytes,
+    plan_mermaid,
+    plan_text,
+)
+from beamjax.fact_types import InputFact, walk_facts
+from beamjax.facts import exactness, plan_facts
+
+N_MEMBERS = test_driver.N
 
 PLANNED = [
     name
@@ -258,7 +270,7 @@ def test_scatters_are_told():
 # --- formats
 
 LABEL = r'"(?:[^"<>\[\](){}|`]|<br/>)*"'
-NODE = re.compile(rf"  (n\d+)(?:\[{LABEL}\]|\(\[{LABEL}\]\))")
+NODE = re.compile(rf" +(n\d+)(?:\[{LABEL}\]|\(\[{LABEL}\]\)|{{{{{LABEL}}}}}|{{{LABEL}}})")
 EDGE = re.compile(rf"  (n\d+) -->\|{LABEL}\| (n\d+)")
 
 
@@ -266,9 +278,15 @@ def check_mermaid(text):
     """The part of Mermaid's grammar that is used; every node is declared once before its edges."""
     first, *lines = text.splitlines()
     assert first == "flowchart TD"
-    nodes = []
+    nodes, depth = [], 0
     for line in lines:
-        if edge := EDGE.fullmatch(line):
+        if opened := re.fullmatch(rf" +subgraph (n\d+_\w+)\[{LABEL}\]", line):
+            nodes.append(opened[1])
+            depth += 1
+        elif line.strip() == "end":
+            depth -= 1
+            assert depth >= 0
+        elif edge := EDGE.fullmatch(line):
             assert set(edge.groups()) <= set(nodes)
         elif styled := re.fullmatch(r"  class ((?:n\d+,?)+) moved", line):
             assert set(styled[1].split(",")) <= set(nodes)
@@ -277,6 +295,7 @@ def check_mermaid(text):
             assert node, line
             nodes.append(node[1])
     assert len(nodes) == len(set(nodes))
+    assert depth == 0
 
 
 def test_mermaid_of_awkward_names_and_red_gathers():
@@ -331,6 +350,80 @@ def test_a_plan_without_placements():
     nothing = explain(dict)
     assert section(nothing, "inputs") == section(nothing, "outputs") == "  none"
     check_mermaid(nothing.to_mermaid())
+
+
+# --- loops and branches
+
+
+def facts_by_hand(plan):
+    inputs = tuple(
+        InputFact(spec.path, str(plan.values[spec.path]), plan.nbytes(spec.path), "", (spec.path,))
+        for spec in plan.inputs
+    )
+    return plan_facts(plan, inputs, [out.value for out in plan.outputs])
+
+
+def test_a_loop_tells_its_rounds_and_what_they_hand_on():
+    facts = facts_by_hand(test_driver.nested())
+    (loop,) = facts.steps
+    assert (loop.kind, loop.rounds, loop.reverse) == ("Loop", 3, True)
+    assert [(h.how, h.outside, h.inside.name, h.afterwards, h.inside.nbytes)
+            for h in loop.handed] == [
+        ("carries", "x", "p", "out", N_MEMBERS * 12), ("carries", "w", "v", "last", 12),
+        ("slices", "js", "j", None, 4), ("stacks", None, "q", "qs", N_MEMBERS * 12),
+        ("stacks", None, "hist", "hists", N_MEMBERS * 24), ("stacks", None, "v", "vs", 12),
+    ]  # fmt: skip
+    text = plan_text(facts)
+    assert "\n  loop_0: Loop, 3 rounds, the last entry first\n" in text
+    assert (
+        "    carries    x -> p -> out   float32[3]@clients    12 B a member, 252 B in all" in text
+    )
+    assert "\n    line       program.py:7 (fn)\n    each round, gives q, v1, q, hist, v\n" in text
+    assert "\n      branch_0: Branch, one of 2 blocks\n" in text
+    assert "\n        block 1, gives added, as_\n          loop_1: Loop, 2 rounds\n" in text
+    assert "each round of a loop is counted once" in text
+
+
+def test_a_condition_is_told():
+    facts = facts_by_hand(test_driver.halving())
+    (loop,) = facts.steps
+    assert [(block.title, [step.kind for step in block.steps]) for block in loop.blocks] == [
+        ("condition", ["Map", "Server"]), ("each round", ["Server"]),
+    ]  # fmt: skip
+    assert "Loop, rounds while a condition holds\n" in plan_text(facts)
+
+
+def test_totals_count_what_is_in_blocks():
+    facts = facts_by_hand(test_driver.nested())
+    assert facts.passes == 3
+    assert "3 passes over members, 8 steps" in plan_text(facts)
+    maps = [step for step in walk_facts(facts.steps) if step.kind == "Map"]
+    assert facts.read_bytes == sum(step.read_bytes for step in maps) == 3 * N_MEMBERS * 12
+    gathered = facts_by_hand(test_driver.exchange(2))
+    assert gathered.gathered_bytes == 36
+    assert "  gather_0: p of loop_0, 36 B, along axis 0" in plan_text(gathered)
+
+
+@pytest.mark.parametrize("plan", ["nested", "halving", "counting", "choice"])
+def test_edges_and_flowcharts_of_blocks(plan):
+    facts = facts_by_hand(getattr(test_driver, plan)())
+    text = plan_mermaid(facts)
+    check_mermaid(text)
+    steps = list(walk_facts(facts.steps))
+    blocks = sum(bool(block.steps) for step in steps for block in step.blocks)
+    assert text.count("subgraph ") == blocks + sum(bool(step.blocks) for step in steps)
+    names = {step.name for step in steps} | {fact.path for fact in facts.inputs}
+    assert {edge.source for edge in facts.edges} <= names
+    json.dumps(dataclasses.asdict(facts))
+
+
+def test_what_rounds_hand_on_comes_back_to_the_loop():
+    edges = {(e.source, e.target, e.value) for e in facts_by_hand(test_driver.counting()).edges}
+    assert {
+        ("w", "loop_0", "w"), ("loop_0", "map_clients_0", "p"), ("server_1", "loop_0", "q"),
+        ("server_0", "loop_0", "go"), ("limit", "server_0", "limit"), ("loop_0", "out", "out"),
+    } <= edges  # fmt: skip
+    assert not [e for e in edges if e[0] == e[1]]
 
 
 # --- stages

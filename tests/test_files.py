@@ -42,3 +42,18 @@ def test_is_url(path, url):
 
 def test_remove_of_nothing(tmp_path):
     files.remove(str(tmp_path / "none"), ".arrays")
+
+
+def test_names_and_removal_of_files(tmp_path):
+    assert files.names(str(tmp_path / "none")) == []
+    for name in ("a.x", "b.x", "c.y"):
+        files.write(str(tmp_path / "f" / name), b"data")
+    (tmp_path / "f" / "folder.x").mkdir()
+    folder = str(tmp_path / "f")
+    assert sorted(files.names(folder)) == ["a.x", "b.x", "c.y"]
+    files.remove_files(folder, ["a.x", "none.x"])
+    files.remove_files(folder, [])
+    assert sorted(files.names(folder)) == ["b.x", "c.y"]
+    (tmp_path / "f" / "folder.x").rmdir()
+    files.remove(folder, (".x", ".y"))
+    assert not (tmp_path / "f").exists()

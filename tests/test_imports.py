@@ -145,8 +145,10 @@ TESTED_ELSEWHERE = {
     "evaluate": "test_run",
     "execution": "test_run",
     "extremes": "test_accumulators",
+    "fact_types": "test_explanation",
     "facts": "test_explanation",
     "flatten": "test_run",
+    "launch": "test_driver",
     "layouts": "test_sharding",
     "leaves": "test_api",
     "lower": "test_run",
@@ -161,6 +163,7 @@ TESTED_ELSEWHERE = {
     "split": "test_run",
     "stage": "test_bad_input",
     "tasks": "test_workers",
+    "values": "test_driver",
 }
 
 

@@ -16,6 +16,7 @@ from beamjax.options import OWN, Options, parse_options
         (Options(shard_size=16), Options(shard_size=16)),
         ({"shard_size": 64}, Options(shard_size=64)),
         (["--shard_size=64"], Options(shard_size=64)),
+        (["--rounds_per_graph=4"], Options(rounds_per_graph=4)),
         (("--reduction=fast",), Options(reduction="fast")),
         ({"platforms": ["cpu", "cuda"]}, Options(platforms=("cpu", "cuda"))),
         (["--platforms=cpu,tpu"], Options(platforms=("cpu", "tpu"))),
@@ -56,6 +57,10 @@ def test_beams_own_options_are_handed_on():
         (["--callbacks=maybe"], "callbacks: found 'maybe', expected True or False"),
         ({"gather_limit": -1}, "gather_limit: found -1, expected a number of bytes, or None"),
         (["--gather_limit=many"], "gather_limit: found 'many', expected a number"),
+        (["--rounds_per_graph=two"], "rounds_per_graph: found 'two', expected a number"),
+        ({"rounds_per_graph": 0}, "rounds_per_graph: found 0, expected a number from 1"),
+        ({"rounds_per_graph": True}, "rounds_per_graph: found True"),
+        (Options(rounds_per_graph=2.0), r"rounds_per_graph: found 2\.0"),
         (["--platforms=cpu,npu"], r"platforms: found \['cpu', 'npu'\]"),
     ],
     ids=str,
@@ -69,12 +74,18 @@ def test_a_plan_depends_on_what_shapes_its_bodies():
     plain = Options()
     assert Options(shard_size=8).planning != plain.planning
     assert Options(platforms=("cuda",)).planning != plain.planning
-    assert Options(reduction="fast", work_folder="x", beam=("--y",)).planning == plain.planning
+    assert (
+        Options(reduction="fast", work_folder="x", rounds_per_graph=2, beam=("--y",)).planning
+        == plain.planning
+    )
 
 
 def test_options_are_hashable_whatever_beam_gets():
     assert hash(Options(beam=["--a"])) == hash(Options())
-    assert set(OWN) == {"shard_size", "reduction", "platforms", "work_folder", "callbacks"}
+    assert set(OWN) == {
+        "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
+        "gather_limit",
+    }  # fmt: skip
 
 
 def test_own_options_in_any_form():

@@ -461,3 +461,51 @@ def test_put_refuses(value, message, tmp_path):
 def test_ref_from_json_refuses(record):
     with pytest.raises(ArrayFormatError, match=r"reference to a stored value: .*expected a key"):
         Ref.from_json(record)
+
+
+def test_sweep_leaves_what_is_live(root, monkeypatch):
+    monkeypatch.setattr(store, "INLINE_BYTES", 0)
+    values = Store(root)
+    dead, live = values.put([np.arange(9)], "dead"), values.put([np.arange(5)], "live")
+    again = values.put([np.arange(5)], "live")
+    assert again == live
+    files.write(files.join(root, "v-0-8.members"), b"data")
+    files.write(files.join(root, "others.txt"), b"data")
+    values.sweep({name for name, _ in live.files})
+    assert sorted(files.names(root)) == sorted([live.files[0][0], "others.txt"])
+    np.testing.assert_array_equal(values.get(again)[0], np.arange(5))
+    with pytest.raises(SourceError, match="cannot read a stored value"):
+        values.get(dead)
+    values.sweep(())
+    assert files.names(root) == ["others.txt"]
+
+
+def test_sweep_of_nothing(tmp_path):
+    Store(str(tmp_path / "none")).sweep(())
+
+
+def test_sweep_says_what_failed(tmp_path, monkeypatch):
+    def fail(folder):
+        raise OSError("broken")
+
+    monkeypatch.setattr(files, "names", fail)
+    with pytest.raises(SourceError, match="cannot remove stored values"):
+        Store(str(tmp_path)).sweep(())
+
+
+def test_a_store_that_was_removed_stays_so(tmp_path, monkeypatch):
+    """As for a worker that goes on after the run was interrupted."""
+    monkeypatch.setattr(store, "INLINE_BYTES", 0)
+    values = Store.temporary(str(tmp_path / "work"))
+    assert stat.S_IMODE(os.stat(values.root).st_mode) == 0o700
+    values.put([np.arange(3)])
+    values.cleanup()
+    with pytest.raises(SourceError, match="cannot write"):
+        values.put([np.arange(3)])
+    assert not Path(values.root).exists()
+
+
+def test_a_store_in_a_file_is_an_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SourceError, match="cannot write here"):
+        Store.temporary(str(tmp_path / "file"))

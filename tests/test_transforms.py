@@ -10,14 +10,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import test_driver
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
+from plans import inputs_of
 from programs import Pair
 
 import beamjax as bj
 from beamjax import source_base
 from beamjax.errors import SourceError, StagingError, StructureError
+from beamjax.options import Options
+from beamjax.pipelines.transforms import PlanTransform
 
 N = 21
 W = np.arange(3, dtype=np.float32)
@@ -341,3 +345,18 @@ def test_applied_to_the_wrong_thing():
         windowed = elements | beam.WindowInto(beam.window.FixedWindows(1))
         with pytest.raises(StagingError, match=r"in FixedWindows.*put beam.WindowInto"):
             windowed | "windowed" >> bj.transform(total, W, abstract(X))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("counting", r"^program\.py:7 \(fn\): found the rounds of a loop .*beamjax\.run"),
+        ("choice", r"^p\.py:1: found a choice of branches around placed operators"),
+    ],
+)
+def test_rounds_and_branches_need_a_driver(plan, message):
+    plan = getattr(test_driver, plan)()
+    arrays = {"x": test_driver.X, "w": test_driver.W, "i": np.int32(0), "limit": np.int32(3)}
+    inputs = inputs_of(plan, **arrays)
+    with pytest.raises(StagingError, match=message):
+        PlanTransform(plan, inputs, jax.tree.structure((0, 0)), [], Options())

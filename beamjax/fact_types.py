@@ -1,0 +1,175 @@
+"""What is told of a plan: plain facts, for people and programs. `beamjax.facts` finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ValueFact:
+    """A value, its type (`float32[5,3]@clients`) and its bytes, of all members if it is placed.
+
+    The bytes of a member, and of a shard with its padding, are None for server values.
+    """
+
+    name: str
+    type: str
+    nbytes: int
+    member_bytes: int | None = None
+    shard_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class InputFact:
+    """One input: `read` says how, `values` under which names the steps read it."""
+
+    path: str
+    type: str
+    nbytes: int
+    read: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReductionFact:
+    """One reduction that ends in a pass; `nbytes` is what each shard sends for it."""
+
+    result: ValueFact
+    reducer: str
+    lane: str
+    exactness: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class HandedFact:
+    """A value as the rounds of a loop read it, what it was outside, and what it is afterwards.
+
+    What is carried has `outside` and `afterwards`, what is sliced or stacked one of them.
+    """
+
+    how: str
+    inside: ValueFact
+    outside: str | None = None
+    afterwards: str | None = None
+
+
+@dataclass(frozen=True)
+class BlockFact:
+    """Steps that run as one: `title` is "condition", "each round" or "block 1"."""
+
+    title: str
+    steps: tuple[StepFact, ...]
+    outputs: tuple[ValueFact, ...]
+
+
+@dataclass(frozen=True)
+class StepFact:
+    """One step.
+
+    Attributes:
+      kind: "Server", "Map", "Gather", "Scatter", "Loop" or "Branch".
+      placement: whose members it deals with, or None.
+      functions: names of the user's functions in a map.
+      served: server values that it reads.
+      placed: placed values that it reads.
+      results: what it makes, but for reductions.
+      executables: bytes of StableHLO by platform.
+      axis: of the members, if the step gathers or scatters; `reason` says why it does, or why a
+        step on the server holds a map.
+      lines: the user's `file:line (function)`.
+      python: why the step runs as Python, if it does.
+      read_bytes: of the placed values that a pass reads, all members.
+      broadcast_bytes: of the server values that a pass reads, once.
+      partial_bytes: that each shard sends to the reductions.
+      rounds: of a loop, if they are known.
+      reverse: whether a loop starts with the last entries.
+      handed: values that a loop carries, slices and stacks.
+      blocks: of a loop or a branch.
+    """
+
+    name: str
+    kind: str
+    placement: str | None
+    served: tuple[ValueFact, ...]
+    placed: tuple[ValueFact, ...]
+    results: tuple[ValueFact, ...]
+    functions: tuple[str, ...] = ()
+    reductions: tuple[ReductionFact, ...] = ()
+    executables: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    axis: int | None = None
+    reason: str = ""
+    lines: tuple[str, ...] = ()
+    python: str = ""
+    read_bytes: int = 0
+    broadcast_bytes: int = 0
+    partial_bytes: int = 0
+    rounds: int | None = None
+    reverse: bool = False
+    handed: tuple[HandedFact, ...] = ()
+    blocks: tuple[BlockFact, ...] = ()
+
+
+def walk_facts(steps: Sequence[StepFact]) -> Iterator[StepFact]:
+    """All steps, those in the blocks of loops and branches included."""
+    for step in steps:
+        yield step
+        for block in step.blocks:
+            yield from walk_facts(block.steps)
+
+
+@dataclass(frozen=True)
+class OutputFact:
+    """One output, the input or step it comes from, and the value's name there."""
+
+    path: str
+    type: str
+    nbytes: int
+    source: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that goes from an input or a step to a step or an output."""
+
+    source: str
+    target: str
+    value: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PlacementFact:
+    """A placement, the number of its members, and how they are cut to shards."""
+
+    name: str
+    members: int
+    shard_size: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """A plan as numbers and text.
+
+    `steps` has those of blocks inside of their loops and branches (see `walk_facts`). Bytes are the
+    sums of those of all steps, of which each round of a loop is counted once.
+    """
+
+    program: str
+    jax_version: str
+    x64: bool
+    passes: int
+    placements: tuple[PlacementFact, ...]
+    inputs: tuple[InputFact, ...]
+    steps: tuple[StepFact, ...]
+    edges: tuple[Edge, ...]
+    outputs: tuple[OutputFact, ...]
+    read_bytes: int
+    broadcast_bytes: int
+    partial_bytes: int
+    gathered_bytes: int
+    executable_bytes: Mapping[str, int]

@@ -1,0 +1,193 @@
+"""Placed values between pipelines: the members that were asked for, from any cut into files."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from beamjax.arrays import encode_arrays
+from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.pipelines import files
+from beamjax.pipelines.members import (
+    EntrySource,
+    MembersSource,
+    ScatteredSource,
+    StackedSource,
+    file_name,
+    members_in,
+)
+from beamjax.pipelines.store import Store
+from beamjax.source_base import LeafSpec, Source, live_spec, open_spec, register, release
+from beamjax.sources import from_arrays, from_npy
+
+N = 20
+X = np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3)
+
+
+def written(folder, array, parts, stem="v"):
+    for start, count in parts:
+        path = files.join(str(folder), file_name(stem, start, count))
+        files.write(path, encode_arrays([array[start : start + count]]))
+    return MembersSource(str(folder), stem, parts, leaf(array), len(array))
+
+
+def leaf(array):
+    return LeafSpec(array.shape[1:], array.dtype)
+
+
+def reopened(source):
+    """The source as another process opens it."""
+    return open_spec(json.loads(json.dumps(source.to_spec())))
+
+
+def check(source, expected):
+    assert len(source) == len(expected)
+    again = reopened(source)
+    assert again.to_spec() == source.to_spec() == json.loads(json.dumps(source.to_spec()))
+    assert [(x.shape, x.dtype) for x in again.leaves] == [(expected.shape[1:], expected.dtype)]
+    for start, stop in [(0, len(expected)), (3, 4), (5, 13), (7, 7)]:
+        (found,) = again.read(start, stop)
+        assert found.dtype == expected.dtype
+        assert found.shape == expected[start:stop].shape
+        assert found.tobytes() == expected[start:stop].tobytes()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, 20)],
+        [(16, 4), (0, 8), (8, 8)],
+        [(0, 8), (0, 16), (8, 8), (12, 8)],
+        [(0, 20), (8, 8)],
+    ],
+    ids=["one", "three", "overlapping", "retried"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "uint8"])
+def test_members_in_files(parts, dtype, tmp_path):
+    x = (X % 7).astype(np.dtype(dtype))
+    source = written(tmp_path, x, parts)
+    assert source.missing() == []
+    check(source, x)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_cover_gives_any_range(tmp_path_factory, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, N - 1))))
+    parts = list(zip([0, *cuts], np.diff([0, *cuts, N]).tolist(), strict=True))
+    starts = data.draw(st.lists(st.integers(0, N - 1), max_size=4))
+    parts += [(start, data.draw(st.integers(1, N - start))) for start in starts]
+    source = written(tmp_path_factory.mktemp("cover"), X, data.draw(st.permutations(parts)))
+    start = data.draw(st.integers(0, N))
+    stop = data.draw(st.integers(start, N))
+    np.testing.assert_array_equal(source.read(start, stop)[0], X[start:stop])
+    assert set(source.files) <= {file_name("v", *part) for part in parts}
+
+
+def test_members_without_bytes(tmp_path):
+    check(written(tmp_path, X[:, :0], [(0, 20)]), X[:, :0])
+
+
+def test_missing_members_are_told(tmp_path):
+    source = written(tmp_path, X, [(0, 4), (6, 10)])
+    assert source.missing() == [4, 5, 16, 17, 18, 19]
+
+
+def test_names_of_other_values_are_not_taken():
+    names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
+    assert members_in(names, "v-1") == [(0, 8), (8, 4)]
+
+
+def test_damaged_files_are_named(tmp_path):
+    source = written(tmp_path, X, [(0, 8), (8, 12)])
+    file = tmp_path / "v-8-12.members"
+    for damaged, message in [
+        (b"short", "bad magic"),
+        (bytes(file.stat().st_size), "bad magic"),
+        (file.read_bytes()[:-1] + b"1", "checksum mismatch"),
+        (encode_arrays([X[:12], X]), "too many values"),
+        (encode_arrays([X[:11]]), r"found float32\[11, 2, 3\], expected 12 members of float32"),
+    ]:
+        file.write_bytes(damaged)
+        np.testing.assert_array_equal(source.read(0, 8)[0], X[:8])
+        with pytest.raises(ArrayFormatError, match=rf"v-8-12\.members: .*{message}"):
+            source.read(0, 20)
+    (tmp_path / "v-8-12.members").unlink()
+    with pytest.raises(SourceError, match=r"v-8-12\.members: cannot read members"):
+        source.read(9, 10)
+    with pytest.raises(SourceError, match="members 3 to 21 were asked for"):
+        source.read(3, 21)
+
+
+# --- views
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_entry_of_each_member(index, tmp_path):
+    check(EntrySource(written(tmp_path, X, [(0, 20)]).to_spec(), index), X[:, index])
+
+
+def test_an_entry_of_a_file_is_not_copied(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    source = EntrySource(from_npy(tmp_path / "x.npy").to_spec(), 1)
+    (found,) = source.read(2, 9)
+    np.testing.assert_array_equal(found, X[2:9, 1])
+    assert not found.flags.owndata
+
+
+def test_leaves_without_such_an_entry_are_left():
+    token = register(from_arrays({"a": X, "b": X[:, 0, 0], "c": X[:, :1]}))
+    try:
+        source = EntrySource(live_spec(token), 1)
+        assert [x.shape for x in source.leaves] == [(3,), (), (1, 3)]
+        for found, expected in zip(
+            source.read(1, 5), [X[1:5, 1], X[1:5, 0, 0], X[1:5, :1]], strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+    finally:
+        release(token)
+
+
+def stack(folder, sources, size, expected):
+    name = StackedSource.write(str(folder), [(source.to_spec(), 0) for source in sources])
+    return StackedSource(files.join(str(folder), name), leaf(expected), size)
+
+
+def test_a_stack(tmp_path):
+    parts = [written(tmp_path, X[:, 0] * i, [(0, 8), (8, 12)], f"v{i}") for i in range(3)]
+    expected = np.stack([X[:, 0] * i for i in range(3)], axis=1)
+    check(stack(tmp_path, parts, N, expected), expected)
+
+
+def test_an_empty_stack(tmp_path):
+    expected = np.empty((N, 0, 3), ml_dtypes.bfloat16)
+    check(stack(tmp_path, [], N, expected), expected)
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 16], ids=["file", "inline"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_server_value_in_members(inline, axis, tmp_path, monkeypatch):
+    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", inline)
+    store = Store(str(tmp_path))
+    source = ScatteredSource(store, store.put([np.moveaxis(X, 0, axis)]), axis)
+    check(source, X)
+
+
+@pytest.mark.parametrize("kind", [MembersSource, EntrySource, StackedSource, ScatteredSource])
+def test_every_kind_is_found_by_other_processes(kind):
+    assert issubclass(kind, Source)
+    with pytest.raises(SourceError, match=f"source of kind '{kind.kind}': found the spec"):
+        open_spec({"kind": kind.kind, "module": kind.__module__})
+
+
+def test_views_open_nothing_until_they_are_read(tmp_path):
+    missing = {"kind": "nowhere", "module": ""}
+    entry = EntrySource(missing, 0)
+    stacked = StackedSource(str(tmp_path / "none"), leaf(X), N)
+    for source in (entry, stacked):
+        source.to_spec()
+        with pytest.raises((SourceError, OSError), match=r"nowhere|No such file"):
+            source.read(0, 1)
