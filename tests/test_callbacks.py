@@ -305,5 +305,9 @@ def test_inside_of_a_users_pipeline():
             program(lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: notes(w, v), x))),
             W, spec_of_all, options=OPTIONS,
         )  # fmt: skip
-        total | beam.Map(lambda found: np.testing.assert_allclose(found, np.sum(X * W, 0)))
+        total | beam.Map(
+            lambda found: np.testing.assert_allclose(
+                found, np.sum(np.asarray(X) * np.asarray(W), 0)
+            )
+        )
     assert SEEN == ONCE
