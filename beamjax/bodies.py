@@ -85,19 +85,57 @@ def export_body(
       StagingError: the function holds something that can't be exported.
     """
     artefacts = {}
-    for platform in platforms:
-        try:
-            exported = export.export(jax.jit(function), platforms=[platform])(*arguments)
+    narrow: tuple[str, ...] = ()
+    compiled = jax.jit(function)
+    try:
+        results = compiled.eval_shape(*arguments)
+        if any(x.dtype.name in WIDER for x in (*arguments, *results)):
+            narrow = tuple(x.dtype.name for x in results)
+            compiled = jax.jit(_widened(function, arguments))
+            arguments = list(map(_wider, arguments))
+        for platform in platforms:
+            exported = export.export(compiled, platforms=[platform])(*arguments)
             artefacts[platform] = bytes(exported.serialize())
-        except (ValueError, NotImplementedError) as error:
-            raise StagingError(
-                f"{name}: JAX can't export this step for platform {platform!r}: {error}\n"
-                f"It holds the lines {', '.join(lines) or '(none known)'}"
-            ) from error
+    except (ValueError, NotImplementedError) as error:
+        raise StagingError(
+            f"{name}: JAX can't export this step for {', '.join(platforms)}: {error}\n"
+            f"It holds the lines {', '.join(lines) or '(none known)'}"
+        ) from error
     digest = hashlib.blake2b(digest_size=16)
     for platform in sorted(artefacts):
         digest.update(platform.encode() + b"\0" + artefacts[platform])
-    return digest.hexdigest(), Body(name, artefacts, tuple(lines))
+    digest.update(",".join(narrow).encode())
+    return digest.hexdigest(), Body(name, artefacts, tuple(lines), narrow=narrow)
+
+
+# Types that `jax.export` can't write, and those that stand for them at the border of a body.
+WIDER = {"int2": np.dtype("int8"), "uint2": np.dtype("uint8")}
+
+
+def _wider(x: Any) -> Any:
+    """A value, or the description of one, in a type that can be exported."""
+    dtype = WIDER.get(x.dtype.name)
+    if dtype is None:
+        return x
+    return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+
+def _widened(
+    function: Callable[..., Sequence[Any]], arguments: Sequence[jax.ShapeDtypeStruct]
+) -> Callable[..., Sequence[Any]]:
+    def widened(*args: Any) -> list[Any]:
+        narrow = [x.astype(spec.dtype) for x, spec in zip(args, arguments, strict=True)]
+        return list(map(_wider, function(*narrow)))
+
+    return widened
+
+
+def _narrowed(function: Callable[..., Any], dtypes: Sequence[str]) -> Callable[..., list[Any]]:
+    def narrowed(*args: Any) -> list[Any]:
+        outs = function(*map(_wider, args))
+        return [x.astype(dtype) for x, dtype in zip(outs, dtypes, strict=True)]
+
+    return narrowed
 
 
 MAX_LOADED = 256
@@ -137,7 +175,8 @@ def load_body(key: str, body: Body, members: int | None = None) -> Callable[...,
                 ) from error
             if len(_loaded) >= MAX_LOADED:  # the oldest goes, so that a worker can live for long
                 _loaded.pop(next(iter(_loaded)))
-            _loaded[key, platform] = jax.jit(exported.call)
+            call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
+            _loaded[key, platform] = jax.jit(call)
         return _loaded[key, platform]
 
 

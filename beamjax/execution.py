@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ def run(
       options: None, a dict, a list of flags or a Beam `PipelineOptions`; see `Options`.
 
     Returns:
-      The tree that `fn(*args)` returns, of JAX arrays with the same shapes and dtypes.
+      The tree that `fn(*args)` returns, of JAX arrays with the same shapes, dtypes and weak types.
 
     Raises:
       StagingError: the function can't be made a plan; the message names the line.
@@ -88,7 +89,11 @@ def run(
         from beamjax.pipelines.runners import run_plan
 
         values = run_plan(plan, inputs, runner, parsed)
-    leaves = [output_array(plan, out, values, inputs) for out in plan.outputs]
+    types = planned.staged.closed.out_avals
+    leaves = [
+        _with_weak_type(output_array(plan, out, values, inputs), aval, plan.x64)
+        for out, aval in zip(plan.outputs, types, strict=True)
+    ]
     return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
 
 
@@ -218,6 +223,21 @@ def output_array(plan: Plan, output: Output, values: dict[str, np.ndarray], inpu
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)
         return wrap(jax.device_put(array), spec.key_impl)
+
+
+def _with_weak_type(x: Any, aval: Any, x64: bool) -> Any:
+    """The array, weakly typed if `jit` gives it so: what is computed from it has other types."""
+    if not getattr(aval, "weak_type", False) or x.weak_type:
+        return x
+    with with_x64(x64):
+        return _weakly_typed(x.shape, x.dtype)(x)
+
+
+@functools.lru_cache(maxsize=256)
+def _weakly_typed(shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
+    """The identity, compiled to give weakly typed arrays; there is no public function for it."""
+    weak = jax.ShapeDtypeStruct(shape, dtype, weak_type=True)
+    return jax.jit(lambda x: x).lower(weak).compile()
 
 
 def _device_array(inputs: Inputs, index: int) -> Any:

@@ -23,7 +23,7 @@ class Options:
       platforms: of the workers: "cpu", "cuda", "tpu". None means that of this process.
       callbacks: whether steps that call back to the host (`jax.debug.print`, `jax.pure_callback`,
         ...) may run as Python, for which the function travels to other processes by cloudpickle;
-        False refuses them.
+        False refuses them. A call is made once a member, but again if Beam retries a bundle.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one

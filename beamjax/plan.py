@@ -322,12 +322,16 @@ class PythonBody:
 
 @dataclass(frozen=True)
 class Body:
-    """One executable: serialized StableHLO, an artefact a platform, or a Python function."""
+    """One executable: serialized StableHLO, an artefact a platform, or a Python function.
+
+    `narrow` are the dtypes of its results, if those at the border of the StableHLO are wider.
+    """
 
     name: str
     artefacts: Mapping[str, bytes]
     lines: tuple[str, ...] = ()
     python: PythonBody | None = None
+    narrow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

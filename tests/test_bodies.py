@@ -41,7 +41,7 @@ def test_types_of_members():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool", "complex64",
-                                   "float8_e4m3fn", "int4"])  # fmt: skip
+                                   "float8_e4m3fn", "int4", "int2", "uint2"])  # fmt: skip
 def test_a_body_survives_its_bytes(dtype):
     spec = jax.ShapeDtypeStruct((2, 3), jnp.dtype(dtype))
     key, body = export_body("test", lambda x: [x, x[0]], [spec], ["cpu"])

@@ -5,11 +5,13 @@ import functools
 import os
 import re
 
+import apache_beam as beam
 import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
 
 import beamjax as bj
 from beamjax.errors import StagingError
@@ -292,3 +294,20 @@ def test_settings_of_the_launching_thread():
         for runner in RUNNERS:
             assert_close(bj.run(mapped(draws), W, X, runner=runner), expected)
     assert not np.allclose(bj.run(mapped(draws), W, X, runner="local"), expected)
+
+
+def test_inside_of_a_users_pipeline():
+    SEEN.clear()
+    with beam.Pipeline(runner="FnApiRunner", options=PipelineOptions([])) as pipeline:
+        members = pipeline | beam.Create(list(enumerate(np.asarray(X))))
+        spec_of_all = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        total = members | bj.transform(
+            program(lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: notes(w, v), x))),
+            W, spec_of_all, options=OPTIONS,
+        )  # fmt: skip
+        total | beam.Map(
+            lambda found: np.testing.assert_allclose(
+                found, np.sum(np.asarray(X) * np.asarray(W), 0)
+            )
+        )
+    assert SEEN == ONCE
