@@ -1,15 +1,22 @@
 """Loops and branches: what NumPy gives, however many rounds make a graph and whoever computes."""
 
+import functools
+import operator
+import os
+import re
+import tempfile
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from plans import Maker, inputs_of
 from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
+from beamjax.errors import WorkerError
 from beamjax.options import Options, parse_options
-from beamjax.pipelines import runners
+from beamjax.pipelines import files, runners
 from beamjax.pipelines.launch import Launcher
-from beamjax.plan import Block, Carried, Loop, Sliced
+from beamjax.plan import Block, Branch, Carried, Gather, Loop, Scatter, Sliced
 
 N = 21
 X = np.random.default_rng(0).integers(-4, 5, (N, 3)).astype(np.float32)
