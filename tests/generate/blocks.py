@@ -257,7 +257,8 @@ def _part(s: Scope, args: list[Value], avals=None, *, smooth=False) -> tuple[Sco
 def _scalar(c: Scope) -> str:
     """A real scalar, of the floats in a scope."""
     found = outputs(c, 3, is_float)
-    return " + ".join(f"jnp.mean({v}.astype('float32'))" for v in found)
+    dtype = "float64" if c.world.x64 else "float32"
+    return " + ".join(f"jnp.mean({v}.astype({dtype!r}))" for v in found)
 
 
 @operation("transformations", weight=2)

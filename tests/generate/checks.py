@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +33,7 @@ def check(program: Program, runners: Sequence[str] = RUNNERS) -> None:
       RejectedError: JAX can't run it.
       DifferenceError: a runner fails, or differs from `jit` or from the other runner.
     """
-    with numbers(program.x64), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with numbers(program.x64):
         fn, args = program.build()
         compiled = jax.jit(fn)
         try:

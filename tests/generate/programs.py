@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from . import blocks
 from .operations import OPERATIONS
-from .scope import NAMES, NAMESPACE, MisfitError, Scope, Value, World, indent, numbers
+from .scope import FLOATS, NAMES, NAMESPACE, MisfitError, Scope, Value, World, indent, numbers
 from hypothesis import strategies as st
 
 # Groups of operations, and what else a program may have.
@@ -251,8 +251,9 @@ def _assemble(world: World, arguments: list[tuple[Value, str]], lines: list[str]
     world.used["x64"] += world.x64
     world.used["two_placements"] += len(world.placements) > 1
     inexact = tuple(v.floating and not v.exact for v, _ in arguments)
+    floats = frozenset(name for name in FLOATS if name in world.seen or f"'{name}'" in body)
     return Program(
-        body, world.x64, frozenset(world.seen), inexact,
+        body, world.x64, floats, inexact,
         collections.Counter(world.used), collections.Counter(world.misfits),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ INTS = {"int8", "uint8", "int32", "int64", "uint32"}
 def numbers(x64: bool) -> Iterator[None]:
     """Programs are drawn and run where dtypes and ranks only change by what is written down."""
     with (
+        warnings.catch_warnings(action="ignore"),
         jax.enable_x64(x64),
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
@@ -246,7 +248,8 @@ class Scope:
             raise MisfitError("large")
         for aval in avals:
             if jax.dtypes.issubdtype(aval.dtype, jnp.inexact):
-                self.world.seen.add(np.dtype(aval.dtype).name)
+                real = np.dtype(aval.dtype).name
+                self.world.seen.add({"complex64": "float32", "complex128": "float64"}.get(real, real))
         return avals
 
     def body(self, results: Sequence[str]) -> list[str]:
