@@ -7,7 +7,7 @@ import numpy as np
 from .operations import OPERATIONS, is_float, members, named, operation, same
 from .scope import NAMES, MisfitError, Scope, Value, indent
 
-MAX_DEPTH = 3
+MAX_DEPTH = 2
 
 
 def fill(s: Scope, low: int, high: int) -> None:
@@ -18,9 +18,10 @@ def fill(s: Scope, low: int, high: int) -> None:
 
 def extend(s: Scope) -> None:
     """Adds one statement, of the first operation drawn that has operands here."""
+    # The first of a list is what is drawn most.
     table = [
         op
-        for op in OPERATIONS.values()
+        for op in sorted(OPERATIONS.values(), key=lambda op: op.feature != "maps")
         if op.feature in s.world.features
         and (op.smooth or not s.smooth)
         and (s.placements or op.feature not in ("operators", "maps"))

@@ -103,13 +103,13 @@ def _arguments(world: World) -> list[tuple[Value, str]]:
     kinds = ["floats", "floats", "floats", "grid"]
     kinds += ["ints", "ints", "bools"] * on("integers") + ["keys"] * on("keys")
     dtypes = {
-        "floats": ["float32"] * 4 + ["bfloat16", "float16"] * on("narrow_floats"),
+        "floats": ["float32"] * 8 + ["bfloat16", "float16"] * on("narrow_floats"),
         "grid": ["float32"],
         "ints": ["int32", "int32", "int8", "uint8"] + ["int64"] * world.x64,
         "bools": ["bool"],
         "keys": [None],
     }
-    dtypes["floats"] += ["float64"] * 4 * world.x64
+    dtypes["floats"] += ["float64"] * 8 * world.x64
     sizes = [*world.placements.values()]
     found = []
     for i in range(scope.integer(2, 5)):
@@ -118,9 +118,8 @@ def _arguments(world: World) -> list[tuple[Value, str]]:
         n = scope.choose(sizes)
         d, e = scope.choose(dims), scope.choose(dims)
         layouts = [(n, d), (n,), (d,), (), (n, d, e), (d, n), (d, n, e), (n, d, d)]
+        layouts = {"keys": [(), (n,), (n, d)], "ints": [(n,), (), *layouts]}.get(kind, layouts)
         shape = (n, d) if i == 0 else scope.choose(layouts)
-        if kind == "keys":
-            shape = shape[:1]
         given = ", ".join(map(str, [i, *shape]))
         text = f"{kind}({given}" + (f", dtype={dtype!r})" if kind in ("floats", "grid", "ints")
                                     else ")")  # fmt: skip
