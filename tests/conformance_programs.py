@@ -278,7 +278,9 @@ def debug_print_on_server(ops):
 
 
 def pure_callback(ops):
-    double = lambda v: jax.pure_callback(lambda v: np.asarray(v) * 2, v, v, vmap_method="sequential")
+    double = lambda v: jax.pure_callback(
+        lambda v: np.asarray(v) * 2, v, v, vmap_method="sequential"
+    )
     return in_body(double, X)(ops)
 
 

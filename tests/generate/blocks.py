@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+
 from .operations import OPERATIONS, is_float, members, named, operation, same
 from .scope import NAMES, MisfitError, Scope, Value, indent
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from .operations import narrowest
-from .programs import Program
-from .scope import numbers
 
 import beamjax as bj
+
+from .programs import Program
+from .scope import numbers
 
 OPTIONS = {"shard_size": 8}
 RUNNERS = ("local", "DirectRunner")
@@ -58,7 +58,7 @@ def tolerances(program: Program, compiled: Any, args: Any, want: Any) -> list[fl
     `jit` runs again on arguments that are a few units in the last place off, which shows how much
     the program amplifies such errors.
     """
-    unit = narrowest(set(program.floats)) or float(np.finfo("float32").eps)
+    unit = max(float(jnp.finfo(name).eps) for name in program.floats or ["float32"])
     spread = [0.0] * len(jax.tree.leaves(want))
     for seed in range(3):
         moved = [
@@ -67,9 +67,7 @@ def tolerances(program: Program, compiled: Any, args: Any, want: Any) -> list[fl
         ]
         for i, (a, b) in enumerate(zip(raw(compiled(*moved)), raw(want), strict=True)):
             spread[i] = max(spread[i], _difference(a, b))
-    return [
-        100 * unit * (2 + _largest(b)) + 50 * s for s, b in zip(spread, raw(want), strict=True)
-    ]
+    return [100 * unit * (2 + _largest(b)) + 50 * s for s, b in zip(spread, raw(want), strict=True)]
 
 
 def _moved(x: Any, rng: np.random.Generator) -> Any:

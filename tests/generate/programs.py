@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from . import blocks
+from hypothesis import strategies as st
+
+from . import arrays, blocks  # noqa: F401
 from .operations import OPERATIONS
 from .scope import FLOATS, NAMES, NAMESPACE, MisfitError, Scope, Value, World, indent, numbers
-from hypothesis import strategies as st
 
 # Groups of operations, and what else a program may have.
 FEATURES = frozenset({op.feature for op in OPERATIONS.values()}) | {
@@ -20,7 +21,7 @@ FEATURES = frozenset({op.feature for op in OPERATIONS.values()}) | {
     "integers", "zero_size", "python_scalars", "x64", "whole_transformations", "unplaced_results",
 }  # fmt: skip
 
-PREAMBLE = '''\
+PREAMBLE = """\
 import collections
 
 import jax
@@ -29,9 +30,9 @@ import numpy as np
 from jax import lax
 
 import beamjax as bj
-'''
+"""
 
-ARGUMENTS = '''\
+ARGUMENTS = """\
 Pair = collections.namedtuple("Pair", "left right")
 
 
@@ -53,14 +54,14 @@ def bools(seed, *shape):
 
 def keys(seed, *shape):
     return jax.random.split(jax.random.key(seed), shape) if shape else jax.random.key(seed)
-'''
+"""
 
-FOOTER = '''
+FOOTER = """
 want = jax.jit(fn)(*args)
 print("jit:", want)
 for runner in ("local", "DirectRunner"):
     print(f"{runner}:", bj.run(fn, *args, runner=runner, options={"shard_size": 8}))
-'''
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +250,7 @@ def _assemble(world: World, arguments: list[tuple[Value, str]], lines: list[str]
     body = f"{source}\n\nargs = (\n{texts})"
     world.used["x64"] += world.x64
     world.used["two_placements"] += len(world.placements) > 1
+    world.used["several shards"] += any(n > 8 for n in world.placements.values())
     inexact = tuple(v.floating and not v.exact for v, _ in arguments)
     floats = frozenset(name for name in FLOATS if name in world.seen or f"'{name}'" in body)
     return Program(

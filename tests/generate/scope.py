@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 from jax import lax
@@ -249,7 +248,9 @@ class Scope:
         for aval in avals:
             if jax.dtypes.issubdtype(aval.dtype, jnp.inexact):
                 real = np.dtype(aval.dtype).name
-                self.world.seen.add({"complex64": "float32", "complex128": "float64"}.get(real, real))
+                self.world.seen.add(
+                    {"complex64": "float32", "complex128": "float64"}.get(real, real)
+                )
         return avals
 
     def body(self, results: Sequence[str]) -> list[str]:
@@ -270,11 +271,3 @@ class Scope:
 
 def indent(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
-
-
-def is_narrow(dtype: str) -> bool:
-    return dtype in ("float16", "bfloat16")
-
-
-def epsilon(dtype: str) -> float:
-    return float(ml_dtypes.finfo("float32" if dtype == "complex64" else dtype).eps)
