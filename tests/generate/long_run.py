@@ -19,7 +19,7 @@ import re
 import time
 import warnings
 
-CHUNK = 100
+CHUNK = 50
 SHRINKING_SECONDS = 90
 
 
@@ -120,6 +120,7 @@ class Chunk:
         if kind in self.known or (shrinking and kind != self.target):
             return
         if not shrinking:
+            print(f"program {number} failed: {message[:300]}", flush=True)
             self.target, self.deadline = kind, time.monotonic() + SHRINKING_SECONDS
         raise checks.DifferenceError(message)
 
