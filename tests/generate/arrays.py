@@ -132,7 +132,7 @@ def update(s):
     s.add(f"{x}.at[{':, ' * k}0].{s.choose(['add', 'set'])}({y})", size=x.size + y.size)
 
 
-@operation("indexing")
+@operation("indexing", weight=3)
 def scatter_add(s):
     x = s.pick(lambda v: v.ndim > 0 and (v.floating or v.dtype == "int32"))
     i = s.pick(lambda v: v.integral and v.shape == x.shape[:1])
@@ -232,7 +232,7 @@ def matmul(s):
     s.add(f"jnp.tensordot({x}, {y}, 1)", size=x.size * y.size * max(x.shape[-1], 1))
 
 
-@operation("products", weight=2)
+@operation("products", weight=3)
 def gram(s):
     x = s.pick(lambda v: v.ndim == 2 and (v.floating or v.integral))
     template = s.choose(["{x} @ {x}.T", "{x}.T @ {x}", "jnp.einsum('ij,ij->i', {x}, {x})",

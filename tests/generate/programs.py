@@ -132,8 +132,8 @@ def _arguments(world: World) -> list[tuple[Value, str]]:
                 world.seen.add(aval.dtype.name)
         value = Value(f"a{i}", aval, 2.0, exact=kind == "grid",
                       distinct=kind == "floats" and dtype in ("float32", "float64"))  # fmt: skip
-        for name in ({0} & set(shape) and ["zero_size"]) or []:
-            world.used[name] += 1
+        value = dataclasses.replace(value, placed=bool(set(sizes) & set(shape)))
+        world.used["zero_size"] += 0 in shape
         world.used[f"argument {dtype or 'key'}"] += 1
         found.append((value, text))
     if on("python_scalars") and scope.integer(0, 4) == 4:
@@ -149,6 +149,13 @@ def _placements(draw: Any, features: frozenset[str]) -> dict[str, int]:
     if "two_placements" in features and draw(st.integers(0, 3)) == 3:
         found["items"] = draw(sizes)
     return found
+
+
+def _reduce_first(s: Scope) -> None:
+    """Adds an operator that always fits."""
+    n = s.values[0].shape[0]
+    placement = next(name for name, size in s.world.placements.items() if size == n)
+    s.add(f"bj.reduce_mean({s.values[0]}, placement={placement!r})")
 
 
 def _result_tree(s: Scope) -> str:
@@ -180,7 +187,7 @@ def _function(s: Scope, arguments: list[tuple[Value, str]]) -> list[str]:
     s.smooth = kind == "grad"
     blocks.fill(s, 3, 9)
     if not any("bj." in statement.text for statement in s.statements):
-        OPERATIONS["reduce_mean"].apply(s)
+        _reduce_first(s)
     head = f"def prog({', '.join(map(str, args))}):"
     if kind != "grad":
         result = _result_tree(s)
@@ -202,7 +209,7 @@ def _vmapped(s: Scope, args: list[Value]) -> list[str]:
     s.world.used["whole vmap"] += 1
     blocks.fill(s, 3, 7)
     if not any("bj." in statement.text for statement in s.statements):
-        OPERATIONS["reduce_mean"].apply(s)
+        _reduce_first(s)
     found = ", ".join(map(str, blocks.outputs(s, 4)))
     lines = [f"def prog({', '.join(map(str, args))}):"]
     lines += indent([*s.body([found]), f"return ({found},)"])
@@ -234,7 +241,7 @@ def programs(draw: Any, features: frozenset[str] = FEATURES) -> Program:
         except MisfitError:
             scope.statements.clear()
             scope.smooth = False
-            OPERATIONS["reduce_mean"].apply(scope)
+            _reduce_first(scope)
             results = scope.own[-1].name
             names = ", ".join(str(v) for v, _ in arguments)
             lines = [f"def prog({names}):", *indent([*scope.body([results]), f"return {results}"])]

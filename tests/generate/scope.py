@@ -57,6 +57,7 @@ class Value:
       exact: floats on a coarse grid that no order of computation changes. Only those may be
         compared, rounded or ranked.
       distinct: random floats; no two are equal, so that max and sort have a derivative.
+      placed: it may have the members of a placement along an axis.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Value:
     size: float = 1.0
     exact: bool = False
     distinct: bool = False
+    placed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -168,9 +170,10 @@ class Scope:
         return options[self.integer(0, len(options) - 1)]
 
     def pick(self, fits: Callable[[Value], bool] = lambda v: True) -> Value:
-        """One of the values that fit; new ones are drawn more often."""
+        """One of the values that fit; new ones and placed ones are drawn more often."""
         found = [v for v in self.values if fits(v)]
-        return self.choose(found + [v for v in found[-3:] if v in self.own])
+        new = [v for v in found[-3:] if v in self.own]
+        return self.choose(found + new + [v for v in found if v.placed and self.placements] * 2)
 
     def literal(self) -> str:
         return self.choose(["0.5", "-0.75", "1.25", "2.0", "0.1"])
@@ -227,6 +230,13 @@ class Scope:
         self.pending = collections.Counter()
 
     def _keep(self, value: Value) -> Value:
+        read = set(NAMES.findall(self.statements[-1].text))
+        mapped = (
+            "bj.map_fn" in self.statements[-1].text or "bj.broadcast" in self.statements[-1].text
+        )
+        if mapped or any(v.placed and v.name in read for v in self.values):
+            members = set(self.world.placements.values()) & set(value.shape)
+            value = dataclasses.replace(value, placed=bool(members))
         self.values.append(value)
         self.own.append(value)
         return value
