@@ -39,7 +39,9 @@ def find_sizes(
     around = {name: n for name in opened if (n := known_size(name)) is not None}
     lengths = _lengths((args, kwargs))
     choices = [[around[name]] if name in around else lengths for name in opened]
-    found = [dict(zip(opened, sizes, strict=True)) for sizes in itertools.product(*choices)]
+    found: list[Mapping[str, Any]] = [
+        dict(zip(opened, sizes, strict=True)) for sizes in itertools.product(*choices)
+    ]
     failures: list[str] = []
     if len(found) > 1:
         found = list(_fitting(placements, found, fn, args, kwargs, failures))

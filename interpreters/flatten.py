@@ -282,7 +282,11 @@ def _select_rows(holds: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(rows, new, old)
 
 
-CONTROL_FLOW = {"scan": _Inliner.scan, "while": _Inliner.while_, "cond": _Inliner.cond}
+CONTROL_FLOW: dict[str, Callable[..., LoopEqn | BranchEqn]] = {
+    "scan": _Inliner.scan,
+    "while": _Inliner.while_,
+    "cond": _Inliner.cond,
+}
 
 
 def _called(eqn: Any) -> Any:

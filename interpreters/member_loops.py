@@ -147,7 +147,7 @@ class _Emitter:
         assert isinstance(eqn, LoopEqn)
         carried, stacked = inputs[: eqn.carried], inputs[eqn.carried :]
 
-        def round_(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def round_(carry: Any, entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             params = dict(zip(eqn.block.inputs, [*carry, *entries], strict=True))
             outs = self.block(eqn, eqn.block, {**env, **params})
             return outs[: eqn.carried], outs[eqn.carried :]
@@ -157,7 +157,7 @@ class _Emitter:
             return [*last, *stacks]
         condition = eqn.condition
 
-        def holds(carry: Sequence[Any]) -> Any:
+        def holds(carry: Any) -> Any:
             params = dict(zip(condition.inputs, carry, strict=True))
             return self.block(eqn, condition, {**env, **params})[0]
 
