@@ -635,7 +635,9 @@ group(
     },
     gather={
         "member_by_member": lambda x, i, t: x[i[:, 0]],
-        "segment_max_of_complex": lambda x, i, t: jax.ops.segment_max(lax.complex(x, -x), i[:, 0], 4),
+        "segment_max_of_complex": lambda x, i, t: jax.ops.segment_max(
+            lax.complex(x, -x), i[:, 0], 4
+        ),
     },
 )
 
