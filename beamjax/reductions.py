@@ -258,7 +258,7 @@ def _like_member(
       StructureError: it is not.
     """
     paths, tree = tree_util.tree_flatten_with_path(value)
-    expected = tree_util.tree_structure(x)
+    expected: Any = tree_util.tree_structure(x)
     if tree != expected:
         raise StructureError(f"reduce: {what} is a tree {tree}, expected {expected}, as x is.")
     found = []

@@ -28,7 +28,7 @@ from beamjax.pipelines.results import WritePlaced, WriteServed
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import AnyStep, Sources, Task
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
-from beamjax.plan import Gather, Map, Plan, Scatter, Server
+from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""
@@ -235,11 +235,11 @@ class Graph:
     def _task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
         """What a worker needs of a step; with its body, if it reads server values to run it."""
         static = {name: self.static[name] for name in served or () if name in self.static}
+        lanes = step.lanes if isinstance(step, Map) else ()
+        combines: tuple[Combine, ...] = step.combines if isinstance(step, Map) else ()
+        needed = [step.body, *(combine.body for combine in combines)] if served is not None else []
         bodies = {}
-        combines = step.combines if isinstance(step, Map) else ()
-        for key in (
-            (step.body, *(combine.body for combine in combines)) if served is not None else ()
-        ):
+        for key in needed:
             body = self.plan.bodies[key]
             bodies[key] = (
                 body.name,
@@ -248,7 +248,6 @@ class Graph:
                     for platform, data in body.artefacts.items()
                 },
             )
-        lanes = step.lanes if isinstance(step, Map) else ()
         values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
         nothing: Any = {"bodies": {}, "constants": (), "outputs": (), "inputs": (), "steps": ()}
         return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
