@@ -152,7 +152,7 @@ def _reduce_jvp(
     """
     num_served = params["num_served"]
     outs = reduce_p.bind(*primals, **params)
-    results = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    results: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
     if all(type(t) is ad.Zero for t in tangents):
         return outs, results
     served, leaves = primals[:num_served], primals[num_served:]

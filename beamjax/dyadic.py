@@ -73,13 +73,16 @@ class DyadicTree(Generic[Value]):
         Raises:
             WorkerError: if two ranges overlap: a shard was added twice.
         """
-        end, values = 0, []
+        end = 0
+        values: list[Value] = []
         for level, index, value in self.in_order():
             if index << level < end:
                 self._fail(level, index)
             end = (index + 1) << level
             values.append(value)
-        result = values.pop() if values else None
+        if not values:
+            return None
+        result = values.pop()
         while values:
             result = self.combine(values.pop(), result)
         return result

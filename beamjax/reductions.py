@@ -21,12 +21,43 @@ from beamjax.primitives import map_members, trace_body
 
 # --- by key
 
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _segment_prod(x: jax.Array, keys: jax.Array, num_keys: int) -> jax.Array:
+    return jax.ops.segment_prod(x, keys, num_keys)
+
+
+@_segment_prod.defjvp
+def _segment_prod_jvp(
+    num_keys: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The derivative by a member is the product of the others with its key, zeros or not.
+
+    JAX has none. This is that of `bj_reduce_prod`, key by key: see `beamjax.derivatives`.
+    """
+    (x, keys), t = primals, tangents[0]
+    is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
+    nonzero = jnp.where(is_zero, one, x)
+
+    def of_key(totals: jax.Array) -> jax.Array:
+        return totals.at[keys].get(mode="fill", fill_value=0)
+
+    count = of_key(jax.ops.segment_sum(is_zero.astype(np.int32), keys, num_keys))
+    product = of_key(_segment_prod(nonzero, keys, num_keys))
+    zeros = of_key(jax.ops.segment_sum(jnp.where(is_zero, x, none), keys, num_keys))
+    rest = product / nonzero
+    one_zero = jnp.where(is_zero, product, zeros * rest)
+    two_zeros = jnp.where(is_zero, (zeros - x) * product, none)
+    factor = jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
+    return _segment_prod(x, keys, num_keys), jax.ops.segment_sum(factor * t, keys, num_keys)
+
+
 _SEGMENTS: dict[str, Callable[..., jax.Array]] = {
     "sum": jax.ops.segment_sum,
     "mean": jax.ops.segment_sum,
     "max": jax.ops.segment_max,
     "min": jax.ops.segment_min,
-    "prod": jax.ops.segment_prod,
+    "prod": _segment_prod,
     "any": jax.ops.segment_max,
     "all": jax.ops.segment_min,
 }
@@ -51,8 +82,8 @@ def reduce_by_key(
       and "all" give bools. A key without members gives what `jax.ops` gives: 0 for sums, 1 for
       products, the lowest and the highest value of the dtype for "max" and "min", False for "any"
       and True for "all"; its mean is NaN, as of 0 / 0. Floats of 16 bits are summed and multiplied
-      in float32. There are derivatives of "sum", "mean", "max" and "min", where members that tie
-      share; JAX has none of a product by keys.
+      in float32. Members that tie for an extreme share the derivative; that of a product is as in
+      `reduce_prod`.
 
     Raises:
       OutsideProgramError: called outside a program.
@@ -147,7 +178,7 @@ def _for_op(op: str, value: jax.Array, result: Any) -> jax.Array:
 def reduce(
     combine: Callable[[Any, Any], Any],
     x: Any,
-    initial: Any = None,
+    identity: Any = None,
     *,
     placement: str | None = None,
 ) -> Any:
@@ -165,8 +196,9 @@ def reduce(
       combine: takes two trees like one member of `x` and returns such a tree. It may close over
         server values and over constants.
       x: a tree of placed arrays, of shapes `(n, ...)`.
-      initial: a tree like one member, which is combined, once, from the left with the value of all
-        members. None for none.
+      identity: a tree like one member with which `combine` changes nothing, such as 0 for a sum. It
+        is combined once, from the left, with the value of all members, so that any other value of
+        its type can be a first one. None for none.
       placement: the placement; may be left out where the program has one.
 
     Returns:
@@ -175,7 +207,7 @@ def reduce(
     Raises:
       OutsideProgramError: called outside a program.
       PlacementError: the placement is unknown or ambiguous, or a leaf has not n members.
-      StructureError: a leaf is not an array; what `combine` returns, or `initial`, differs from a
+      StructureError: a leaf is not an array; what `combine` returns, or `identity`, differs from a
         member of `x` in structure, or in the shape or dtype of a leaf; or `combine` has side
         effects.
     """
@@ -195,7 +227,9 @@ def reduce(
     body = lambda *values: joined(values[: len(members)], values[len(members) :])
     # Messages of JAX then name the user's function and its file instead of this one.
     body = functools.wraps(combine, assigned=(), updated=())(body)
-    start = [] if initial is None else _like_member("initial", initial, x, members, cast=True)
+    start = []
+    if identity is not None:
+        start = _like_member("identity", identity, x, members, cast=True)
     jaxpr, served = trace_body(body, [*members, *members], f"reduce: the function {name}")
     if jaxpr.effects:
         effects = ", ".join(sorted(map(str, jaxpr.effects)))
@@ -227,7 +261,7 @@ def _like_member(
       StructureError: it is not.
     """
     paths, tree = tree_util.tree_flatten_with_path(value)
-    expected = tree_util.tree_structure(x)
+    expected: Any = tree_util.tree_structure(x)
     if tree != expected:
         raise StructureError(f"reduce: {what} is a tree {tree}, expected {expected}, as x is.")
     found = []

@@ -29,7 +29,7 @@ from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.values import Placed, Served, members
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
-from beamjax.plan import Gather, Map, Plan, Scatter, Server
+from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""
@@ -271,12 +271,10 @@ class Graph:
     def _task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
         """What a worker needs of a step; with its body, if it reads server values to run it."""
         static = {name: self.static[name] for name in served or () if name in self.static}
-        bodies = {}
-        if served is not None:
-            combines = step.combines if isinstance(step, Map) else ()
-            keys = (step.body, *(combine.body for combine in combines))
-            bodies = {key: self._body(key) for key in keys}
         lanes = step.lanes if isinstance(step, Map) else ()
+        combines: tuple[Combine, ...] = step.combines if isinstance(step, Map) else ()
+        needed = [step.body, *(combine.body for combine in combines)] if served is not None else []
+        bodies = {key: self._body(key) for key in needed}
         values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
         nothing: Any = {
             "bodies": {},

@@ -6,6 +6,7 @@ primitives of beamjax the jaxpr of that function holds, how many of each.
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 
@@ -32,6 +33,15 @@ def _weighted_mean(x, w, *, placement=None):
     return jax.tree.map(lambda v: jnp.average(v, axis=0, weights=w), x)
 
 
+def _by_key(x, keys, num_keys, *, op="sum", placement=None):
+    return jax.tree.map(lambda v: getattr(jax.ops, f"segment_{op}")(v, keys, num_keys), x)
+
+
+def _by_a_function(combine, x, *, placement=None):
+    members = [jax.tree.map(lambda v, i=i: v[i], x) for i in range(len(jax.tree.leaves(x)[0]))]
+    return functools.reduce(combine, members)
+
+
 def _broadcast(x, *, placement=None):
     return _vmap(lambda: x, (), placement=placement)
 
@@ -48,6 +58,10 @@ reference = types.SimpleNamespace(
     reduce_any=_over_members(jnp.any),
     reduce_all=_over_members(jnp.all),
     reduce_weighted_mean=_weighted_mean,
+    reduce_argmax=_over_members(jnp.argmax),
+    reduce_argmin=_over_members(jnp.argmin),
+    reduce_by_key=_by_key,
+    reduce=_by_a_function,
 )
 
 
@@ -651,6 +665,45 @@ def grad_of_map_without_operands(ops):
         return jnp.sum(ops.reduce_sum(ops.map_fn(lambda: jnp.tanh(w), ())))
 
     return jax.grad(prog), (W,)
+
+
+@case(strays=["broadcast_in_dim", "gather", "scatter-add"], map=5, reduce_sum=1)
+def grad_by_key(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        scores = ops.map_fn(lambda v: jnp.tanh(v @ w), x)
+        keys = ops.map_fn(lambda v: jnp.argmax(v[0]), x)
+        return jnp.sum(ops.reduce_by_key(scores, keys, 4) ** 2)
+
+    return jax.grad(prog), (W, X)
+
+
+@case(strays=["broadcast_in_dim", "scatter-max"], map=3, reduce_argmax=1, reduce_argmin=1)
+def extremes_by_key_and_their_places(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        scores = ops.map_fn(lambda v: jnp.tanh(v @ w), x)
+        keys = ops.map_fn(lambda v: jnp.argmin(v[:, 0]), x)
+        best = ops.reduce_by_key(scores, keys, 4, op="max")
+        return best, ops.reduce_argmax(scores), ops.reduce_argmin(scores)
+
+    return prog, (W, X)
+
+
+@case(map=1, reduce=1)
+def affine_maps_in_order(ops):
+    @ops.program({"clients": N})
+    def prog(w, x):
+        maps = ops.map_fn(lambda v: (jnp.tanh(v @ w), jnp.sin(v[:, 0])), x)
+        return ops.reduce(lambda a, b: (a[0] * b[0] * w[0], a[1] * b[0] * w[0] + b[1]), maps)
+
+    return prog, (W, X)
+
+
+@case(map=2, reduce=2)
+def tangents_in_order(ops):
+    prog, args = affine_maps_in_order(ops)
+    return lambda w, x: jax.jvp(prog, (w, x), (jnp.ones(3), x))[1], args
 
 
 @case()

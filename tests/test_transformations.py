@@ -10,9 +10,10 @@ from jax.extend import core as jex
 from programs import CASES, M, N, reference
 
 import beamjax as bj
+from beamjax.combining import reduce_p
 from beamjax.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, size_p
 
-OURS = {map_p, broadcast_p, size_p, *REDUCE_PRIMITIVES.values()}
+OURS = {map_p, broadcast_p, size_p, reduce_p, *REDUCE_PRIMITIVES.values()}
 
 TRACED = [name for name, case in CASES.items() if case.eqns is not None]
 QUICK = [name for name in TRACED if not name.startswith("flax")]
