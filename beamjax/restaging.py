@@ -73,7 +73,7 @@ class PythonFunction:
             "numpy_dtype_promotion": "standard",
             "numpy_rank_promotion": "allow",
         }
-        self._compiled: dict[int | None, Callable[..., Any]] = {}
+        self._compiled: dict[int | None, Any] = {}
 
     def at(self, members: int | None) -> Callable[..., Any]:
         """The function for this many members; it returns once all calls to the host are over."""
@@ -92,7 +92,7 @@ class PythonFunction:
         with with_settings(self._settings):
             self._compile(members).lower(*arguments)
 
-    def _compile(self, members: int | None) -> Callable[..., Any]:
+    def _compile(self, members: int | None) -> Any:
         if members not in self._compiled:
             self._compiled[members] = jax.jit(self._sized(members))
         return self._compiled[members]

@@ -16,7 +16,7 @@ from beamjax.options import parse_options
 from beamjax.pipelines import tasks
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, Task
+from beamjax.pipelines.tasks import Sources, Task, store_body
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
 from beamjax.plan import Body, Map, Server
 from beamjax.reducers import decode_accumulator
@@ -60,9 +60,8 @@ def steps(plan, kind):
 
 def task_for(plan, step, store, **static):
     body = plan.bodies[step.body]
-    stored = {p: store.put([np.frombuffer(a, np.uint8)]) for p, a in body.artefacts.items()}
     refs = {name: store.put([value]) for name, value in static.items()}
-    return Task(plan, step, {step.body: (body.name, stored)}, refs, store)
+    return Task(plan, step, {step.body: store_body(body, store, None)}, refs, store)
 
 
 def first_pass(plan, store, token):
