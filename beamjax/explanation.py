@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,6 +246,18 @@ def _piece_lines(piece: _pieces.Piece) -> list[str]:
             return [f"gather: {var!r} ({along}) for", f"  {user!r}"]
         case _pieces.ScatterPiece(var, along, user):
             return [f"scatter: {var!r} ({along}) for", f"  {user!r}"]
+        case _pieces.LoopPiece(eqn, _, condition, block):
+            while_ = _block_lines("while", condition) if condition else []
+            return [f"loop: {eqn!r}", *while_, *_block_lines("round", block)]
+        case _pieces.BranchPiece(eqn, branches):
+            blocks = (_block_lines(f"branch {i}", block) for i, block in enumerate(branches))
+            return [f"branch: {eqn!r}", *itertools.chain(*blocks)]
+
+
+def _block_lines(name: str, piece: _pieces.BlockPiece) -> list[str]:
+    lines = graph_text(piece.pieces).splitlines()
+    ends = ", ".join(map(repr, piece.block.outputs))
+    return [f"  {name}:", *(f"    {line}" for line in lines), f"    outputs {ends}"]
 
 
 # --- the front

@@ -49,7 +49,7 @@ def _stack(eqn: Eqn, axis: int, n: Any) -> Local | None:
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        return bind(eqn, args[:1] * shard.size)
+        return bind(eqn, [args[0]] * shard.size)
 
     return Local((None,) * n, (axis,), emit)
 

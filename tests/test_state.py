@@ -52,12 +52,7 @@ def assert_same(found, expected):
             np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
 
 
-def marked(name):
-    refused = pytest.mark.xfail(strict=True, raises=bj.StagingError)
-    return pytest.param(name, marks=[refused] if TRAINERS[name].refused else [])
-
-
-every_trainer = pytest.mark.parametrize("name", [marked(name) for name in TRAINERS])
+every_trainer = pytest.mark.parametrize("name", TRAINERS)
 
 
 @every_trainer

@@ -27,7 +27,6 @@ class Trainer:
     build: Callable[[], tuple[Callable, Any, list[tuple]]]
     passes: int
     gathered: int = 0
-    refused: bool = False
 
 
 TRAINERS: dict[str, Trainer] = {}
@@ -220,7 +219,7 @@ def diloco_step_of_a_worker():
     return step, outer_state(), global_batches()
 
 
-@trainer(passes=2, refused=True)
+@trainer(passes=2)
 def diloco_when_it_is_time():
     @workers
     def step(state, x, y):
@@ -525,7 +524,7 @@ def python_loop_of_rounds():
     return step, parameters(), placed_batches()
 
 
-@trainer(passes=3, refused=True)
+@trainer(passes=3)
 def scan_of_rounds():
     @workers
     def step(params, x, y):
@@ -534,7 +533,7 @@ def scan_of_rounds():
     return step, parameters(), placed_batches()
 
 
-@trainer(passes=3, refused=True)
+@trainer(passes=3)
 def fori_loop_of_rounds():
     @workers
     def step(params, x, y):
@@ -543,7 +542,7 @@ def fori_loop_of_rounds():
     return step, parameters(), placed_batches()
 
 
-@trainer(passes=3, refused=True)
+@trainer(passes=3)
 def scan_of_rounds_with_placed_state():
     step, state, batches = _with_optimizer("adam")
 
@@ -553,7 +552,7 @@ def scan_of_rounds_with_placed_state():
     return rounds, state, batches
 
 
-@trainer(passes=3, refused=True)
+@trainer(passes=3)
 def scan_over_batches():
     """All rounds at once: batches (rounds, workers, rows, ...) are the xs of the scan."""
 
@@ -565,7 +564,7 @@ def scan_over_batches():
     return step, parameters(), [(xs, ys)]
 
 
-@trainer(passes=2, refused=True)
+@trainer(passes=2)
 def rounds_until_it_is_good():
     @workers
     def step(params, x, y):
