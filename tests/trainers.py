@@ -219,7 +219,7 @@ def diloco_step_of_a_worker():
     return step, outer_state(), global_batches()
 
 
-@trainer(passes=2)
+@trainer(passes=3)
 def diloco_when_it_is_time():
     @workers
     def step(state, x, y):
@@ -524,7 +524,7 @@ def python_loop_of_rounds():
     return step, parameters(), placed_batches()
 
 
-@trainer(passes=3)
+@trainer(passes=1)
 def scan_of_rounds():
     @workers
     def step(params, x, y):
@@ -533,7 +533,7 @@ def scan_of_rounds():
     return step, parameters(), placed_batches()
 
 
-@trainer(passes=3)
+@trainer(passes=1)
 def fori_loop_of_rounds():
     @workers
     def step(params, x, y):
@@ -542,7 +542,7 @@ def fori_loop_of_rounds():
     return step, parameters(), placed_batches()
 
 
-@trainer(passes=3)
+@trainer(passes=1)
 def scan_of_rounds_with_placed_state():
     step, state, batches = _with_optimizer("adam")
 
@@ -552,7 +552,7 @@ def scan_of_rounds_with_placed_state():
     return rounds, state, batches
 
 
-@trainer(passes=3)
+@trainer(passes=1)
 def scan_over_batches():
     """All rounds at once: batches (rounds, workers, rows, ...) are the xs of the scan."""
 
