@@ -27,6 +27,7 @@ from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
+from beamjax.interpreters.sharing import share_gathers
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
 
 MAX_MEMBERS = 2**31 - 1
@@ -73,6 +74,7 @@ def place(
         refuted = set() if many else _Gathered(program, tried).inputs
         if not refuted and not many:
             program.settle(flat)
+            share_gathers(program, flat)
             return program
         gathering |= many
         tried = {var: along for var, along in tried.items() if var not in refuted}
