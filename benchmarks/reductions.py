@@ -1,0 +1,93 @@
+"""What exact sums cost: `python benchmarks/reductions.py`.
+
+A wide mean (every member gives a vector) end to end, with exact sums and with
+`reduction="fast"`, and the adds alone on the partials of the shards: exact, fast, and NumPy's
+in-place add. The ways are timed in turn in one process; the table shows the shortest times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import beamjax as bj
+from beamjax.reducers import make_accumulator
+
+
+def timed(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The shortest time of each way, in seconds, after one call that is not counted."""
+    for way in ways.values():
+        way()
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(repeats):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def show(title: str, best: dict[str, float], base: str) -> None:
+    """Prints a table of times and their ratios to those of `base`."""
+    print(f"\n{title}")
+    for name, seconds in best.items():
+        print(f"  {name:32} {seconds:8.3f} s {seconds / best[base]:7.2f} x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--members", type=int, default=512)
+    parser.add_argument("--width", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    n, width = args.members, args.width
+    print(f"{n} members, {width} floats each, jax {jax.__version__}")
+
+    @bj.program(placements={"clients": n})
+    def mean(weights, x):
+        return bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(weights * v), x))
+
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=width).astype(np.float32))
+    x = rng.normal(size=n).astype(np.float32)
+
+    def run(runner: str, reduction: str) -> Callable[[], object]:
+        options = {"reduction": reduction}
+        return lambda: bj.run(mean, weights, x, runner=runner, options=options)
+
+    ways = {
+        f"{runner}, {reduction}": run(runner, reduction)
+        for runner in ("local", "DirectRunner")
+        for reduction in ("fast", "exact")
+    }
+    show("The whole program", timed(ways, args.repeats), "local, fast")
+
+    partials = rng.normal(size=(max(n // 8, 2), width)).astype(np.float32)
+
+    def add(mode: str) -> Callable[[], object]:
+        def way() -> object:
+            accumulator = make_accumulator("sum", np.dtype("float32"), width, mode=mode)
+            for index, partial in enumerate(partials):
+                accumulator.add(partial, index)
+            return accumulator.total(0, width, np.dtype("float32"))
+
+        return way
+
+    def plain() -> object:
+        total = np.zeros(width, np.float32)
+        for partial in partials:
+            np.add(total, partial, out=total)
+        return total
+
+    title = f"Only the adds, {len(partials)} partials"
+    ways = {"NumPy, in place": plain, "fast": add("fast"), "exact": add("exact")}
+    show(title, timed(ways, args.repeats), "NumPy, in place")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What a round of a loop costs: `python benchmarks/rounds.py`.
+
+Rounds of gradient descent on a small model, as one scan around placed operators and as a Python
+loop of runs, on each executor. Each way is timed in turn, several times, in one process; the table
+shows the shortest time and what a round costs against `jit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import beamjax as bj
+
+MEMBERS, FEATURES = 512, 16
+
+
+@bj.program(placements={"clients": MEMBERS})
+def one_round(weights, x):
+    grads = bj.map_fn(lambda v: jnp.tanh(v @ weights) * v, x)
+    return weights - 0.1 * bj.reduce_mean(grads)
+
+
+def rounds_by_scan(count: int) -> Callable:
+    def scan(weights, x):
+        return jax.lax.scan(lambda w, _: (one_round(w, x), None), weights, None, length=count)[0]
+
+    return scan
+
+
+def rounds_by_while(count: int) -> Callable:
+    def loop(weights, x):
+        step = lambda state: (one_round(state[0], x), state[1] + 1)
+        return jax.lax.while_loop(lambda state: state[1] < count, step, (weights, 0))[0]
+
+    return loop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=32, help="rounds of each loop")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(MEMBERS, FEATURES)).astype(np.float32))
+    weights = jnp.asarray(rng.normal(size=FEATURES).astype(np.float32))
+    scan, loop = rounds_by_scan(args.count), rounds_by_while(args.count)
+
+    def python_loop(runner: str) -> jax.Array:
+        w = weights
+        for _ in range(args.count):
+            w = bj.run(one_round, w, x, runner=runner)
+        return w
+
+    run = lambda fn, runner, **options: bj.run(fn, weights, x, runner=runner, options=options)
+    compiled = jax.jit(scan)
+    ways: dict[str, Callable[[], jax.Array]] = {
+        "jit of the scan": lambda: jax.block_until_ready(compiled(weights, x)),
+        "local: scan": lambda: run(scan, "local"),
+        "local: while_loop": lambda: run(loop, "local"),
+        "local: a run a round": lambda: python_loop("local"),
+        "DirectRunner: scan": lambda: run(scan, "DirectRunner"),
+        "DirectRunner: scan, a pipeline a round": lambda: run(
+            scan, "DirectRunner", rounds_per_graph=1
+        ),
+        "DirectRunner: while_loop": lambda: run(loop, "DirectRunner"),
+        "DirectRunner: a run a round": lambda: python_loop("DirectRunner"),
+    }
+    expected = ways["jit of the scan"]()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for name, way in ways.items():  # compiles, and checks
+        np.testing.assert_allclose(way(), expected, rtol=1e-4, err_msg=name)
+    for _ in range(args.repeats):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    print(f"{args.count} rounds, {MEMBERS} members of {FEATURES} floats, jax {jax.__version__}\n")
+    print(f"{'way':40} {'seconds':>8} {'ms a round':>11}")
+    for name, times in seconds.items():
+        print(f"{name:40} {min(times):8.3f} {1000 * min(times) / args.count:11.2f}")
+
+
+if __name__ == "__main__":
+    main()
