@@ -9,7 +9,7 @@ from generate.long_run import main, parse
 from generate.programs import FEATURES, Program, programs
 from hypothesis import HealthCheck, Phase, given, settings
 
-CHUNKS, EXAMPLES = 8, 40
+CHUNKS, EXAMPLES = 6, 40
 
 
 def quick(examples):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
 import logging
 import multiprocessing
@@ -152,13 +151,13 @@ class Chunk:
             self.report.failures[kind] = (first, program.script(), message)
 
 
-def run_chunk(args: argparse.Namespace, index: int, size: int) -> Report:
+def run_chunk(chunk: tuple[argparse.Namespace, int, int]) -> Report:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     import jax
 
-    report = Chunk(args, index, size).run()
+    report = Chunk(*chunk).run()
     jax.clear_caches()
     return report
 
@@ -213,13 +212,12 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     indices = range(-(-args.count // CHUNK)) if args.only is None else [args.only // CHUNK]
     started, total = time.monotonic(), Report()
-    with concurrent.futures.ProcessPoolExecutor(
-        args.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=5
-    ) as pool:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(args.jobs, maxtasksperchild=5) as pool:
         size = lambda i: CHUNK if args.only is not None else min(CHUNK, args.count - i * CHUNK)
-        futures = [pool.submit(run_chunk, args, i, size(i)) for i in indices]
-        for future in concurrent.futures.as_completed(futures):
-            total.add(future.result())
+        chunks = [(args, i, size(i)) for i in indices]
+        for report in pool.imap_unordered(run_chunk, chunks):
+            total.add(report)
             rate = total.programs / (time.monotonic() - started)
             print(
                 f"{total.programs} programs, {rate:.2f}/s, {total.failed} failed, "
