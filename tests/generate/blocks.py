@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from .operations import OPERATIONS, is_float, members, named, operation, same
+from .operations import OPERATIONS, Operation, is_float, members, named, operation, same
 from .scope import NAMES, MisfitError, Scope, Value, indent
 
 MAX_DEPTH = 2
@@ -15,6 +15,26 @@ def fill(s: Scope, low: int, high: int) -> None:
     """Adds statements to a scope."""
     for _ in range(s.integer(low, high)):
         extend(s)
+
+
+def fill_rounds(s: Scope, low: int, high: int) -> None:
+    """The same for a loop or a branch, which mostly holds placed operators where it may."""
+    if s.placements and s.depth < MAX_DEPTH and s.integer(0, 3):
+        for names in (["map_fn"], ["reduce_sum", "reduce_mean", "reduce_extreme"]):
+            attempt(s, OPERATIONS[s.choose(names)])
+    fill(s, low, high)
+
+
+def attempt(s: Scope, op: Operation) -> bool:
+    """Adds a statement, if there are operands for it."""
+    s.pending.clear()
+    try:
+        op.apply(s)
+    except MisfitError as error:
+        s.world.misfits[op.name] += bool(str(error))
+        return False
+    s.statements[-1].kinds.update([op.name, op.feature])
+    return True
 
 
 def extend(s: Scope) -> None:
@@ -30,14 +50,7 @@ def extend(s: Scope) -> None:
         for _ in range(op.weight)
     ]
     for _ in range(6):
-        op = s.choose(table)
-        s.pending.clear()
-        try:
-            op.apply(s)
-        except MisfitError as error:
-            s.world.misfits[op.name] += bool(str(error))
-        else:
-            s.statements[-1].kinds.update([op.name, op.feature])
+        if attempt(s, s.choose(table)):
             return
 
 
@@ -146,7 +159,7 @@ def carried(s: Scope) -> list[Value]:
     return [s.pick(lambda v: v.count < 100) for _ in range(s.integer(1, 2))]
 
 
-@operation("inner_control_flow", weight=3)
+@operation("inner_control_flow", weight=7)
 def scan(s):
     init = carried(s)
     length = s.choose([1, 2, 3, *s.world.placements.values()])
@@ -154,7 +167,7 @@ def scan(s):
     carries = [s.param(v.aval, size=max(v.size, 1)) for v in init]
     items = [s.param(_without(v.aval, 0), v) for v in xs]
     c = s.child([*carries, *items], placements=loop_placements(s))
-    fill(c, 1, 3)
+    fill_rounds(c, 1, 3)
     updated = ", ".join(like(c, v) for v in carries)
     stacked = [v for v in c.own if v not in carries and v.count < 60][-1:] if s.boolean() else []
     ys = ", ".join(map(str, stacked))
@@ -174,13 +187,13 @@ def scan(s):
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in [*carries, *stacked]])
 
 
-@operation("inner_control_flow", weight=2)
+@operation("inner_control_flow", weight=4)
 def fori_loop(s):
     init = carried(s)
     carries = [s.param(v.aval, size=max(v.size, 1)) for v in init]
     i = s.param(jax.eval_shape(lambda: np.int32(0)))
     c = s.child([*carries, i], placements=loop_placements(s))
-    fill(c, 1, 3)
+    fill_rounds(c, 1, 3)
     updated = ", ".join(like(c, v) for v in carries)
     counts = [v for v in s.values if v.dtype == "int32" and v.ndim == 0]
     dynamic = bool(counts) and not s.smooth and s.boolean()
@@ -194,7 +207,7 @@ def fori_loop(s):
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in init])
 
 
-@operation("inner_control_flow", smooth=False, weight=2)
+@operation("inner_control_flow", smooth=False, weight=5)
 def while_loop(s):
     init = carried(s)
     carries = [s.param(v.aval, size=max(v.size, 1)) for v in init]
@@ -203,7 +216,7 @@ def while_loop(s):
     fill(test, 0, 2)
     go_on = scalar_predicate(test)
     c = s.child(carries, placements=loop_placements(s))
-    fill(c, 1, 3)
+    fill_rounds(c, 1, 3)
     updated = ", ".join(like(c, v) for v in carries)
     number = s.number()
     names = [f"v{s.number()}" for _ in init]
@@ -217,7 +230,7 @@ def while_loop(s):
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in init])
 
 
-@operation("inner_control_flow", weight=3)
+@operation("inner_control_flow", weight=6)
 def branch(s):
     operands = carried(s)
     kind = s.choose(["cond", "switch"])
@@ -229,7 +242,7 @@ def branch(s):
     for _ in range(2 if kind == "cond" else 3):
         params = [s.param(v.aval, v) for v in operands]
         c = s.child(params, placements=loop_placements(s))
-        fill(c, 0, 2)
+        fill_rounds(c, 0, 2)
         results = ", ".join(like(c, v) for v in params)
         name, more = function(s, c, params, f"({results},)")
         functions.append(name)
