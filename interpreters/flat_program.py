@@ -93,7 +93,8 @@ class FlatProgram(FlatBlock):
     Attributes:
       constants: the values of the last inputs.
       mapped: values that maps hand on as they came, with the name and the size of the placement.
-      unrolled: whether scans around placed operators are written out, since nobody drives loops.
+      unrolled: whether loops and branches around placed operators are written out, since nobody
+        drives them.
     """
 
     constants: list[Any] = field(default_factory=list)

@@ -60,7 +60,8 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
 
     Args:
       closed: a staged function.
-      unroll: whether scans around placed operators are written out, round by round.
+      unroll: whether loops and branches around placed operators are written out: a scan round by
+        round, of a cond all branches. A while stays.
 
     Raises:
       StagingError: an equation has an effect that is no call to the host; the message names the
@@ -128,6 +129,8 @@ class _Inliner:
                 rounds = eqn.params.get("length")
                 if rounds == 1 or (self.flat.unrolled and rounds is not None):
                     return self.unrolled(eqn, inputs, line)
+                if self.flat.unrolled and primitive.name == "cond":
+                    return self.selected(eqn, inputs, line)
                 self.block.eqns.append(expand())
                 return outputs
         _refuse(eqn, line)
@@ -214,6 +217,13 @@ class _Inliner:
         """The result of a function of arrays, traced in place."""
         (result,) = self.inline(jax.make_jaxpr(function)(*map(aval_of, atoms)), atoms, line)
         return result
+
+    def selected(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+        """The results of all branches of a cond, and the choice among them."""
+        index, *operands = inputs
+        branches = [self.inline(closed, operands, line) for closed in eqn.params["branches"]]
+        cases = zip(*branches, strict=True)
+        return [self.applied(jax.lax.select_n, [index, *atoms], line) for atoms in cases]
 
     def empty(self, aval: Any, line: str) -> Atom:
         """A stack of no entries."""

@@ -202,6 +202,20 @@ def test_scans_are_written_out_for_graphs_that_nobody_drives(reverse):
         np.testing.assert_allclose(values[found], expected, rtol=1e-6)
 
 
+def test_all_branches_are_written_out_and_one_is_chosen():
+    branches = [lambda w, x: w, total, lambda w, x: -w * total(w, x)]
+    fn = lambda w, x, i: jax.lax.switch(i, branches, w, x)
+    program = unrolled(fn, W, X, 0)
+    assert not any(eqn.blocks for eqn in program.eqns)
+    for i in (-1, 0, 1, 2, 5):
+        values = dict(zip(program.inputs, [W, X, jnp.int32(i), *program.constants], strict=True))
+        for eqn in program.eqns:
+            args = [values[a] if isinstance(a, Var) else a.val for a in eqn.inputs]
+            values.update(zip(eqn.outputs, rules.bind(eqn, args), strict=True))
+        expected = jax.jit(fn)(W, X, i)
+        np.testing.assert_allclose(values[program.outputs[0]], expected, rtol=1e-6)
+
+
 def test_a_scan_without_rounds_is_written_out_too():
     fn = lambda w, x: jax.lax.scan(lambda w, i: (w - total(w, x), w), w, jnp.zeros(0))
     program = unrolled(fn, W, X)

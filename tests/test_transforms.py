@@ -360,3 +360,34 @@ def test_rounds_and_branches_need_a_driver(plan, message):
     inputs = inputs_of(plan, **arrays)
     with pytest.raises(StagingError, match=message):
         PlanTransform(plan, inputs, jax.tree.structure((0, 0)), [], Options())
+
+
+@bj.program(clients=N)
+def rounds(w, x):
+    def one(carry, i):
+        w, m = carry
+        m = bj.map_fn(lambda m, v: 0.5 * m + jnp.sum(v @ w), (m, x))
+        slower = lambda: w - 0.1 * bj.reduce_mean(m)
+        w = jax.lax.cond(i > 1, lambda: w, slower)
+        return (w, m), bj.reduce_max(m) * i
+
+    return jax.lax.scan(one, (w, jnp.zeros(N)), jnp.arange(4.0))
+
+
+def test_scans_are_written_out_and_all_branches_are_computed():
+    (w, m), largest = jax.jit(rounds)(W, X)
+    with pipeline() as p:
+        elements = p | beam.Create(members(X))
+        (found_w, found_m), found = elements | bj.transform(rounds, W, abstract(X))
+        assert_that(found_w, close_to([w]), label="server state")
+        assert_that(found, close_to([largest]), label="stacked")
+        last = found_m | beam.Map(lambda pair: np.concatenate([[pair[0]], np.ravel(pair[1])]))
+        assert_that(last, close_to(np.c_[np.arange(N), m]), label="placed state")
+
+
+def close_to(expected):
+    def check(elements):
+        found = sorted(map(tuple, np.asarray(elements)))
+        np.testing.assert_allclose(found, sorted(map(tuple, expected)), rtol=1e-5)
+
+    return check
