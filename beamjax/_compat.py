@@ -99,6 +99,17 @@ def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     return hoist_consts(public.lower_jaxpr2(closed))
 
 
+def lowered(eqn: Any) -> jex.ClosedJaxpr | None:
+    """What an equation of hijax, such as `jnp.searchsorted`, means, or None for any other one."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    public: Any = pe
+    avals = [var.aval for var in eqn.invars]
+    return public.lower_jaxpr2(
+        jax.make_jaxpr(lambda *args: bind(eqn.primitive, args, eqn.params))(*avals)
+    )
+
+
 def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:
     """Registers how `primitive` is bound again once its jaxprs must be free of hijax."""
     primitive.to_lojax = rule

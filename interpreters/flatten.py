@@ -35,6 +35,7 @@ from beamjax.interpreters.flat_program import (
     effects_of,
 )
 from beamjax.interpreters.prune import prune
+from beamjax.interpreters.raveled import before_ravel
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
 CALLS = frozenset(
@@ -92,6 +93,7 @@ class _Inliner:
         self.constants: dict[int, Var] = {}
         # For values that some map hands on as they came, that map.
         self.maps: dict[Var, Eqn] = {}
+        self.reshapes: dict[Var, Eqn] = {}
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
         # remat holds an open jaxpr, which has no constants.
@@ -106,7 +108,7 @@ class _Inliner:
         for eqn in jaxpr.eqns:
             line = user_line(eqn) or caller
             inputs = [read(v) for v in eqn.invars]
-            inner = _called(eqn)
+            inner = _called(eqn) or _compat.lowered(eqn)
             if inner is not None:
                 env.update(zip(eqn.outvars, self.inline(inner, inputs, line), strict=True))
                 continue
@@ -135,11 +137,12 @@ class _Inliner:
                 return outputs
         _refuse(eqn, line)
         effects = frozenset(_compat.outer_effects(eqn.effects))
-        new = Eqn(primitive, dict(eqn.params), inputs, outputs, line, effects=effects)
+        params, inputs = before_ravel(primitive.name, dict(eqn.params), inputs, self.reshapes)
+        new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
         if expand is not None:
-            new = WholeEqn(
-                primitive, dict(eqn.params), inputs, outputs, line, expand, effects=effects
-            )
+            new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
+        if primitive.name == "reshape" and len(inputs) == 1 and eqn.params["dimensions"] is None:
+            self.reshapes[outputs[0]] = new
         self.block.eqns.append(new)
         return self.handed_on(new) if primitive.name == "bj_map" else outputs
 

@@ -385,6 +385,8 @@ group(
         "norm": lambda x, y: jnp.linalg.norm(x, axis=2),
         "one_hot": lambda x, y: jax.nn.one_hot(jnp.argmax(x, 1), 6),
         "window_sum": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2), (1, 2, 1), "SAME"),
+        "searchsorted": lambda x, y: jnp.searchsorted(jnp.linspace(-1.0, 1.0, 5), x),
+        "interp": lambda x, y: jnp.interp(x, jnp.linspace(-1.0, 1.0, 5), jnp.arange(5.0)),
         "window_max": lambda x, y: lax.reduce_window(
             x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), "VALID"
         ),
@@ -405,6 +407,10 @@ group(
         "any": lambda x, y: jnp.any(x > 2, 0),
         "all": lambda x, y: jnp.all(x > -9),
         "vdot": lambda x, y: jnp.vdot(x[:, 0, 0], y[:, 0, 0]),
+        "vdot_raveled": lambda x, y: jnp.vdot(x, y),
+        "sum_raveled": lambda x, y: jnp.sum(x.T.ravel()),
+        "max_raveled": lambda x, y: jnp.max(jnp.ravel(x)),
+        "histogram": lambda x, y: jnp.histogram(x[:, 0, 0], bins=jnp.linspace(-1.0, 1.0, 5))[0],
         "moved_sum": lambda x, y: jnp.sum(jnp.moveaxis(x, 0, 1), (1, 2)),
         "argmax_0": lambda x, y: jnp.argmax(x, 0),
         "argmin_0": lambda x, y: jnp.argmin(jnp.round(x), 0),
@@ -481,6 +487,11 @@ group(
     placed(normal(N, 6, 6, 2)),
     normal(3, 3, 2, 4, seed=1),
     local={
+        "max_pool_gradient": lambda x, k: jax.grad(
+            lambda x: jnp.sum(
+                lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2
+            )
+        )(x),
         "nhwc": lambda x, k: conv(x, k, dimension_numbers=NHWC),
         "grouped": lambda x, k: conv(x, k[:, :, :1], dimension_numbers=NHWC, feature_group_count=2),
         "nchw": lambda x, k: conv(x.transpose(0, 3, 1, 2), k.transpose(3, 2, 0, 1)),
@@ -496,11 +507,6 @@ group(
     gather={
         "kernel_by_member": lambda x, k: jax.vmap(
             lambda x: conv(x[None], x[:3, :3, :, None], dimension_numbers=NHWC)
-        )(x),
-        "max_pool_gradient": lambda x, k: jax.grad(
-            lambda x: jnp.sum(
-                lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2
-            )
         )(x),
         "over_members": lambda x, k: conv(x.transpose(1, 0, 2, 3), k, dimension_numbers=NHWC),
     },

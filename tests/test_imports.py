@@ -126,6 +126,8 @@ TESTED_ELSEWHERE = {
     "flat_program": "test_flatten",
     "levels": "test_split",
     "pieces": "test_split",
+    "raveled": "test_rules",
+    "picks": "test_rules",
     "places": "test_place",
     "wanted": "test_place",
     "_compat": "test_transformations",
