@@ -21,6 +21,7 @@ from beamjax.interpreters import lower as _lower
 from beamjax.interpreters import place as _place
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
+from beamjax.interpreters import unknown as _unknown
 from beamjax.interpreters.pieces import Piece
 from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
@@ -167,6 +168,7 @@ def make_plan(
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
     pieces = _split.split(placed)
+    _unknown.settle_sizes(placed, pieces)
     paths = [argument.path for argument in arguments]
     paths += [f"constant {i}" for i in range(len(flat.constants))]
     plan = _lower.lower(placed, pieces, paths, staged.name, options)

@@ -94,11 +94,14 @@ class FlatProgram(FlatBlock):
       constants: the values of the last inputs.
       mapped: values that maps hand on as they came, with the name and the size of the placement.
       unrolled: whether scans around placed operators are written out, since nobody drives loops.
+      sizes: for each symbol that stands for an unknown number of members, a variable that no
+        equation makes, an int32.
     """
 
     constants: list[Any] = field(default_factory=list)
     mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
     unrolled: bool = False
+    sizes: dict[str, Var] = field(default_factory=dict)
 
     @property
     def arguments(self) -> list[Var]:
