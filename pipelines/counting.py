@@ -1,4 +1,4 @@
-"""The number of members of a PCollection, found while the pipeline runs, and that none is missing."""
+"""How many members a PCollection has, found while the pipeline runs, and that none is missing."""
 
 from __future__ import annotations
 

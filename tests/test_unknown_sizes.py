@@ -263,9 +263,9 @@ def test_missing_members(lost):
 def test_a_missing_shard():
     elements = [pair for pair in members(data(40)) if not 16 <= pair[0] < 32]
     message = str(failing(elements).value)
-    assert "16 members are missing" in message and "member 16;" in message
+    assert re.search("16 members are missing.* member 16;", message)
     message = str(failing([pair for pair in members(data(40)) if pair[0] >= 8]).value)
-    assert "8 members are missing" in message and "member 0;" in message
+    assert re.search("8 members are missing.* member 0;", message)
 
 
 def test_only_placed_results_are_checked_too():
@@ -282,7 +282,8 @@ def test_a_member_twice():
 
 def test_no_members():
     caught = failing([])
-    assert caught.type is SourceError and "PCollection is empty" in str(caught.value)
+    assert caught.type is SourceError
+    assert "PCollection is empty" in str(caught.value)
 
 
 @pytest.mark.parametrize("index", [-1, 2**31 - 1])
