@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,10 @@ from jax.interpreters import partial_eval as pe
 
 config: Any = jax.config
 """JAX's settings; type checkers see none of their names in `jax.config`."""
+
+
+DIM_AS_VALUE = "dim_as_value"
+"""The name of the primitive that gives a symbolic dimension as a number."""
 
 
 def hide_frames(folder: str) -> None:
@@ -131,6 +135,50 @@ def _jit_input_params() -> dict[str, tuple[Any, ...]]:
     """The parameters of a call to jit that hold an entry for each input, for one plain input."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns
     return {key: eqn.params[key] for key in ("donated_invars", "in_shardings", "in_layouts")}
+
+
+def symbols_of(dim: Any) -> set[str]:
+    """The names of the variables in a symbolic dimension; those in an int are none."""
+    return set() if isinstance(dim, int) else set(dim._get_vars())
+
+
+def evaluate_dim(dim: Any, values: Mapping[str, Any]) -> Any:
+    """A symbolic dimension as a number, or as an array, for these values of its variables."""
+    return dim._evaluate(dict(values))
+
+
+def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any, Any]]]:
+    """Turns the symbolic dimensions that a jaxpr reads as values into leading inputs.
+
+    Those in calls to jit are, too; those in other jaxprs inside of equations are left.
+
+    Returns:
+      A jaxpr, and the dimension and the type of each new input.
+    """
+    eqns, new_vars, dims = [], [], []
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == DIM_AS_VALUE:
+            (var,) = eqn.outvars
+            new_vars.append(var)
+            dims.append((eqn.params["dim"], var.aval))
+            continue
+        if eqn.primitive is jex.primitives.jit_p:
+            inner, found = hoist_dims(eqn.params["jaxpr"])
+            if found:
+                inner_vars = [_new_var(aval) for _, aval in found]
+                eqn = _with_leading_inputs(eqn, inner, inner_vars)
+                new_vars += inner_vars
+                dims += found
+        eqns.append(eqn)
+    if not dims:
+        return closed, []
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(
+        invars=[*new_vars, *jaxpr.invars],
+        eqns=eqns,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jex.ClosedJaxpr(jaxpr, closed.consts), dims
 
 
 def outer_effects(effects: Iterable[Any]) -> set[Any]:

@@ -47,6 +47,8 @@ def program(
     Args:
       placements: the number of members of each placement, an int >= 1; or None, to take it from the
         arguments of each call: it is the length of a first axis with which the program can run.
+        `beamjax.transform` takes arguments of unknown length too, for programs that do not need the
+        number of members as a constant.
       use_abstract_mesh: taken for programs written for DrJAX, without effect.
       **sizes: the same as `placements`, as keywords.
 

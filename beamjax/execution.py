@@ -21,6 +21,7 @@ from beamjax.interpreters import lower as _lower
 from beamjax.interpreters import place as _place
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
+from beamjax.interpreters import unknown as _unknown
 from beamjax.interpreters.pieces import Piece
 from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
@@ -105,6 +106,15 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
 
         members | beamjax.transform(fn, weights, jax.ShapeDtypeStruct((n, 28, 28), "float32"))
 
+    The number of members need not be known. Where the size of the placement is None and n is a
+    symbolic dimension, the pipeline counts them:
+
+        (n,) = jax.export.symbolic_shape("n")
+
+    Then `fn` may use n in all that is computed a member at a time or reduced over the members, and
+    read `x.shape[0]` as a value, but it may not need n as a constant: for `if x.shape[0] > 3`, or
+    for a value that holds all members on the server.
+
     Args:
       fn: as for `run`.
       *args: as for `run`. All abstract arguments together are what one element holds.
@@ -118,7 +128,10 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
       value is one array, a placed value is `(index, member array)`.
 
     Raises:
-      StagingError: as `run`, or an abstract argument is not used as a placed value.
+      StagingError: as `run`, or an abstract argument is not used as a placed value, or something
+        needs an unknown number of members as a constant.
+      StructureError: another dimension than the first one is unknown.
+      SourceError: while the pipeline runs: a member is missing or there twice, or there is none.
     """
     from beamjax.pipelines.transforms import PlanTransform
 
@@ -167,6 +180,7 @@ def make_plan(
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
     pieces = _split.split(placed)
+    _unknown.settle_sizes(placed, pieces)
     paths = [argument.path for argument in arguments]
     paths += [f"constant {i}" for i in range(len(flat.constants))]
     plan = _lower.lower(placed, pieces, paths, staged.name, options)

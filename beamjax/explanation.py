@@ -18,7 +18,7 @@ import jax
 
 from beamjax import execution
 from beamjax.errors import OptionsError
-from beamjax.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
+from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.facts import input_facts, plan_facts
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import pieces as _pieces
@@ -33,8 +33,11 @@ STAGES = ("staged", "flat", "placed", "graph", "plan")
 # --- formats
 
 
-def human_bytes(count: int) -> str:
-    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `3.0 MiB`."""
+def human_bytes(count: Bytes) -> str:
+    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
+    if isinstance(count, MemberBytes):
+        fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
+        return f"n x {human_bytes(count.each)}{fixed}"
     if count < 1024:
         return f"{count} B"
     size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
@@ -75,7 +78,9 @@ def plan_text(facts: PlanFacts) -> str:
     return "\n".join(lines)
 
 
-def _count(number: int, noun: str, ending: str = "s") -> str:
+def _count(number: int | None, noun: str, ending: str = "s") -> str:
+    if number is None:
+        return f"n {noun}{ending}" if noun == "member" else f"{noun}{ending}"
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
 
 
@@ -117,7 +122,10 @@ def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
 def _title(step: StepFact, facts: PlanFacts) -> str:
     if step.kind == "Map":
         (placement,) = (p for p in facts.placements if p.name == step.placement)
-        return f"Map, a pass over {placement.name}, {_count(placement.shards, 'shard')}"
+        shards = f"shards of {placement.shard_size}"
+        if placement.shards is not None:
+            shards = _count(placement.shards, "shard")
+        return f"Map, a pass over {placement.name}, {shards}"
     if step.kind == "Loop":
         return f"Loop, {_rounds(step)}"
     if step.kind == "Branch":

@@ -5,6 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class MemberBytes:
+    """Bytes for each member, where the number of members is unknown, and `fixed` ones besides."""
+
+    each: int
+    fixed: int = 0
+
+    def __add__(self, other: Bytes) -> MemberBytes:
+        if isinstance(other, MemberBytes):
+            return MemberBytes(self.each + other.each, self.fixed + other.fixed)
+        return MemberBytes(self.each, self.fixed + other)
+
+    __radd__ = __add__
+
+
+Bytes: TypeAlias = int | MemberBytes
 
 
 @dataclass(frozen=True)
@@ -16,7 +35,7 @@ class ValueFact:
 
     name: str
     type: str
-    nbytes: int
+    nbytes: Bytes
     member_bytes: int | None = None
     shard_bytes: int | None = None
 
@@ -27,7 +46,7 @@ class InputFact:
 
     path: str
     type: str
-    nbytes: int
+    nbytes: Bytes
     read: str
     values: tuple[str, ...]
 
@@ -103,7 +122,7 @@ class StepFact:
     reason: str = ""
     lines: tuple[str, ...] = ()
     python: str = ""
-    read_bytes: int = 0
+    read_bytes: Bytes = 0
     broadcast_bytes: int = 0
     partial_bytes: int = 0
     rounds: int | None = None
@@ -126,7 +145,7 @@ class OutputFact:
 
     path: str
     type: str
-    nbytes: int
+    nbytes: Bytes
     source: str
     value: str
 
@@ -138,17 +157,20 @@ class Edge:
     source: str
     target: str
     value: str
-    nbytes: int
+    nbytes: Bytes
 
 
 @dataclass(frozen=True)
 class PlacementFact:
-    """A placement, the number of its members, and how they are cut to shards."""
+    """A placement, the number of its members, and how they are cut to shards.
+
+    The numbers of members and of shards are None where they are found while the program runs.
+    """
 
     name: str
-    members: int
+    members: int | None
     shard_size: int
-    shards: int
+    shards: int | None
 
 
 @dataclass(frozen=True)
@@ -168,8 +190,8 @@ class PlanFacts:
     steps: tuple[StepFact, ...]
     edges: tuple[Edge, ...]
     outputs: tuple[OutputFact, ...]
-    read_bytes: int
+    read_bytes: Bytes
     broadcast_bytes: int
     partial_bytes: int
-    gathered_bytes: int
+    gathered_bytes: Bytes
     executable_bytes: Mapping[str, int]

@@ -7,6 +7,7 @@ lays it out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from beamjax.arrays import dtype_name
 from beamjax.bodies import value_type
 from beamjax.fact_types import (
     BlockFact,
+    Bytes,
     Edge,
     HandedFact,
     InputFact,
+    MemberBytes,
     OutputFact,
     PlacementFact,
     PlanFacts,
@@ -27,6 +30,7 @@ from beamjax.fact_types import (
     ValueFact,
     walk_facts,
 )
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.stage import Argument
 from beamjax.plan import (
     Block,
@@ -40,6 +44,7 @@ from beamjax.plan import (
     Scatter,
     Server,
     Step,
+    size_name,
 )
 
 
@@ -67,7 +72,7 @@ def plan_facts(
     edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
     platforms = dict.fromkeys(p for fact in everything for p in fact.executables)
     placements = tuple(
-        PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name))
+        PlacementFact(name, n, plan.shard_sizes[name], n and plan.shards(name))
         for name, n in plan.sizes.items()
     )
     return PlanFacts(
@@ -167,7 +172,9 @@ def value_fact(plan: Plan, name: str) -> ValueFact:
     if value.placement is None:
         return ValueFact(name, str(value), value.nbytes)
     shard = value.nbytes * plan.shard_sizes[value.placement]
-    return ValueFact(name, str(value), plan.nbytes(name), value.nbytes, shard)
+    known = plan.sizes[value.placement] is not None
+    nbytes = plan.nbytes(name) if known else MemberBytes(value.nbytes)
+    return ValueFact(name, str(value), nbytes, value.nbytes, shard)
 
 
 def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:
@@ -241,9 +248,21 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
             described, nbytes = _float0(aval.shape), 0
         else:
             value = value_type(aval, placement, spec.axis if placement else None)
-            described, nbytes = str(value), value_type(aval).nbytes
+            described, nbytes = str(value), _whole_bytes(aval)
         facts.append(InputFact(spec.path, described, nbytes, f"{how}, {where}", names))
+    for placement, n in plan.sizes.items():
+        if n is None:
+            name = size_name(placement)
+            read = "whole, found while the pipeline runs"
+            facts.append(InputFact(f"number of {placement}", "int32[]", 4, read, (name,)))
     return tuple(facts)
+
+
+def _whole_bytes(aval: Any) -> Bytes:
+    """Bytes of an input, members included; their axis is the first one if it is symbolic."""
+    if not any(map(is_unknown, aval.shape)):
+        return value_type(aval).nbytes
+    return MemberBytes(value_type(aval, axis=0).nbytes)
 
 
 def _where(argument: Argument) -> str:

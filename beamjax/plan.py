@@ -334,12 +334,22 @@ class Body:
     narrow: tuple[str, ...] = ()
 
 
+MAX_MEMBERS = 2**31 - 1
+"""Of a placement: a shard knows its first member by an int32."""
+
+
+def size_name(placement: str) -> str:
+    """The name of the server value that is the number of members of a placement."""
+    return f"size@{placement}"
+
+
 @dataclass(frozen=True)
 class Plan:
     """A whole program, ready to be run.
 
     Attributes:
-      sizes: number of members of each placement.
+      sizes: number of members of each placement, or None if it is found while the plan runs: then
+        there is a server value of the name `size_name(placement)`, an int32, from the start.
       shard_sizes: members in a shard of each placement, a multiple of 8.
       values: type of each named value.
       bodies: executables by content hash.
@@ -348,7 +358,7 @@ class Plan:
     """
 
     name: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, Any]
     shard_sizes: Mapping[str, int]
     values: Mapping[str, ValueType]
     inputs: tuple[Input, ...]

@@ -38,6 +38,9 @@ def find_sizes(
         return placements
     around = {name: n for name in opened if (n := known_size(name)) is not None}
     lengths = _lengths((args, kwargs))
+    if len(opened) == 1:
+        # An array of unknown length is one of members.
+        lengths = [n for n in lengths if not isinstance(n, int)] or lengths
     choices = [[around[name]] if name in around else lengths for name in opened]
     found: list[Mapping[str, Any]] = [
         dict(zip(opened, sizes, strict=True)) for sizes in itertools.product(*choices)

@@ -95,11 +95,14 @@ class FlatProgram(FlatBlock):
       mapped: values that maps hand on as they came, with the name and the size of the placement.
       unrolled: whether loops and branches around placed operators are written out, since nobody
         drives them.
+      sizes: for each symbol that stands for an unknown number of members, a variable that no
+        equation makes, an int32.
     """
 
     constants: list[Any] = field(default_factory=list)
     mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
     unrolled: bool = False
+    sizes: dict[str, Var] = field(default_factory=dict)
 
     @property
     def arguments(self) -> list[Var]:

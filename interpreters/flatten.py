@@ -22,6 +22,7 @@ from jax.extend import core as jex
 import beamjax
 from beamjax import _compat
 from beamjax.errors import StagingError
+from beamjax.interpreters import dimensions
 from beamjax.interpreters.flat_program import (
     Atom,
     BranchEqn,
@@ -135,16 +136,26 @@ class _Inliner:
                     return self.selected(eqn, inputs, line)
                 self.block.eqns.append(expand())
                 return outputs
+        dim = dimensions.size_of(eqn)
+        if dim is not None:
+            return [self.number(dim, outputs[0].aval.dtype, line)]
         _refuse(eqn, line)
         effects = frozenset(_compat.outer_effects(eqn.effects))
         params, inputs = before_ravel(primitive.name, dict(eqn.params), inputs, self.reshapes)
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
+        if primitive.name == "bj_map":
+            dimensions.share_sizes(new, self.number)
         if expand is not None:
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         if primitive.name == "reshape" and len(inputs) == 1 and eqn.params["dimensions"] is None:
             self.reshapes[outputs[0]] = new
         self.block.eqns.append(new)
         return self.handed_on(new) if primitive.name == "bj_map" else outputs
+
+    def number(self, dim: Any, dtype: Any, line: str) -> Atom:
+        """A size that is unknown, or follows from one, as a server value."""
+        evaluate, sizes = dimensions.size_function(dim, dtype, self.flat.sizes)
+        return self.applied(evaluate, sizes, line)
 
     def handed_on(self, eqn: Eqn) -> list[Atom]:
         """The results of a map, with its operands for those that a body returns as they came."""
@@ -367,9 +378,14 @@ def user_line(eqn: Any) -> str:
     """`file:line (function)` of the innermost frame that is no library's."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_LIBRARIES):
+        if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def is_library(file_name: str) -> bool:
+    """Whether a file is of JAX, NumPy or beamjax, and not of the user."""
+    return file_name.startswith(_LIBRARIES)
 
 
 def _libraries() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
 from beamjax.errors import StagingError
 from beamjax.interpreters import callbacks, rules
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.flatten import HOST_CALLS
 from beamjax.interpreters.pieces import (
@@ -96,7 +97,7 @@ class _Lowering:
         outputs = tuple(self.output(atom) for atom in self.program.flat.outputs)
         return Plan(
             name=name,
-            sizes=dict(self.program.sizes),
+            sizes={k: None if is_unknown(n) else n for k, n in self.program.sizes.items()},
             shard_sizes=self.sizes,
             values=self.values,
             inputs=tuple(

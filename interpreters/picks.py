@@ -6,6 +6,7 @@ bits of what it takes. One that takes more is a gather.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from beamjax.bodies import unwrap, value_type
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.readings import Fold, Shard, bind, replaced, shape_of
 from beamjax.reducers import PICK
@@ -63,7 +65,7 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
     d = eqn.params["dimension_numbers"]
     out = shape_of(eqn.outputs[0])
     batch = [k for k in range(len(out)) if k not in d.offset_dims]
-    taken = int(np.prod([out[k] for k in batch]))
+    taken = math.prod(out[k] for k in batch)
     single = eqn.params["slice_sizes"][axis] == 1
     if not single or axis in d.operand_batching_dims or not _is_worth(eqn, taken, n):
         return None
@@ -88,9 +90,10 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
     return Fold((axis, None), PICK.name, partial, picks=True)
 
 
-def _is_worth(eqn: Eqn, taken: int, n: Any) -> bool:
+def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
     dtype = value_type(aval_of(eqn.outputs[0])).dtype
-    return PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
+    known = not is_unknown(n) and not is_unknown(taken)
+    return known and PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
 
 
 def _bits(rows: Any, axis: int, mask: Any) -> Any:

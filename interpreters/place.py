@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters import rules
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import (
     Atom,
     BranchEqn,
@@ -29,8 +30,7 @@ from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
 from beamjax.interpreters.sharing import share_gathers
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
-
-MAX_MEMBERS = 2**31 - 1
+from beamjax.plan import MAX_MEMBERS
 
 
 def place(
@@ -53,7 +53,7 @@ def place(
     """
     keys = PlacementKeys(flat, placements)
     for key, n in keys.sizes.items():
-        if n > MAX_MEMBERS:
+        if not is_unknown(n) and n > MAX_MEMBERS:
             raise PlacementError(
                 f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: a shard knows "
                 "its first member by an int32"

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax.errors import OptionsError
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.pieces import Emission, MapPiece, Piece, walk
 from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.rules import Local
@@ -45,6 +46,10 @@ def shard_sizes(
     sizes = {}
     for placement, n in program.sizes.items():
         passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
+        if is_unknown(n):  # Bytes are then counted without the axis of the members.
+            size = options.shard_size or min((_fitting(p, 1) for p in passes), default=MULTIPLE)
+            sizes[placement] = size
+            continue
         size = options.shard_size or min((_fitting(p, n) for p in passes), default=MULTIPLE)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
@@ -94,4 +99,4 @@ def _is_var(atom: Any) -> bool:
 def _nbytes(aval: Any) -> int:
     if not hasattr(aval, "shape"):
         return 0
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return math.prod(d for d in aval.shape if not is_unknown(d)) * aval.dtype.itemsize

@@ -13,6 +13,8 @@ from jax.extend import core as jex
 
 from beamjax.errors import StructureError
 from beamjax.interpreters import drjax
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.unknown import explained
 from beamjax.placements import observe
 from beamjax.sources import Source
 
@@ -110,7 +112,7 @@ def _source_arguments(name: str, source: Source) -> list[Argument]:
 
 def _aval(name: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+        return _checked(name, leaf)
     try:
         if isinstance(leaf, jax.Array):
             return jax.typeof(leaf)
@@ -122,6 +124,19 @@ def _aval(name: str, leaf: Any) -> Any:
         ) from error
 
 
+def _checked(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An abstract argument, if at most its number of members is unknown."""
+    unknown = [d for d in aval.shape if is_unknown(d)]
+    if unknown and (is_unknown(aval.shape[0]), len(unknown), str(unknown[0]).isidentifier()) != (
+        True, 1, True
+    ):  # fmt: skip
+        raise StructureError(
+            f"{name}: found a jax.ShapeDtypeStruct of shape {aval.shape}, expected at most the "
+            "first dimension, the number of members, to be symbolic, and that a single symbol"
+        )
+    return aval
+
+
 def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -> Staged:
     """Traces `fn` on abstract arguments. It may be a program of beamjax or of DrJAX.
 
@@ -129,6 +144,9 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
       fn: the user's function.
       arguments: from `flatten_arguments`.
       restore: likewise.
+
+    Raises:
+      StagingError: `fn` needs an unknown number of members as a constant.
     """
     out_tree = None
 
@@ -137,8 +155,15 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
         results, out_tree = tree_util.tree_flatten(fn(*restore(leaves)))
         return results
 
+    avals = [argument.aval for argument in arguments]
     with observe() as placements, drjax.operators_of_beamjax():
-        closed = jax.make_jaxpr(flat_fn)(*(argument.aval for argument in arguments))
+        try:
+            closed = jax.make_jaxpr(flat_fn)(*avals)
+        except Exception as error:
+            told = explained(error, flat_fn, avals)
+            if told is None:
+                raise
+            raise told from error
     return Staged(function_name(fn), closed, out_tree, tuple(placements))
 
 

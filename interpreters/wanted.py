@@ -42,7 +42,7 @@ class PlacementKeys:
     def rows(self, var: Var) -> Along | None:
         """The place of a value with as many rows as one placement has members, if it is one."""
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
-        return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] > 1 else None
+        return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] != 1 else None
 
     def key(self, name: str, n: int) -> str:
         """The name that is given to a placement."""

@@ -29,7 +29,7 @@ from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.values import Placed, Served, members
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
-from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server
+from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server, size_name
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""
@@ -44,6 +44,7 @@ class Inputs:
       sources: placed inputs that workers read.
       blocks: placed inputs that come as blocks, by placement.
       carried: names of the values in these blocks, by placement.
+      sizes: environments with the numbers of members that are found in the pipeline, by placement.
       program: what workers in other processes make the bodies from that run as Python.
     """
 
@@ -51,6 +52,7 @@ class Inputs:
     sources: Sources
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: dict[str, beam.PCollection] = field(default_factory=dict)
     program: Ref | None = None
 
 
@@ -102,6 +104,8 @@ class Graph:
         for placement, blocks in inputs.blocks.items():
             self.live[placement] = _Stream(blocks, inputs.carried[placement])
             self.streams[placement] = [self.live[placement]]
+        for placement, size in inputs.sizes.items():
+            self._serve(size, [size_name(placement)])
         self.scattered: dict[str, tuple[str, int]] = {}
 
     def build(self) -> None:
@@ -167,10 +171,11 @@ class Graph:
 
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
         finish = FinishPieces(self._task(step))
+        sizes = _side_inputs(self._environments(self._sizes_found(step)))
         parts = (
             partials
             | f"{step.name}/Merge" >> beam.CombinePerKey(MergeAccumulators())
-            | f"{step.name}/Finish" >> beam.ParDo(finish)
+            | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
         )
         results = [r.result for lane in step.lanes for r in lane.reductions]
         if not finish.whole:
@@ -183,7 +188,8 @@ class Graph:
     def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
         combine, label = step.combines[number], f"{step.name}/Combine_{number}"
         finish = FinishCombine(self._task(step, combine.inputs), number)
-        environments = _side_inputs(self._environments(combine.inputs))
+        needed = (*combine.inputs, *self._sizes_found(step))
+        environments = _side_inputs(self._environments(needed))
         values = self._together(label, partials) | label >> beam.ParDo(finish, *environments)
         self._serve(values, [name for name in combine.results if name is not None])
 
@@ -311,9 +317,18 @@ class Graph:
         live = self.live.get(step.placement)
         if live is None:
             return None
+        if self.plan.sizes[step.placement] is None:
+            return live
         reads = set(step.operands) & set(live.names)
         joins = needed & set(step.results) and needed & set(live.names)
         return live if reads or joins else None
+
+    def _sizes_found(self, step: Map) -> list[str]:
+        """The number of members of a pass, by name, if it is found in the pipeline.
+
+        Whatever reduces over them waits for it, since it is also the check that none is missing.
+        """
+        return [size_name(step.placement)] if self.plan.sizes[step.placement] is None else []
 
     def _find(self, placement: str, name: str) -> _Stream:
         return next(s for s in reversed(self.streams[placement]) if name in s.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
@@ -16,7 +16,7 @@ from beamjax.dyadic import DyadicTree
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, StepFn, Task
-from beamjax.plan import Gather, Lane, Map, ValueType
+from beamjax.plan import Gather, Lane, Map, Plan, ValueType, size_name
 from beamjax.reducers import decode_accumulator
 from beamjax.shards import finish_lane, finish_tree, join_shards, shards
 
@@ -123,10 +123,10 @@ class FinishPieces(StepFn):
         self.task = task
         self.whole = len(step_pieces(task.step)) == 1
 
-    def process(self, element: tuple[str, bytes]) -> Iterator[Environment]:
+    def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
         key, data = element
         piece = Piece.from_key(key)
-        plan, step = self.task.plan, self.task.step
+        plan, step = self._plan(served), self.task.step
         found = finish_lane(
             plan, step, step.lanes[piece.lane], decode_accumulator(data), (piece.start, piece.stop)
         )
@@ -135,6 +135,14 @@ class FinishPieces(StepFn):
             array = part.reshape(plan.values[name].shape) if self.whole else part
             values[name if self.whole else f"{name}|{offset}"] = self.task.store.put([array], name)
         yield Environment(values)
+
+    def _plan(self, served: tuple[Environment, ...]) -> Plan:
+        """The plan, with the number of members also where it is found in the pipeline."""
+        plan, placement = self.task.plan, self.task.step.placement
+        if plan.sizes[placement] is not None:
+            return plan
+        (n,) = self.task.arrays(self.task.refs([size_name(placement)], served)).values()
+        return replace(plan, sizes={**plan.sizes, placement: int(n)})
 
 
 class FinishCombine(StepFn):

@@ -20,6 +20,7 @@ from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.inputs import Inputs
 from beamjax.options import Options
 from beamjax.pipelines import build
+from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Block
 from beamjax.pipelines.runners import (
     remove_store,
@@ -30,7 +31,7 @@ from beamjax.pipelines.runners import (
 )
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StepFn
-from beamjax.plan import Branch, Loop, Output, Plan, walk
+from beamjax.plan import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
 from beamjax.sources import release
 
 
@@ -88,7 +89,7 @@ class PlanTransform(beam.PTransform):
         static = {name: store.put([a], name) for name, a in self.given.server().items()}
         bound = build.Inputs(static, sources, program=store_program(self.plan, store, shared))
         if self.abstract:
-            self._form_blocks(input_or_inputs, bound)
+            self._form_blocks(input_or_inputs, bound, store)
         spread = spreads(pipeline.runner, pipeline.options)
         graph = build.Graph(pipeline, self.plan, bound, store, self.options, spread)
         graph.build()
@@ -125,7 +126,7 @@ class PlanTransform(beam.PTransform):
             atexit.register(remove_store, store)
         return store
 
-    def _form_blocks(self, members: beam.PCollection, bound: build.Inputs) -> None:
+    def _form_blocks(self, members: beam.PCollection, bound: build.Inputs, store: Store) -> None:
         specs = [self.plan.inputs[i] for i in self.abstract]
         placements = {self.plan.values[s.placed].placement for s in specs if s.placed}
         if len(placements) != 1:
@@ -134,10 +135,25 @@ class PlanTransform(beam.PTransform):
                 "expected exactly one; use one transform for each placement"
             )
         placement = placements.pop() or ""
+        for other, n in self.plan.sizes.items():
+            if n is None and other != placement:
+                raise StagingError(
+                    f"transform: the number of members of placement {other!r} is unknown, and the "
+                    "PCollection has none of them; give it in the decorator of the program"
+                )
         n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
         leaves = tuple(self._leaf(i) for i in self.abstract)
         names = tuple(leaf.name for leaf in leaves if leaf.name is not None)
         keyed = members | "Key by shard" >> beam.ParDo(KeyByShard(leaves, self.groups, n, size))
+        if n is None:
+            blocks = (
+                keyed
+                | "Group into shards" >> beam.GroupByKey()
+                | "Form blocks" >> beam.ParDo(FormBlocks(names, None, size))
+            )
+            bound.blocks[placement], bound.carried[placement] = blocks, names
+            bound.sizes[placement] = count_members(blocks, store, placement)
+            return
         # A key for every shard, so that one without members is noticed.
         expected = (
             members.pipeline
@@ -193,7 +209,7 @@ class KeyByShard(StepFn):
 
     yields = typehints.KV[int, bytes]
 
-    def __init__(self, leaves: Sequence[Leaf], groups: Sequence[Any], n: int, size: int):
+    def __init__(self, leaves: Sequence[Leaf], groups: Sequence[Any], n: int | None, size: int):
         self.leaves = tuple(leaves)
         # Tree definitions can't be pickled; a tree of leaf numbers can.
         trees = [jax.tree_util.tree_unflatten(g, range(g.num_leaves)) for g in groups]
@@ -224,8 +240,12 @@ class KeyByShard(StepFn):
         if isinstance(element, tuple) and len(element) == 2:
             index, member = element
             if isinstance(index, int | np.integer) and not isinstance(index, bool):
-                if 0 <= index < self.n:
+                if 0 <= index < (MAX_MEMBERS if self.n is None else self.n):
                     return int(index), member
+                if self.n is None:
+                    raise SourceError(
+                        f"transform: found member {index}, expected 0 to {MAX_MEMBERS - 1} at most"
+                    )
                 raise SourceError(
                     f"transform: found member {index}, expected 0 to {self.n - 1}: the placement "
                     f"has {self.n} members"
@@ -251,11 +271,18 @@ class Expected(StepFn):
 
 
 class FormBlocks(StepFn):
-    """Members of one shard to one block, in order of their index."""
+    """Members of one shard to one block, in order of their index.
+
+    Args:
+      names: of the values of a member.
+      n: the number of members, or None if it is unknown: then the block ends with the last member
+        found, and whoever counts them has to see that it is full, or the last one.
+      size: members in a shard.
+    """
 
     yields = Block
 
-    def __init__(self, names: tuple[str, ...], n: int, size: int):
+    def __init__(self, names: tuple[str, ...], n: int | None, size: int):
         self.names = names
         self.n = n
         self.size = size
@@ -263,7 +290,6 @@ class FormBlocks(StepFn):
     def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[Block]:
         shard, encoded = element
         start = shard * self.size
-        count = min(self.size, self.n - start)
         members: dict[int, list[np.ndarray]] = {}
         for data in encoded:
             if not data:
@@ -272,11 +298,13 @@ class FormBlocks(StepFn):
             if meta["index"] in members:
                 raise SourceError(f"transform: member {meta['index']} is in the PCollection twice")
             members[meta["index"]] = arrays
+        last = max(members) if self.n is None else self.n - 1
+        count = min(self.size, last + 1 - start)
         missing = sorted(set(range(start, start + count)) - set(members))
         if missing:
             raise SourceError(
                 f"transform: {len(missing)} members of shard {shard} are missing in the "
-                f"PCollection, the first one is member {missing[0]}; expected 0 to {self.n - 1}"
+                f"PCollection, the first one is member {missing[0]}; expected 0 to {last}"
             )
         columns = zip(*(members[i] for i in range(start, start + count)), strict=True)
         values = dict(zip(self.names, map(np.stack, columns), strict=True))

@@ -1,0 +1,176 @@
+"""What can't be done where the number of members is found only while the program runs."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from beamjax import _compat
+from beamjax.errors import StagingError
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.flat_program import Atom, Eqn, Var
+from beamjax.interpreters.flatten import is_library
+from beamjax.interpreters.pieces import (
+    BranchPiece,
+    GatherPiece,
+    LoopPiece,
+    MapPiece,
+    Piece,
+    ScatterPiece,
+    ServerPiece,
+    walk,
+)
+from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.readings import Local, shape_of
+from beamjax.placements import unobserved
+from beamjax.plan import size_name
+
+ADVICE = (
+    "Give the number of members in the decorator of the program and in the jax.ShapeDtypeStruct"
+)
+
+
+SOME_NUMBER = 840
+"""Of members: with this one a program is tried that can't be staged with an unknown one. Many
+numbers divide it."""
+
+
+def explained(
+    error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
+) -> StagingError | None:
+    """What to raise for a function that can't be traced, if an unknown number is the reason.
+
+    Args:
+      error: of `fn` at `avals`.
+      fn: takes flat arguments.
+      avals: their types.
+    """
+    found = next((d for a in avals for d in getattr(a, "shape", ()) if is_unknown(d)), None)
+    if found is None:
+        return None
+    known = [
+        jax.ShapeDtypeStruct((SOME_NUMBER, *a.shape[1:]), a.dtype)
+        if any(map(is_unknown, getattr(a, "shape", ())))
+        else a
+        for a in avals
+    ]
+    try:
+        with unobserved():
+            jax.make_jaxpr(lambda *args: fn(*args))(*known)
+    except Exception:  # of any kind: then the number of members is not the reason
+        return None
+    what = str(error).split("\n")[0]
+    return StagingError(
+        f"{_line(error) or 'in the program'}: this needs the number of members as a constant, but "
+        f"{found} is found only while the program runs ({type(error).__name__}: {what}). {ADVICE}."
+    )
+
+
+def _line(error: Exception) -> str:
+    """The innermost line of an error's traceback that is no library's."""
+    line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not is_library(code.co_filename):
+            line = f"{code.co_filename}:{number} ({code.co_name})"
+    return line
+
+
+def settle_sizes(program: PlacedProgram, pieces: Sequence[Piece]) -> None:
+    """Names the values that are numbers of members, and checks that nothing needs more of them.
+
+    Raises:
+      StagingError: something needs an unknown number of members as a constant: a value with that
+        many entries on the server, or a loop of that many rounds; the message names the line.
+    """
+    opened = {str(n): key for key, n in program.sizes.items() if is_unknown(n)}
+    for symbol, var in program.flat.sizes.items():
+        if symbol not in opened:
+            raise StagingError(
+                f"the program uses {symbol!r}, an unknown number, as a value, but no placement has "
+                f"that many members: they have {_sizes(program)}. {ADVICE}."
+            )
+        var.name = size_name(opened[symbol])
+    if opened:
+        for piece in walk(pieces):
+            _check(program, piece)
+
+
+def _check(program: PlacedProgram, piece: Piece) -> None:
+    match piece:
+        case GatherPiece(var=var, along=along, user=user):
+            if is_unknown(program.sizes[along.placement]):
+                raise _refusal(program, user, "reads all members at once", [var])
+        case ScatterPiece(var=var, along=along, user=user):
+            if is_unknown(program.sizes[along.placement]):
+                raise _refusal(program, user, "reads by shards what is made as a whole", [var])
+        case ServerPiece(eqns=eqns):
+            for eqn in eqns:
+                if any(_symbolic(shape_of(atom)) for atom in (*eqn.outputs, *eqn.inputs)):
+                    what = "needs all members at once, on the server"
+                    raise _refusal(program, eqn, what, [*eqn.inputs, *eqn.outputs])
+                _check_inside(program, eqn)
+        case MapPiece():
+            for emission in piece.emissions:
+                eqn, reading = emission.eqn, emission.reading
+                pairs = list(zip(eqn.inputs, reading.in_axes, strict=True))
+                if isinstance(reading, Local):
+                    pairs += zip(eqn.outputs, reading.out_axes, strict=True)
+                for atom, axis in pairs:
+                    rest = [d for i, d in enumerate(shape_of(atom)) if i != axis]
+                    if _symbolic(rest):
+                        what = f"gives or takes as many entries as {piece.placement!r} has members"
+                        raise _refusal(program, eqn, f"{what} for each member", [atom])
+                if eqn.primitive.name.startswith("bj_"):
+                    _check_inside(program, eqn)
+        case LoopPiece(eqn=eqn):
+            if eqn.rounds is not None and is_unknown(eqn.rounds):
+                raise _refusal(program, eqn, "has a round for each member", eqn.inputs)
+        case BranchPiece():
+            pass
+
+
+def _check_inside(program: PlacedProgram, eqn: Eqn) -> None:
+    """Checks the jaxprs that an equation holds."""
+    if any(_mentions(sub) for sub in jex.jaxprs_in_params(eqn.params)):
+        what = (
+            "holds a loop, a branch or a function in which the number of members is read; read it "
+            "before, as in n = jnp.float32(x.shape[0])"
+        )
+        raise _refusal(program, eqn, what, [])
+
+
+def _mentions(jaxpr: Any) -> bool:
+    """Whether a symbolic dimension is in a jaxpr, as a value or in a shape."""
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(
+        eqn.primitive.name == _compat.DIM_AS_VALUE
+        or any(_symbolic(shape_of(var)) for var in eqn.outvars)
+        or any(map(_mentions, jex.jaxprs_in_params(eqn.params)))
+        for eqn in eqns
+    )
+
+
+def _refusal(program: PlacedProgram, eqn: Eqn, what: str, atoms: Iterable[Atom]) -> StagingError:
+    name = eqn.primitive.name
+    if name == "bj_map":
+        name = f"the map_fn of {eqn.params['name']}"
+    shown = next((atom for atom in atoms if _symbolic(shape_of(atom))), None)
+    held = f" ({shown.aval.str_short()})" if isinstance(shown, Var) else ""
+    return StagingError(
+        f"{eqn.line or 'in the program'}: {name.removeprefix('bj_')} {what}{held}, but the number "
+        f"of members is found only while the program runs: the placements have {_sizes(program)}. "
+        f"{ADVICE}; or reduce over the members, or do it for each of them inside a map_fn."
+    )
+
+
+def _sizes(program: PlacedProgram) -> str:
+    return ", ".join(f"{key}={n}" for key, n in program.sizes.items())
+
+
+def _symbolic(shape: Iterable[Any]) -> bool:
+    return any(map(is_unknown, shape))
