@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from beamjax.interpreters import callbacks, rules
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.flatten import HOST_CALLS
+from beamjax.interpreters.lanes import lane_vector, lanes_of
 from beamjax.interpreters.pieces import (
     BlockPiece,
     BranchPiece,
@@ -47,14 +47,12 @@ from beamjax.plan import (
     Map,
     Output,
     Plan,
-    Reduction,
     Scatter,
     Server,
     Sliced,
     Step,
     ValueType,
 )
-from beamjax.reducers import reducer_of
 
 
 def lower(
@@ -249,7 +247,7 @@ class _Lowering:
         broadcasts = tuple(self.served(var) for var in piece.broadcasts)
         operands = tuple(self.placed(var, along) for var, along in piece.operands)
         results = tuple(self.placed(var, self.program.places[var]) for var in piece.results)
-        lanes = self.lanes(piece.folds, piece)
+        lanes = lanes_of(piece, self.served, self.values)
         combines = tuple(
             self.combine(e.eqn, e.reading)
             for e in piece.emissions
@@ -310,34 +308,9 @@ class _Lowering:
             for var in piece.results:
                 axis = program.places[var].axis
                 results.append(unwrap(jnp.moveaxis(placed[var, axis], axis, 0)))
-            return results + [_lane_vector(lane, partials) for lane in lanes] + combined
+            return results + [lane_vector(lane, partials) for lane in lanes] + combined
 
         return body
-
-    def lanes(self, folds: Sequence[Eqn], piece: MapPiece) -> tuple[Lane, ...]:
-        """Groups the reductions of a pass by accumulator and dtype of the partials."""
-        groups: dict[tuple[str, str], list[Reduction]] = {}
-        readings = {e.eqn: e.reading for e in piece.emissions}
-        for eqn in folds:
-            reading = readings[eqn]
-            if isinstance(reading, Combination):
-                continue
-            assert isinstance(reading, Fold)
-            reducer = reducer_of(reading.reducer)
-            result = self.served(eqn.outputs[0])
-            value = self.values[result]
-            dtype = np.dtype(value.dtype)
-            if not reading.picks and eqn.primitive.name != "dot_general":
-                dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
-            partial = np.dtype(reducer.partial_dtype(dtype)).name
-            group = groups.setdefault((reducer.lane, partial), [])
-            offset = group[-1].offset + group[-1].size if group else 0
-            size = math.prod(value.shape)
-            group.append(Reduction(result, reading.reducer, dtype.name, offset, size))
-        return tuple(
-            Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
-            for (kind, dtype), group in groups.items()
-        )
 
     def combine(self, eqn: Eqn, reading: Combination) -> Combine:
         """A reduction by a function, whose body joins the partials of two ranges of members."""
@@ -413,8 +386,3 @@ def _read(env: Mapping[Var, Any], atom: Atom) -> Any:
 
 def _read_placed(env: Mapping[tuple[Var, int], Any], atom: Atom, axis: int) -> Any:
     return env[atom, axis] if isinstance(atom, Var) else atom.val
-
-
-def _lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
-    parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

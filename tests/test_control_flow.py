@@ -391,3 +391,33 @@ def test_plans_name_the_line_of_a_loop():
     (loop,) = steps(*CASES["scan_over_rounds"][:2], Loop)
     assert "test_control_flow.py:" in loop.line
     assert "(scan_over_rounds)" in loop.line
+
+
+SEVERAL_WORKERS = {
+    "threads": ["--direct_running_mode=multi_threading", "--direct_num_workers=2"],
+    "processes": ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
+}
+
+
+# Each pipeline starts its processes anew, which takes seconds.
+ALONE = ["k_means", "switch_in_rounds", "grad_of_placed_state", "keys_as_state"]
+MODES = [("scan_with_placed_state", mode) for mode in SEVERAL_WORKERS]
+
+
+@pytest.mark.parametrize(("name", "mode"), MODES + [(name, "threads") for name in ALONE])
+def test_several_workers_give_the_same_bits(name, mode):
+    fn, args, *_ = CASES[name]
+    options = [*SEVERAL_WORKERS[mode], "--shard_size=8"]
+    found = bj.run(fn, *args, options=options)
+    for left, right in zip(arrays(found), arrays(by(name, "local")), strict=True):
+        assert left.tobytes() == right.tobytes()
+
+
+def test_rounds_a_graph_do_not_change_the_bits():
+    fn, args, *_ = CASES["scan_with_placed_state"]
+    for rounds in (1, 3):
+        found = bj.run(fn, *args, options={**OPTIONS, "rounds_per_graph": rounds})
+        for left, right in zip(
+            arrays(found), arrays(by("scan_with_placed_state", "local")), strict=True
+        ):
+            assert left.tobytes() == right.tobytes()

@@ -124,6 +124,7 @@ print("apache_beam" in sys.modules)
 
 TESTED_ELSEWHERE = {
     "flat_program": "test_flatten",
+    "lanes": "test_lower",
     "levels": "test_split",
     "pieces": "test_split",
     "raveled": "test_rules",

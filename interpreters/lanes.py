@@ -1,0 +1,53 @@
+"""The reductions of a pass, grouped by accumulator: one flat vector of partials for each group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beamjax.interpreters.flat_program import Var, aval_of
+from beamjax.interpreters.pieces import MapPiece
+from beamjax.interpreters.rules import Combination, Fold
+from beamjax.plan import Lane, Reduction, ValueType
+from beamjax.reducers import reducer_of
+
+
+def lanes_of(
+    piece: MapPiece, served: Callable[[Var], str], values: Mapping[str, ValueType]
+) -> tuple[Lane, ...]:
+    """Groups the reductions of a pass by accumulator and dtype of the partials.
+
+    Args:
+      piece: the pass.
+      served: gives a value on the server its name.
+      values: types by name, once they have one.
+    """
+    groups: dict[tuple[str, str], list[Reduction]] = {}
+    for emission in piece.emissions:
+        eqn, reading = emission.eqn, emission.reading
+        if not isinstance(reading, Fold) or isinstance(reading, Combination):
+            continue
+        reducer = reducer_of(reading.reducer)
+        result = served(eqn.outputs[0])
+        dtype = np.dtype(values[result].dtype)
+        if not reading.picks and eqn.primitive.name != "dot_general":
+            dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
+        partial = np.dtype(reducer.partial_dtype(dtype)).name
+        group = groups.setdefault((reducer.lane, partial), [])
+        offset = group[-1].offset + group[-1].size if group else 0
+        size = math.prod(values[result].shape)
+        group.append(Reduction(result, reading.reducer, dtype.name, offset, size))
+    return tuple(
+        Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
+        for (kind, dtype), group in groups.items()
+    )
+
+
+def lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
+    """The partials of a lane, by name of the result, as one vector."""
+    parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
