@@ -26,7 +26,7 @@ def case(**steps):
 
     def register(fn):
         def prog(w, x):
-            return fn(w, bj.map_fn(lambda v: v, x))
+            return fn(w, bj.map_fn(lambda v: -v, x))
 
         CASES[fn.__name__] = bj.program(clients=N)(prog), steps
         return fn
