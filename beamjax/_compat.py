@@ -99,6 +99,14 @@ def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     return hoist_consts(public.lower_jaxpr2(closed))
 
 
+def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
+    """What an equation of a primitive of hijax computes; None for any other equation."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    meaning = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+    return jax.make_jaxpr(meaning)(*(var.aval for var in eqn.invars))
+
+
 def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:
     """Registers how `primitive` is bound again once its jaxprs must be free of hijax."""
     primitive.to_lojax = rule

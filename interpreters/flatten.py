@@ -1,9 +1,10 @@
 """A staged jaxpr as blocks of equations: calls are inlined, control flow is kept.
 
-`jit`, `remat`, `custom_jvp` and `custom_vjp` calls are inlined, because differentiation is over by
-the time a program is planned and a call boundary would hide the placed operators inside it. A scan,
-while or cond with placed operators becomes an equation that holds blocks; any other one stays a
-single equation.
+`jit`, `remat`, `custom_jvp` and `custom_vjp` calls and the solutions of `custom_linear_solve` are
+inlined, because differentiation is over by the time a program is planned and a call boundary would
+hide the placed operators inside it. So are primitives of hijax, for which no rules are written. A
+scan, while or cond with placed operators becomes an equation that holds blocks; any other one stays
+a single equation.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from beamjax.interpreters.prune import prune
 CALLS = frozenset(
     """
     jit pjit closed_call core_call composite custom_jvp_call custom_vjp_call custom_vmap_call
-    custom_lin remat remat2 checkpoint
+    custom_lin remat remat2 checkpoint linear_call
     """.split()
 )
-CALLED = ("jaxpr", "call_jaxpr", "call")
+CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
 # Primitives whose results are their operands, as far as values go.
 IDENTITIES = frozenset(
     """
@@ -105,9 +106,9 @@ class _Inliner:
         for eqn in jaxpr.eqns:
             line = user_line(eqn) or caller
             inputs = [read(v) for v in eqn.invars]
-            inner = _called(eqn)
+            inner, operands = _called(eqn, inputs)
             if inner is not None:
-                env.update(zip(eqn.outvars, self.inline(inner, inputs, line), strict=True))
+                env.update(zip(eqn.outvars, self.inline(inner, operands, line), strict=True))
                 continue
             if eqn.primitive.name in IDENTITIES:
                 env.update(zip(eqn.outvars, inputs, strict=True))
@@ -131,12 +132,11 @@ class _Inliner:
                 self.block.eqns.append(expand())
                 return outputs
         _refuse(eqn, line)
+        params = dict(eqn.params)
         effects = frozenset(_compat.outer_effects(eqn.effects))
-        new = Eqn(primitive, dict(eqn.params), inputs, outputs, line, effects=effects)
+        new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
         if expand is not None:
-            new = WholeEqn(
-                primitive, dict(eqn.params), inputs, outputs, line, expand, effects=effects
-            )
+            new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         self.block.eqns.append(new)
         return self.handed_on(new) if primitive.name == "bj_map" else outputs
 
@@ -289,15 +289,25 @@ CONTROL_FLOW: dict[str, Callable[..., LoopEqn | BranchEqn]] = {
 }
 
 
-def _called(eqn: Any) -> Any:
-    """The jaxpr that an equation calls, if it is to be inlined."""
+def _called(eqn: Any, inputs: list[Atom]) -> tuple[Any, list[Atom]]:
+    """The jaxpr that an equation calls, if it is to be inlined, and its operands."""
+    meaning = _compat.meaning_of_high(eqn)
+    if meaning is not None:
+        return meaning, inputs
+    if eqn.primitive.name == "custom_linear_solve":
+        # The products with the matrix, and the transposed solution, are for derivatives.
+        lengths = eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        last = first + lengths.solve
+        right_sides = inputs[last + lengths.transpose_solve :]
+        return eqn.params["jaxprs"].solve, [*inputs[first:last], *right_sides]
     if eqn.primitive.name not in CALLS:
-        return None
+        return None, inputs
     inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
     # Mutable references can't cross the border of a step, so what makes and uses them stays whole.
     jaxpr = getattr(inner, "jaxpr", inner)
     whole = any(map(_makes_reference, jaxpr.eqns)) and not contains_placed_operators(eqn)
-    return None if whole else inner
+    return (None if whole else inner), inputs
 
 
 def _makes_reference(eqn: Any) -> bool:

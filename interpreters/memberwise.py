@@ -27,6 +27,7 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
+from beamjax.interpreters.writes import write_rows
 
 # --- placed operators
 
@@ -55,10 +56,10 @@ def at_shard_size(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
 
 ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p
-    log2 logistic lt max min mul mulhi ne neg nextafter not one_minus_square or polygamma
-    population_count pow random_clone random_fold_in random_gamma_grad random_seed real
+    clamp clz complex conj convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp
+    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma
+    log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or
+    polygamma population_count pow random_clone random_fold_in random_gamma_grad random_seed real
     reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
     xor zeta
@@ -146,6 +147,8 @@ def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis = only(axes[:2])
     if axis is None or any_placed(axes[2:]):
         return None
+    if axes[1] is None and shape_of(eqn.inputs[1])[axis] < n:
+        return write_rows(eqn, axis, n)
     return Local((axis, axis, *axes[2:]), (axis,), as_is)
 
 
