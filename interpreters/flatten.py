@@ -35,6 +35,7 @@ from beamjax.interpreters.flat_program import (
     aval_of,
     effects_of,
 )
+from beamjax.interpreters.hoist import hoist
 from beamjax.interpreters.prune import prune
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
@@ -133,12 +134,27 @@ class _Inliner:
                 return outputs
         _refuse(eqn, line)
         params = dict(eqn.params)
+        if primitive.name == "bj_map":
+            params, inputs = self.hoisted(params, inputs, line)
         effects = frozenset(_compat.outer_effects(eqn.effects))
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
         if expand is not None:
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         self.block.eqns.append(new)
         return self.handed_on(new) if primitive.name == "bj_map" else outputs
+
+    def hoisted(
+        self, params: dict[str, Any], inputs: list[Atom], line: str
+    ) -> tuple[dict[str, Any], list[Atom]]:
+        """The parameters and the operands of a map without what its body need not compute."""
+        served = params["num_broadcast"]
+        found = hoist(params["jaxpr"], served, params["n"])
+        if found is None:
+            return params, inputs
+        before, body = found
+        values = self.inline(before, inputs[:served], line)
+        params = {**params, "jaxpr": body, "num_broadcast": len(values) + served}
+        return params, [*values, *inputs]
 
     def handed_on(self, eqn: Eqn) -> list[Atom]:
         """The results of a map, with its operands for those that a body returns as they came."""
