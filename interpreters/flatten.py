@@ -37,6 +37,7 @@ from beamjax.interpreters.flat_program import (
 )
 from beamjax.interpreters.hoist import hoist
 from beamjax.interpreters.prune import prune
+from beamjax.interpreters.ravels import Ravels
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
 CALLS = frozenset(
@@ -91,6 +92,7 @@ class _Inliner:
         self.block: FlatBlock = flat
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
+        self.ravels = Ravels()
         # For values that some map hands on as they came, that map.
         self.maps: dict[Var, Eqn] = {}
 
@@ -138,6 +140,7 @@ class _Inliner:
             params, inputs = self.hoisted(params, inputs, line)
         effects = frozenset(_compat.outer_effects(eqn.effects))
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
+        self.ravels.see(new)
         if expand is not None:
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         self.block.eqns.append(new)
