@@ -103,15 +103,12 @@ def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     return hoist_consts(public.lower_jaxpr2(closed))
 
 
-def lowered(eqn: Any) -> jex.ClosedJaxpr | None:
-    """What an equation of hijax, such as `jnp.searchsorted`, means, or None for any other one."""
+def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
+    """What an equation of a primitive of hijax computes; None for any other equation."""
     if eqn.primitive.name != "call_hi_primitive":
         return None
-    public: Any = pe
-    avals = [var.aval for var in eqn.invars]
-    return public.lower_jaxpr2(
-        jax.make_jaxpr(lambda *args: bind(eqn.primitive, args, eqn.params))(*avals)
-    )
+    meaning = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+    return jax.make_jaxpr(meaning)(*(var.aval for var in eqn.invars))
 
 
 def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -68,6 +69,25 @@ def _iota(eqn: Eqn, axis: int, n: Any) -> Local | None:
     return Local((), (axis,), emit)
 
 
+def _pad(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    """A server value for some members and one number for the others: the derivative of a slice."""
+    low, high, interior = eqn.params["padding_config"][axis]
+    count, step = shape_of(eqn.inputs[0])[axis], interior + 1
+    if (low, high, interior) == (0, 0, 0) or count == 0:
+        return None
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        place = shard.indices() - low
+        row = jnp.clip(place // step, 0, count - 1)
+        config = replaced(eqn.params["padding_config"], axis, (0, 0, 0))
+        rows = jnp.take(args[0], row, axis=axis, mode="clip")
+        (padded,) = bind(eqn, [rows, args[1]], padding_config=config)
+        inside = (place == row * step) & (place >= 0)
+        return [jnp.where(lax.broadcast_in_dim(inside, padded.shape, (axis,)), padded, args[1])]
+
+    return Local((None, None), (axis,), emit)
+
+
 def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
     """`split(key, n)[i]` is `fold_in(key, i)`, whatever n, for partitionable threefry keys."""
     shape = eqn.params["shape"]
@@ -90,6 +110,7 @@ CREATE: dict[str, Callable[[Eqn, int, Any], Local | None]] = {
     "bj_broadcast": _broadcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,
+    "pad": _pad,
     "random_split": _random_split,
     "stack": _stack,
     "tile": _tile,

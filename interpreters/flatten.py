@@ -1,9 +1,10 @@
 """A staged jaxpr as blocks of equations: calls are inlined, control flow is kept.
 
-`jit`, `remat`, `custom_jvp` and `custom_vjp` calls are inlined, because differentiation is over by
-the time a program is planned and a call boundary would hide the placed operators inside it. A scan,
-while or cond with placed operators becomes an equation that holds blocks; any other one stays a
-single equation.
+`jit`, `remat`, `custom_jvp` and `custom_vjp` calls and the solutions of `custom_linear_solve` are
+inlined, because differentiation is over by the time a program is planned and a call boundary would
+hide the placed operators inside it. So are primitives of hijax, for which no rules are written. A
+scan, while or cond with placed operators becomes an equation that holds blocks; any other one stays
+a single equation.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ from beamjax.interpreters.flat_program import (
     aval_of,
     effects_of,
 )
+from beamjax.interpreters.hoist import hoist
 from beamjax.interpreters.prune import prune
-from beamjax.interpreters.raveled import before_ravel
+from beamjax.interpreters.ravels import Ravels
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
 CALLS = frozenset(
     """
     jit pjit closed_call core_call composite custom_jvp_call custom_vjp_call custom_vmap_call
-    custom_lin remat remat2 checkpoint
+    custom_lin remat remat2 checkpoint linear_call
     """.split()
 )
-CALLED = ("jaxpr", "call_jaxpr", "call")
+CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
 # Primitives whose results are their operands, as far as values go.
 IDENTITIES = frozenset(
     """
@@ -92,9 +94,9 @@ class _Inliner:
         self.block: FlatBlock = flat
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
+        self.ravels = Ravels()
         # For values that some map hands on as they came, that map.
         self.maps: dict[Var, Eqn] = {}
-        self.reshapes: dict[Var, Eqn] = {}
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
         # remat holds an open jaxpr, which has no constants.
@@ -109,9 +111,9 @@ class _Inliner:
         for eqn in jaxpr.eqns:
             line = user_line(eqn) or caller
             inputs = [read(v) for v in eqn.invars]
-            inner = _called(eqn) or _compat.lowered(eqn)
+            inner, operands = _called(eqn, inputs)
             if inner is not None:
-                env.update(zip(eqn.outvars, self.inline(inner, inputs, line), strict=True))
+                env.update(zip(eqn.outvars, self.inline(inner, operands, line), strict=True))
                 continue
             if eqn.primitive.name in IDENTITIES:
                 env.update(zip(eqn.outvars, inputs, strict=True))
@@ -140,15 +142,16 @@ class _Inliner:
         if dim is not None:
             return [self.number(dim, outputs[0].aval.dtype, line)]
         _refuse(eqn, line)
+        params = dict(eqn.params)
+        if primitive.name == "bj_map":
+            params, inputs = self.hoisted(params, inputs, line)
         effects = frozenset(_compat.outer_effects(eqn.effects))
-        params, inputs = before_ravel(primitive.name, dict(eqn.params), inputs, self.reshapes)
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
+        self.ravels.see(new)
         if primitive.name == "bj_map":
             dimensions.share_sizes(new, self.number)
         if expand is not None:
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
-        if primitive.name == "reshape" and len(inputs) == 1 and eqn.params["dimensions"] is None:
-            self.reshapes[outputs[0]] = new
         self.block.eqns.append(new)
         return self.handed_on(new) if primitive.name == "bj_map" else outputs
 
@@ -156,6 +159,19 @@ class _Inliner:
         """A size that is unknown, or follows from one, as a server value."""
         evaluate, sizes = dimensions.size_function(dim, dtype, self.flat.sizes)
         return self.applied(evaluate, sizes, line)
+
+    def hoisted(
+        self, params: dict[str, Any], inputs: list[Atom], line: str
+    ) -> tuple[dict[str, Any], list[Atom]]:
+        """The parameters and the operands of a map without what its body need not compute."""
+        served = params["num_broadcast"]
+        found = hoist(params["jaxpr"], served, params["n"])
+        if found is None:
+            return params, inputs
+        before, body = found
+        values = self.inline(before, inputs[:served], line)
+        params = {**params, "jaxpr": body, "num_broadcast": len(values) + served}
+        return params, [*values, *inputs]
 
     def handed_on(self, eqn: Eqn) -> list[Atom]:
         """The results of a map, with its operands for those that a body returns as they came."""
@@ -313,15 +329,25 @@ CONTROL_FLOW: dict[str, Callable[..., LoopEqn | BranchEqn]] = {
 }
 
 
-def _called(eqn: Any) -> Any:
-    """The jaxpr that an equation calls, if it is to be inlined."""
+def _called(eqn: Any, inputs: list[Atom]) -> tuple[Any, list[Atom]]:
+    """The jaxpr that an equation calls, if it is to be inlined, and its operands."""
+    meaning = _compat.meaning_of_high(eqn)
+    if meaning is not None:
+        return meaning, inputs
+    if eqn.primitive.name == "custom_linear_solve":
+        # The products with the matrix, and the transposed solution, are for derivatives.
+        lengths = eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        last = first + lengths.solve
+        right_sides = inputs[last + lengths.transpose_solve :]
+        return eqn.params["jaxprs"].solve, [*inputs[first:last], *right_sides]
     if eqn.primitive.name not in CALLS:
-        return None
+        return None, inputs
     inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
     # Mutable references can't cross the border of a step, so what makes and uses them stays whole.
     jaxpr = getattr(inner, "jaxpr", inner)
     whole = any(map(_makes_reference, jaxpr.eqns)) and not contains_placed_operators(eqn)
-    return None if whole else inner
+    return (None if whole else inner), inputs
 
 
 def _makes_reference(eqn: Any) -> bool:

@@ -27,6 +27,7 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
+from beamjax.interpreters.writes import write_rows
 
 # --- placed operators
 
@@ -146,6 +147,8 @@ def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis = only(axes[:2])
     if axis is None or any_placed(axes[2:]):
         return None
+    if axes[1] is None and shape_of(eqn.inputs[1])[axis] < n:
+        return write_rows(eqn, axis, n)
     return Local((axis, axis, *axes[2:]), (axis,), as_is)
 
 

@@ -302,6 +302,18 @@ group(
         "dynamic_slice": lambda x, i: lax.dynamic_slice(x, (i, i, i), (N, 2, 3)),
         "dynamic_index": lambda x, i: lax.dynamic_index_in_dim(x, i, 1),
         "dynamic_update": lambda x, i: lax.dynamic_update_slice(x, jnp.ones((N, 2, 2)), (i, i, i)),
+        "update_rows": lambda x, i: lax.dynamic_update_slice(x, jnp.ones((2, 6, 7)), (i, i, i)),
+        "update_far_rows": lambda x, i: lax.dynamic_update_slice(
+            x, jnp.ones((2, 6, 1)), (50 * i, i, 3 * i)
+        ),
+        "update_row": lambda x, i: x.at[i].set(1.0),
+        "update_listed_rows": lambda x, i: x.at[jnp.array([3, 0, 3, -1, 50])].add(2.0),
+        "update_elements": lambda x, i: x.at[jnp.array([3, 0, 3]), i].multiply(2.0),
+        "update_head": lambda x, i: x.at[:3].max(0.0),
+        "update_head_of_columns": lambda x, i: x.at[1:3, ::2].add(jnp.ones(7)),
+        "update_clipped": lambda x, i: x.at[50 * i].set(1.0, mode="clip"),
+        "update_integers": lambda x, i: (10 * x).astype("int8").at[i].set(1),
+        "update_narrow": lambda x, i: x.astype("bfloat16").at[3:].add(1),
         "update_into_server": lambda x, i: lax.dynamic_update_slice(
             jnp.ones((N, 9, 9)), x, (i, i, i)
         ),
@@ -346,7 +358,6 @@ group(
         "pad_0": lambda x, i: jnp.pad(x, 1),
         "unstack_0": lambda x, i: jnp.unstack(x)[1],
         "split_0": lambda x, i: jnp.split(x, [3])[0],
-        "update_rows": lambda x, i: lax.dynamic_update_slice(x, jnp.ones((2, 6, 7)), (i, i, i)),
         "update_larger": lambda x, i: lax.dynamic_update_slice(jnp.ones((30, 6, 7)), x, (i, i, i)),
         "merge_with_next": lambda x, i: x.reshape(N * 6, 7),
         "diff": lambda x, i: jnp.diff(x, axis=0),
@@ -382,6 +393,9 @@ group(
         "logsumexp": lambda x, y: jax.nn.logsumexp(x, 1),
         "var": lambda x, y: jnp.var(x, 1),
         "quantile": lambda x, y: jnp.quantile(x, 0.3, axis=1),
+        "searchsorted": lambda x, y: jnp.searchsorted(jnp.arange(4.0), x),
+        "interp": lambda x, y: jnp.interp(x, jnp.arange(4.0), jnp.arange(4.0) ** 2),
+        "solve": lambda x, y: jnp.linalg.solve(x[:, :5] + 9 * jnp.eye(5)[None], y[:, 1:, :2]),
         "norm": lambda x, y: jnp.linalg.norm(x, axis=2),
         "one_hot": lambda x, y: jax.nn.one_hot(jnp.argmax(x, 1), 6),
         "window_sum": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2), (1, 2, 1), "SAME"),
@@ -457,6 +471,7 @@ group(
         "gram": lambda x, y, w, s: x[:, 0].T @ x[:, 0],
         "weighted": lambda x, y, w, s: jnp.einsum("n,nij->ij", s, x),
         "weighted_right": lambda x, y, w, s: jnp.einsum("nij,n->ij", x, s),
+        "flattened": lambda x, y, w, s: jnp.vdot(x, x),
         "contract_two": lambda x, y, w, s: jnp.einsum("nij,njk->ik", x, y),
         "bfloat16": lambda x, y, w, s: x[:, 0].astype("bfloat16").T @ x[:, 0].astype("bfloat16"),
         "float16": lambda x, y, w, s: x[:, 0].astype("float16").T @ x[:, 0].astype("float16"),
@@ -470,7 +485,6 @@ group(
     gather={
         "pairs": lambda x, y, w, s: x[:, 0] @ x[:, 1].T,
         "distances": lambda x, y, w, s: jnp.sum((x[:, None, 0] - x[None, :, 0]) ** 2, -1),
-        "flattened": lambda x, y, w, s: jnp.vdot(x, x),
     },
 )
 
@@ -559,6 +573,10 @@ for mode in ("clip", "fill", "promise_in_bounds"):
             "set_into_server": functools.partial(
                 lambda m, x, i, j, t: jax.vmap(lambda i: t.at[i[:1]].set(7.0, mode=m))(i), mode
             ),
+            "set_members": functools.partial(lambda m, x, i, j, t: x.at[j].set(0.0, mode=m), mode),
+            "set_slab": functools.partial(
+                lambda m, x, i, j, t: x.at[j, 1:4].add(1.0, mode=m), mode
+            ),
             "set_column": functools.partial(
                 lambda m, x, i, j, t: x.at[:, 1].set(0.0, mode=m), mode
             ),
@@ -593,9 +611,6 @@ for mode in ("clip", "fill", "promise_in_bounds"):
             "parts_of_rows": functools.partial(
                 lambda m, x, i, j, t: x.at[j, :, j].get(mode=m), mode
             ),
-        },
-        gather={
-            "set_members": functools.partial(lambda m, x, i, j, t: x.at[j].set(0.0, mode=m), mode),
         },
     )
 

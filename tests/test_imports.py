@@ -127,7 +127,6 @@ TESTED_ELSEWHERE = {
     "lanes": "test_lower",
     "levels": "test_split",
     "pieces": "test_split",
-    "raveled": "test_rules",
     "picks": "test_rules",
     "places": "test_place",
     "wanted": "test_place",

@@ -1,0 +1,49 @@
+"""Reductions and products of all that a raveled value holds, as those of the value itself.
+
+Raveling merges the members' axis with others, but `jnp.vdot(x, y)` and `x.reshape(-1).sum()` don't
+ask where in the vector a number stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
+
+REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
+VECTORS = (((0,), (0,)), ((), ()))
+
+
+class Ravels:
+    """Which vectors of a program are raveled arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[Atom, Atom] = {}
+
+    def see(self, eqn: Eqn) -> None:
+        """Notes what an equation ravels, or rewrites it, in place, to one of arrays."""
+        name, shapes = eqn.primitive.name, [getattr(atom.aval, "shape", ()) for atom in eqn.inputs]
+        if name == "reshape" and eqn.params["dimensions"] is None and len(shapes) == 1:
+            (out,) = eqn.outputs
+            if len(out.aval.shape) == 1 < len(shapes[0]) and isinstance(eqn.inputs[0], Var):
+                self.arrays[out] = eqn.inputs[0]
+            return
+        arrays = [self.arrays.get(atom) for atom in eqn.inputs if isinstance(atom, Var)]
+        if len(arrays) < len(shapes) or None in arrays:
+            return
+        changes = _over_arrays(name, eqn.params, [aval_of(array).shape for array in arrays])
+        if changes is not None:
+            eqn.params = {**eqn.params, **changes}
+            eqn.inputs = [array for array in arrays if array is not None]
+
+
+def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[str, Any] | None:
+    """What changes in the parameters if arrays of these shapes take the place of their ravels."""
+    if not shapes:
+        return None
+    axes = tuple(range(len(shapes[0])))
+    if name in REDUCTIONS:
+        return {"axes": axes} if params["axes"] == (0,) else None
+    if name == "dot_general" and shapes[0] == shapes[1] and params["dimension_numbers"] == VECTORS:
+        return {"dimension_numbers": ((axes, axes), ((), ()))}
+    return None

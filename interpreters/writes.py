@@ -1,0 +1,108 @@
+"""Server values written to few of the members: each shard takes those that are for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from beamjax.interpreters.flat_program import Eqn
+from beamjax.interpreters.readings import Local, Shard, bind, replaced, shape_of
+
+
+def write_rows(eqn: Eqn, axis: int, n: Any) -> Local:
+    """A dynamic_update_slice that writes fewer rows than there are members.
+
+    Args:
+      eqn: the equation; only its first operand is placed.
+      axis: along which the members lie.
+      n: the number of members.
+    """
+    count = shape_of(eqn.inputs[1])[axis]
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        operand, update, *starts = args
+        row = shard.indices() - jnp.clip(_wide(starts[axis]), 0, n - count).astype("int32")
+        rows = jnp.take(update, jnp.clip(row, 0, count - 1), axis=axis, mode="clip")
+        starts = replaced(starts, axis, jnp.zeros_like(starts[axis]))
+        (written,) = bind(eqn, [operand, rows, *starts])
+        inside = lax.broadcast_in_dim((row >= 0) & (row < count), operand.shape, (axis,))
+        return [jnp.where(inside, written, operand)]
+
+    return Local((axis,) + (None,) * (len(eqn.inputs) - 1), (axis,), emit)
+
+
+def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local:
+    """A scatter whose indices, server values, say to which members it writes.
+
+    Args:
+      eqn: the scatter; only its first operand is placed.
+      axis: along which the members lie, one of those that are indexed.
+      n: the number of members.
+    """
+    dims, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
+    indexed = dims.scatter_dims_to_operand_dims
+    column, window = indexed.index(axis), _window(eqn, axis)
+    # The last index at which all of a window is inside, for each axis that is indexed.
+    lasts = [shape_of(eqn.inputs[0])[d] - _width(eqn, d) for d in indexed]
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        operand, indices, updates = args
+        indices, numbers = _wide(indices), dims
+        if clips:
+            columns = [jnp.clip(indices[..., i], 0, last) for i, last in enumerate(lasts)]
+            indices = jnp.stack(columns, axis=-1)
+        first = indices[..., column]
+        # Of what lies outside in part, nothing is written.
+        first = jnp.where((first >= 0) & (first <= lasts[column]), first, n + shard.size)
+        row = first - shard.start.astype(first.dtype)
+        if window is not None:
+            row = row[..., None] + lax.broadcasted_iota(
+                row.dtype, (*row.shape, updates.shape[window]), row.ndim
+            )
+            indices = jnp.repeat(indices[..., None, :], updates.shape[window], axis=-2)
+            updates, numbers = _row_by_row(updates, dims, axis, window)
+        # What is for another shard is dropped: no row has this index.
+        row = jnp.where((row >= 0) & (row < shard.size), row, shard.size)
+        indices = indices.at[..., column].set(row)
+        changes = {"mode": GatherScatterMode.FILL_OR_DROP, "dimension_numbers": numbers}
+        changes |= {"indices_are_sorted": False, "unique_indices": False}
+        return bind(eqn, [operand, indices, updates], **changes)
+
+    return Local((axis, None, None), (axis,), emit)
+
+
+def _width(eqn: Eqn, axis: int) -> int:
+    """How many entries along an axis of its operand a scatter writes for one index."""
+    window = _window(eqn, axis)
+    return 1 if window is None else shape_of(eqn.inputs[2])[window]
+
+
+def _window(eqn: Eqn, axis: int) -> int | None:
+    """The axis of the updates of a scatter that lies along one of the operand, if there is one."""
+    dims = eqn.params["dimension_numbers"]
+    gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    if axis in gone:
+        return None
+    windows = [d for d in range(len(shape_of(eqn.inputs[0]))) if d not in gone]
+    return dims.update_window_dims[windows.index(axis)]
+
+
+def _row_by_row(updates: Any, dims: Any, axis: int, window: int) -> tuple[Any, Any]:
+    """The updates and the dimension numbers of a scatter with an index for each row of a window."""
+    batch = [d for d in range(updates.ndim) if d not in dims.update_window_dims]
+    others = [d for d in dims.update_window_dims if d != window]
+    updates = jnp.transpose(updates, (*batch, window, *others))
+    inserted = tuple(sorted((*dims.inserted_window_dims, axis)))
+    windows = tuple(range(len(batch) + 1, updates.ndim))
+    return updates, dims._replace(update_window_dims=windows, inserted_window_dims=inserted)
+
+
+def _wide(indices: jax.Array) -> jax.Array:
+    """Indices as signed integers; those that are too large for it are negative, thus outside."""
+    return indices.astype(jax.dtypes.canonicalize_dtype(np.int64))

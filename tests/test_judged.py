@@ -1,0 +1,512 @@
+"""Programs as users of JAX write them: what `jit` gives, the same bits on Beam, and what it costs.
+
+Each case says how many placed values are gathered, and may only gather what mixes members.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.scipy.sparse.linalg import bicgstab, cg
+
+import beamjax as bj
+from beamjax import execution
+from beamjax.interpreters.stage import flatten_arguments
+from beamjax.options import parse_options
+from beamjax.plan import Gather, Loop, Map, Scatter, walk
+
+N = 20
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(N, 3)).astype(np.float32))
+Y = jnp.asarray(RNG.normal(size=N).astype(np.float32))
+W = jnp.asarray([0.5, -1.0, 2.0])
+ROWS = jnp.asarray([3, 0, 3, 19, -1, 25])
+GROUPS = jnp.arange(N) % 4
+KEY = jax.random.key(0)
+OPTIONS = {"shard_size": 8}
+program = bj.program(clients=N)
+CASES = {}
+
+
+def case(*args, gathers=0, scatters=0, beam=False):
+    """Registers a function; `beam` says that it runs on Beam too, for the same bits."""
+
+    def register(fn):
+        CASES[fn.__name__] = fn, args, gathers, scatters, beam
+        return fn
+
+    return register
+
+
+def placed(*args, **kwargs):
+    """The same for a function of one placed value that a map made, and further arguments."""
+
+    def register(fn):
+        @functools.wraps(fn)
+        def prog(x, *rest):
+            return fn(bj.map_fn(jnp.tanh, x), *rest)
+
+        return case(*args, **kwargs)(program(prog))
+
+    return register
+
+
+@program
+def loss(w, x, y):
+    return bj.reduce_mean(bj.map_fn(lambda v, t: (v @ w - t) ** 2, (x, y)))
+
+
+@program
+def curvature(p, x):
+    return bj.reduce_sum(bj.map_fn(lambda v: v * (v @ p), x)) + 0.1 * p
+
+
+# --- solvers
+
+
+@case(W, X, Y, beam=True)
+def conjugate_gradients(w, x, y):
+    return cg(lambda p: curvature(p, x), w, maxiter=5)[0]
+
+
+@case(W, X, Y)
+def derivative_of_conjugate_gradients(w, x, y):
+    solution = lambda w, x: cg(lambda p: curvature(p, x), w, maxiter=10)[0]
+    return jax.grad(lambda w, x: solution(w, x) @ w, (0, 1))(w, x)
+
+
+@case(W, X, Y)
+def stabilized_biconjugate_gradients(w, x, y):
+    return bicgstab(lambda p: curvature(p, x), w, maxiter=3)[0]
+
+
+@case(W, X, Y)
+def own_solver(w, x, y):
+    def solve(product, b):
+        return lax.fori_loop(0, 9, lambda _, p: p - 0.03 * (product(p) - b), b)
+
+    solution = lambda x: lax.custom_linear_solve(
+        lambda p: curvature(p, x), w, solve, symmetric=True
+    )
+    return jax.value_and_grad(lambda x: solution(x).sum())(x)
+
+
+@case(W, X, Y)
+def own_root(w, x, y):
+    def minimum(strength):
+        slope = lambda p: jax.grad(lambda p: loss(p, x, y) + strength * p @ p)(p)
+        solve = lambda f, p: lax.fori_loop(0, 9, lambda _, p: p - 0.2 * f(p), p)
+        invert = lambda f, b: jnp.linalg.solve(jax.jacobian(f)(b), b)
+        return lax.custom_root(slope, w, solve, invert).sum()
+
+    return jax.value_and_grad(minimum)(0.3)
+
+
+@case(W, X, Y)
+def newton(w, x, y):
+    def one(p, _):
+        value, slope = jax.value_and_grad(loss)(p, x, y)
+        return p - jnp.linalg.solve(jax.hessian(loss)(p, x, y), slope), value
+
+    return lax.scan(one, w, None, length=2)
+
+
+@case(X)
+@program
+def expectation_maximization(x):
+    def one(s):
+        centres, shares, value, _, rounds = s
+        logits = lambda v: jnp.log(shares) - 0.5 * ((centres - v[None]) ** 2).sum(-1)
+        r = bj.map_fn(lambda v: jax.nn.softmax(logits(v)), x)
+        sizes = bj.reduce_sum(r)
+        means = bj.reduce_sum(bj.map_fn(lambda r, v: r[:, None] * v[None], (r, x)))
+        now = bj.reduce_sum(bj.map_fn(lambda v: jax.nn.logsumexp(logits(v)), x))
+        return means / sizes[:, None], sizes / N, now, value, rounds + 1
+
+    first = jnp.stack([W, -W]), jnp.ones(2) / 2, jnp.float32(0), jnp.float32(-jnp.inf), 0
+    return lax.while_loop(lambda s: (jnp.abs(s[2] - s[3]) > 1e-2) & (s[4] < 9), one, first)
+
+
+@case(X)
+@program
+def sinkhorn(x):
+    costs = bj.map_fn(lambda v: ((v[None] - x[:4]) ** 2).sum(-1), x)
+
+    def one(s, _):
+        f = bj.map_fn(lambda c: -jax.nn.logsumexp(s[1] - c) - jnp.log(N), costs)
+        return (f, -jax.nn.logsumexp(f[:, None] - costs, axis=0)), None
+
+    (f, g), _ = lax.scan(one, (jnp.zeros(N), jnp.zeros(4)), None, length=3)
+    return bj.reduce_sum(bj.map_fn(lambda f, c: jnp.exp(f + g - c) @ c, (f, costs))), f, g
+
+
+@case(X, beam=True)
+@program
+def bisection(x):
+    def one(s):
+        middle = (s[0] + s[1]) / 2
+        above = bj.reduce_sum(bj.map_fn(lambda v: (v[0] > middle).astype("int32"), x)) > N // 2
+        return jnp.where(above, middle, s[0]), jnp.where(above, s[1], middle)
+
+    return lax.while_loop(lambda s: s[1] - s[0] > 0.3, one, (-4.0, 4.0))
+
+
+@case(W, X, Y)
+def hyper_gradients(w, x, y):
+    @program
+    def tuned(rate, w):
+        def local(w, v, t):
+            slope = jax.grad(lambda w: (v @ w - t) ** 2)
+            return lax.fori_loop(0, 2, lambda _, u: u - rate * slope(u), w)
+
+        one = lambda w, _: (bj.reduce_mean(bj.map_fn(lambda v, t: local(w, v, t), (x, y))), None)
+        return loss(lax.scan(jax.checkpoint(one), w, None, length=2)[0], x, y)
+
+    return jax.value_and_grad(tuned)(0.1, w), jax.jacfwd(jax.grad(tuned))(0.1, w)
+
+
+@case(W, X, Y)
+@program
+def scaffold(w, x, y):
+    def local(w, own, c, v, t):
+        slope = jax.grad(lambda w: (v @ w - t) ** 2)
+        new = lax.fori_loop(0, 3, lambda i, u: u - 0.05 * (slope(u) - own + c), w)
+        return new - w, (w - new) / 0.15 - c
+
+    def one(s, _):
+        w, c, own = s
+        steps, changes = bj.map_fn(functools.partial(local, w), (own, bj.broadcast(c), x, y))
+        return (w + steps.mean(0), c + bj.reduce_mean(changes), own + changes), None
+
+    return lax.scan(one, (w, jnp.zeros(3), jnp.zeros((N, 3))), None, length=2)[0]
+
+
+@case(KEY, X)
+@program
+def chains_of_their_own_length(key, x):
+    def chain(key, start):
+        def one(s):
+            key, z, taken, rounds = s
+            key, first, second = jax.random.split(key, 3)
+            to = z + jax.random.normal(first, z.shape)
+            takes = jnp.log(jax.random.uniform(second)) < (z @ z - to @ to) / 2
+            return key, jnp.where(takes, to, z), jnp.where(takes, taken + 1, taken), rounds + 1
+
+        return lax.while_loop(lambda s: (s[2] < 3) & (s[3] < 9), one, (key, start, 0, 0))
+
+    return bj.map_fn(chain, (jax.random.split(key, N), x))
+
+
+@case(KEY, X, scatters=1)
+@program
+def masks_that_cancel(key, x):
+    numbers = bj.map_fn(lambda v: (v * 1000).astype("int32"), x)
+    masks = bj.map_fn(lambda k: jax.random.bits(k, (3,)), jax.random.split(key, N))
+    masked = bj.map_fn(lambda q, m: q.astype("uint32") + m, (numbers, masks))
+    inside = jax.random.permutation(key, N) < 9
+    kept = jnp.where(inside[:, None], masked - masks, 0)
+    return bj.reduce_sum(masked) - bj.reduce_sum(masks), bj.reduce_sum(kept)
+
+
+# --- carries of all sorts
+
+
+@case(X, beam=True)
+@program
+def carries_of_all_types(x):
+    def one(s, _):
+        narrow, small, flags, z, none, empty = s
+        narrow = bj.map_fn(lambda v: v * jnp.bfloat16(0.5), narrow)
+        small = bj.map_fn(lambda v: v + jnp.int8(1), small)
+        flags = bj.map_fn(jnp.logical_not, flags)
+        z = bj.map_fn(lambda v: v * 1j, z)
+        sums = bj.reduce_sum(narrow), bj.reduce_max(small), bj.reduce_any(flags), bj.reduce_sum(z)
+        return (narrow, small, flags, z, none, bj.map_fn(lambda v: v + 1, empty)), sums
+
+    types = x.astype("bfloat16"), (4 * x).astype("int8"), x > 0, x.astype("complex64")
+    return lax.scan(one, (*types, None, jnp.zeros((N, 0, 3))), None, length=2)
+
+
+@case(X, beam=True)
+@program
+def a_carry_along_its_second_axis(x):
+    def one(s, _):
+        y = bj.map_fn(lambda v: v * 0.5, s.T)
+        return y.T, bj.reduce_sum(y)
+
+    return lax.scan(one, x.T, None, length=2)
+
+
+@case(W, X, beam=True)
+@program
+def buffers_that_one_member_writes(w, x):
+    def one(s, i):
+        w, buffers = s
+        buffers = buffers.at[i].set(jnp.tanh(x[i] * w))
+        return (w - 0.1 * bj.reduce_mean(buffers), buffers), buffers[i]
+
+    return lax.scan(one, (w, jnp.zeros((N, 3))), jnp.asarray([3, 7, 3]))
+
+
+@case(X, beam=True)
+@program
+def rounds_until_all_are_done(x):
+    def one(s):
+        y = bj.map_fn(lambda v, done: jnp.where(done, v, v * 0.5), (s[0], s[1]))
+        return y, bj.map_fn(lambda v: jnp.abs(v).max() < 0.5, y), s[2] + 1
+
+    return lax.while_loop(lambda s: ~jnp.all(s[1]), one, (x, jnp.zeros(N, bool), 0))
+
+
+@case(jnp.arange(3), W, X)
+def vmap_of_rounds_of_their_own_number(counts, w, x):
+    one = lambda w: w * 0.5 + bj.reduce_mean(bj.map_fn(lambda v: v * w, x))
+    return jax.vmap(program(lambda n, w: lax.fori_loop(0, n, lambda _, w: one(w), w)), (0, None))(
+        counts, w
+    )
+
+
+@case(W, X)
+def batched_map_of_rounds(w, x):
+    return lax.map(lambda k: loss(w * k, x, Y), jnp.arange(5.0), batch_size=2)
+
+
+@case(W, X)
+@program
+def branches_in_a_switch_in_rounds(w, x):
+    def of(k):
+        summed = lambda w: bj.reduce_sum(bj.map_fn(lambda v: v * k * w, x))
+        return lambda w: lax.cond(w[0] > 0, summed, lambda w: w, w)
+
+    one = lambda i, w: 0.1 * lax.switch(i % 3, [of(1.0), of(-1.0), of(0.5)], w)
+    return lax.fori_loop(0, 4, one, w)
+
+
+@case(W, X)
+def linearized_rounds(w, x):
+    step = lambda c, _: (c - 0.1 * loss(c, x, Y), c)
+    value, slope = jax.linearize(lambda w: lax.scan(step, w, None, length=2), w)
+    return value, slope(w), jax.linear_transpose(slope, w)((w, jnp.ones((2, 3))))
+
+
+@case(W, X)
+def one_program_under_several_sizes(w, x):
+    mean = bj.program(clients=None)(lambda w, x: bj.reduce_mean(bj.map_fn(lambda v: v * w, x)))
+    return lax.scan(lambda c, _: (c + mean(c, x), mean(c, x)), w, None, length=2), mean(w, x)
+
+
+@case(W, X, scatters=1)
+def clients_of_silos(w, x):
+    inner = bj.program(clients=5)(lambda w, s: bj.reduce_mean(bj.map_fn(lambda v: v * w, s)))
+
+    def at_one_silo(w, s):
+        step = lambda w, _: (w - 0.1 * jax.grad(lambda w: inner(w, s).sum())(w), inner(w, s))
+        return lax.scan(step, w, None, length=2)
+
+    silos = x.reshape(4, 5, 3)
+    mean = lambda w, s: bj.reduce_mean(bj.map_fn(lambda s: at_one_silo(w, s), s))
+    return bj.program(silos=4)(mean)(w, silos)
+
+
+# --- what a body closes over
+
+
+@case(X, beam=True)
+@program
+def bodies_that_close_over_a_mean(x):
+    return bj.reduce_sum(bj.map_fn(lambda v: (v - x.mean(0)) ** 2, x))
+
+
+@placed(X, W)
+def bodies_that_close_over_few_members(x, w):
+    near = bj.map_fn(lambda v: ((v[None] - x[:4]) ** 2).sum(-1), x)
+    return near, bj.map_fn(lambda v: v * jnp.max(x @ w) + x[0] + jnp.ones(3), x)
+
+
+@case(X)
+@program
+def bodies_in_rounds_that_close_over_a_norm(x):
+    one = lambda i, y: bj.map_fn(lambda v: v / jnp.linalg.norm(y) + y[i], y)
+    return lax.fori_loop(0, 3, one, x)
+
+
+@case(X, gathers=1)
+@program
+def bodies_that_close_over_all_members(x):
+    return bj.map_fn(lambda v: ((v[None] - x) ** 2).sum(-1).min() + x[0].sum(), x)
+
+
+# --- single members
+
+
+@placed(X, ROWS, W, beam=True)
+def writing_rows(x, rows, w):
+    return (
+        x.at[3].set(w),
+        x.at[rows].add(1.0),
+        x.at[rows].multiply(2.0, mode="clip"),
+        x.at[2:6].set(w[None]),
+        x.at[::3].max(0.1),
+        x.at[rows, rows % 3].min(0.0),
+        x.at[-3:, 0].set(7.0),
+        x.at[rows[1:2]].set(9.0, unique_indices=True, indices_are_sorted=True),
+    )
+
+
+@placed(X, ROWS)
+def writing_rows_of_other_types(x, rows):
+    whole, unsigned = (9 * x).astype("int8"), rows.astype("uint8")
+    return whole.at[rows].add(3), (x > 0).at[unsigned].set(True), lax.complex(x, x).at[rows].mul(1j)
+
+
+@placed(X, jnp.int32(7), W)
+def writing_slices(x, i, w):
+    return (
+        lax.dynamic_update_slice(x, jnp.ones((2, 2)), (i, i)),
+        lax.dynamic_update_slice(x, jnp.ones((3, 3)), (i + 100, 0)),
+        lax.dynamic_update_index_in_dim(x, w, -i, 0),
+        lax.dynamic_update_slice(x.T, jnp.ones((2, 4)), (i, i)),
+    )
+
+
+@placed(X)
+def derivatives_of_rows(x):
+    total = lambda x: (x[3] ** 2).sum() + (x[2:5] ** 3).sum() + (x[ROWS] ** 2).sum()
+    return jax.grad(lambda x: total(x) + (x**2).sum())(x)
+
+
+@placed(X)
+def exchanged_rows(x):
+    return x.at[jnp.asarray([0, 5])].set(x[jnp.asarray([5, 0])])
+
+
+# --- NumPy along the members
+
+
+@placed(X, beam=True)
+def histograms(x):
+    return jnp.histogram(x[:, 0], bins=5, range=(-1, 1)), jnp.digitize(x, jnp.linspace(-1, 1, 5))
+
+
+@placed(X)
+def tables(x):
+    knots = jnp.linspace(-1, 1, 4)
+    return jnp.interp(x, knots, knots**2), jnp.searchsorted(knots, x), knots[jnp.argmax(x, 1)]
+
+
+@placed(X)
+def products_of_ravels(x):
+    y = jnp.sin(x)
+    return jnp.vdot(x, y), jnp.ravel(y).sum(), jnp.max(y.reshape(-1)), jnp.linalg.norm(x)
+
+
+@placed(X, Y)
+def statistics(x, y):
+    moments = jnp.cov(x, rowvar=False), jnp.corrcoef(x.T), jnp.std(x, 0, ddof=1)
+    return *moments, jnp.average(x, 0, weights=y), jnp.linalg.solve(x.T @ x, x.T @ y)
+
+
+@placed(X, GROUPS)
+def groups(x, keys):
+    counts = jax.nn.one_hot(keys, 4).sum(0)
+    return jax.ops.segment_max(x, keys, 4), jnp.zeros((4, 3)).at[keys].add(x), counts
+
+
+@placed(X)
+def matrices_of_members(x):
+    squares = jax.vmap(jnp.outer)(x, x)
+    system = squares + jnp.eye(3)[None]
+    return jnp.linalg.solve(system, x[..., None]), jnp.linalg.inv(system), jnp.linalg.det(system)
+
+
+@placed(X)
+def exponentials_of_members(x):
+    return jax.vmap(jax.scipy.linalg.expm)(0.1 * jax.vmap(jnp.outer)(x, x))
+
+
+@placed(X)
+def solvers_of_members(x):
+    return jax.vmap(lambda v: cg(lambda p: v * (v @ p) + p, v, maxiter=4)[0])(x)
+
+
+@placed(X, gathers=1)
+def what_mixes_members(x):
+    return x.at[lax.top_k(x[:, 0], 3)[1]].set(0.0)
+
+
+# --- the tests
+
+
+def of(name):
+    fn, args, *_ = CASES[name]
+    return fn, args
+
+
+@functools.cache
+def by(name, runner):
+    fn, args = of(name)
+    return bj.run(fn, *args, runner=runner, options=OPTIONS)
+
+
+def arrays(tree):
+    keys = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if keys(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+def steps(name, kind):
+    fn, args = of(name)
+    arguments, key, restore = flatten_arguments(args)
+    plan = execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    return [step for step in walk(plan.steps) if isinstance(step, kind)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_jit(name):
+    fn, args = of(name)
+    expected, found = jax.jit(fn)(*args), by(name, "local")
+    assert types(found) == types(expected)
+    for left, right in zip(arrays(found), arrays(expected), strict=True):
+        if right.dtype.kind in "iub":
+            np.testing.assert_array_equal(left, right)
+            continue
+        tolerance = 2e-2 if right.dtype.name == "bfloat16" else 2e-4
+        wide = np.complex128 if right.dtype.kind == "c" else np.float64
+        np.testing.assert_allclose(
+            left.astype(wide), right.astype(wide), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, beam) in CASES.items() if beam])
+def test_beam_gives_the_same_bits(name):
+    expected, found = by(name, "local"), by(name, "DirectRunner")
+    assert types(found) == types(expected)
+    for left, right in zip(arrays(found), arrays(expected), strict=True):
+        assert left.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_mixes_members_is_gathered(name):
+    _, _, gathers, scatters, _ = CASES[name]
+    assert (len(steps(name, Gather)), len(steps(name, Scatter))) == (gathers, scatters)
+
+
+def test_the_products_of_a_solver_are_passes():
+    (loop,) = steps("conjugate_gradients", Loop)
+    assert sum(isinstance(step, Map) for step in walk(loop.block.steps)) == 1
+
+
+def test_what_a_body_computes_of_few_numbers_stays_in_it():
+    @program
+    def fn(w, x):
+        return bj.reduce_sum(bj.map_fn(lambda v: v * jnp.outer(w, w).sum(), x))
+
+    arguments, key, restore = flatten_arguments((W, X))
+    plan = execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    assert [type(step) for step in plan.steps] == [Map]
