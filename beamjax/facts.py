@@ -72,7 +72,7 @@ def plan_facts(
     edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
     platforms = dict.fromkeys(p for fact in everything for p in fact.executables)
     placements = tuple(
-        PlacementFact(name, n, plan.shard_sizes[name], n and plan.shards(name))
+        PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name) if n else None)
         for name, n in plan.sizes.items()
     )
     return PlanFacts(
@@ -245,7 +245,7 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
         unread = "returned as it is" if i in returned else "not read"
         how = "by shards" if placement else "whole" if names else unread
         if aval.dtype == jax.dtypes.float0:
-            described, nbytes = _float0(aval.shape), 0
+            described, nbytes = _float0(aval.shape), _whole_bytes(aval)
         else:
             value = value_type(aval, placement, spec.axis if placement else None)
             described, nbytes = str(value), _whole_bytes(aval)
@@ -260,6 +260,8 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
 
 def _whole_bytes(aval: Any) -> Bytes:
     """Bytes of an input, members included; their axis is the first one if it is symbolic."""
+    if aval.dtype == jax.dtypes.float0:
+        return 0
     if not any(map(is_unknown, aval.shape)):
         return value_type(aval).nbytes
     return MemberBytes(value_type(aval, axis=0).nbytes)

@@ -11,6 +11,7 @@ import jax
 from jax import tree_util
 from jax.extend import core as jex
 
+from beamjax import _compat
 from beamjax.errors import StructureError
 from beamjax.interpreters import drjax
 from beamjax.interpreters.dimensions import is_unknown
@@ -133,6 +134,17 @@ def _checked(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         raise StructureError(
             f"{name}: found a jax.ShapeDtypeStruct of shape {aval.shape}, expected at most the "
             "first dimension, the number of members, to be symbolic, and that a single symbol"
+        )
+    promised = [
+        text
+        for dim in unknown
+        for text in _compat.constraints_of(dim)
+        if text.replace(" ", "") != f"{dim}>=1"
+    ]
+    if promised:
+        raise StructureError(
+            f"{name}: found the symbolic dimension {unknown[0]} with the constraints {promised}, "
+            "expected none: nothing would check them when the members are there"
         )
     return aval
 

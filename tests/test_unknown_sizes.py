@@ -1,5 +1,6 @@
 """Placements whose number of members is found only while a pipeline runs."""
 
+import os
 import re
 import tempfile
 
@@ -243,6 +244,53 @@ def test_big_reductions_in_pieces(monkeypatch):
     check(opened(lambda d: bj.reduce_mean(d["x"])), tree=data(20))
 
 
+@opened
+def with_callbacks(w, d):
+    def total(x):
+        return jax.pure_callback(
+            host_sum, jax.ShapeDtypeStruct((), "float32"), x, vmap_method="sequential"
+        )
+
+    n = d["k"].shape[0]
+    return bj.reduce_mean(bj.map_fn(lambda e: total(e["x"] @ w) / n, d))
+
+
+def host_sum(x):
+    return np.sum(x, dtype=np.float32)
+
+
+@pytest.mark.parametrize("running", ["in_memory", "multi_processing"])
+def test_calls_to_the_host(running, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # so that workers find `host_sum`
+    tree = data(20)
+    flags = [f"--direct_running_mode={running}", "--direct_num_workers=2"]
+    expected = np.asarray(jax.jit(with_callbacks)(W, tree))
+    with pipeline(*flags) as p:
+        result = p | beam.Create(members(tree)) | transform(with_callbacks, W, tree=tree)
+        assert_that(result, same(expected, None, False))
+
+
+@pytest.mark.parametrize("fn", [loss, numbers, two_passes])
+def test_wide_types(fn):
+    with jax.enable_x64(True):
+        placed = {loss: (), numbers: (7,), two_passes: (0, 2)}[fn]
+        check(fn, W, tree=data(20), placed=placed, bits=fn is not numbers)
+
+
+def test_explanations_count_bytes_by_member():
+    explanation = bj.explain(numbers, W, abstract(data(1)), options=OPTIONS)
+    text = str(explanation)
+    assert "clients: n members in shards of 8" in text
+    assert re.search(r"args\[1\]\['x'\] .* n x 48 B ", text)
+    assert re.search(r"number of clients +-> +server_0 +size@clients", text)
+    assert "read by all passes     n x 96 B" in text
+    assert explanation.to_json()["placements"][0]["members"] is None
+    assert explanation.to_json()["read_bytes"] == {"each": 96, "fixed": 0}
+    assert "n x 48 B" in explanation.to_mermaid()
+    for stage in ("staged", "flat", "placed", "graph"):
+        assert str(bj.explain(numbers, W, abstract(data(1)), stage=stage))
+
+
 # --- what is not right in the PCollection
 
 
@@ -404,6 +452,14 @@ def test_shapes():
     for shape in [(3, UNKNOWN), (UNKNOWN, m), (2 * UNKNOWN, 3)]:
         with pytest.raises(StructureError, match=r"args\[0\].*the first dimension"):
             bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct(shape, "float32"))
+
+
+def test_constraints_that_nothing_would_check():
+    (n,) = jax.export.symbolic_shape("n", constraints=["n >= 1"])
+    bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
+    (n,) = jax.export.symbolic_shape("n", constraints=["n >= 8"])
+    with pytest.raises(StructureError, match=r"the constraints \['n >= 8'\], expected none"):
+        bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
 
 
 def test_placements_that_do_not_fit():
