@@ -76,6 +76,7 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
         tuple(args), is_leaf=lambda x: isinstance(x, Source)
     )
     flat: list[Argument] = []
+    symbols: dict[str, Any] = {}
     counts: list[tuple[int, Any]] = []
     for path, leaf in leaves:
         name = f"args{tree_util.keystr(path)}"
@@ -83,6 +84,8 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
             flat += _source_arguments(name, leaf)
             counts.append((len(leaf.leaves), leaf.treedef))
         else:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                leaf = _checked(name, leaf, symbols)
             flat.append(Argument(name, _aval(name, leaf), leaf))
             counts.append((1, None))
 
@@ -113,7 +116,7 @@ def _source_arguments(name: str, source: Source) -> list[Argument]:
 
 def _aval(name: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return _checked(name, leaf)
+        return leaf
     try:
         if isinstance(leaf, jax.Array):
             return jax.typeof(leaf)
@@ -125,8 +128,13 @@ def _aval(name: str, leaf: Any) -> Any:
         ) from error
 
 
-def _checked(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An abstract argument, if at most its number of members is unknown."""
+def _checked(
+    name: str, aval: jax.ShapeDtypeStruct, symbols: dict[str, Any]
+) -> jax.ShapeDtypeStruct:
+    """An abstract argument, if at most its number of members is unknown.
+
+    Symbols of one name are made the same: `symbols` has the first one of each.
+    """
     unknown = [d for d in aval.shape if is_unknown(d)]
     if unknown and (is_unknown(aval.shape[0]), len(unknown), str(unknown[0]).isidentifier()) != (
         True, 1, True
@@ -146,7 +154,10 @@ def _checked(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             f"{name}: found the symbolic dimension {unknown[0]} with the constraints {promised}, "
             "expected none: nothing would check them when the members are there"
         )
-    return aval
+    if not unknown:
+        return aval
+    n = symbols.setdefault(str(unknown[0]), unknown[0])
+    return aval.update(shape=(n, *aval.shape[1:]))
 
 
 def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -> Staged:
