@@ -139,6 +139,11 @@ def symbols_of(dim: Any) -> set[str]:
     return set() if isinstance(dim, int) else set(dim._get_vars())
 
 
+def constraints_of(dim: Any) -> list[str]:
+    """What was promised of the variables of a symbolic dimension, such as `n >= 8`."""
+    return [constraint.debug_str for constraint in dim.scope._explicit_constraints]
+
+
 def evaluate_dim(dim: Any, values: Mapping[str, Any]) -> Any:
     """A symbolic dimension as a number, or as an array, for these values of its variables."""
     return dim._evaluate(dict(values))

@@ -6,7 +6,7 @@ lays it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,17 +72,17 @@ def plan_facts(
     edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
     platforms = dict.fromkeys(p for fact in everything for p in fact.executables)
     placements = tuple(
-        PlacementFact(name, n, plan.shard_sizes[name], n and plan.shards(name))
+        PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name) if n else None)
         for name, n in plan.sizes.items()
     )
     return PlanFacts(
         program=plan.name, jax_version=plan.jax_version, x64=plan.x64, passes=plan.passes(),
         placements=placements, inputs=tuple(inputs), steps=steps, edges=tuple(edges),
         outputs=outputs,
-        read_bytes=sum(fact.read_bytes for fact in everything),
+        read_bytes=_total(v for fact in everything if fact.kind == "Map" for v in fact.placed),
         broadcast_bytes=sum(fact.broadcast_bytes for fact in everything),
         partial_bytes=sum(fact.partial_bytes for fact in everything),
-        gathered_bytes=sum(v.nbytes for f in everything if f.kind == "Gather" for v in f.placed),
+        gathered_bytes=_total(v for f in everything if f.kind == "Gather" for v in f.placed),
         executable_bytes={p: sum(f.executables.get(p, 0) for f in everything) for p in platforms},
     )  # fmt: skip
 
@@ -109,8 +109,8 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
                 step.name, "Map", step.placement, broadcasts, operands, values(step.results),
                 step.functions, reductions, _sizes(code.artefacts), lines=code.lines,
                 python=_python(code),
-                read_bytes=sum(value.nbytes for value in operands),
-                broadcast_bytes=sum(value.nbytes for value in broadcasts),
+                read_bytes=_total(operands),
+                broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
             )  # fmt: skip
         case Gather(name, operand, result, axis, reason, line):
@@ -175,6 +175,13 @@ def value_fact(plan: Plan, name: str) -> ValueFact:
     known = plan.sizes[value.placement] is not None
     nbytes = plan.nbytes(name) if known else MemberBytes(value.nbytes)
     return ValueFact(name, str(value), nbytes, value.nbytes, shard)
+
+
+def _total(values: Iterable[ValueFact]) -> Bytes:
+    total: Bytes = 0
+    for value in values:
+        total = total + value.nbytes
+    return total
 
 
 def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:
@@ -245,10 +252,10 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
         unread = "returned as it is" if i in returned else "not read"
         how = "by shards" if placement else "whole" if names else unread
         if aval.dtype == jax.dtypes.float0:
-            described, nbytes = _float0(aval.shape), 0
+            described = _float0(aval.shape)
         else:
-            value = value_type(aval, placement, spec.axis if placement else None)
-            described, nbytes = str(value), _whole_bytes(aval)
+            described = str(value_type(aval, placement, spec.axis if placement else None))
+        nbytes = _whole_bytes(aval)
         facts.append(InputFact(spec.path, described, nbytes, f"{how}, {where}", names))
     for placement, n in plan.sizes.items():
         if n is None:
@@ -260,6 +267,8 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
 
 def _whole_bytes(aval: Any) -> Bytes:
     """Bytes of an input, members included; their axis is the first one if it is symbolic."""
+    if aval.dtype == jax.dtypes.float0:
+        return 0
     if not any(map(is_unknown, aval.shape)):
         return value_type(aval).nbytes
     return MemberBytes(value_type(aval, axis=0).nbytes)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import io
 import json
 import platform
 import threading
@@ -181,7 +182,7 @@ class Recipe:
         arguments = [_abstract(argument) for argument in self.arguments]
         options = Options(shard_size=self.options.shard_size, platforms=())
         try:
-            recipe = cloudpickle.dumps(
+            recipe = _dumps(
                 (self.fn, arguments, self._skeleton(), options, self.unroll, dict(self.settings))
             )
             nodes = _nodes()
@@ -205,6 +206,32 @@ def versions() -> dict[str, str]:
     """What must be the same where a function is pickled and where it is read."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"jax": jax.__version__, "python": python}
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Writes symbolic dimensions as text: what is in them can't be read again."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if jax.export.is_symbolic_dim(obj):
+            return _dimension, (str(obj),)
+        return super().reducer_override(obj)
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _dimension(text: str) -> Any:
+    (dim,) = jax.export.symbolic_shape(text, scope=_scope())
+    return dim
+
+
+@functools.cache
+def _scope() -> Any:
+    """Of all dimensions that are read in this process, so that equal ones are equal."""
+    return jax.export.SymbolicScope()
 
 
 def _nodes() -> bytes:
@@ -308,7 +335,7 @@ def _culprit(fn: Any) -> str:
 
 def _pickles(value: Any) -> bool:
     try:
-        cloudpickle.dumps(value)
+        _dumps(value)
     except Exception:
         return False
     return True

@@ -48,7 +48,9 @@ def size_function(
     names = sorted(_compat.symbols_of(dim))
 
     def evaluate(*values: jax.Array) -> jax.Array:
-        found = _compat.evaluate_dim(dim, dict(zip(names, values, strict=True)))
+        wide = [value.astype(dtype) for value in values]
+        with jax.numpy_dtype_promotion("standard"):
+            found = _compat.evaluate_dim(dim, dict(zip(names, wide, strict=True)))
         return jax.lax.convert_element_type(found, dtype)
 
     return evaluate, [sizes.setdefault(name, Var(f"size of {name}", SIZE)) for name in names]

@@ -11,6 +11,7 @@ import jax
 from jax import tree_util
 from jax.extend import core as jex
 
+from beamjax import _compat
 from beamjax.errors import StructureError
 from beamjax.interpreters import drjax
 from beamjax.interpreters.dimensions import is_unknown
@@ -75,6 +76,7 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
         tuple(args), is_leaf=lambda x: isinstance(x, Source)
     )
     flat: list[Argument] = []
+    symbols: dict[str, Any] = {}
     counts: list[tuple[int, Any]] = []
     for path, leaf in leaves:
         name = f"args{tree_util.keystr(path)}"
@@ -82,6 +84,8 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
             flat += _source_arguments(name, leaf)
             counts.append((len(leaf.leaves), leaf.treedef))
         else:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                leaf = _checked(name, leaf, symbols)
             flat.append(Argument(name, _aval(name, leaf), leaf))
             counts.append((1, None))
 
@@ -112,7 +116,7 @@ def _source_arguments(name: str, source: Source) -> list[Argument]:
 
 def _aval(name: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return _checked(name, leaf)
+        return leaf
     try:
         if isinstance(leaf, jax.Array):
             return jax.typeof(leaf)
@@ -124,8 +128,13 @@ def _aval(name: str, leaf: Any) -> Any:
         ) from error
 
 
-def _checked(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An abstract argument, if at most its number of members is unknown."""
+def _checked(
+    name: str, aval: jax.ShapeDtypeStruct, symbols: dict[str, Any]
+) -> jax.ShapeDtypeStruct:
+    """An abstract argument, if at most its number of members is unknown.
+
+    Symbols of one name are made the same: `symbols` has the first one of each.
+    """
     unknown = [d for d in aval.shape if is_unknown(d)]
     if unknown and (is_unknown(aval.shape[0]), len(unknown), str(unknown[0]).isidentifier()) != (
         True, 1, True
@@ -134,7 +143,21 @@ def _checked(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             f"{name}: found a jax.ShapeDtypeStruct of shape {aval.shape}, expected at most the "
             "first dimension, the number of members, to be symbolic, and that a single symbol"
         )
-    return aval
+    promised = [
+        text
+        for dim in unknown
+        for text in _compat.constraints_of(dim)
+        if text.replace(" ", "") != f"{dim}>=1"
+    ]
+    if promised:
+        raise StructureError(
+            f"{name}: found the symbolic dimension {unknown[0]} with the constraints {promised}, "
+            "expected none: nothing would check them when the members are there"
+        )
+    if not unknown:
+        return aval
+    n = symbols.setdefault(str(unknown[0]), unknown[0])
+    return aval.update(shape=(n, *aval.shape[1:]))
 
 
 def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -> Staged:

@@ -34,6 +34,8 @@ ADVICE = (
 )
 
 
+INSTEAD = "or reduce over the members, or do it for each of them inside a map_fn"
+
 SOME_NUMBER = 840
 """Of members: with this one a program is tried that can't be staged with an unknown one. Many
 numbers divide it."""
@@ -137,11 +139,9 @@ def _check(program: PlacedProgram, piece: Piece) -> None:
 def _check_inside(program: PlacedProgram, eqn: Eqn) -> None:
     """Checks the jaxprs that an equation holds."""
     if any(_mentions(sub) for sub in jex.jaxprs_in_params(eqn.params)):
-        what = (
-            "holds a loop, a branch or a function in which the number of members is read; read it "
-            "before, as in n = jnp.float32(x.shape[0])"
-        )
-        raise _refusal(program, eqn, what, [])
+        what = "reads the number of members in a loop, a branch or a function inside of it"
+        instead = "or read it before, as in n = jnp.float32(x.shape[0])"
+        raise _refusal(program, eqn, what, [], instead)
 
 
 def _mentions(jaxpr: Any) -> bool:
@@ -155,7 +155,9 @@ def _mentions(jaxpr: Any) -> bool:
     )
 
 
-def _refusal(program: PlacedProgram, eqn: Eqn, what: str, atoms: Iterable[Atom]) -> StagingError:
+def _refusal(
+    program: PlacedProgram, eqn: Eqn, what: str, atoms: Iterable[Atom], instead: str = INSTEAD
+) -> StagingError:
     name = eqn.primitive.name
     if name == "bj_map":
         name = f"the map_fn of {eqn.params['name']}"
@@ -164,7 +166,7 @@ def _refusal(program: PlacedProgram, eqn: Eqn, what: str, atoms: Iterable[Atom])
     return StagingError(
         f"{eqn.line or 'in the program'}: {name.removeprefix('bj_')} {what}{held}, but the number "
         f"of members is found only while the program runs: the placements have {_sizes(program)}. "
-        f"{ADVICE}; or reduce over the members, or do it for each of them inside a map_fn."
+        f"{ADVICE}; {instead}."
     )
 
 

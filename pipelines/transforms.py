@@ -129,6 +129,8 @@ class PlanTransform(beam.PTransform):
     def _form_blocks(self, members: beam.PCollection, bound: build.Inputs, store: Store) -> None:
         specs = [self.plan.inputs[i] for i in self.abstract]
         placements = {self.plan.values[s.placed].placement for s in specs if s.placed}
+        if not placements:  # Nothing is read of the members but how many there are.
+            placements = {key for key, n in self.plan.sizes.items() if n is None}
         if len(placements) != 1:
             raise StagingError(
                 f"transform: the abstract arguments belong to the placements {placements}, "

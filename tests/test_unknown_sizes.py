@@ -1,5 +1,6 @@
 """Placements whose number of members is found only while a pipeline runs."""
 
+import os
 import re
 import tempfile
 
@@ -160,6 +161,37 @@ def test_the_number_as_a_result():
     check(prog, tree=data(20))
 
 
+def test_nothing_but_the_number():
+    check(opened(lambda d: jnp.float32(d["x"].shape[0]) / 3), tree=data(20), bits=False)
+    check(opened(lambda d: bj.reduce_sum(bj.broadcast(W))), tree=data(20))
+
+
+def test_compiled_and_nested_programs():
+    @opened
+    def outer(w, d):
+        return jax.jit(loss)(w, d) + bj.reduce_mean(d["k"])
+
+    check(jax.jit(outer), W, tree=data(20))
+
+
+def test_symbols_of_one_name_are_the_same():
+    tree = data(20)
+
+    @opened
+    def prog(x, k):
+        return bj.reduce_sum(bj.map_fn(lambda x, k: x.sum() * k.astype("float32"), (x, k)))
+
+    specs = []
+    for array in (tree["x"], tree["k"]):
+        (n,) = jax.export.symbolic_shape("n")
+        specs.append(jax.ShapeDtypeStruct((n, *array.shape[1:]), array.dtype))
+    expected = np.asarray(bj.run(prog, tree["x"], tree["k"], options=OPTIONS))
+    with pipeline() as p:
+        elements = p | beam.Create(members((tree["x"], tree["k"])))
+        result = elements | bj.transform(prog, *specs, options=OPTIONS)
+        assert_that(result, same(expected, expected, False))
+
+
 @opened
 def creations(key, d):
     n = d["k"].shape[0]
@@ -205,12 +237,14 @@ def test_several_placements_of_which_one_is_known():
 
     @bj.program(placements={"clients": None, "rows": 5})
     def prog(rows, d):
-        w = bj.reduce_mean(bj.map_fn(jnp.sin, rows, placement="rows"), placement="rows")
+        n = d["k"].shape[0]
+        sines = bj.map_fn(lambda row: jnp.sin(row) / n, rows, placement="rows")
+        w = bj.reduce_mean(sines, placement="rows")
         y = bj.map_fn(lambda e: e["x"] @ w, d, placement="clients")
         return bj.reduce_mean(y, placement="clients")
 
-    check(prog, rows, tree=data(20))
-    check(lambda d: prog(rows, d), tree=data(20))
+    check(prog, rows, tree=data(20), bits=False)
+    check(lambda d: prog(rows, d), tree=data(20), bits=False)
 
 
 def test_shards_of_the_size_that_suits_a_member():
@@ -241,6 +275,53 @@ def test_several_workers():
 def test_big_reductions_in_pieces(monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.combiners.PIECE_VALUES", 5)
     check(opened(lambda d: bj.reduce_mean(d["x"])), tree=data(20))
+
+
+@opened
+def with_callbacks(w, d):
+    def total(x):
+        return jax.pure_callback(
+            host_sum, jax.ShapeDtypeStruct((), "float32"), x, vmap_method="sequential"
+        )
+
+    n = d["k"].shape[0]
+    return bj.reduce_mean(bj.map_fn(lambda e: total(e["x"] @ w) / n, d))
+
+
+def host_sum(x):
+    return np.sum(x, dtype=np.float32)
+
+
+@pytest.mark.parametrize("running", ["in_memory", "multi_processing"])
+def test_calls_to_the_host(running, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # so that workers find `host_sum`
+    tree = data(20)
+    flags = [f"--direct_running_mode={running}", "--direct_num_workers=2"]
+    expected = np.asarray(jax.jit(with_callbacks)(W, tree))
+    with pipeline(*flags) as p:
+        result = p | beam.Create(members(tree)) | transform(with_callbacks, W, tree=tree)
+        assert_that(result, same(expected, None, False))
+
+
+@pytest.mark.parametrize("fn", [loss, numbers, two_passes])
+def test_wide_types(fn):
+    with jax.enable_x64(True):
+        placed = {loss: (), numbers: (7,), two_passes: (0, 2)}[fn]
+        check(fn, W, tree=data(20), placed=placed, bits=fn is not numbers)
+
+
+def test_explanations_count_bytes_by_member():
+    explanation = bj.explain(numbers, W, abstract(data(1)), options=OPTIONS)
+    text = str(explanation)
+    assert "clients: n members in shards of 8" in text
+    assert re.search(r"args\[1\]\['x'\] .* n x 48 B ", text)
+    assert re.search(r"number of clients +-> +server_0 +size@clients", text)
+    assert "read by all passes     n x 96 B" in text
+    assert explanation.to_json()["placements"][0]["members"] is None
+    assert explanation.to_json()["read_bytes"] == {"each": 96, "fixed": 0}
+    assert "n x 48 B" in explanation.to_mermaid()
+    for stage in ("staged", "flat", "placed", "graph"):
+        assert str(bj.explain(numbers, W, abstract(data(1)), stage=stage))
 
 
 # --- what is not right in the PCollection
@@ -404,6 +485,14 @@ def test_shapes():
     for shape in [(3, UNKNOWN), (UNKNOWN, m), (2 * UNKNOWN, 3)]:
         with pytest.raises(StructureError, match=r"args\[0\].*the first dimension"):
             bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct(shape, "float32"))
+
+
+def test_constraints_that_nothing_would_check():
+    (n,) = jax.export.symbolic_shape("n", constraints=["n >= 1"])
+    bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
+    (n,) = jax.export.symbolic_shape("n", constraints=["n >= 8"])
+    with pytest.raises(StructureError, match=r"the constraints \['n >= 8'\], expected none"):
+        bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
 
 
 def test_placements_that_do_not_fit():
