@@ -16,25 +16,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
 import beamjax
 from beamjax import _compat
 from beamjax.errors import StagingError
-from beamjax.interpreters import dimensions
+from beamjax.interpreters import control_flow, dimensions
 from beamjax.interpreters.flat_program import (
     Atom,
-    BranchEqn,
     Eqn,
     FlatBlock,
     FlatProgram,
-    LoopEqn,
     Var,
     WholeEqn,
     aval_of,
-    effects_of,
 )
 from beamjax.interpreters.hoist import hoist
 from beamjax.interpreters.prune import prune
@@ -74,7 +70,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     jaxpr = closed.jaxpr
     arguments = [Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)]
     flat = FlatProgram([*arguments], unrolled=unroll)
-    inliner = _Inliner(flat)
+    inliner = Inliner(flat)
     outputs = inliner.inline(closed, arguments, "")
     flat.outputs = [
         atom
@@ -86,7 +82,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     return flat
 
 
-class _Inliner:
+class Inliner:
     """Appends the equations of a jaxpr, and of all that it calls, to the block at hand."""
 
     def __init__(self, flat: FlatProgram):
@@ -126,16 +122,16 @@ class _Inliner:
         primitive = eqn.primitive
         outputs = self.fresh(eqn.outvars)
         expand = None
-        if primitive.name in CONTROL_FLOW:
+        if primitive.name in control_flow.EQUATIONS:
             expand = functools.partial(
-                CONTROL_FLOW[primitive.name], self, eqn, inputs, outputs, line
+                control_flow.EQUATIONS[primitive.name], self, eqn, inputs, outputs, line
             )
             if contains_placed_operators(eqn):
                 rounds = eqn.params.get("length")
                 if rounds == 1 or (self.flat.unrolled and rounds is not None):
-                    return self.unrolled(eqn, inputs, line)
+                    return control_flow.unrolled(self, eqn, inputs, line)
                 if self.flat.unrolled and primitive.name == "cond":
-                    return self.selected(eqn, inputs, line)
+                    return control_flow.selected(self, eqn, inputs, line)
                 self.block.eqns.append(expand())
                 return outputs
         dim = dimensions.size_of(eqn)
@@ -202,8 +198,6 @@ class _Inliner:
         self.block.eqns.append(Eqn(eqn.primitive, params, [atom], outputs, eqn.line))
         return out
 
-    # ---------------------------------------------------------------- control flow
-
     def nested(self, params: list[Var], inline: Callable[[], Sequence[Atom]]) -> FlatBlock:
         """A block of its own for what `inline` appends; its outputs are variables."""
         outer, self.block = self.block, FlatBlock(params)
@@ -212,88 +206,10 @@ class _Inliner:
         block.outputs = list(outputs)
         return block
 
-    def scan(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> LoopEqn:
-        constants, carried = _compat.scan_counts(eqn)
-        rounds, reverse, closed = (eqn.params[k] for k in ("length", "reverse", "jaxpr"))
-        params = self.fresh(closed.jaxpr.invars[constants:])
-        block = self.nested(
-            params, lambda: self.inline(closed, [*inputs[:constants], *params], line)
-        )
-        stacked = [self.named(atom) for atom in inputs[constants:]]
-        return LoopEqn(eqn.primitive, {}, [*stacked], outputs, line, block, None, carried, rounds,
-                       reverse, effects=effects_of(block))  # fmt: skip
-
-    def unrolled(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
-        """A scan written out."""
-        constants, carried = _compat.scan_counts(eqn)
-        fixed, carry = inputs[:constants], inputs[constants : constants + carried]
-        xs = inputs[constants + carried :]
-        rounds: list[list[Atom]] = []
-        for i in range(eqn.params["length"]):
-            index = eqn.params["length"] - 1 - i if eqn.params["reverse"] else i
-            entries = [self.applied(lambda x, k=index: x[k], [x], line) for x in xs]
-            results = self.inline(eqn.params["jaxpr"], [*fixed, *carry, *entries], line)
-            carry = results[:carried]
-            rounds.append(results[carried:])
-        rounds = rounds[::-1] if eqn.params["reverse"] else rounds
-        stacks = [
-            self.applied(lambda *ys: jnp.stack(ys), ys, line) for ys in zip(*rounds, strict=True)
-        ]
-        if not rounds:
-            stacks = [self.empty(var.aval, line) for var in eqn.outvars[carried:]]
-        return [*carry, *stacks]
-
     def applied(self, function: Callable[..., Any], atoms: Sequence[Atom], line: str) -> Atom:
         """The result of a function of arrays, traced in place."""
         (result,) = self.inline(jax.make_jaxpr(function)(*map(aval_of, atoms)), atoms, line)
         return result
-
-    def selected(self, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
-        """The results of all branches of a cond, and the choice among them."""
-        index, *operands = inputs
-        branches = [self.inline(closed, operands, line) for closed in eqn.params["branches"]]
-        cases = zip(*branches, strict=True)
-        return [self.applied(jax.lax.select_n, [index, *atoms], line) for atoms in cases]
-
-    def empty(self, aval: Any, line: str) -> Atom:
-        """A stack of no entries."""
-        return self.applied(lambda: jax.lax.empty(aval.shape, aval.dtype), [], line)
-
-    def while_(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> LoopEqn:
-        test, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        init = [self.named(atom) for atom in inputs[test + body :]]
-        params = self.fresh(eqn.params["body_jaxpr"].jaxpr.invars[body:])
-        batched = eqn.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape != ()
-        tested = [*inputs[:test], *params]
-
-        def condition() -> list[Atom]:
-            (holds,) = self.inline(eqn.params["cond_jaxpr"], tested, line)
-            return [self.applied(jnp.any, [holds], line) if batched else holds]
-
-        def round_() -> list[Atom]:
-            fixed = inputs[test : test + body]
-            after = self.inline(eqn.params["body_jaxpr"], [*fixed, *params], line)
-            if not batched:
-                return after
-            # Under vmap, a round leaves the values alone for which the condition is over.
-            (holds,) = self.inline(eqn.params["cond_jaxpr"], tested, line)
-            ends = zip(params, after, strict=True)
-            return [self.applied(_select_rows, [holds, old, new], line) for old, new in ends]
-
-        conditions, block = self.nested(params, condition), self.nested(params, round_)
-        return LoopEqn(eqn.primitive, {}, [*init], outputs, line, block, conditions, len(init),
-                       rounds=None, reverse=False, selects=batched,
-                       effects=effects_of(conditions, block))  # fmt: skip
-
-    def cond(self, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str) -> BranchEqn:
-        index = self.named(inputs[0])
-        branches = tuple(
-            self.nested([], functools.partial(self.inline, closed, inputs[1:], line))
-            for closed in eqn.params["branches"]
-        )
-        return BranchEqn(
-            eqn.primitive, {}, [index], outputs, line, branches, effects=effects_of(*branches)
-        )
 
     # ---------------------------------------------------------------- values
 
@@ -314,19 +230,6 @@ class _Inliner:
             self.flat.inputs.append(var)
             self.flat.constants.append(value)
         return self.constants[id(value)]
-
-
-def _select_rows(holds: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` where `holds`, whose axes are the first ones of both."""
-    rows = jax.lax.expand_dims(holds, range(holds.ndim, new.ndim))
-    return jnp.where(rows, new, old)
-
-
-CONTROL_FLOW: dict[str, Callable[..., LoopEqn | BranchEqn]] = {
-    "scan": _Inliner.scan,
-    "while": _Inliner.while_,
-    "cond": _Inliner.cond,
-}
 
 
 def _called(eqn: Any, inputs: list[Atom]) -> tuple[Any, list[Atom]]:

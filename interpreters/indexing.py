@@ -61,8 +61,9 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
 def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     d = eqn.params["dimension_numbers"]
     operand, index, updates = axes
-    if operand in d.scatter_dims_to_operand_dims and index is None and updates is None:
-        return write_scattered(eqn, operand, n)
+    if operand is not None and operand in d.scatter_dims_to_operand_dims:
+        # Members are written to by number.
+        return write_scattered(eqn, operand, n) if (index, updates) == (None, None) else None
     batching = dict(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
     rank = len(shape_of(eqn.inputs[0]))
     windows = _remaining(rank, d.inserted_window_dims, d.operand_batching_dims)

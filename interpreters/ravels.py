@@ -29,12 +29,13 @@ class Ravels:
                 self.arrays[out] = eqn.inputs[0]
             return
         arrays = [self.arrays.get(atom) for atom in eqn.inputs if isinstance(atom, Var)]
-        if len(arrays) < len(shapes) or None in arrays:
+        whole = [array for array in arrays if array is not None]
+        if len(whole) < len(shapes):
             return
-        changes = _over_arrays(name, eqn.params, [aval_of(array).shape for array in arrays])
+        changes = _over_arrays(name, eqn.params, [aval_of(array).shape for array in whole])
         if changes is not None:
             eqn.params = {**eqn.params, **changes}
-            eqn.inputs = [array for array in arrays if array is not None]
+            eqn.inputs = whole
 
 
 def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[str, Any] | None:

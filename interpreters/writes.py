@@ -29,8 +29,8 @@ def write_rows(eqn: Eqn, axis: int, n: Any) -> Local:
         operand, update, *starts = args
         row = shard.indices() - jnp.clip(_wide(starts[axis]), 0, n - count).astype("int32")
         rows = jnp.take(update, jnp.clip(row, 0, count - 1), axis=axis, mode="clip")
-        starts = replaced(starts, axis, jnp.zeros_like(starts[axis]))
-        (written,) = bind(eqn, [operand, rows, *starts])
+        first = replaced(starts, axis, jnp.zeros_like(starts[axis]))
+        (written,) = bind(eqn, [operand, rows, *first])
         inside = lax.broadcast_in_dim((row >= 0) & (row < count), operand.shape, (axis,))
         return [jnp.where(inside, written, operand)]
 

@@ -49,10 +49,9 @@ class JoinRanges(beam.CombineFn):
     """Ranges to the fewest ranges with the same members, in order."""
 
     def default_type_hints(self) -> IOTypeHints:
-        ranges = typehints.Tuple[int, int]
-        return (
-            IOTypeHints.empty().with_input_types(ranges).with_output_types(typehints.List[ranges])  # type: ignore[valid-type]
-        )
+        ranges: Any = typehints.Tuple[int, int]
+        hints = IOTypeHints.empty().with_input_types(ranges)
+        return hints.with_output_types(typehints.List[ranges])
 
     def create_accumulator(self) -> list[Range]:
         return []

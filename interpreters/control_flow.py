@@ -1,0 +1,123 @@
+"""Scans, whiles and conds around placed operators: as loops and branches, or written out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from beamjax import _compat
+from beamjax.interpreters.flat_program import Atom, BranchEqn, LoopEqn, Var, effects_of
+
+if TYPE_CHECKING:
+    from beamjax.interpreters.flatten import Inliner
+
+
+def scan_loop(
+    inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
+) -> LoopEqn:
+    """A scan as a loop."""
+    constants, carried = _compat.scan_counts(eqn)
+    rounds, reverse, closed = (eqn.params[k] for k in ("length", "reverse", "jaxpr"))
+    params = inliner.fresh(closed.jaxpr.invars[constants:])
+    block = inliner.nested(
+        params, lambda: inliner.inline(closed, [*inputs[:constants], *params], line)
+    )
+    stacked = [inliner.named(atom) for atom in inputs[constants:]]
+    return LoopEqn(eqn.primitive, {}, [*stacked], outputs, line, block, None, carried, rounds,
+                   reverse, effects=effects_of(block))  # fmt: skip
+
+
+def while_loop(
+    inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
+) -> LoopEqn:
+    """A while as a loop."""
+    test, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    init = [inliner.named(atom) for atom in inputs[test + body :]]
+    params = inliner.fresh(eqn.params["body_jaxpr"].jaxpr.invars[body:])
+    batched = eqn.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape != ()
+    tested = [*inputs[:test], *params]
+
+    def condition() -> list[Atom]:
+        (holds,) = inliner.inline(eqn.params["cond_jaxpr"], tested, line)
+        return [inliner.applied(jnp.any, [holds], line) if batched else holds]
+
+    def round_() -> list[Atom]:
+        fixed = inputs[test : test + body]
+        after = inliner.inline(eqn.params["body_jaxpr"], [*fixed, *params], line)
+        if not batched:
+            return after
+        # Under vmap, a round leaves the values alone for which the condition is over.
+        (holds,) = inliner.inline(eqn.params["cond_jaxpr"], tested, line)
+        ends = zip(params, after, strict=True)
+        return [inliner.applied(_select_rows, [holds, old, new], line) for old, new in ends]
+
+    conditions, block = inliner.nested(params, condition), inliner.nested(params, round_)
+    return LoopEqn(eqn.primitive, {}, [*init], outputs, line, block, conditions, len(init),
+                   rounds=None, reverse=False, selects=batched,
+                   effects=effects_of(conditions, block))  # fmt: skip
+
+
+def branch(
+    inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
+) -> BranchEqn:
+    """A cond as a branch."""
+    index = inliner.named(inputs[0])
+    branches = tuple(
+        inliner.nested([], functools.partial(inliner.inline, closed, inputs[1:], line))
+        for closed in eqn.params["branches"]
+    )
+    return BranchEqn(
+        eqn.primitive, {}, [index], outputs, line, branches, effects=effects_of(*branches)
+    )
+
+
+def unrolled(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+    """A scan written out."""
+    constants, carried = _compat.scan_counts(eqn)
+    fixed, carry = inputs[:constants], inputs[constants : constants + carried]
+    xs = inputs[constants + carried :]
+    rounds: list[list[Atom]] = []
+    for i in range(eqn.params["length"]):
+        index = eqn.params["length"] - 1 - i if eqn.params["reverse"] else i
+        entries = [inliner.applied(lambda x, k=index: x[k], [x], line) for x in xs]
+        results = inliner.inline(eqn.params["jaxpr"], [*fixed, *carry, *entries], line)
+        carry = results[:carried]
+        rounds.append(results[carried:])
+    rounds = rounds[::-1] if eqn.params["reverse"] else rounds
+    stacks = [
+        inliner.applied(lambda *ys: jnp.stack(ys), ys, line) for ys in zip(*rounds, strict=True)
+    ]
+    if not rounds:
+        stacks = [_empty(inliner, var.aval, line) for var in eqn.outvars[carried:]]
+    return [*carry, *stacks]
+
+
+def selected(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
+    """The results of all branches of a cond, and the choice among them."""
+    index, *operands = inputs
+    branches = [inliner.inline(closed, operands, line) for closed in eqn.params["branches"]]
+    cases = zip(*branches, strict=True)
+    return [inliner.applied(jax.lax.select_n, [index, *atoms], line) for atoms in cases]
+
+
+def _empty(inliner: Inliner, aval: Any, line: str) -> Atom:
+    """A stack of no entries."""
+    return inliner.applied(lambda: jax.lax.empty(aval.shape, aval.dtype), [], line)
+
+
+def _select_rows(holds: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` where `holds`, whose axes are the first ones of both."""
+    rows = jax.lax.expand_dims(holds, range(holds.ndim, new.ndim))
+    return jnp.where(rows, new, old)
+
+
+EQUATIONS: dict[str, Callable[..., LoopEqn | BranchEqn]] = {
+    "scan": scan_loop,
+    "while": while_loop,
+    "cond": branch,
+}
+"""From primitive to what makes a loop or a branch of an equation."""
