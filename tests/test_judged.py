@@ -311,6 +311,19 @@ def clients_of_silos(w, x):
     return bj.program(silos=4)(mean)(w, silos)
 
 
+@case(W, X, beam=True)
+@program
+def references_around_rounds(w, x):
+    sums, last = jax.new_ref(jnp.zeros(3)), jax.new_ref(x * 0)
+
+    def one(i, c):
+        last[...] = bj.map_fn(lambda a, v: a * 0.5 + v * c, (last[...], x))
+        sums[...] += bj.reduce_mean(last[...])
+        return c * 0.5
+
+    return lax.fori_loop(0, 2, one, w), sums[...], last[...]
+
+
 # --- what a body closes over
 
 
