@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 from jax.scipy.sparse.linalg import bicgstab, cg
 
 import beamjax as bj
@@ -438,6 +439,11 @@ def matrices_of_members(x):
 @placed(X)
 def exponentials_of_members(x):
     return jax.vmap(jax.scipy.linalg.expm)(0.1 * jax.vmap(jnp.outer)(x, x))
+
+
+@placed(X)
+def differential_equations_of_members(x):
+    return jax.vmap(lambda v: odeint(lambda y, t: -y * t, v, jnp.linspace(0.0, 1.0, 3)))(x)
 
 
 @placed(X)
