@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax._src import effects as jax_effects
 from jax._src import tree_util
+from jax._src.state import discharge
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import ad as ad
@@ -109,6 +110,11 @@ def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
         return None
     meaning = functools.partial(eqn.primitive.to_lojax, **eqn.params)
     return jax.make_jaxpr(meaning)(*(var.aval for var in eqn.invars))
+
+
+def without_references(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Replaces mutable references that are made in a jaxpr by the values that they hold."""
+    return discharge.discharge_state(closed, lower=False)
 
 
 def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:

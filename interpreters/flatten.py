@@ -2,16 +2,15 @@
 
 `jit`, `remat`, `custom_jvp` and `custom_vjp` calls and the solutions of `custom_linear_solve` are
 inlined, because differentiation is over by the time a program is planned and a call boundary would
-hide the placed operators inside it. So are primitives of hijax, for which no rules are written. A
-scan, while or cond with placed operators becomes an equation that holds blocks; any other one stays
-a single equation.
+hide the placed operators inside it. So are primitives of hijax, for which no rules are written, and
+mutable references become the values that they hold. A scan, while or cond with placed operators
+becomes an equation that holds blocks; any other one stays a single equation.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-import beamjax
 from beamjax import _compat
 from beamjax.errors import StagingError
 from beamjax.interpreters import control_flow, dimensions
@@ -33,6 +31,7 @@ from beamjax.interpreters.flat_program import (
     aval_of,
 )
 from beamjax.interpreters.hoist import hoist
+from beamjax.interpreters.lines import user_line
 from beamjax.interpreters.prune import prune
 from beamjax.interpreters.ravels import Ravels
 
@@ -40,7 +39,7 @@ from beamjax.interpreters.ravels import Ravels
 CALLS = frozenset(
     """
     jit pjit closed_call core_call composite custom_jvp_call custom_vjp_call custom_vmap_call
-    custom_lin remat remat2 checkpoint linear_call
+    custom_lin remat remat2 checkpoint linear_call eval_jaxpr
     """.split()
 )
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
@@ -67,6 +66,8 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
       StagingError: an equation has an effect that is no call to the host; the message names the
         user's line.
     """
+    if _makes_references(closed.jaxpr):
+        closed = _compat.without_references(closed)
     jaxpr = closed.jaxpr
     arguments = [Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)]
     flat = FlatProgram([*arguments], unrolled=unroll)
@@ -257,6 +258,19 @@ def _makes_reference(eqn: Any) -> bool:
     return any(_is_reference(v.aval) for v in eqn.outvars)
 
 
+def _makes_references(jaxpr: Any) -> bool:
+    """Whether a reference is made outside of the bodies of placed operators."""
+    return any(
+        _makes_reference(eqn)
+        or any(
+            _makes_references(getattr(sub, "jaxpr", sub))
+            for sub in jex.jaxprs_in_params(eqn.params)
+        )
+        for eqn in jaxpr.eqns
+        if not eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX)
+    )
+
+
 def _is_reference(aval: Any) -> bool:
     return not isinstance(aval, jax.core.ShapedArray)
 
@@ -301,28 +315,3 @@ def contains_placed_operators(eqn: Any) -> bool:
         for sub in jex.jaxprs_in_params(eqn.params)
         for inner in getattr(sub, "jaxpr", sub).eqns
     )
-
-
-def user_line(eqn: Any) -> str:
-    """`file:line (function)` of the innermost frame that is no library's."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not is_library(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return ""
-
-
-def is_library(file_name: str) -> bool:
-    """Whether a file is of JAX, NumPy or beamjax, and not of the user."""
-    return file_name.startswith(_LIBRARIES)
-
-
-def _libraries() -> tuple[str, ...]:
-    packages = [os.path.dirname(os.path.abspath(str(m.__file__))) for m in (jax, beamjax, np)]
-    # In a checkout, the sub-packages lie beside `beamjax/` and not in it.
-    interpreters = os.path.dirname(os.path.abspath(__file__))
-    pipelines = os.path.join(os.path.dirname(interpreters), "pipelines")
-    return (*(folder + os.sep for folder in (*packages, interpreters, pipelines)), "<frozen ")
-
-
-_LIBRARIES = _libraries()

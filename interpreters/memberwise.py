@@ -59,10 +59,10 @@ ELEMENTWISE = """
     clamp clz complex conj convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma
     log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or
-    polygamma population_count pow random_clone random_fold_in random_gamma_grad random_seed real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
-    xor zeta
+    polygamma polynomial population_count pow random_clone random_fold_in random_gamma_grad
+    random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
+    threefry2x32 xor zeta
 """.split()
 
 
@@ -233,7 +233,7 @@ def _reduce_other_axes(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
       "select_and_scatter_add")  # fmt: skip
-def _reduce_window(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _windows(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis, p = only(axes), eqn.params
     if axis is None:
         return None
@@ -241,7 +241,7 @@ def _reduce_window(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
         p["window_dimensions"][axis] == 1
         and p["window_strides"][axis] == 1
         and tuple(p["padding"][axis]) == (0, 0)
-        and p.get("base_dilation", (1,) * (axis + 1))[axis] == 1
+        and ("base_dilation" not in p or p["base_dilation"][axis] == 1)
     )
     return everywhere(eqn, axis) if untouched else None
 

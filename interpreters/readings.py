@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.interpreters.flat_program import Eqn
-from beamjax.interpreters.flatten import user_line
+from beamjax.interpreters.lines import user_line
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis along which its members lie; None on the server."""

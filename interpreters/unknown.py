@@ -13,7 +13,7 @@ from beamjax import _compat
 from beamjax.errors import StagingError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var
-from beamjax.interpreters.flatten import is_library
+from beamjax.interpreters.lines import is_library
 from beamjax.interpreters.pieces import (
     BranchPiece,
     GatherPiece,

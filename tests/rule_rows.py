@@ -366,6 +366,11 @@ group(
 
 # --- sorts, scans, windows, reductions
 
+
+def pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 1), "VALID")
+
+
 group(
     "along_1",
     placed(normal(N, 6, 5)),
@@ -399,6 +404,9 @@ group(
         "norm": lambda x, y: jnp.linalg.norm(x, axis=2),
         "one_hot": lambda x, y: jax.nn.one_hot(jnp.argmax(x, 1), 6),
         "window_sum": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2), (1, 2, 1), "SAME"),
+        "window_max_slope": lambda x, y: jax.grad(lambda x: jnp.sum(pooled(x) ** 2))(x),
+        "window_max_change": lambda x, y: jax.jvp(pooled, (x,), (y,)),
+        "polyval": lambda x, y: jnp.polyval(jnp.arange(4.0), x),
         "window_max": lambda x, y: lax.reduce_window(
             x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), "VALID"
         ),

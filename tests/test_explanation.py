@@ -62,7 +62,7 @@ def mixed(w, x):
 @beamjax.program(clients=N)
 def closes_over_placed(w, x):
     y = beamjax.map_fn(lambda v: v @ w, x)
-    return beamjax.reduce_sum(beamjax.map_fn(lambda v: jnp.sum(y) + v, x))  # closes
+    return beamjax.reduce_sum(beamjax.map_fn(lambda v: jnp.sum(y * v[0, 0]) + v, x))  # closes
 
 
 # --- all programs

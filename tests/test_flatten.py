@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 import beamjax as bj
@@ -260,9 +261,32 @@ def test_references_across_steps():
         ref[...] = total(ref[...], x)
         return ref[...]
 
-    with pytest.raises(
-        StagingError, match="makes a mutable reference outside of the body"
-    ) as error:
+    np.testing.assert_allclose(run(fn, W, X), total(W, X), rtol=1e-6)
+    assert counts(fn, W, X).keys() == {"bj_map", "bj_reduce_sum"}
+
+
+def test_references_of_a_loop_are_carried():
+    def fn(w, x):
+        ref = jax.new_ref(w)
+
+        def one(c, _):
+            ref[...] += total(c, x)
+            return c * 0.5, ref[...]
+
+        return lax.scan(one, w, None, length=2), ref[...]
+
+    (_, sums), last = run(fn, W, X)
+    np.testing.assert_allclose(sums, jnp.stack([W + total(W, X), W + 1.5 * total(W, X)]), rtol=1e-6)
+    np.testing.assert_allclose(last, sums[-1])
+
+
+def test_references_of_others_are_refused():
+    ref = jax.new_ref(W)
+
+    def fn(w, x):
+        return total(ref[...], x)
+
+    with pytest.raises(StagingError, match="has a side effect") as error:
         run(fn, W, X)
     assert f"{HERE}:{fn.__code__.co_firstlineno + 1} " in str(error.value)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 from jax.scipy.sparse.linalg import bicgstab, cg
 
 import beamjax as bj
@@ -311,6 +312,19 @@ def clients_of_silos(w, x):
     return bj.program(silos=4)(mean)(w, silos)
 
 
+@case(W, X, beam=True)
+@program
+def references_around_rounds(w, x):
+    sums, last = jax.new_ref(jnp.zeros(3)), jax.new_ref(x * 0)
+
+    def one(i, c):
+        last[...] = bj.map_fn(lambda a, v: a * 0.5 + v * c, (last[...], x))
+        sums[...] += bj.reduce_mean(last[...])
+        return c * 0.5
+
+    return lax.fori_loop(0, 2, one, w), sums[...], last[...]
+
+
 # --- what a body closes over
 
 
@@ -425,6 +439,11 @@ def matrices_of_members(x):
 @placed(X)
 def exponentials_of_members(x):
     return jax.vmap(jax.scipy.linalg.expm)(0.1 * jax.vmap(jnp.outer)(x, x))
+
+
+@placed(X)
+def differential_equations_of_members(x):
+    return jax.vmap(lambda v: odeint(lambda y, t: -y * t, v, jnp.linspace(0.0, 1.0, 3)))(x)
 
 
 @placed(X)

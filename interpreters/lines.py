@@ -1,0 +1,36 @@
+"""The lines of the user that equations come from."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+import beamjax
+
+
+def user_line(eqn: Any) -> str:
+    """`file:line (function)` of the innermost frame that is no library's."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not is_library(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return ""
+
+
+def is_library(file_name: str) -> bool:
+    """Whether a file is of JAX, NumPy or beamjax, and not of the user."""
+    return file_name.startswith(_LIBRARIES)
+
+
+def _libraries() -> tuple[str, ...]:
+    packages = [os.path.dirname(os.path.abspath(str(m.__file__))) for m in (jax, beamjax, np)]
+    # In a checkout, the sub-packages lie beside `beamjax/` and not in it.
+    interpreters = os.path.dirname(os.path.abspath(__file__))
+    pipelines = os.path.join(os.path.dirname(interpreters), "pipelines")
+    return (*(folder + os.sep for folder in (*packages, interpreters, pipelines)), "<frozen ")
+
+
+_LIBRARIES = _libraries()
