@@ -92,11 +92,13 @@ class FlatProgram(FlatBlock):
 
     Attributes:
       constants: the values of the last inputs.
+      views: inputs of their own that read others in groups of rows, with those others.
       mapped: values that maps hand on as they came, with the name and the size of the placement.
       unrolled: whether scans around placed operators are written out, since nobody drives loops.
     """
 
     constants: list[Any] = field(default_factory=list)
+    views: dict[Var, Var] = field(default_factory=dict)
     mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
     unrolled: bool = False
 
