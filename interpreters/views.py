@@ -6,17 +6,18 @@ launching process, which would have to send it out again. It is then an input of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax
 
 from beamjax.interpreters.flat_program import Eqn, FlatProgram, Var
 from beamjax.interpreters.places import Along
+from beamjax.interpreters.row_maps import is_cut, move_cuts
 
 
 def make_views(
-    flat: FlatProgram, wanted: Mapping[Var, Along], sizes: Mapping[str, Any]
+    flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
 ) -> dict[Var, Along]:
     """Lets reshapes of inputs whose results are wanted along axis 0 read views, in place.
 
@@ -28,6 +29,7 @@ def make_views(
     Returns:
       The place of each view.
     """
+    move_cuts(flat, wanted, sizes)
     made: dict[tuple[Var, str], Var] = {}
     places = {}
     for eqn, origin, along in _cuts(flat, wanted, sizes):
@@ -52,16 +54,11 @@ def _cuts(
     """The reshapes that cut an input into members, with the input and the place of the result."""
     inputs = set(flat.inputs)
     for eqn in flat.walk():
-        if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
-            continue
-        origin, *dynamic = eqn.inputs
-        along = wanted.get(eqn.outputs[0])
-        if along is None or along.axis != 0 or dynamic or origin not in inputs:
-            continue
-        assert isinstance(origin, Var)
-        n, shape = sizes[along.placement], origin.aval.shape
-        if shape and shape[0] > n and shape[0] % n == 0 and eqn.params["new_sizes"][0] == n:
-            yield eqn, origin, along
+        along = wanted.get(eqn.outputs[0]) if eqn.outputs else None
+        if along is not None and is_cut(eqn, along, sizes[along.placement]):
+            origin = eqn.inputs[0]
+            if isinstance(origin, Var) and origin in inputs:
+                yield eqn, origin, along
 
 
 def _view(origin: Var, n: int) -> Var:

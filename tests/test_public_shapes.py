@@ -405,6 +405,29 @@ def skipped_if_not_finite():
 
 
 @trainer(passes=1)
+def tokens_before_the_cut():
+    """Inputs and targets are taken of the global batch, and keys and noise drawn for all."""
+
+    @program()
+    def step(params, tokens, rng):
+        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        batch["mask"] = (batch["targets"] != 0).astype(jnp.float32)
+        keys = jax.random.split(rng, 2 * N).reshape(N, 2)
+        trust = jax.random.uniform(jax.random.fold_in(rng, 1), (N,))
+
+        def replica(params, batch, keys, trust):
+            noise = jax.random.normal(keys[1], (E, V))
+            grads = jax.grad(loss)(params | {"head": params["head"] + 0.1 * noise}, batch)
+            return jax.tree.map(lambda g: trust * g, grads)
+
+        replicas = (drjax.broadcast(params), among_replicas(batch), keys, trust)
+        mean = drjax.reduce_mean(drjax.map_fn(replica, replicas))
+        return jax.tree.map(lambda p, g: p - g, params, mean), drjax.reduce_sum(trust)
+
+    return step, parameters(), [(token_rows(N * B, i, S + 1), key(i)) for i in range(2)]
+
+
+@trainer(passes=1)
 def laid_out_on_a_mesh():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("diloco",))
     layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("diloco"))
