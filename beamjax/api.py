@@ -246,15 +246,16 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
 
     Args:
       x: a tree of placed arrays, of shapes `(n, ...)`.
-      w: the weights, a placed array of shape `(n,)` or `(n, *shape)` where `shape` broadcasts
-        against the trailing axes of each leaf; or a tree of such arrays that is `x` or a prefix of
-        it. Weights that sum to zero give NaN or inf, as a division does.
+      w: the weights, a placed array of shape `(n,)` or `(n, *shape)`, whose members broadcast
+        against those of each leaf; or a tree of such arrays that is `x` or a prefix of it. Weights
+        that sum to zero give NaN or inf, as a division does.
       placement: the placement; may be left out where the program has one.
 
     Returns:
-      A tree like `x`, with leaves of shapes `leaf.shape[1:]`. Inexact leaves keep their dtype,
-      others give the dtype of the weights, or the default float for int weights. Leaves of 16 bits
-      are averaged in float32.
+      A tree like `x`, with leaves of the shapes of the members of `x * w`, mostly
+      `leaf.shape[1:]`, and of its dtypes: float32 for bfloat16 leaves and float32 weights. Leaves
+      and weights that are all ints or bools give the default float. What has 16 bits is averaged in
+      float32.
 
     Raises:
       OutsideProgramError: called outside a program.
@@ -270,15 +271,15 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
     weight_leaves, weight_tree = tree_util.tree_flatten_with_path(w)
     weights = [as_placed(op, "w", path, leaf, placement, n) for path, leaf in weight_leaves]
     index = _weight_of_leaf(x, weight_tree, len(weights))
-    dtypes = []
+    shapes, dtypes = [], []
     for (path, _), value, i in zip(leaves, values, index, strict=True):
-        _check_weights(path, value, weights[i])
-        dtypes.append(_mean_dtype(value.dtype, weights[i].dtype))
+        shapes.append(_mean_shape(path, value, weights[i]))
+        dtypes.append(_mean_dtype(value, weights[i]))
 
     def weigh(values: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
         weighted = []
-        for value, i, dtype in zip(values, index, dtypes, strict=True):
-            weight = jnp.broadcast_to(weights[i], value.shape)
+        for value, i, shape, dtype in zip(values, index, shapes, dtypes, strict=True):
+            value, weight = jnp.broadcast_to(value, shape), jnp.broadcast_to(weights[i], shape)
             weighted.append(value.astype(_wide(dtype)) * weight.astype(_wide(dtype)))
         return weighted
 
@@ -314,28 +315,24 @@ def _weight_of_leaf(x: Any, weight_tree: Any, num_weights: int) -> list[int]:
         ) from error
 
 
-def _check_weights(path: Any, value: jax.Array, weight: jax.Array) -> None:
+def _mean_shape(path: Any, value: jax.Array, weight: jax.Array) -> tuple[int, ...]:
+    """The shape of the mean of values with weights."""
     shape, trailing = weight.shape[1:], value.shape[1:]
     try:
-        fits = np.broadcast_shapes(shape, trailing) == trailing
-    except ValueError:
-        fits = False
-    if not fits:
+        return np.broadcast_shapes(shape, trailing)
+    except ValueError as error:
         raise StructureError(
             f"reduce_weighted_mean: weights of shape {weight.shape} don't fit "
             f"x{tree_util.keystr(path)} of shape {value.shape}: {shape} does not broadcast against "
             f"{trailing}."
-        )
+        ) from error
 
 
-def _mean_dtype(value: Any, weight: Any) -> Any:
-    """The dtype of the mean of values with weights, of these dtypes."""
-    if jnp.issubdtype(weight, np.complexfloating) and not jnp.issubdtype(value, np.complexfloating):
-        return weight
-    for dtype in (value, weight):
-        if jnp.issubdtype(dtype, np.inexact):
-            return dtype
-    return jax.dtypes.canonicalize_dtype(float)
+def _mean_dtype(value: jax.Array, weight: jax.Array) -> Any:
+    """The dtype of the mean of values with weights: that of their products, if inexact."""
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(value, weight)
+    return dtype if jnp.issubdtype(dtype, np.inexact) else jax.dtypes.canonicalize_dtype(float)
 
 
 def _wide(dtype: Any) -> Any:

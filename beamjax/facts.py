@@ -247,10 +247,13 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
     returned = {out.input for out in plan.outputs}
     facts = []
     for i, (spec, (aval, where)) in enumerate(zip(plan.inputs, whole, strict=True)):
-        names = tuple(name for name in (spec.server, spec.placed) if name is not None)
+        views = tuple(view.placed for view in spec.views)
+        names = tuple(x for x in (spec.server, spec.placed, *views) if x is not None)
         placement = plan.values[spec.placed].placement if spec.placed else None
-        unread = "returned as it is" if i in returned else "not read"
-        how = "by shards" if placement else "whole" if names else unread
+        ways = ["whole"] if spec.server else []
+        ways += ["by shards"] if spec.placed else []
+        ways += [f"by shards of {view.rows} rows a member" for view in spec.views]
+        how = " and ".join(ways) or ("returned as it is" if i in returned else "not read")
         if aval.dtype == jax.dtypes.float0:
             described = _float0(aval.shape)
         else:

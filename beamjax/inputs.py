@@ -11,7 +11,8 @@ import numpy as np
 
 from beamjax.bodies import unwrap
 from beamjax.errors import SourceError
-from beamjax.plan import Plan
+from beamjax.grouped_sources import grouped
+from beamjax.plan import Input, Plan
 from beamjax.sources import ArraySource, LeafSpec, Source
 
 
@@ -81,19 +82,32 @@ class Inputs:
     def reader(self) -> Reader:
         """A reader of the inputs that steps read by shards."""
         sources: list[Source] = []
-        numbers: dict[int, int] = {}
+        numbers: dict[tuple[int, int], int] = {}
         where = {}
-        for value, spec in zip(self.values, self.plan.inputs, strict=True):
-            if spec.placed is None or isinstance(value, jax.ShapeDtypeStruct):
+        for number, (value, spec) in enumerate(zip(self.values, self.plan.inputs, strict=True)):
+            if isinstance(value, jax.ShapeDtypeStruct):
                 continue
-            source, leaf = value if isinstance(value, tuple) else (None, 0)
-            if source is None:
-                source = _array_source(np.moveaxis(_raw(value), spec.axis, 0), spec.path)
-            if id(source) not in numbers:
-                numbers[id(source)] = len(sources)
-                sources.append(source)
-            where[spec.placed] = numbers[id(source)], leaf
+            names = [(view.placed, view.rows) for view in spec.views]
+            for name, rows in [(spec.placed, 1), *names]:
+                if name is None:
+                    continue
+                # A source is read once for all its leaves, an array has but one.
+                key = id(value[0]) if isinstance(value, tuple) else -number - 1, rows
+                if key not in numbers:
+                    numbers[key] = len(sources)
+                    sources.append(self._source(value, spec, rows))
+                leaf = value[1] if isinstance(value, tuple) else 0
+                where[name] = numbers[key], leaf
         return Reader(tuple(sources), where)
+
+    def _source(self, value: Any, spec: Input, rows: int) -> Source:
+        """An input with so many of its rows in one member."""
+        if isinstance(value, tuple):
+            source = value[0]
+        else:
+            axis = spec.axis if rows == 1 else 0
+            source = _array_source(np.moveaxis(_raw(value), axis, 0), spec.path)
+        return source if rows == 1 else grouped(source, rows)
 
 
 def _raw(value: Any) -> np.ndarray:

@@ -45,22 +45,38 @@ class ValueType:
 
 
 @dataclass(frozen=True)
+class View:
+    """A placed value that reads an input in groups of rows: `x.reshape(n, rows, ...)`.
+
+    Attributes:
+      placed: its name.
+      rows: the number of consecutive rows of the input in one member.
+    """
+
+    placed: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class Input:
     """One flat input of the program: an argument, or a closed-over constant.
 
-    An input may be read as a server value, by shards as a placed value, as both, or not at all.
+    An input may be read as a server value, by shards as a placed value or in views, in several of
+    these ways, or not at all.
 
     Attributes:
       path: where it stands in the arguments, e.g. `args[0]['w']`, or `constant 3`.
       server: name of the server value, if any step reads it whole.
       placed: name of the placed value, if any step reads it by shards.
       axis: the member axis in the array given by the user.
+      views: the ways in which steps read it by shards with several rows in each member.
     """
 
     path: str
     server: str | None
     placed: str | None
     axis: int = 0
+    views: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
 from beamjax import _compat
 from beamjax.interpreters.flat_program import Eqn
@@ -106,11 +107,48 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
     return Local((None,), (0,), emit)
 
 
+def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
+    """Bits of partitionable threefry keys: a hash of the key and the number of the element."""
+    shape, width = eqn.params["shape"], eqn.params["bit_width"]
+    plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
+    if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
+        return None
+    inner = math.prod(shape[1:])
+    if inner >= 2**32:
+        return None
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        words = _element_numbers(shard, inner)
+        first, second = jax.random.key_data(args[0])
+        high, low = threefry2x32_p.bind(*jnp.broadcast_arrays(first, second, *words))
+        if width == 64:
+            wide = np.dtype("uint64")
+            bits = (high.astype(wide) << np.uint64(32)) | low.astype(wide)
+        else:
+            bits = (high ^ low).astype(np.dtype(f"uint{width}"))
+        return [bits.reshape(shard.size, *shape[1:])]
+
+    return Local((None,), (0,), emit)
+
+
+def _element_numbers(shard: Shard, inner: int) -> tuple[jax.Array, jax.Array]:
+    """uint32[size, inner], twice: the high and the low word of `row * inner + column`."""
+    word, half, mask = np.dtype("uint32"), np.uint32(16), np.uint32(0xFFFF)
+    rows = shard.indices().astype(word)[:, None]
+    (r1, r0), (m1, m0) = (rows >> half, rows & mask), map(word.type, divmod(inner, 2**16))
+    middle = ((r0 * m0) >> half) + ((r0 * m1) & mask) + ((r1 * m0) & mask)
+    start = (middle << half) | ((r0 * m0) & mask)
+    low = start + lax.iota(word, inner)[None, :]
+    high = r1 * m1 + ((r0 * m1) >> half) + ((r1 * m0) >> half) + (middle >> half)
+    return high + (low < start).astype(word), low
+
+
 CREATE: dict[str, Callable[[Eqn, int, Any], Local | None]] = {
     "bj_broadcast": _broadcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,
     "pad": _pad,
+    "random_bits": _random_bits,
     "random_split": _random_split,
     "stack": _stack,
     "tile": _tile,

@@ -92,6 +92,7 @@ class FlatProgram(FlatBlock):
 
     Attributes:
       constants: the values of the last inputs.
+      views: inputs of their own that read others in groups of rows, with those others.
       mapped: values that maps hand on as they came, with the name and the size of the placement.
       unrolled: whether loops and branches around placed operators are written out, since nobody
         drives them.
@@ -100,6 +101,7 @@ class FlatProgram(FlatBlock):
     """
 
     constants: list[Any] = field(default_factory=list)
+    views: dict[Var, Var] = field(default_factory=dict)
     mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
     unrolled: bool = False
     sizes: dict[str, Var] = field(default_factory=dict)

@@ -52,6 +52,7 @@ from beamjax.plan import (
     Sliced,
     Step,
     ValueType,
+    View,
 )
 
 
@@ -123,7 +124,7 @@ class _Lowering:
         name = f"{var.name}@{along.placement}"
         if self.program.place(var) != along:
             name += f".{along.axis}"
-        elif var in self.program.flat.inputs:
+        elif var in self.program.flat.inputs or var in self.program.flat.views:
             self.placed_inputs.add(var)
         self.values.setdefault(name, value_type(var.aval, along.placement, along.axis))
         return name
@@ -140,9 +141,14 @@ class _Lowering:
     def input(self, var: Var, path: str) -> Input:
         along = self.program.place(var)
         served = var.name if var in self.served_inputs else None
+        views = tuple(
+            View(self.placed(view, self.program.places[view]), view.aval.shape[1])
+            for view, origin in self.program.flat.views.items()
+            if origin is var and view in self.placed_inputs
+        )
         if along is None or var not in self.placed_inputs:
-            return Input(path, served, None)
-        return Input(path, served, self.placed(var, along), along.axis)
+            return Input(path, served, None, views=views)
+        return Input(path, served, self.placed(var, along), along.axis, views)
 
     def output(self, atom: Atom) -> Output:
         if not isinstance(atom, Var):

@@ -24,11 +24,13 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
 )
+from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
 from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
 from beamjax.interpreters.sharing import share_gathers
+from beamjax.interpreters.views import drop_view, make_views
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
 from beamjax.plan import MAX_MEMBERS
 
@@ -36,7 +38,7 @@ from beamjax.plan import MAX_MEMBERS
 def place(
     flat: FlatProgram, known: Mapping[Var, str], placements: Iterable[tuple[str, int]] = ()
 ) -> PlacedProgram:
-    """Finds a place for every value.
+    """Finds a place for every value, and makes views of inputs that are cut into members.
 
     Args:
       flat: the program.
@@ -59,13 +61,17 @@ def place(
                 "its first member by an int32"
             )
     wanted = find_wanted(flat, keys)
-    fixed: dict[Var, Along] = {}
+    views = make_views(flat, wanted, keys.sizes)
+    read = {atom for atom in flat.reads() if isinstance(atom, Var)}
+    viewed = set(flat.views.values()) - read
+    fixed = {view: along for view, along in views.items() if flat.views[view] in known}
     for var in flat.inputs:
-        if var in known:
+        if var in known and var not in viewed:
             fixed[var] = _source_place(var, known[var], wanted.get(var), keys)
         elif var in wanted:
             fixed[var] = wanted[var]
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
+    tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
@@ -77,6 +83,8 @@ def place(
             share_gathers(program, flat)
             return program
         gathering |= many
+        for view in refuted & views.keys():
+            drop_view(flat, view)
         tried = {var: along for var, along in tried.items() if var not in refuted}
 
 
@@ -291,7 +299,10 @@ def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
 
 
 class _Gathered:
-    """Which of some inputs are gathered or picked from, or a value computed from them is."""
+    """Which of some inputs are gathered or picked from, or a value computed from them is.
+
+    A view counts as gathered only if that happens before a placed operator has read it.
+    """
 
     def __init__(self, program: PlacedProgram, tried: Iterable[Var]):
         self.program = program
@@ -309,6 +320,8 @@ class _Gathered:
                 continue
             found = frozenset[Var]().union(*(self.read(*pair) for pair in self.program.reads(eqn)))
             _, reading = self.program.readings.get(eqn, ("", None))
+            if eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
+                found -= self.program.flat.views.keys()
             if not isinstance(reading, Fold):
                 self.add(eqn.outputs, found)
             elif reading.picks:

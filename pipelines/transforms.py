@@ -128,6 +128,13 @@ class PlanTransform(beam.PTransform):
 
     def _form_blocks(self, members: beam.PCollection, bound: build.Inputs, store: Store) -> None:
         specs = [self.plan.inputs[i] for i in self.abstract]
+        for spec in specs:
+            if spec.views:
+                raise StagingError(
+                    f"{spec.path}: the program cuts it into groups of {spec.views[0].rows} "
+                    "elements, expected an element for each member; group the elements of the "
+                    "PCollection, and give an abstract argument of the shape of all groups"
+                )
         placements = {self.plan.values[s.placed].placement for s in specs if s.placed}
         if not placements:  # Nothing is read of the members but how many there are.
             placements = {key for key, n in self.plan.sizes.items() if n is None}

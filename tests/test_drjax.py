@@ -341,16 +341,31 @@ def test_operators_take_no_more_than_those_of_drjax(name):
         bj.explain(call, X)
 
 
-def test_values_and_weights_of_drjax_promote():
-    @drjax.program(clients=N)
-    def mean(x, w):
-        return drjax.reduce_weighted_mean(x, w)
+WEIGHTED = {
+    "wider weights": (rnd(N).astype("bfloat16"), jnp.arange(1.0, N + 1)),
+    "wider values": (rnd(N, 2), jnp.arange(1.0, N + 1).astype("bfloat16")[:, None]),
+    "two kinds of 16 bits": (rnd(N).astype("bfloat16"), jnp.arange(1.0, N + 1).astype("float16")),
+    "int weights": (rnd(N).astype("float16"), jnp.arange(1, N + 1)),
+    "ints": (jnp.arange(N), jnp.arange(1, N + 1)),
+    "weights of more axes": (rnd(N), jnp.arange(1.0, 2 * N + 1).reshape(N, 2)),
+    "axes of both": (rnd(N, 3, 1), jnp.arange(1.0, 2 * N + 1).reshape(N, 1, 2)),
+}
 
-    args = (rnd(N).astype("bfloat16"), jnp.arange(1.0, N + 1))
-    with jax.numpy_dtype_promotion("standard"):
-        expected = jax.jit(mean)(*args)
-        assert_same(bj.run(mean, *args, runner="local"), expected)
-    assert expected.dtype == "float32"
+
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_values_and_weights_promote_as_in_drjax(case):
+    def mean(ops):
+        return ops.program(placements={"clients": N})(lambda x, w: ops.reduce_weighted_mean(x, w))
+
+    args = WEIGHTED[case]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = jax.jit(mean(drjax))(*args)
+        rtol = 1e-2 if any(x.dtype.itemsize == 2 for x in args) else 1e-6
+        for ops in (drjax, bj):
+            found = bj.run(mean(ops), *args, runner="local")
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            wide = [np.asarray(x, "float64") for x in (found, expected)]
+            np.testing.assert_allclose(*wide, rtol=rtol)
 
 
 def test_errors_of_a_body_propagate():

@@ -1,0 +1,162 @@
+"""What is computed of the rows of a batch before a program cuts it into members.
+
+`(tokens[:, 1:] * 2).reshape(n, b, ...)` acts on each row alone, so each member can do it to the b
+rows that it gets: the cut is moved to the inputs, and what was computed becomes a map over members.
+Likewise `jax.random.split(key, 2 * n).reshape(n, 2)`, whose rows each member makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from beamjax import primitives
+from beamjax.interpreters import rules
+from beamjax.interpreters.flat_program import Atom, Eqn, FlatProgram, Var, aval_of
+from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
+from beamjax.interpreters.places import Along
+from beamjax.interpreters.prune import prune
+from beamjax.interpreters.readings import Local, Shard
+
+
+def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
+    """Whether an equation gives n members along its first axis, each of several rows."""
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
+        return False
+    shape = aval_of(eqn.inputs[0]).shape
+    fits = len(eqn.inputs) == 1 and along is not None and along.axis == 0 and bool(shape)
+    return fits and shape[0] > n and shape[0] % n == 0 and eqn.params["new_sizes"][0] == n
+
+
+def move_cuts(
+    flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
+) -> None:
+    """Moves cuts that only placed operators read to the inputs, in place.
+
+    Args:
+      flat: the program.
+      wanted: from `find_wanted`; the cuts of inputs are added to it.
+      sizes: the number of members of each placement.
+    """
+    users: dict[Var, list[Eqn | None]] = {}
+    for eqn in flat.walk():
+        for atom in (*eqn.inputs, *(a for block in eqn.blocks for a in block.outputs)):
+            if isinstance(atom, Var):
+                users.setdefault(atom, []).append(eqn)
+    handed_out = {atom for atom in flat.outputs if isinstance(atom, Var)}
+    for eqn in list(flat.walk()):
+        along = wanted.get(eqn.outputs[0]) if len(eqn.outputs) == 1 else None
+        if along is None or not is_cut(eqn, along, sizes[along.placement]):
+            continue
+        readers = users.get(eqn.outputs[0], [])
+        placements = {_placement(reader) for reader in readers}
+        if eqn.outputs[0] not in handed_out and len(placements) == 1 and None not in placements:
+            moved = _Rows(flat, aval_of(eqn.inputs[0]).shape[0])
+            if moved.need(eqn.inputs[0]) and moved.eqns:
+                moved.replace(eqn, along, placements.pop(), sizes[along.placement], wanted)
+    prune(flat)
+
+
+def _placement(eqn: Eqn | None) -> str | None:
+    placed = eqn is not None and eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX)
+    return eqn.params.get("placement") if placed else None
+
+
+class _Rows:
+    """The row-wise equations, over `size` rows, that a value is made by.
+
+    Attributes:
+      eqns: in order, each with its reading.
+      inputs: of the program, whose rows they read.
+      served: what they read besides.
+    """
+
+    def __init__(self, flat: FlatProgram, size: int):
+        self.flat = flat
+        self.size = size
+        self.makers = {v: eqn for eqn in flat.eqns if not eqn.blocks for v in eqn.outputs}
+        self.eqns: dict[Eqn, Local] = {}
+        self.inputs: dict[Var, None] = {}
+        self.served: dict[Var, None] = {}
+
+    def need(self, atom: Atom) -> bool:
+        """Adds all that makes the rows of a value; False if something mixes rows."""
+        if not isinstance(atom, Var):
+            return False
+        if atom in self.flat.inputs:
+            self.inputs[atom] = None
+            return True
+        eqn = self.makers.get(atom)
+        if eqn is None or eqn.effects or eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
+            return False
+        if eqn in self.eqns:
+            return self.eqns[eqn].out_axes[eqn.outputs.index(atom)] == 0
+        reading = rules.invert(eqn, eqn.outputs.index(atom), 0, self.size)
+        if reading is None:
+            return False
+        for operand, axis in zip(eqn.inputs, reading.in_axes, strict=True):
+            if axis is None:
+                self.served |= {operand: None} if isinstance(operand, Var) else {}
+            elif axis != 0 or not self.need(operand):
+                return False
+        self.eqns[eqn] = reading
+        return True
+
+    def replace(
+        self, cut: Eqn, along: Along, placement: str, n: int, wanted: MutableMapping[Var, Along]
+    ) -> None:
+        """Makes a map of the cut, over cuts of the inputs."""
+        rows, count = self.size // n, len(self.served)
+        body = self.body(cut, rows)
+
+        def moved(*values: Any) -> list[jax.Array]:
+            groups = [lax.reshape(x, (n, rows, *x.shape[1:])) for x in values[count:]]
+            members = [lax.iota(np.dtype("int32"), n), *groups]
+            how = {"placement": placement, "n": n, "name": "rows", "mesh": None}
+            return primitives.map_members(body, values[:count], members, **how)
+
+        atoms = [*self.served, *self.inputs]
+        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in atoms]
+        closed = jax.make_jaxpr(moved)(*avals)
+        if closed.consts:
+            return
+        env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+        *before, mapped = closed.jaxpr.eqns
+        for eqn in before:
+            (out,) = eqn.outvars
+            env[out] = var = Var(f"{cut.outputs[0].name}.{len(env)}", out.aval)
+            inputs = [env[v] for v in eqn.invars]
+            self.flat.eqns.insert(0, Eqn(eqn.primitive, eqn.params, inputs, [var], cut.line))
+            wanted[var] = along
+        cut.primitive, cut.params = mapped.primitive, mapped.params
+        cut.inputs = [env[v] for v in mapped.invars]
+
+    def body(self, cut: Eqn, rows: int) -> Any:
+        """The function of one member: of what is served, its index, and its rows."""
+
+        def fn(*values: Any) -> list[jax.Array]:
+            served = dict(zip(self.served, values, strict=False))
+            index, *groups = values[len(served) :]
+            shard = Shard(index * np.int32(rows), rows, jnp.ones(rows, bool))
+            env: dict[Var, Any] = dict(zip(self.inputs, groups, strict=True))
+            for eqn, reading in self.eqns.items():
+                axes = zip(eqn.inputs, reading.in_axes, strict=True)
+                args = [_read(served if axis is None else env, atom) for atom, axis in axes]
+                outs = reading.emit(eqn, args, shard)
+                env.update(zip(eqn.outputs, outs, strict=True))
+            return [lax.reshape(_read(env, cut.inputs[0]), cut.params["new_sizes"][1:])]
+
+        def traced(*values: Any) -> list[jax.Array]:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return fn(*values)
+
+        return traced
+
+
+def _read(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return env[atom] if isinstance(atom, Var) else atom.val

@@ -1,0 +1,67 @@
+"""Inputs that a program cuts into members: `x.reshape(n, b, ...)` of an argument with n * b rows.
+
+Such an input is read by shards, b consecutive rows for each member, instead of whole by the
+launching process, which would have to send it out again. It is then an input of its own, a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import jax
+
+from beamjax.interpreters.flat_program import Eqn, FlatProgram, Var
+from beamjax.interpreters.places import Along
+from beamjax.interpreters.row_maps import is_cut, move_cuts
+
+
+def make_views(
+    flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
+) -> dict[Var, Along]:
+    """Lets reshapes of inputs whose results are wanted along axis 0 read views, in place.
+
+    Args:
+      flat: the program; the views are noted in it.
+      wanted: from `find_wanted`.
+      sizes: the number of members of each placement.
+
+    Returns:
+      The place of each view.
+    """
+    move_cuts(flat, wanted, sizes)
+    made: dict[tuple[Var, str], Var] = {}
+    places = {}
+    for eqn, origin, along in _cuts(flat, wanted, sizes):
+        view = made.get((origin, along.placement))
+        if view is None:
+            view = made[origin, along.placement] = _view(origin, sizes[along.placement])
+            flat.views[view], places[view] = origin, along
+        eqn.inputs[0] = view
+    return places
+
+
+def drop_view(flat: FlatProgram, view: Var) -> None:
+    """Lets all that reads a view read the input again, in place."""
+    origin = flat.views.pop(view)
+    for eqn in flat.walk():
+        eqn.inputs[:] = [origin if atom is view else atom for atom in eqn.inputs]
+
+
+def _cuts(
+    flat: FlatProgram, wanted: Mapping[Var, Along], sizes: Mapping[str, Any]
+) -> Iterator[tuple[Eqn, Var, Along]]:
+    """The reshapes that cut an input into members, with the input and the place of the result."""
+    inputs = set(flat.inputs)
+    for eqn in flat.walk():
+        along = wanted.get(eqn.outputs[0]) if eqn.outputs else None
+        if along is not None and is_cut(eqn, along, sizes[along.placement]):
+            origin = eqn.inputs[0]
+            if isinstance(origin, Var) and origin in inputs:
+                yield eqn, origin, along
+
+
+def _view(origin: Var, n: int) -> Var:
+    rows, *rest = origin.aval.shape
+    view = jax.ShapeDtypeStruct((n, rows // n, *rest), origin.aval.dtype)
+    return Var(f"{origin.name}.rows{n}", jax.make_jaxpr(lambda x: x)(view).in_avals[0])

@@ -1,0 +1,499 @@
+"""Trainers of the shapes that people publish: their state, their batches, and how they keep time.
+
+Each is compiled as a whole by `jax.jit`, donating its state, and run round by round on the plan.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as drjax
+from beamjax.execution import plan_for
+from beamjax.interpreters import stage
+from beamjax.options import parse_options
+from beamjax.plan import Gather, Map, Scatter, walk
+
+optax = pytest.importorskip("optax")
+struct = pytest.importorskip("flax.struct")
+nnx = pytest.importorskip("flax.nnx")
+
+N, B, S, V, E, L = 20, 2, 5, 11, 4, 4  # replicas, rows of one, tokens, words, features, layers
+OPTIONS = {"shard_size": 8}
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+program = functools.partial(drjax.program, placements={"diloco": N})
+
+
+class Trainer(NamedTuple):
+    """`build()` gives a step, its first state, and the other arguments of each round."""
+
+    build: Callable[[], tuple[Callable[..., Any], Any, list[tuple[Any, ...]]]]
+    passes: int
+    scatters: int
+
+
+TRAINERS: dict[str, Trainer] = {}
+
+
+def trainer(passes, scatters=0):
+    def add(build):
+        TRAINERS[build.__name__] = Trainer(build, passes, scatters)
+        return build
+
+    return add
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# --- models and data
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "embed": jax.random.normal(keys[0], (V, E)),
+        "layers": {"w": 0.3 * jax.random.normal(keys[1], (L, E, E)), "scale": jnp.ones((L, E))},
+        "head": 0.3 * jax.random.normal(keys[2], (E, V)),
+    }
+
+
+def apply(params, tokens, dtype=jnp.float32):
+    def layer(x, p):
+        return x + jnp.tanh((x * p["scale"]) @ p["w"]), None
+
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    x, _ = jax.lax.scan(jax.checkpoint(layer), params["embed"][tokens], params["layers"])
+    return (x @ params["head"]).astype(jnp.float32)
+
+
+def loss(params, batch, dtype=jnp.float32):
+    logits = apply(params, batch["inputs"], dtype)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    weights = batch["mask"]
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def token_rows(rows, seed, length=S):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, V, (rows, length)), "int32")
+
+
+def batch_of(rows, seed=0):
+    tokens = token_rows(rows, seed)
+    mask = (tokens != 0).astype(jnp.float32)
+    return {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1), "mask": mask}
+
+
+def among_replicas(batch, *shape):
+    shape = shape or (B,)
+    return jax.tree.map(lambda x: jnp.reshape(x, (N, *shape, *x.shape[1:])), batch)
+
+
+def stacked(tree):
+    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (N, *jnp.shape(x))), tree)
+
+
+def key(number):
+    return jax.random.fold_in(jax.random.key(7), number)
+
+
+# --- DiLoCo
+
+
+class Inner(struct.PyTreeNode):
+    params: Any
+    opt_state: Any
+    step: Any
+    tx: Any = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, tx, params):
+        return cls(params, tx.init(params), jnp.zeros((), jnp.int32), tx)
+
+    def apply_gradients(self, grads):
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(params=params, opt_state=opt_state, step=self.step + 1)
+
+
+class Outer(struct.PyTreeNode):
+    inner_state: Any
+    params: Any
+    outer_opt_state: Any
+    step: Any
+
+
+def outer_state(inner):
+    params = inner.params
+    return Outer(stacked(inner), params, OUTER.init(params), jnp.zeros((), jnp.int32))
+
+
+def norm_of(tree):
+    return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(tree)))
+
+
+def train_step(state, batch, rng):
+    dropped = jax.random.bernoulli(jax.random.fold_in(rng, state.step), 0.2, (B, S))
+    batch = batch | {"mask": jnp.where(dropped, 0.0, batch["mask"])}
+    value, grads = jax.value_and_grad(loss)(state.params, batch)
+    metrics = {"loss": value.astype(jnp.bfloat16), "norm": norm_of(grads)}
+    return state.apply_gradients(grads), metrics
+
+
+def synchronize(state):
+    outer = drjax.broadcast(state.params)
+    delta = jax.tree.map(lambda x, y: y - x, state.inner_state.params, outer)
+    updates, opt_state = OUTER.update(drjax.reduce_mean(delta), state.outer_opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    inner = drjax.map_fn(lambda s: s.replace(params=params), state.inner_state)
+    return state.replace(params=params, outer_opt_state=opt_state, inner_state=inner)
+
+
+def typed_mean(tree):
+    return jax.tree.map(lambda x: (x / N).astype(x.dtype), drjax.reduce_sum(tree))
+
+
+ADAM = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10), weight_decay=0.1),
+)
+
+
+@trainer(passes=3)
+def diloco():
+    @program()
+    def step(state, batch, rng):
+        batch = among_replicas(batch)
+        replicas = (state.inner_state, batch, drjax.broadcast(rng))
+        inner, metrics = drjax.map_fn(train_step, replicas)
+        state = state.replace(inner_state=inner, step=inner.step[0])
+        state = jax.lax.cond(state.step % 2 == 0, synchronize, lambda s: s, state)
+        return state, typed_mean(metrics)
+
+    rounds = [(batch_of(N * B, i), key(i)) for i in range(2)]
+    return step, outer_state(Inner.create(ADAM, parameters())), rounds
+
+
+def fragment_of(tree, number):
+    """A fragment is every other layer, or all that is not in a layer."""
+    if number == 0:
+        return {k: v for k, v in tree.items() if k != "layers"}
+    return jax.tree.map(lambda x: x[np.arange(number - 1, L, 2)], tree["layers"])
+
+
+def with_fragment(tree, number, fragment):
+    if number == 0:
+        return tree | fragment
+    rows = np.arange(number - 1, L, 2)
+    layers = jax.tree.map(lambda x, new: x.at[rows].set(new), tree["layers"], fragment)
+    return tree | {"layers": layers}
+
+
+def fragment_step(number, state):
+    """The outer step of one fragment."""
+    outer = fragment_of(state.params, number)
+    inner = state.inner_state.params
+    if number:
+        rows = np.arange(number - 1, L, 2)
+        inner = jax.tree.map(lambda x: x[:, rows], inner["layers"])
+    else:
+        inner = fragment_of(inner, 0)
+    mean = drjax.reduce_mean(jax.tree.map(lambda x, y: x[None] - y, outer, inner))
+    trace, empty = state.outer_opt_state
+    part = (optax.TraceState(fragment_of(trace.trace, number)), empty)
+    updates, (moved, _) = OUTER.update(mean, part, outer)
+    params = with_fragment(state.params, number, optax.apply_updates(outer, updates))
+    trace = optax.TraceState(with_fragment(trace.trace, number, moved.trace))
+    return state.replace(params=params, outer_opt_state=(trace, empty))
+
+
+def fragment_to_replicas(number, state):
+    def mixed(inner, fragment):
+        mine = fragment_of(inner.params, number)
+        fragment = jax.tree.map(lambda x, y: 0.5 * x + 0.5 * y, mine, fragment)
+        return inner.replace(params=with_fragment(inner.params, number, fragment))
+
+    outer = drjax.broadcast(fragment_of(state.params, number))
+    return state.replace(inner_state=drjax.map_fn(mixed, (state.inner_state, outer)))
+
+
+@trainer(passes=7)
+def streaming_diloco():
+    def one_of(fn, number, state):
+        return jax.lax.switch(number % 3, [functools.partial(fn, i) for i in range(3)], state)
+
+    @program()
+    def step(state, batch, rng):
+        keys = jax.random.split(rng, N)
+        replicas = (state.inner_state, among_replicas(batch), keys)
+        inner, metrics = drjax.map_fn(train_step, replicas)
+        now = inner.step[0]
+        state = state.replace(inner_state=inner, step=now)
+        send = functools.partial(one_of, fragment_step, now)
+        state = jax.lax.cond(now > 0, send, lambda s: s, state)
+        receive = functools.partial(one_of, fragment_to_replicas, now - 1)
+        state = jax.lax.cond(now - 1 > 0, receive, lambda s: s, state)
+        return state, typed_mean(metrics)
+
+    rounds = [(batch_of(N * B, i), key(i)) for i in range(3)]
+    return step, outer_state(Inner.create(ADAM, parameters())), rounds
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(V, E, rngs=rngs)
+        self.dense = nnx.Linear(E, E, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(E, V, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.drop(jnp.tanh(self.dense(self.embed(tokens)))))
+
+
+@trainer(passes=2)
+def modules_with_generators():
+    """A state of `nnx` with counters of its generators; the metrics of each replica by masks."""
+    graph, weights, rest = nnx.split(Network(nnx.Rngs(0, dropout=1)), nnx.Param, ...)
+    tx = optax.adam(1e-2)
+
+    def local_step(state, batch):
+        def objective(model):
+            logits = model(batch["inputs"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+        model = nnx.merge(graph, state["params"], state["rest"])
+        value, grads = nnx.value_and_grad(objective)(model)
+        rest = nnx.state(model, nnx.Not(nnx.Param))
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "rest": rest, "opt": opt}, value
+
+    @program()
+    def step(state, batch):
+        state, losses = drjax.map_fn(local_step, (state, among_replicas(batch)))
+        mean = drjax.reduce_mean(state["params"])
+        metrics = {f"loss/{i}": drjax.reduce_sum(losses * (jnp.arange(N) == i)) for i in (0, N - 1)}
+        return state | {"params": drjax.broadcast(mean)}, metrics
+
+    state = stacked({"params": weights, "rest": rest, "opt": tx.init(weights)})
+    return step, state, [(batch_of(N * B, i),) for i in range(2)]
+
+
+# --- rounds of local steps
+
+
+@trainer(passes=1)
+def rounds_of_local_steps():
+    """Each replica scans over the steps of a round, with an optimizer that it keeps."""
+    steps, tx = 3, optax.adam(1e-2)
+
+    @program()
+    def step(state, batch, rng):
+        params, opt, inner, number = state
+
+        def replica(start, params, inner, batches):
+            def local(carry, batch):
+                state, i = carry
+                state, metrics = train_step(state, batch, jax.jit(jax.random.fold_in)(rng, i))
+                return (state, i + 1), metrics
+
+            first = Inner(params, inner, start, tx)
+            (last, _), metrics = jax.lax.scan(local, (first, start), batches)
+            delta = jax.tree.map(lambda x, y: x - y, params, last.params)
+            return delta, last.opt_state, jax.tree.map(jnp.average, metrics)
+
+        start = drjax.broadcast(number * steps)
+        shared = drjax.broadcast(params)
+        replicas = (start, shared, inner, among_replicas(batch, steps, B))
+        delta, inner, metrics = drjax.map_fn(replica, replicas)
+        updates, opt = OUTER.update(drjax.reduce_mean(delta), opt, params)
+        params = optax.apply_updates(params, updates)
+        return (params, opt, inner, number + 1), drjax.reduce_mean(metrics)
+
+    params = parameters()
+    state = (params, OUTER.init(params), stacked(tx.init(params)), jnp.zeros((), jnp.int32))
+    return step, state, [(batch_of(N * steps * B, i), key(i)) for i in range(2)]
+
+
+@trainer(passes=1)
+def sampled_clients():
+    """Gradients are accumulated over steps; clients that are left out have no weight."""
+    tx = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
+
+    def client(params, batches, keep):
+        def local(i, carry):
+            params, opt = carry
+            at = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            updates, opt = tx.update(jax.grad(loss)(params, jax.tree.map(at, batches)), opt, params)
+            return optax.apply_updates(params, updates), opt
+
+        trained, _ = jax.lax.fori_loop(0, 4, local, (params, tx.init(params)))
+        delta = jax.tree.map(lambda x, y: (x - y).astype(jnp.bfloat16), trained, params)
+        return delta, jnp.sum(batches["mask"]) * keep
+
+    @program()
+    def step(params, batch, keep):
+        replicas = (drjax.broadcast(params), among_replicas(batch, 4, 1), keep)
+        deltas, examples = drjax.map_fn(client, replicas)
+        examples = jnp.where(jnp.isfinite(examples), examples, 0.0)
+        mean = drjax.reduce_weighted_mean(deltas, examples)
+        return optax.apply_updates(params, mean), drjax.reduce_sum(examples)
+
+    keep = np.random.default_rng(0).integers(0, 2, (2, N)).astype("float32")
+    return step, parameters(), [(batch_of(4 * N, i), keep[i]) for i in range(2)]
+
+
+@trainer(passes=3)
+def loop_with_evaluation():
+    """Rounds are a scan in the program, each with an evaluation and the spread of the losses."""
+    rate = optax.exponential_decay(0.1, 1, 0.9)
+
+    @program()
+    def step(state, batch, held_out):
+        batch = among_replicas(batch)
+
+        def one_round(carry, number):
+            params, opt = carry
+
+            def client(params, batch):
+                value, grads = jax.value_and_grad(loss)(params, batch)
+                return jax.tree.map(lambda g: rate(number) * g, grads), value
+
+            grads, losses = drjax.map_fn(client, (drjax.broadcast(params), batch))
+            updates, opt = OUTER.update(drjax.reduce_mean(grads), opt, params)
+            params = optax.apply_updates(params, updates)
+            hits = apply(params, held_out["inputs"]).argmax(-1) == held_out["targets"]
+            mean = drjax.reduce_mean(losses)
+            spread = jnp.sqrt(drjax.reduce_mean((losses - mean) ** 2))
+            return (params, opt), {"loss": mean, "spread": spread, "hits": hits.mean()}
+
+        return jax.lax.scan(one_round, state, jnp.arange(3))
+
+    params = parameters()
+    return step, (params, OUTER.init(params)), [(batch_of(N * B), batch_of(7, 9))]
+
+
+@trainer(passes=1)
+def skipped_if_not_finite():
+    """Half precision with a scale of the loss, which falls where gradients are not finite."""
+
+    @program()
+    def step(state, batch):
+        params, scale = state
+
+        def gradient(params, batch):
+            grads = jax.grad(lambda p: scale * loss(p, batch, jnp.bfloat16))(params)
+            finite = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), grads)
+            return grads, jnp.all(jnp.stack(jax.tree.leaves(finite)))
+
+        grads, finite = drjax.map_fn(gradient, (drjax.broadcast(params), among_replicas(batch)))
+        fine = drjax.reduce_all(finite)
+        mean = jax.tree.map(lambda g: g / scale, drjax.reduce_mean(grads))
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
+        params = jax.tree.map(functools.partial(jnp.where, fine), moved, params)
+        return (params, jnp.where(fine, scale * 2, scale / 2)), fine
+
+    rounds = [(batch_of(N * B, i),) for i in range(2)]
+    return step, (parameters(), jnp.float32(2.0**120)), rounds
+
+
+@trainer(passes=1)
+def tokens_before_the_cut():
+    """Inputs and targets are taken of the global batch, and keys and noise drawn for all."""
+
+    @program()
+    def step(params, tokens, rng):
+        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        batch["mask"] = (batch["targets"] != 0).astype(jnp.float32)
+        keys = jax.random.split(rng, 2 * N).reshape(N, 2)
+        trust = jax.random.uniform(jax.random.fold_in(rng, 1), (N,))
+
+        def replica(params, batch, keys, trust):
+            noise = jax.random.normal(keys[1], (E, V))
+            grads = jax.grad(loss)(params | {"head": params["head"] + 0.1 * noise}, batch)
+            return jax.tree.map(lambda g: trust * g, grads)
+
+        replicas = (drjax.broadcast(params), among_replicas(batch), keys, trust)
+        mean = drjax.reduce_mean(drjax.map_fn(replica, replicas))
+        return jax.tree.map(lambda p, g: p - g, params, mean), drjax.reduce_sum(trust)
+
+    return step, parameters(), [(token_rows(N * B, i, S + 1), key(i)) for i in range(2)]
+
+
+@trainer(passes=1)
+def laid_out_on_a_mesh():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("diloco",))
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("diloco"))
+
+    @program()
+    def step(params, batch):
+        batch = jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x.reshape(N, B, -1), layout), batch
+        )
+        shared = drjax.broadcast(params, mesh=mesh)
+        values, grads = drjax.map_fn(jax.value_and_grad(loss), (shared, batch), mesh=mesh)
+        mean = drjax.reduce_mean(grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, mean), drjax.reduce_mean(values)
+
+    batch = jax.device_put(batch_of(N * B), layout)
+    return step, parameters(), [(batch,)]
+
+
+# --- tests
+
+
+@functools.cache
+def truth(name):
+    """The arguments of all rounds, and what they give when the step is compiled."""
+    step, state, rounds = TRAINERS[name].build()
+    compiled = jax.jit(step, donate_argnums=0)
+    found = []
+    for args in rounds:
+        found.append([(state, *args), None])
+        given = jax.tree.map(jnp.copy, state)
+        found[-1][1] = compiled(given, *args)
+        state = found[-1][1][0]
+    return step, found
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = map(jax.random.key_data, (x, y))
+        assert x.weak_type == y.weak_type
+        atol = 2e-2 if x.dtype == jnp.bfloat16 else 2e-6
+        x, y = (np.asarray(v, "float64") for v in (x, y))
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rounds(name):
+    step, rounds = truth(name)
+    for args, expected in rounds:
+        assert_same(drjax.run(step, *args, runner="local", options=OPTIONS), expected)
+
+
+@pytest.mark.parametrize("name", ["diloco", "modules_with_generators", "rounds_of_local_steps"])
+def test_last_round_on_beam(name):
+    step, rounds = truth(name)
+    args, expected = rounds[-1]
+    assert_same(drjax.run(step, *args, options=OPTIONS), expected)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_nothing_is_gathered(name):
+    step, rounds = truth(name)
+    arguments, key, restore = stage.flatten_arguments(rounds[0][0])
+    plan = plan_for(step, arguments, key, restore, parse_options(OPTIONS)).plan
+    steps = list(walk(plan.steps))
+    counts = [sum(isinstance(found, kind) for found in steps) for kind in (Gather, Scatter, Map)]
+    assert counts == [0, TRAINERS[name].scatters, TRAINERS[name].passes]
