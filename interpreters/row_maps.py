@@ -43,7 +43,7 @@ def move_cuts(
       wanted: from `find_wanted`; the cuts of inputs are added to it.
       sizes: the number of members of each placement.
     """
-    users: dict[Var, list[Eqn | None]] = {}
+    users: dict[Var, list[Eqn]] = {}
     for eqn in flat.walk():
         for atom in (*eqn.inputs, *(a for block in eqn.blocks for a in block.outputs)):
             if isinstance(atom, Var):
@@ -55,16 +55,20 @@ def move_cuts(
             continue
         readers = users.get(eqn.outputs[0], [])
         placements = {_placement(reader) for reader in readers}
-        if eqn.outputs[0] not in handed_out and len(placements) == 1 and None not in placements:
+        if eqn.outputs[0] in handed_out or len(placements) != 1:
+            continue
+        placement = placements.pop()
+        if placement is not None:
             moved = _Rows(flat, aval_of(eqn.inputs[0]).shape[0])
             if moved.need(eqn.inputs[0]) and moved.eqns:
-                moved.replace(eqn, along, placements.pop(), sizes[along.placement], wanted)
+                moved.replace(eqn, along, placement, sizes[along.placement], wanted)
     prune(flat)
 
 
-def _placement(eqn: Eqn | None) -> str | None:
-    placed = eqn is not None and eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX)
-    return eqn.params.get("placement") if placed else None
+def _placement(eqn: Eqn) -> str | None:
+    if not eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
+        return None
+    return eqn.params.get("placement")
 
 
 class _Rows:
@@ -117,8 +121,9 @@ class _Rows:
         def moved(*values: Any) -> list[jax.Array]:
             groups = [lax.reshape(x, (n, rows, *x.shape[1:])) for x in values[count:]]
             members = [lax.iota(np.dtype("int32"), n), *groups]
-            how = {"placement": placement, "n": n, "name": "rows", "mesh": None}
-            return primitives.map_members(body, values[:count], members, **how)
+            return primitives.map_members(
+                body, values[:count], members, placement=placement, n=n, name="rows", mesh=None
+            )
 
         atoms = [*self.served, *self.inputs]
         avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in atoms]
