@@ -210,7 +210,7 @@ class _Placing:
             differing = [
                 i
                 for i in range(carried)
-                if i not in settled and chosen[i] != given[i] and block.inputs[i] not in self.wanted
+                if i not in settled and self.differs(chosen[i], block.outputs[i])
             ]
             if not differing:
                 break
@@ -228,6 +228,13 @@ class _Placing:
         for var, along in zip(eqn.outputs, outputs, strict=True):
             stacked = 0 if var in eqn.outputs[:carried] else 1
             self.put(var, along.moved(stacked) if along else None)
+
+    def differs(self, chosen: Place, atom: Atom) -> bool:
+        """Whether what a round gives is at another place than what it takes."""
+        given = self.program.place(atom)
+        if given is None and chosen is not None and isinstance(atom, Var):
+            return (atom, chosen) not in self.program.creations
+        return given != chosen
 
     def branch(self, eqn: BranchEqn) -> None:
         """Finds the places of a branch's outputs: along the members if any block gives them so."""

@@ -184,6 +184,18 @@ def k_means(x):
     return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 20), one, (first, 1.0, 0))
 
 
+@case(jnp.abs(X @ X.T), scatters=1)
+@program
+def page_rank(links):
+    # What a round gives is a server value, though the next one cuts it into members.
+    def one(s):
+        rank, _ = s
+        new = 0.01 + 0.8 * bj.reduce_sum(bj.map_fn(lambda r, row: r * row, (rank, links)))
+        return new / jnp.sum(new), jnp.sum(jnp.abs(new / jnp.sum(new) - rank))
+
+    return lax.while_loop(lambda s: s[1] > 1e-3, one, (jnp.ones(N) / N, 1.0))
+
+
 # --- branches
 
 
