@@ -214,7 +214,13 @@ ROWS = {(section, name): row for section, rows in TABLE.items() for name, row in
 
 def cells(row: Row) -> list[str]:
     """Runs a row: what became of it in this process and on each runner."""
-    with jax.enable_x64(row.x64), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        jax.enable_x64(row.x64),
+        # As a user has them; the tests are stricter.
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         fn, args = row.build(bj)
         try:
             want = jax.jit(fn)(*args)

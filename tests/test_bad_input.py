@@ -318,7 +318,7 @@ def placed_result(x):
 @pytest.mark.parametrize(
     ("program", "args", "written"),
     [
-        (with_table, (X, np.ones((20, 3), np.float32)), "-arg"),
+        (with_table, (X, np.ones((30, 3), np.float32)), "-arg"),
         (total, (X,), "segment-0-served-0.arrays"),
         (placed_result, (X,), "segment-0-placed-0-"),
     ],

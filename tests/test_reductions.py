@@ -688,7 +688,7 @@ def test_an_error_in_a_function_names_the_step():
         patch.setattr(
             shards,
             "load_body",
-            lambda key, body: fail if body.name == "broken" else real(key, body),
+            lambda key, body, *rest: fail if body.name == "broken" else real(key, body, *rest),
         )
         with pytest.raises(
             WorkerError, match=r"map_clients_0', reduction by 'broken': .*no memory"
