@@ -143,7 +143,7 @@ TESTED_ELSEWHERE = {
     "flat_program": "test_flatten",
     "flatten": "test_run",
     "folds": "test_rules",
-    "hoist": "test_judged",
+    "hoist": "test_users_programs",
     "indexing": "test_rules",
     "lanes": "test_lower",
     "launch": "test_driver",
@@ -160,7 +160,7 @@ TESTED_ELSEWHERE = {
     "placements": "test_api",
     "places": "test_place",
     "products": "test_accumulators",
-    "ravels": "test_judged",
+    "ravels": "test_users_programs",
     "readings": "test_rules",
     "rounding": "test_exact_sum",
     "running": "test_accumulators",
@@ -172,7 +172,7 @@ TESTED_ELSEWHERE = {
     "unknown": "test_unknown_sizes",
     "values": "test_driver",
     "wanted": "test_place",
-    "writes": "test_judged",
+    "writes": "test_users_programs",
 }
 
 
