@@ -153,11 +153,7 @@ def _operators(placement: str, n: int) -> list[Callable[..., Any]]:
             return api.reduce_sum(x)
 
     def reduce_weighted_mean(x: Any, w: Any) -> Any:
-        # Unlike that of beamjax, it promotes: bfloat16 values with float32 weights give float32.
-        def weigh(x: Any, w: Any) -> Any:
-            return jax.tree.map(lambda value, weight: value * weight, x, w)
-
-        totals = reduce_sum(map_fn(weigh, (x, w)))
-        return jax.tree.map(lambda total, weight: total / weight, totals, reduce_sum(w))
+        with activate(active):
+            return api.reduce_weighted_mean(x, w)
 
     return [broadcast, map_fn, reduce_mean, reduce_sum, reduce_weighted_mean]
