@@ -299,7 +299,7 @@ def one_program_under_several_sizes(w, x):
     return lax.scan(lambda c, _: (c + mean(c, x), mean(c, x)), w, None, length=2), mean(w, x)
 
 
-@case(W, X, scatters=1)
+@case(W, X)
 def clients_of_silos(w, x):
     inner = bj.program(clients=5)(lambda w, s: bj.reduce_mean(bj.map_fn(lambda v: v * w, s)))
 
