@@ -45,11 +45,11 @@ def read_by_members(
     if not check.control(structure) or len(check.placements) != 1:
         return None
     (placement,) = check.placements
-    operands = list(check.wants)
-    in_axes = tuple(along.axis if along else None for along in check.wants.values())
+    in_axes = tuple(along.axis if along else None for _, along in check.wants)
     out_axes = tuple(along.axis if along else None for along in places)
-    whole = Eqn(eqn.primitive, {}, [*operands], eqn.outputs, eqn.line)
-    return whole, placement, Local(in_axes, out_axes, _emission(program, structure))
+    whole = Eqn(eqn.primitive, {}, [var for var, _ in check.wants], eqn.outputs, eqn.line)
+    emit = _emission(program, structure, list(check.wants))
+    return whole, placement, Local(in_axes, out_axes, emit)
 
 
 def distributes(program: PlacedProgram, structure: Eqn) -> bool:
@@ -68,7 +68,7 @@ class _Check:
     """Whether everything in a loop or a branch acts on each member alone.
 
     Attributes:
-      wants: the place at which each value from outside is read.
+      wants: the values from outside, with the places at which they are read.
       placements: of all the members that are read.
     """
 
@@ -76,7 +76,7 @@ class _Check:
         self.program = program
         constants = program.flat.inputs
         self.outside = {atom for atom in (*eqn.inputs, *constants) if isinstance(atom, Var)}
-        self.wants: dict[Var, Place] = {}
+        self.wants: dict[tuple[Var, Place], None] = {}
         self.placements: set[str] = set()
 
     def control(self, eqn: Eqn) -> bool:
@@ -111,31 +111,50 @@ class _Check:
             if not isinstance(atom, Var):
                 continue
             if atom in self.outside:
-                if self.wants.setdefault(atom, along) != along:
+                self.wants[atom, along] = None
+                # A server value may be read whole and by its members, others at one place.
+                if self.program.place(atom) and sum(var is atom for var, _ in self.wants) > 1:
                     return False
-            elif self.program.place(atom) == along:
-                continue
-            elif along is None or (atom, along) not in self.program.creations:
-                return False
+            elif self.program.place(atom) != along:
+                if along is None or (atom, along) not in self.program.creations:
+                    return False
+                if not self.reads(creation_reads(self.program, atom, along)):
+                    return False
         return True
 
 
-def _emission(program: PlacedProgram, structure: LoopEqn | BranchEqn) -> Emit:
+def creation_reads(program: PlacedProgram, var: Var, along: Along) -> list[tuple[Atom, Place]]:
+    """What a shard reads to make the members of a server value by itself."""
+    maker, reading = program.creations[var, along]
+    axes = [None if k is None else Along(along.placement, k) for k in reading.in_axes]
+    return list(zip(maker.inputs, axes, strict=True))
+
+
+def _emission(
+    program: PlacedProgram, structure: LoopEqn | BranchEqn, operands: Sequence[tuple[Var, Place]]
+) -> Emit:
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        atoms = zip(eqn.inputs, args, strict=True)
-        env = {atom: value for atom, value in atoms if isinstance(atom, Var)}
-        return _Emitter(program, shard, env).control(structure, env)
+        outside = dict(zip(operands, args, strict=True))
+        return _Emitter(program, shard, outside).control(structure, {})
 
     return emit
 
 
 class _Emitter:
-    """Evaluates blocks on the members of a shard."""
+    """Evaluates blocks on the members of a shard.
 
-    def __init__(self, program: PlacedProgram, shard: Shard, operands: Mapping[Var, Any]):
+    Args:
+      program: the placed program.
+      shard: where in the members.
+      outside: values from outside of the blocks, as they are at some place.
+    """
+
+    def __init__(
+        self, program: PlacedProgram, shard: Shard, outside: Mapping[tuple[Var, Place], Any]
+    ):
         self.program = program
         self.shard = shard
-        self.operands = operands
+        self.outside = outside
 
     def control(self, eqn: Eqn, env: Mapping[Var, Any]) -> list[Any]:
         border = self.program.borders[eqn]
@@ -186,14 +205,16 @@ class _Emitter:
     def value(self, env: Mapping[Var, Any], atom: Atom, along: Place) -> Any:
         if not isinstance(atom, Var):
             return atom.val
-        if along is None or atom in self.operands or self.program.place(atom) == along:
+        if (atom, along) in self.outside:
+            return self.outside[atom, along]
+        if self.program.place(atom) == along:
             return env[atom]
+        assert along is not None
         return self.created(env, atom, along)
 
     def created(self, env: Mapping[Var, Any], var: Var, along: Along) -> Any:
         """The members of a server value that a shard makes by itself."""
         maker, reading = self.program.creations[var, along]
-        axes = [None if k is None else Along(along.placement, k) for k in reading.in_axes]
-        args = [self.value(env, a, k) for a, k in zip(maker.inputs, axes, strict=True)]
+        args = [self.value(env, *pair) for pair in creation_reads(self.program, var, along)]
         outs = reading.emit(maker, args, self.shard)
         return outs[maker.outputs.index(var)]

@@ -150,6 +150,8 @@ class _Placing:
         if not any(program.place(atom) for atom in eqn.inputs):
             return
         structure = eqn.expand()
+        inside = (atom for block in structure.blocks for atom in block.reads())
+        self.used.update(atom for atom in inside if isinstance(atom, Var))
         self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)
         found = read_by_members(program, eqn, structure, self.used)
         if found is not None:

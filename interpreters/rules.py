@@ -13,7 +13,8 @@ a shard at a time?" and answers with one of
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from beamjax.interpreters import folds, indexing, memberwise
 from beamjax.interpreters.creations import CREATE
@@ -34,11 +35,26 @@ __all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shar
            "classify", "create", "folds", "indexing", "invert", "memberwise"]  # fmt: skip
 
 
+R = TypeVar("R", Local, Fold)
+
+
 def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     """How to compute `eqn`, whose placed operands have their n members along `axes`."""
     found = RULES.get(eqn.primitive.name)
     reading = found(eqn, axes, n) if found else None
-    return reading if reading is None or _fits(eqn, reading, n) else None
+    return None if reading is None or not _fits(eqn, reading, n) else _plain(reading)
+
+
+def _plain(reading: R) -> R:
+    """The reading with `int` axes: JAX leaves NumPy integers in the parameters of equations."""
+    axes = {"in_axes": reading.in_axes}
+    if isinstance(reading, Local):
+        axes["out_axes"] = reading.out_axes
+    plain = {
+        name: tuple(None if axis is None else int(axis) for axis in found)
+        for name, found in axes.items()
+    }
+    return replace(reading, **plain)  # type: ignore[type-var]
 
 
 def _fits(eqn: Eqn, reading: Local | Fold, n: Any) -> bool:
@@ -55,7 +71,8 @@ def _fits(eqn: Eqn, reading: Local | Fold, n: Any) -> bool:
 def create(eqn: Eqn, axis: int, n: Any) -> Local | None:
     """The reading of `eqn` that makes members along `axis` out of server values alone."""
     found = CREATE.get(eqn.primitive.name)
-    return found(eqn, axis, n) if found else None
+    reading = found(eqn, axis, n) if found else None
+    return None if reading is None else _plain(reading)
 
 
 def invert(eqn: Eqn, out: int, axis: int, n: Any) -> Local | None:

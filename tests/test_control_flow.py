@@ -55,6 +55,17 @@ def scan_with_placed_state(w, x):
     return lax.scan(one, (w, jnp.zeros_like(x)), jnp.arange(4))
 
 
+@case(X, scatters=1)
+@program
+def jacobian_of_scan(x):
+    # vmap moves the members to axis 1, by NumPy integers in the equations.
+    def last(x):
+        one = lambda c, _: (jnp.tanh(c + bj.broadcast(W)), None)
+        return lax.scan(one, x, None, length=2)[0]
+
+    return jax.jacfwd(last)(x)
+
+
 @case(W, X)
 @program
 def scan_over_placed_values(w, x):

@@ -103,6 +103,15 @@ def rounds_with_values_made_around(w, x):
 
 
 @case(maps=1)
+def rounds_that_read_a_made_value_whole_and_by_members(w, x):
+    # The tangent of ones is a value of the server, and in the product with x one of the members.
+    def last(x, v):
+        return lax.fori_loop(0, 3, lambda i, c: jnp.tanh(v * 0.5), x)
+
+    return jax.jvp(last, (x, x), (jnp.ones_like(x), jnp.ones_like(x)))[0]
+
+
+@case(maps=1)
 def scan_in_a_vmapped_while(w, x):
     def one(s):
         return lax.scan(lambda c, _: (c * 0.9, None), s, None, length=2)[0]
@@ -119,6 +128,19 @@ def rounds_that_reduce(w, x):
 def rounds_that_count(w, x):
     # What a round computes for the server, the server needs.
     return lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0] * 2, s[1] + 1), (x, 0))
+
+
+@case(maps=4, loops=2)
+def rounds_with_rounds_that_count(w, x):
+    def inner(x):
+        one = lambda i, s: (s[0] * 0.9, s[1] + i)
+        return lax.fori_loop(0, 3, one, (x, jnp.ones(2, jnp.int32)))
+
+    def outer(s):
+        y, counts = inner(x)
+        return s[0] + 1, s[1] + y * jnp.sum(counts).astype(y.dtype)
+
+    return lax.while_loop(lambda s: (s[0] < 3) & (jnp.sum(x) != 0), outer, (0, x))[1]
 
 
 @case(maps=1, gathers=1)
