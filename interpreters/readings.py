@@ -38,6 +38,10 @@ class Shard:
         """int32[size]: the index of each member among all."""
         return self.start + lax.iota(np.dtype("int32"), self.size)
 
+    def count(self) -> jax.Array:
+        """An int32 scalar: the number of members, padding left out."""
+        return jnp.sum(self.mask, dtype=np.int32)
+
     def masked(self, x: Any, axis: int, fill: Any = 0) -> Any:
         """`x` with `fill` for padding; zeros, for instance, add nothing to a sum."""
         mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))

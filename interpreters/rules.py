@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from beamjax.interpreters import folds, indexing, memberwise
+from beamjax.interpreters import combinations, folds, indexing, memberwise
 from beamjax.interpreters.creations import CREATE
 from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.memberwise import ELEMENTWISE
@@ -31,7 +31,8 @@ from beamjax.interpreters.readings import (
 )
 
 __all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shard", "bind",
-           "classify", "create", "folds", "indexing", "invert", "memberwise"]  # fmt: skip
+           "classify", "combinations", "create", "folds", "indexing", "invert",
+           "memberwise"]  # fmt: skip
 
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:

@@ -217,10 +217,12 @@ group(
             x, x, (((0,), (0,)), ((), ())), preferred_element_type=np.dtype("int32")
         ),
         "uint8_sum": lambda x, y: jnp.sum(x.astype("uint8"), 0),
-    },
-    gather={
         "or_of_ints": lambda x, y: lax.reduce_or(x, (0,)),
+        "and_of_ints": lambda x, y: lax.reduce_and(x | 6, (0,)),
         "xor_of_ints": lambda x, y: lax.reduce_xor(x, (0,)),
+        "xor_of_all": lambda x, y: lax.reduce_xor(x, (0, 1)),
+        "and_of_unsigned": lambda x, y: jnp.bitwise_and.reduce(x.astype("uint8") | 9),
+        "or_of_transposed": lambda x, y: lax.reduce_or(x.T.astype("uint32"), (1,)),
     },
 )
 
@@ -240,13 +242,14 @@ group(
         "and": lambda x: x & ~x,
         "to_float": lambda x: x.astype("float32"),
         "any_1": lambda x: jnp.any(x, 1),
-        "xor": lambda x: lax.reduce_xor(x, (1,)),
+        "xor_1": lambda x: lax.reduce_xor(x, (1,)),
     },
     fold={
         "any": lambda x: jnp.any(x, 0),
         "all": lambda x: jnp.all(x),
         "sum": lambda x: jnp.sum(x, 0),
         "max": lambda x: jnp.max(x, 0),
+        "xor": lambda x: lax.reduce_xor(x, (0,)),
         "count": lambda x: jnp.count_nonzero(x, axis=0),
     },
 )
@@ -434,6 +437,15 @@ group(
         "moved_sum": lambda x, y: jnp.sum(jnp.moveaxis(x, 0, 1), (1, 2)),
         "argmax_0": lambda x, y: jnp.argmax(x, 0),
         "argmin_0": lambda x, y: jnp.argmin(jnp.round(x), 0),
+        "top_k_0": lambda x, y: lax.top_k(x[:, 0, 0], 3),
+        "top_k_each": lambda x, y: lax.top_k(jnp.moveaxis(x, 0, 2), 2),
+        "top_k_equal": lambda x, y: lax.top_k((x[:, 0, 0] > 0).astype("int32"), 5),
+        "top_k_lowest": lambda x, y: lax.top_k(jnp.full_like(x[:, 0, 0], -jnp.inf), 5),
+        "top_k_of_nan": lambda x, y: lax.top_k(
+            jnp.where(x > 1, jnp.nan, jnp.where(x < 0, -jnp.nan, jnp.sign(y) * 0))[:, 0].T, 5
+        ),
+        "top_k_of_bytes": lambda x, y: lax.top_k((9 * x[:, 0, 0]).astype("uint8"), 4),
+        "top_k_of_bfloat16": lambda x, y: lax.top_k(-x[:, 0, 0].astype("bfloat16"), 5),
         "argmax_moved": lambda x, y: jnp.argmax(jnp.moveaxis(x > 1, 0, 1), 1),
     },
     gather={
@@ -443,7 +455,7 @@ group(
         "argmax_flat": lambda x, y: jnp.argmax(x),
         "cummax_0": lambda x, y: lax.cummax(x, 0),
         "window_0": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"),
-        "top_k_0": lambda x, y: lax.top_k(x[:, 0, 0], 3),
+        "top_many": lambda x, y: lax.top_k(x[:, 0, 0], 6),
         "scan": lambda x, y: lax.scan(lambda c, v: (c + v, None), jnp.zeros((6, 5)), x)[0],
         "map": lambda x, y: lax.map(jnp.sin, x),
         "axes_differ": lambda x, y: x[:, 0] @ y[:, 1].T,
@@ -723,6 +735,59 @@ group(
         "gradient": lambda x, y, w: jax.grad(lambda v: jnp.sum(bj.reduce(lambda a, b: a * b, v)))(
             y / 3
         ),
+    },
+)
+
+
+def products(*dims):
+    """Products of pairs, reduced over `dims`: each sum counts with the product of all before it."""
+    pairs = lambda a, b: (a[0] * b[0], a[0] * b[1] + a[1])
+    return lambda x, y, w: lax.reduce((x, y), (w[0], w[1]), pairs, dims)
+
+
+group(
+    "by_a_lax_function",
+    placed(ints(N, 3, 4, low=-3, seed=3)),
+    placed(ints(N, 3, 4, low=-3, seed=4)),
+    ints(2, low=1, seed=5),
+    local={
+        "of_each": products(1),
+        "of_both_others": products(2, 1),
+    },
+    fold={
+        "pairs": products(0),
+        "pairs_02": products(0, 2),
+        "pairs_all": products(2, 0, 1),
+        "or": lambda x, y, w: lax.reduce(x, w[0], lambda a, b: a | b | 8, (0,)),
+        "sum_from_one": lambda x, y, w: lax.reduce(x, np.int32(1), lax.add, (0,)),
+        "bytes": lambda x, y, w: lax.reduce(
+            x.astype("int8"), np.int8(5), lambda a, b: a + 17 * b - 16 * b, (0, 1)
+        ),
+        "floats": lambda x, y, w: lax.reduce(x / 8, 0.0, lambda a, b: a + b + a * b, (0,)),
+        "narrow": lambda x, y, w: lax.reduce(
+            x.astype("bfloat16"), jnp.bfloat16(-9), lambda a, b: jnp.where(a > b, a, b), (0, 1, 2)
+        ),
+        "place": lambda x, y, w: lax.reduce(
+            (x[:, 0, 0], jnp.arange(N)),
+            (np.int32(-9), np.int32(0)),
+            lambda a, b: [jnp.where(b[0] > a[0], v, u) for u, v in zip(a, b, strict=True)],
+            (0,),
+        ),
+        "of_server_pairs": lambda x, y, w: lax.reduce(
+            (x, jnp.ones_like(x)),
+            (w[0], w[1]),
+            lambda a, b: (a[0] + b[0] * b[1], a[1] * b[1]),
+            (0,),
+        ),
+    },
+    gather={
+        # JAX makes of it a tree of slices.
+        "tangents": lambda x, y, w: jax.jvp(
+            lambda v: lax.reduce(v, 1.0, lambda a, b: a * b, (0,)), (x / 2,), (y / 2,)
+        ),
+        # Rows before columns: each row of the result holds some of all members.
+        "members_last": lambda x, y, w: products(0, 1)(x.swapaxes(0, 1), y.swapaxes(0, 1), w),
+        "no_entries": lambda x, y, w: products(0, 1)(x[:, :0], y[:, :0], w),
     },
 )
 
