@@ -28,8 +28,11 @@ from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
 from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
+from beamjax.interpreters.regrouping import Regrouping
+from beamjax.interpreters.reshaped import reshaped
 from beamjax.interpreters.rules import Fold, Local
 from beamjax.interpreters.sharing import share_gathers
+from beamjax.interpreters.sliced import sliced
 from beamjax.interpreters.views import drop_view, make_views
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
 from beamjax.plan import MAX_MEMBERS
@@ -73,9 +76,12 @@ def place(
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
+    regrouping = Regrouping(flat, (sliced, reshaped))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
         _Placing(program, keys, wanted, gathering).block(flat)
+        if regrouping.rewrite(program):
+            continue
         many = _picked_too_often(program)
         refuted = set() if many else _Gathered(program, tried).inputs
         if not refuted and not many:
@@ -83,6 +89,7 @@ def place(
             share_gathers(program, flat)
             return program
         gathering |= many
+        regrouping.undo()
         for view in refuted & views.keys():
             drop_view(flat, view)
         tried = {var: along for var, along in tried.items() if var not in refuted}

@@ -452,13 +452,149 @@ group(
         "sort_0": lambda x, y: jnp.sort(x, 0),
         "median_0": lambda x, y: jnp.median(x, 0),
         "cumsum_0": lambda x, y: jnp.cumsum(x, 0),
-        "argmax_flat": lambda x, y: jnp.argmax(x),
         "cummax_0": lambda x, y: lax.cummax(x, 0),
         "window_0": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"),
         "top_many": lambda x, y: lax.top_k(x[:, 0, 0], 6),
         "scan": lambda x, y: lax.scan(lambda c, v: (c + v, None), jnp.zeros((6, 5)), x)[0],
         "map": lambda x, y: lax.map(jnp.sin, x),
         "axes_differ": lambda x, y: x[:, 0] @ y[:, 1].T,
+    },
+)
+
+# --- reductions of members that are sliced or reshaped
+
+group(
+    "sliced",
+    placed(normal(N, 4)),
+    placed(ints(N, seed=1)),
+    normal(4, 3, seed=2),
+    fold={
+        "sum": lambda x, k, w: jnp.sum(x[:8], 0),
+        "mean_of_all": lambda x, k, w: jnp.mean(x[2:10]),
+        "max": lambda x, k, w: jnp.max(x[1:], 0),
+        "min_of_columns": lambda x, k, w: jnp.min(x[1:, 1:3], 0),
+        "prod": lambda x, k, w: jnp.prod(x[:-1, 0]),
+        "any": lambda x, k, w: jnp.any(x[3:] > 1, 0),
+        "all": lambda x, k, w: jnp.all(x[3:, ::2] > -2),
+        "var": lambda x, k, w: jnp.var(x[:8], 0),
+        "computed": lambda x, k, w: jnp.sum(jnp.tanh(x[:8] @ w), 0),
+        "transposed": lambda x, k, w: jnp.sum(jnp.exp(x.T[:, 4:]), 1),
+        "vmapped": lambda x, k, w: jnp.mean(jax.vmap(lambda v: jnp.max(v @ w))(x[4:])),
+        "gram": lambda x, k, w: x[:7].T @ jnp.square(x[:7]),
+        "regression": lambda x, k, w: jnp.linalg.solve(
+            x[:8].T @ x[:8] + jnp.eye(4), x[:8].T @ k[:8].astype("float32")
+        ),
+        "split": lambda x, k, w: (jnp.sum(x[:7], 0), jnp.max(x[4:], 0)),
+        "halves": lambda x, k, w: jnp.sum(x[:6], 0) - jnp.sum(x[6:], 0),
+        "segments": lambda x, k, w: jax.ops.segment_sum(x[:9], k[:9], 4),
+        "segment_max": lambda x, k, w: jax.ops.segment_max(x[2:], k[2:], 4),
+        "counted": lambda x, k, w: jnp.sum(x[2:] * jnp.arange(9.0)[:, None], 0),
+        "drawn": lambda x, k, w: jnp.sum(x[2:] * jax.random.normal(jax.random.key(0), (9, 4)), 0),
+        "outside_nan": lambda x, k, w: jnp.sum(jnp.where(jnp.arange(N) > 8, jnp.nan, x[:, 0])[:8]),
+        "outside_inf": lambda x, k, w: (x / jnp.arange(float(N))[:, None])[1:].T @ x[1:],
+        "integers": lambda x, k, w: jnp.sum(k[1:].astype("uint8") * 99),
+        "bfloat16": lambda x, k, w: jnp.sum(x[1:].astype("bfloat16"), 0),
+        "gradient": lambda x, k, w: jax.grad(
+            lambda w: jnp.mean((jax.nn.relu(x[:8] @ w)[:, 0] - k[:8].astype("float32")) ** 2)
+        )(w),
+        "convolved": lambda x, k, w: jax.grad(lambda w: jnp.sum(conv_rows(jnp.tanh(x[1:]), w)))(
+            w[:2]
+        ),
+        "held_out": lambda x, k, w: [
+            jnp.mean(jnp.argmax(part @ w, 1) == keys)
+            for part, keys in ((x[:8], k[:8]), (x[2:], k[2:]))
+        ],
+    },
+    local={
+        "gradient_of_members": lambda x, k, w: jax.grad(
+            lambda x: jnp.mean(jnp.tanh(x[:8] @ w) ** 2)
+        )(x),
+    },
+)
+group(
+    "sliced_and_whole",
+    placed(normal(N, 4)),
+    placed(ints(N, seed=1)),
+    normal(4, 3, seed=2),
+    gather={
+        "scan": lambda x, k, w: jnp.cumsum(x[:8], 0),
+        "rows": lambda x, k, w: x[:8],
+        "rows_too": lambda x, k, w: (x[:8], jnp.sum(x[:8], 0)),
+        "neighbours": lambda x, k, w: jnp.sum(jnp.abs(x[1:] - x[:-1])),
+        "with_server": lambda x, k, w: jnp.sum(x[:8] * jnp.concatenate([w, w])[:, :1], 0),
+    },
+)
+
+
+def conv_rows(x, kernel):
+    return lax.conv_general_dilated(x[:, None], kernel[:, None], (1,), "SAME")
+
+
+M = 12
+group(
+    "reshaped",
+    placed(normal(M, 4)),
+    placed(normal(M, 2, 3, seed=1), 1),
+    normal(4, seed=2),
+    fold={
+        "all": lambda x, y, w: jnp.sum(x.reshape(3, 4, 4)),
+        "all_members": lambda x, y, w: jnp.max(x.reshape(3, 4, 4), (0, 1)),
+        "mean_1": lambda x, y, w: jnp.mean(x.reshape(3, 4, 4), 1),
+        "sum_0": lambda x, y, w: jnp.sum(x.reshape(3, 4, 4), 0),
+        "max_1": lambda x, y, w: jnp.max(x.reshape(2, 6, 4), 1),
+        "min_middle": lambda x, y, w: jnp.min(x.reshape(2, 3, 2, 4), (1, 3)),
+        "sum_outer": lambda x, y, w: jnp.sum(x.reshape(2, 3, 2, 2, 2), (0, 2, 4)),
+        "prod_1": lambda x, y, w: jnp.prod(x.reshape(4, 3, 4), 1),
+        "any_1": lambda x, y, w: jnp.any(x.reshape(4, 3, 4) > 1, 1),
+        "all_0": lambda x, y, w: jnp.all(x.reshape(4, 3, 4) < 1, 0),
+        "with_ones": lambda x, y, w: jnp.sum(x.reshape(1, 3, 1, 4, 4, 1), (0, 3)),
+        "keeping_ones": lambda x, y, w: jnp.sum(x.reshape(1, 12, 4, 1), 1),
+        "merged": lambda x, y, w: jnp.sum(x.reshape(24, 2), 0),
+        "merged_too_far": lambda x, y, w: jnp.sum(x.reshape(6, 8), 0),
+        "merged_and_cut": lambda x, y, w: jnp.max(x.reshape(3, 8, 2), 1),
+        "merged_flat": lambda x, y, w: jnp.sum(x.reshape(2, 24), 1),
+        "computed": lambda x, y, w: jnp.sum(jnp.tanh(x.ravel()) ** 2),
+        "two": lambda x, y, w: jnp.sum(jnp.where(x.ravel() > 0, jnp.exp(x.ravel()), 1.0)),
+        "norm": lambda x, y, w: jnp.linalg.norm(2 * x.reshape(-1), jnp.inf),
+        "inside": lambda x, y, w: jnp.sum(y.reshape(2, 3, 4, 3), 1),
+        "inside_too": lambda x, y, w: jnp.sum(y.reshape(2, 3, 12), (0, 2)),
+        "both_ways": lambda x, y, w: (jnp.sum(x.reshape(3, 16), 1), jnp.sum(x.reshape(4, 12), 1)),
+        "integers": lambda x, y, w: jnp.sum((9 * x).astype("int8").reshape(3, 16) * 3, 1),
+        "bytes": lambda x, y, w: lax.reduce_max((9 * x).astype("uint8").reshape(3, 16), (1,)),
+        "bits": lambda x, y, w: lax.reduce_or((9 * x).astype("int8").reshape(3, 16), (0, 1)),
+        "bfloat16": lambda x, y, w: jnp.mean(x.astype("bfloat16").reshape(3, 4, 4), 1),
+        "complex": lambda x, y, w: jnp.sum(lax.complex(x, -x).reshape(3, 4, 4), 1),
+        "argmax": lambda x, y, w: jnp.argmax(x),
+        "argmin": lambda x, y, w: jnp.argmin(y),
+        "argmax_of_axes": lambda x, y, w: jnp.unravel_index(jnp.argmax(y), y.shape),
+        "argmax_equal": lambda x, y, w: jnp.argmax(jnp.round(y)),
+        "argmax_bools": lambda x, y, w: jnp.argmax(x > 1.5),
+        "argmax_none": lambda x, y, w: jnp.argmax(x > 99),
+        "argmin_of_nan": lambda x, y, w: jnp.argmin(jnp.where(x > 1, jnp.nan, x)),
+        "argmax_of_lowest": lambda x, y, w: jnp.argmax(jnp.full_like(x, -jnp.inf)),
+        "argmax_bytes": lambda x, y, w: lax.argmax(x.ravel().astype("int8"), 0, np.dtype("uint8")),
+        "nanargmin": lambda x, y, w: jnp.nanargmin(jnp.where(x < 0, jnp.nan, x)),
+    },
+    local={
+        "gradient_of_members": lambda x, y, w: jax.grad(lambda x: jnp.sum(jnp.tanh(x.ravel())))(x),
+        "and_back": lambda x, y, w: jnp.sin(x.ravel()).reshape(x.shape),
+    },
+)
+group(
+    "reshaped_and_whole",
+    placed(normal(M, 4)),
+    placed(normal(M, 2, 3, seed=1), 1),
+    normal(4, seed=2),
+    gather={
+        "again": lambda x, y, w: jnp.sum(x.reshape(3, 16).reshape(6, 8), 1),
+        "rows": lambda x, y, w: x.reshape(3, 16),
+        "sums_too": lambda x, y, w: (x.reshape(3, 16), jnp.sum(x.reshape(3, 16), 1)),
+        "sorted_too": lambda x, y, w: (jnp.sort(x.ravel()), jnp.sum(x.ravel())),
+        "flat": lambda x, y, w: x.reshape(-1) * 2,
+        "weighted": lambda x, y, w: jnp.sum(x.reshape(3, 4, 4) * w[None, :, None]),
+        "complex_extremes": lambda x, y, w: jnp.max(lax.complex(x, -x).reshape(3, 4, 4), 1),
+        "bits_of_rows": lambda x, y, w: lax.reduce_or((9 * x).astype("int8").reshape(3, 16), (1,)),
+        "too_many_rows": lambda x, y, w: jnp.sum(x.reshape(2, 24), 0),
     },
 )
 
