@@ -106,7 +106,7 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
     """The place of the first extreme along the members: each shard sends it with the extreme."""
     name = eqn.primitive.name.removeprefix("bj_reduce_")
     reduced = eqn.params.get("axes", (0,))
-    axis = 0 if eqn.primitive.name.startswith("bj_") else axes[0]
+    axis = 0 if eqn.is_placed_operator else axes[0]
     if axis is None:
         return None
     if axis not in reduced:

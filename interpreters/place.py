@@ -24,10 +24,10 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
 )
-from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
 from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
+from beamjax.interpreters.readings import shape_of
 from beamjax.interpreters.regrouping import Regrouping
 from beamjax.interpreters.reshaped import reshaped
 from beamjax.interpreters.rules import Fold, Local
@@ -89,7 +89,8 @@ def place(
             share_gathers(program, flat)
             return program
         gathering |= many
-        regrouping.undo()
+        if refuted:
+            regrouping.undo()
         for view in refuted & views.keys():
             drop_view(flat, view)
         tried = {var: along for var, along in tried.items() if var not in refuted}
@@ -190,7 +191,7 @@ class _Placing:
         creations = self.program.creations
         for placement, n in self.program.sizes.items():
             for out, var in enumerate(eqn.outputs):
-                for axis, dim in enumerate(getattr(var.aval, "shape", ())):
+                for axis, dim in enumerate(shape_of(var)):
                     found = rules.invert(eqn, out, axis, n) if dim == n else None
                     if found is not None and all(
                         (operand, Along(placement, k)) in creations
@@ -290,11 +291,11 @@ class _Placing:
         self.program.borders.pop(eqn, None)
         for block in eqn.blocks:
             self.forget(block)
-        made = set(eqn.outputs)
-        for var in made:
+        for var in eqn.outputs:
             self.program.places.pop(var, None)
-        for pair in [pair for pair in self.program.creations if pair[0] in made]:
-            del self.program.creations[pair]
+            for placement in self.program.sizes:
+                for axis in range(len(shape_of(var))):
+                    self.program.creations.pop((var, Along(placement, axis)), None)
 
 
 def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
@@ -334,7 +335,7 @@ class _Gathered:
                 continue
             found = frozenset[Var]().union(*(self.read(*pair) for pair in self.program.reads(eqn)))
             _, reading = self.program.readings.get(eqn, ("", None))
-            if eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
+            if eqn.is_placed_operator:
                 found -= self.program.flat.views.keys()
             if not isinstance(reading, Fold):
                 self.add(eqn.outputs, found)

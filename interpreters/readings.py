@@ -121,8 +121,7 @@ def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
     Layouts are left out: whoever runs a plan knows nothing of the mesh of the process that staged
     the program.
     """
-    operator = eqn.primitive.name.startswith("bj_")
-    layouts = ("mesh", "spmd_axis_name") if operator else ("sharding", "out_sharding")
+    layouts = ("mesh", "spmd_axis_name") if eqn.is_placed_operator else ("sharding", "out_sharding")
     off = {key: None for key in layouts if key in eqn.params}
     return _compat.bind(eqn.primitive, args, eqn.params | off | changes)
 

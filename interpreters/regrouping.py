@@ -8,6 +8,7 @@ reduction gives is in the shape that the program asks for.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Regrouping:
     def rewrite(self, program: PlacedProgram) -> bool:
         """Rewrites, in place, what would be gathered for no other reason; whether there was any."""
         blocks = [self.flat, *(block for eqn in self.flat.walk() for block in eqn.blocks)]
-        return any(self._block(program, block) for block in blocks)
+        return any(list(map(functools.partial(self._block, program), blocks)))
 
     def undo(self) -> None:
         """Puts the equations back that were there first."""
@@ -65,11 +66,10 @@ class Regrouping:
         found = [steps for find in self.finds for steps in find(program, block)]
         found = [steps for steps in found if any(step.is_end for step in steps.values())]
         found = _sufficient(program, block, found) if found else []
-        if found:
+        for steps in found:
             self.before.setdefault(block, list(block.eqns))
-            old = _of_members(program, block, found[0])
-            old = {var for var in old if program.place(var) is None}
-            block.eqns[:] = self._written(block, found[0], old)
+            old = {v for v in _of_members(program, block, steps) if program.place(v) is None}
+            block.eqns[:] = self._written(block, steps, old)
         return bool(found)
 
     def _written(self, block: FlatBlock, steps: Steps, old: set[Var]) -> list[Eqn]:
@@ -162,4 +162,5 @@ def is_served(program: PlacedProgram, eqn: Eqn) -> bool:
     """Whether the server computes an equation, or leaves it to the workers only to pick rows."""
     _, reading = program.readings.get(eqn, ("", None))
     picks = reading is not None and getattr(reading, "picks", False)
-    return not eqn.blocks and not eqn.effects and (reading is None or picks)
+    plain = not (eqn.blocks or eqn.effects or eqn.is_placed_operator)
+    return plain and (reading is None or picks)
