@@ -227,7 +227,10 @@ ad.primitive_jvps[reduce_p] = _reduce_jvp
 def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
     """Transposes the tree of calls itself: a member's cotangent needs the values of all others.
 
-    So what this makes is no reduction, and a plan gathers its operands.
+    That is, what the members before it and those after it come to. A pass has one result for all
+    members, or one for each that its own shard makes; no pass hands a shard what others before it
+    came to. So what this makes is no reduction, and a plan gathers operands: those leaves on which
+    the derivative depends, and none where the function is linear.
     """
     linear = [ad.is_undefined_primal(arg) for arg in args]
     avals = [arg.aval for arg in args if ad.is_undefined_primal(arg)]

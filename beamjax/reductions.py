@@ -189,8 +189,9 @@ def reduce(
     function that is associative up to rounding gives the same bits on every runner; and as many
     shards merge in parallel as there are.
 
-    The derivative in forward mode is again such a reduction. In reverse mode it needs the values of
-    all members at once, so `run` gathers them on the server.
+    The derivative in forward mode is again such a reduction. In reverse mode that of a member needs
+    what those before and after it come to, so `run` gathers the leaves on which it depends on the
+    server: none where the function is linear.
 
     Args:
       combine: takes two trees like one member of `x` and returns such a tree. It may close over

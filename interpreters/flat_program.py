@@ -24,6 +24,11 @@ class Var:
 Atom = Var | jex.Literal
 
 
+def is_placed_operator(primitive: jex.Primitive) -> bool:
+    """Whether a primitive is one of `beamjax.primitives`, or a reduction by a function."""
+    return primitive.name.startswith("bj_")
+
+
 def aval_of(atom: Atom) -> Any:
     """The type of an atom, which JAX declares for literals more loosely than it is."""
     return atom.aval
@@ -48,6 +53,10 @@ class Eqn:
     def blocks(self) -> tuple[FlatBlock, ...]:
         """The blocks of a loop or a branch."""
         return ()
+
+    @property
+    def is_placed_operator(self) -> bool:
+        return is_placed_operator(self.primitive)
 
     def __repr__(self) -> str:
         outs = " ".join(map(repr, self.outputs))

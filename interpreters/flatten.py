@@ -29,6 +29,7 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
     aval_of,
+    is_placed_operator,
 )
 from beamjax.interpreters.hoist import hoist
 from beamjax.interpreters.lines import user_line
@@ -51,7 +52,6 @@ IDENTITIES = frozenset(
     """.split()
 )
 HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
-PLACED_OPERATOR_PREFIX = "bj_"
 
 
 def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
@@ -267,7 +267,7 @@ def _makes_references(jaxpr: Any) -> bool:
             for sub in jex.jaxprs_in_params(eqn.params)
         )
         for eqn in jaxpr.eqns
-        if not eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX)
+        if not is_placed_operator(eqn.primitive)
     )
 
 
@@ -311,7 +311,7 @@ def _line(eqn: Any) -> str:
 def contains_placed_operators(eqn: Any) -> bool:
     """Whether a placed operator stands anywhere in the jaxprs that an equation holds."""
     return any(
-        inner.primitive.name.startswith(PLACED_OPERATOR_PREFIX) or contains_placed_operators(inner)
+        is_placed_operator(inner.primitive) or contains_placed_operators(inner)
         for sub in jex.jaxprs_in_params(eqn.params)
         for inner in getattr(sub, "jaxpr", sub).eqns
     )

@@ -9,19 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.combining import combine_of, fold_members
-from beamjax.extremes import lowest_value
+from beamjax.interpreters.combinations import reduce_bits
 from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.readings import (
     Axes,
-    Combination,
     Fold,
     Local,
     Rule,
     Shard,
     as_is,
     bind,
-    draw_by_batch,
     dropping,
     rule,
     shape_of,
@@ -47,7 +44,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
         return Local((axis,), (dropping(axis, reduced),), as_is)
     name = REDUCTIONS[eqn.primitive.name]
     if name in ("any", "all") and aval_of(eqn.inputs[0]).dtype != np.bool_:
-        return None
+        return reduce_bits(eqn, axis)
     others = tuple(a for a in reduced if a != axis)
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
@@ -70,59 +67,6 @@ def _placed_reduction(name: str) -> Rule:
 
 for _name in REDUCERS:
     rule(f"bj_reduce_{_name}")(_placed_reduction(_name))
-
-
-# --- reductions by a function: of the user, and the place of an extreme
-
-
-@rule("bj_reduce")
-def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> Combination | None:
-    num_served, jaxpr = eqn.params["num_served"], eqn.params["jaxpr"]
-    if draw_by_batch(jaxpr) is not None:
-        return None
-    size = len(eqn.outputs)
-
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
-        count = jnp.sum(shard.mask, dtype=np.int32)
-        combine = combine_of(jaxpr, args[:num_served])
-        return fold_members(combine, args[num_served:], count)
-
-    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
-        return combine_of(jaxpr, served)(left, right)
-
-    in_axes = (None,) * num_served + (0,) * size
-    leaves = tuple(aval_of(var) for var in eqn.outputs)
-    return Combination(in_axes, eqn.params["name"], partial, combine, leaves, tuple(range(size)))
-
-
-@rule("argmax", "argmin", "bj_reduce_argmax", "bj_reduce_argmin")
-def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
-    """The place of the first extreme along the members: each shard sends it with the extreme."""
-    name = eqn.primitive.name.removeprefix("bj_reduce_")
-    reduced = eqn.params.get("axes", (0,))
-    axis = 0 if eqn.primitive.name.startswith("bj_") else axes[0]
-    if axis is None:
-        return None
-    if axis not in reduced:
-        return Local((axis,), (dropping(axis, reduced),), as_is)
-    function, lane = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
-    result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
-
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
-        # Padding comes last, so that of equal extremes it is never the first.
-        x = shard.masked(args[0], axis, lowest_value(lane, operand.dtype))
-        place = function(x, axis, result.dtype)
-        extreme = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
-        return [place + shard.start.astype(result.dtype), jnp.squeeze(extreme, axis)]
-
-    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
-        (i, x), (j, y) = left, right
-        is_better = y > x if lane == "max" else y < x
-        is_better |= (y != y) & (x == x)  # The first NaN is the extreme.
-        return [jnp.where(is_better, b, a) for a, b in ((i, j), (x, y))]
-
-    leaves = (result, jax.ShapeDtypeStruct(result.shape, operand.dtype))
-    return Combination((axis,), name, partial, combine, leaves, (0,))
 
 
 # --- products

@@ -374,7 +374,7 @@ def _why(user: Eqn) -> str:
                 f"{draw[1] or user.line}), and such draws depend on all members"
             )
         return f"the body {user.params['name']} closes over a placed value"
-    if name.startswith("bj_"):
+    if user.is_placed_operator:
         return f"{name.removeprefix('bj_')} reads it as a server value"
     if name in HOST_CALLS:
         return f"{name} calls back to the host with all members"

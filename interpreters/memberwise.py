@@ -200,13 +200,6 @@ def _along(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     return everywhere(eqn, axis)
 
 
-@rule("top_k")
-def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
-    rank = len(shape_of(eqn.inputs[0]))
-    busy = eqn.params.get("axis", -1) % rank
-    return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] != busy else None
-
-
 @rule("unstack")
 def _unstack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     busy, axis = eqn.params["axis"], axes[0]
@@ -221,14 +214,6 @@ def _stack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     if axis is None:
         return None
     return Local((axis,) * len(axes), (axis + (new <= axis),), as_is)
-
-
-@rule("reduce_xor")
-def _reduce_other_axes(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
-    axis, reduced = axes[0], eqn.params["axes"]
-    if axis is None or axis in reduced:
-        return None
-    return Local((axis,), (dropping(axis, reduced),), as_is)
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",

@@ -24,12 +24,15 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
 )
-from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
 from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
+from beamjax.interpreters.readings import shape_of
+from beamjax.interpreters.regrouping import Regrouping
+from beamjax.interpreters.reshaped import reshaped
 from beamjax.interpreters.rules import Fold, Local
 from beamjax.interpreters.sharing import share_gathers
+from beamjax.interpreters.sliced import sliced
 from beamjax.interpreters.views import drop_view, make_views
 from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
 from beamjax.plan import MAX_MEMBERS
@@ -73,9 +76,12 @@ def place(
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
+    regrouping = Regrouping(flat, (sliced, reshaped))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
         _Placing(program, keys, wanted, gathering).block(flat)
+        if regrouping.rewrite(program):
+            continue
         many = _picked_too_often(program)
         refuted = set() if many else _Gathered(program, tried).inputs
         if not refuted and not many:
@@ -83,6 +89,8 @@ def place(
             share_gathers(program, flat)
             return program
         gathering |= many
+        if refuted:
+            regrouping.undo()
         for view in refuted & views.keys():
             drop_view(flat, view)
         tried = {var: along for var, along in tried.items() if var not in refuted}
@@ -185,7 +193,7 @@ class _Placing:
         creations = self.program.creations
         for placement, n in self.program.sizes.items():
             for out, var in enumerate(eqn.outputs):
-                for axis, dim in enumerate(getattr(var.aval, "shape", ())):
+                for axis, dim in enumerate(shape_of(var)):
                     found = rules.invert(eqn, out, axis, n) if dim == n else None
                     if found is not None and all(
                         (operand, Along(placement, k)) in creations
@@ -285,11 +293,11 @@ class _Placing:
         self.program.borders.pop(eqn, None)
         for block in eqn.blocks:
             self.forget(block)
-        made = set(eqn.outputs)
-        for var in made:
+        for var in eqn.outputs:
             self.program.places.pop(var, None)
-        for pair in [pair for pair in self.program.creations if pair[0] in made]:
-            del self.program.creations[pair]
+            for placement in self.program.sizes:
+                for axis in range(len(shape_of(var))):
+                    self.program.creations.pop((var, Along(placement, axis)), None)
 
 
 def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
@@ -329,7 +337,7 @@ class _Gathered:
                 continue
             found = frozenset[Var]().union(*(self.read(*pair) for pair in self.program.reads(eqn)))
             _, reading = self.program.readings.get(eqn, ("", None))
-            if eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
+            if eqn.is_placed_operator:
                 found -= self.program.flat.views.keys()
             if not isinstance(reading, Fold):
                 self.add(eqn.outputs, found)

@@ -38,6 +38,10 @@ class Shard:
         """int32[size]: the index of each member among all."""
         return self.start + lax.iota(np.dtype("int32"), self.size)
 
+    def count(self) -> jax.Array:
+        """An int32 scalar: the number of members, padding left out."""
+        return jnp.sum(self.mask, dtype=np.int32)
+
     def masked(self, x: Any, axis: int, fill: Any = 0) -> Any:
         """`x` with `fill` for padding; zeros, for instance, add nothing to a sum."""
         mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))
@@ -117,8 +121,7 @@ def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
     Layouts are left out: whoever runs a plan knows nothing of the mesh of the process that staged
     the program.
     """
-    operator = eqn.primitive.name.startswith("bj_")
-    layouts = ("mesh", "spmd_axis_name") if operator else ("sharding", "out_sharding")
+    layouts = ("mesh", "spmd_axis_name") if eqn.is_placed_operator else ("sharding", "out_sharding")
     off = {key: None for key in layouts if key in eqn.params}
     return _compat.bind(eqn.primitive, args, eqn.params | off | changes)
 

@@ -18,7 +18,6 @@ from jax import lax
 from beamjax import primitives
 from beamjax.interpreters import rules
 from beamjax.interpreters.flat_program import Atom, Eqn, FlatProgram, Var, aval_of
-from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
 from beamjax.interpreters.places import Along
 from beamjax.interpreters.prune import prune
 from beamjax.interpreters.readings import Local, Shard
@@ -66,9 +65,7 @@ def move_cuts(
 
 
 def _placement(eqn: Eqn) -> str | None:
-    if not eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
-        return None
-    return eqn.params.get("placement")
+    return eqn.params.get("placement") if eqn.is_placed_operator else None
 
 
 class _Rows:
@@ -96,7 +93,7 @@ class _Rows:
             self.inputs[atom] = None
             return True
         eqn = self.makers.get(atom)
-        if eqn is None or eqn.effects or eqn.primitive.name.startswith(PLACED_OPERATOR_PREFIX):
+        if eqn is None or eqn.effects or eqn.is_placed_operator:
             return False
         if eqn in self.eqns:
             return self.eqns[eqn].out_axes[eqn.outputs.index(atom)] == 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from beamjax.interpreters import folds, indexing, memberwise
+from beamjax.interpreters import combinations, folds, indexing, memberwise
 from beamjax.interpreters.creations import CREATE
 from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.memberwise import ELEMENTWISE
@@ -32,7 +32,8 @@ from beamjax.interpreters.readings import (
 )
 
 __all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shard", "bind",
-           "classify", "create", "folds", "indexing", "invert", "memberwise"]  # fmt: skip
+           "classify", "combinations", "create", "folds", "indexing", "invert",
+           "memberwise"]  # fmt: skip
 
 
 R = TypeVar("R", Local, Fold)

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
 from beamjax.interpreters.places import PlacedProgram
 
-VIEWS = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze", "transpose"})
+VIEWS = frozenset(
+    {"broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze", "transpose", "unstack"}
+)
 
 
 def share_gathers(program: PlacedProgram, block: FlatBlock) -> None:
@@ -52,7 +54,7 @@ def _origin(var: Var, makers: dict[Var, Eqn]) -> Var:
     """The value that a value is a view of, or itself."""
     while var in makers and makers[var].primitive.name in VIEWS:
         operands = _variables(makers[var].inputs)
-        if len(operands) != 1:
+        if len(operands) != 1 or len(makers[var].outputs) != 1:
             break
         (var,) = operands
     return var

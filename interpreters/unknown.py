@@ -127,7 +127,7 @@ def _check(program: PlacedProgram, piece: Piece) -> None:
                     if _symbolic(rest):
                         what = f"gives or takes as many entries as {piece.placement!r} has members"
                         raise _refusal(program, eqn, f"{what} for each member", [atom])
-                if eqn.primitive.name.startswith("bj_"):
+                if eqn.is_placed_operator:
                     _check_inside(program, eqn)
         case LoopPiece(eqn=eqn):
             if eqn.rounds is not None and is_unknown(eqn.rounds):

@@ -15,7 +15,6 @@ from beamjax.interpreters.flat_program import (
     Var,
     aval_of,
 )
-from beamjax.interpreters.flatten import PLACED_OPERATOR_PREFIX
 from beamjax.interpreters.places import Along, Place
 
 
@@ -54,8 +53,7 @@ class PlacementKeys:
 
 
 def _is_operator(eqn: Eqn) -> bool:
-    name = eqn.primitive.name
-    return name.startswith(PLACED_OPERATOR_PREFIX) and name != "bj_size"
+    return eqn.is_placed_operator and eqn.primitive.name != "bj_size"
 
 
 def _members(eqn: Eqn) -> int:

@@ -217,10 +217,12 @@ group(
             x, x, (((0,), (0,)), ((), ())), preferred_element_type=np.dtype("int32")
         ),
         "uint8_sum": lambda x, y: jnp.sum(x.astype("uint8"), 0),
-    },
-    gather={
         "or_of_ints": lambda x, y: lax.reduce_or(x, (0,)),
+        "and_of_ints": lambda x, y: lax.reduce_and(x | 6, (0,)),
         "xor_of_ints": lambda x, y: lax.reduce_xor(x, (0,)),
+        "xor_of_all": lambda x, y: lax.reduce_xor(x, (0, 1)),
+        "and_of_unsigned": lambda x, y: jnp.bitwise_and.reduce(x.astype("uint8") | 9),
+        "or_of_transposed": lambda x, y: lax.reduce_or(x.T.astype("uint32"), (1,)),
     },
 )
 
@@ -240,13 +242,14 @@ group(
         "and": lambda x: x & ~x,
         "to_float": lambda x: x.astype("float32"),
         "any_1": lambda x: jnp.any(x, 1),
-        "xor": lambda x: lax.reduce_xor(x, (1,)),
+        "xor_1": lambda x: lax.reduce_xor(x, (1,)),
     },
     fold={
         "any": lambda x: jnp.any(x, 0),
         "all": lambda x: jnp.all(x),
         "sum": lambda x: jnp.sum(x, 0),
         "max": lambda x: jnp.max(x, 0),
+        "xor": lambda x: lax.reduce_xor(x, (0,)),
         "count": lambda x: jnp.count_nonzero(x, axis=0),
     },
 )
@@ -434,19 +437,164 @@ group(
         "moved_sum": lambda x, y: jnp.sum(jnp.moveaxis(x, 0, 1), (1, 2)),
         "argmax_0": lambda x, y: jnp.argmax(x, 0),
         "argmin_0": lambda x, y: jnp.argmin(jnp.round(x), 0),
+        "top_k_0": lambda x, y: lax.top_k(x[:, 0, 0], 3),
+        "top_k_each": lambda x, y: lax.top_k(jnp.moveaxis(x, 0, 2), 2),
+        "top_k_equal": lambda x, y: lax.top_k((x[:, 0, 0] > 0).astype("int32"), 5),
+        "top_k_lowest": lambda x, y: lax.top_k(jnp.full_like(x[:, 0, 0], -jnp.inf), 5),
+        "top_k_of_nan": lambda x, y: lax.top_k(
+            jnp.where(x > 1, jnp.nan, jnp.where(x < 0, -jnp.nan, jnp.sign(y) * 0))[:, 0].T, 5
+        ),
+        "top_k_of_bytes": lambda x, y: lax.top_k((9 * x[:, 0, 0]).astype("uint8"), 4),
+        "top_k_of_bfloat16": lambda x, y: lax.top_k(-x[:, 0, 0].astype("bfloat16"), 5),
         "argmax_moved": lambda x, y: jnp.argmax(jnp.moveaxis(x > 1, 0, 1), 1),
     },
     gather={
         "sort_0": lambda x, y: jnp.sort(x, 0),
         "median_0": lambda x, y: jnp.median(x, 0),
         "cumsum_0": lambda x, y: jnp.cumsum(x, 0),
-        "argmax_flat": lambda x, y: jnp.argmax(x),
         "cummax_0": lambda x, y: lax.cummax(x, 0),
         "window_0": lambda x, y: lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"),
-        "top_k_0": lambda x, y: lax.top_k(x[:, 0, 0], 3),
+        "top_many": lambda x, y: lax.top_k(x[:, 0, 0], 6),
         "scan": lambda x, y: lax.scan(lambda c, v: (c + v, None), jnp.zeros((6, 5)), x)[0],
         "map": lambda x, y: lax.map(jnp.sin, x),
         "axes_differ": lambda x, y: x[:, 0] @ y[:, 1].T,
+    },
+)
+
+# --- reductions of members that are sliced or reshaped
+
+group(
+    "sliced",
+    placed(normal(N, 4)),
+    placed(ints(N, seed=1)),
+    normal(4, 3, seed=2),
+    fold={
+        "sum": lambda x, k, w: jnp.sum(x[:8], 0),
+        "mean_of_all": lambda x, k, w: jnp.mean(x[2:10]),
+        "max": lambda x, k, w: jnp.max(x[1:], 0),
+        "min_of_columns": lambda x, k, w: jnp.min(x[1:, 1:3], 0),
+        "prod": lambda x, k, w: jnp.prod(x[:-1, 0]),
+        "any": lambda x, k, w: jnp.any(x[3:] > 1, 0),
+        "all": lambda x, k, w: jnp.all(x[3:, ::2] > -2),
+        "var": lambda x, k, w: jnp.var(x[:8], 0),
+        "computed": lambda x, k, w: jnp.sum(jnp.tanh(x[:8] @ w), 0),
+        "transposed": lambda x, k, w: jnp.sum(jnp.exp(x.T[:, 4:]), 1),
+        "vmapped": lambda x, k, w: jnp.mean(jax.vmap(lambda v: jnp.max(v @ w))(x[4:])),
+        "gram": lambda x, k, w: x[:7].T @ jnp.square(x[:7]),
+        "regression": lambda x, k, w: jnp.linalg.solve(
+            x[:8].T @ x[:8] + jnp.eye(4), x[:8].T @ k[:8].astype("float32")
+        ),
+        "split": lambda x, k, w: (jnp.sum(x[:7], 0), jnp.max(x[4:], 0)),
+        "halves": lambda x, k, w: jnp.sum(x[:6], 0) - jnp.sum(x[6:], 0),
+        "segments": lambda x, k, w: jax.ops.segment_sum(x[:9], k[:9], 4),
+        "segment_max": lambda x, k, w: jax.ops.segment_max(x[2:], k[2:], 4),
+        "counted": lambda x, k, w: jnp.sum(x[2:] * jnp.arange(9.0)[:, None], 0),
+        "drawn": lambda x, k, w: jnp.sum(x[2:] * jax.random.normal(jax.random.key(0), (9, 4)), 0),
+        "outside_nan": lambda x, k, w: jnp.sum(jnp.where(jnp.arange(N) > 8, jnp.nan, x[:, 0])[:8]),
+        "outside_inf": lambda x, k, w: (x / jnp.arange(float(N))[:, None])[1:].T @ x[1:],
+        "integers": lambda x, k, w: jnp.sum(k[1:].astype("uint8") * 99),
+        "bfloat16": lambda x, k, w: jnp.sum(x[1:].astype("bfloat16"), 0),
+        "gradient": lambda x, k, w: jax.grad(
+            lambda w: jnp.mean((jax.nn.relu(x[:8] @ w)[:, 0] - k[:8].astype("float32")) ** 2)
+        )(w),
+        "convolved": lambda x, k, w: jax.grad(lambda w: jnp.sum(conv_rows(jnp.tanh(x[1:]), w)))(
+            w[:2]
+        ),
+        "held_out": lambda x, k, w: [
+            jnp.mean(jnp.argmax(part @ w, 1) == keys)
+            for part, keys in ((x[:8], k[:8]), (x[2:], k[2:]))
+        ],
+    },
+    local={
+        "gradient_of_members": lambda x, k, w: jax.grad(
+            lambda x: jnp.mean(jnp.tanh(x[:8] @ w) ** 2)
+        )(x),
+    },
+)
+group(
+    "sliced_and_whole",
+    placed(normal(N, 4)),
+    placed(ints(N, seed=1)),
+    normal(4, 3, seed=2),
+    gather={
+        "scan": lambda x, k, w: jnp.cumsum(x[:8], 0),
+        "rows": lambda x, k, w: x[:8],
+        "rows_too": lambda x, k, w: (x[:8], jnp.sum(x[:8], 0)),
+        "neighbours": lambda x, k, w: jnp.sum(jnp.abs(x[1:] - x[:-1])),
+        "with_server": lambda x, k, w: jnp.sum(x[:8] * jnp.concatenate([w, w])[:, :1], 0),
+    },
+)
+
+
+def conv_rows(x, kernel):
+    return lax.conv_general_dilated(x[:, None], kernel[:, None], (1,), "SAME")
+
+
+M = 12
+group(
+    "reshaped",
+    placed(normal(M, 4)),
+    placed(normal(M, 2, 3, seed=1), 1),
+    normal(4, seed=2),
+    fold={
+        "all": lambda x, y, w: jnp.sum(x.reshape(3, 4, 4)),
+        "all_members": lambda x, y, w: jnp.max(x.reshape(3, 4, 4), (0, 1)),
+        "mean_1": lambda x, y, w: jnp.mean(x.reshape(3, 4, 4), 1),
+        "sum_0": lambda x, y, w: jnp.sum(x.reshape(3, 4, 4), 0),
+        "max_1": lambda x, y, w: jnp.max(x.reshape(2, 6, 4), 1),
+        "min_middle": lambda x, y, w: jnp.min(x.reshape(2, 3, 2, 4), (1, 3)),
+        "sum_outer": lambda x, y, w: jnp.sum(x.reshape(2, 3, 2, 2, 2), (0, 2, 4)),
+        "prod_1": lambda x, y, w: jnp.prod(x.reshape(4, 3, 4), 1),
+        "any_1": lambda x, y, w: jnp.any(x.reshape(4, 3, 4) > 1, 1),
+        "all_0": lambda x, y, w: jnp.all(x.reshape(4, 3, 4) < 1, 0),
+        "with_ones": lambda x, y, w: jnp.sum(x.reshape(1, 3, 1, 4, 4, 1), (0, 3)),
+        "keeping_ones": lambda x, y, w: jnp.sum(x.reshape(1, 12, 4, 1), 1),
+        "merged": lambda x, y, w: jnp.sum(x.reshape(24, 2), 0),
+        "merged_too_far": lambda x, y, w: jnp.sum(x.reshape(6, 8), 0),
+        "merged_and_cut": lambda x, y, w: jnp.max(x.reshape(3, 8, 2), 1),
+        "merged_flat": lambda x, y, w: jnp.sum(x.reshape(2, 24), 1),
+        "computed": lambda x, y, w: jnp.sum(jnp.tanh(x.ravel()) ** 2),
+        "two": lambda x, y, w: jnp.sum(jnp.where(x.ravel() > 0, jnp.exp(x.ravel()), 1.0)),
+        "norm": lambda x, y, w: jnp.linalg.norm(2 * x.reshape(-1), jnp.inf),
+        "inside": lambda x, y, w: jnp.sum(y.reshape(2, 3, 4, 3), 1),
+        "inside_too": lambda x, y, w: jnp.sum(y.reshape(2, 3, 12), (0, 2)),
+        "both_ways": lambda x, y, w: (jnp.sum(x.reshape(3, 16), 1), jnp.sum(x.reshape(4, 12), 1)),
+        "integers": lambda x, y, w: jnp.sum((9 * x).astype("int8").reshape(3, 16) * 3, 1),
+        "bytes": lambda x, y, w: lax.reduce_max((9 * x).astype("uint8").reshape(3, 16), (1,)),
+        "bits": lambda x, y, w: lax.reduce_or((9 * x).astype("int8").reshape(3, 16), (0, 1)),
+        "bfloat16": lambda x, y, w: jnp.mean(x.astype("bfloat16").reshape(3, 4, 4), 1),
+        "complex": lambda x, y, w: jnp.sum(lax.complex(x, -x).reshape(3, 4, 4), 1),
+        "argmax": lambda x, y, w: jnp.argmax(x),
+        "argmin": lambda x, y, w: jnp.argmin(y),
+        "argmax_of_axes": lambda x, y, w: jnp.unravel_index(jnp.argmax(y), y.shape),
+        "argmax_equal": lambda x, y, w: jnp.argmax(jnp.round(y)),
+        "argmax_bools": lambda x, y, w: jnp.argmax(x > 1.5),
+        "argmax_none": lambda x, y, w: jnp.argmax(x > 99),
+        "argmin_of_nan": lambda x, y, w: jnp.argmin(jnp.where(x > 1, jnp.nan, x)),
+        "argmax_of_lowest": lambda x, y, w: jnp.argmax(jnp.full_like(x, -jnp.inf)),
+        "argmax_bytes": lambda x, y, w: lax.argmax(x.ravel().astype("int8"), 0, np.dtype("uint8")),
+        "nanargmin": lambda x, y, w: jnp.nanargmin(jnp.where(x < 0, jnp.nan, x)),
+    },
+    local={
+        "gradient_of_members": lambda x, y, w: jax.grad(lambda x: jnp.sum(jnp.tanh(x.ravel())))(x),
+        "and_back": lambda x, y, w: jnp.sin(x.ravel()).reshape(x.shape),
+    },
+)
+group(
+    "reshaped_and_whole",
+    placed(normal(M, 4)),
+    placed(normal(M, 2, 3, seed=1), 1),
+    normal(4, seed=2),
+    gather={
+        "again": lambda x, y, w: jnp.sum(x.reshape(3, 16).reshape(6, 8), 1),
+        "rows": lambda x, y, w: x.reshape(3, 16),
+        "sums_too": lambda x, y, w: (x.reshape(3, 16), jnp.sum(x.reshape(3, 16), 1)),
+        "sorted_too": lambda x, y, w: (jnp.sort(x.ravel()), jnp.sum(x.ravel())),
+        "flat": lambda x, y, w: x.reshape(-1) * 2,
+        "weighted": lambda x, y, w: jnp.sum(x.reshape(3, 4, 4) * w[None, :, None]),
+        "complex_extremes": lambda x, y, w: jnp.max(lax.complex(x, -x).reshape(3, 4, 4), 1),
+        "bits_of_rows": lambda x, y, w: lax.reduce_or((9 * x).astype("int8").reshape(3, 16), (1,)),
+        "too_many_rows": lambda x, y, w: jnp.sum(x.reshape(2, 24), 0),
     },
 )
 
@@ -723,6 +871,59 @@ group(
         "gradient": lambda x, y, w: jax.grad(lambda v: jnp.sum(bj.reduce(lambda a, b: a * b, v)))(
             y / 3
         ),
+    },
+)
+
+
+def products(*dims):
+    """Products of pairs, reduced over `dims`: each sum counts with the product of all before it."""
+    pairs = lambda a, b: (a[0] * b[0], a[0] * b[1] + a[1])
+    return lambda x, y, w: lax.reduce((x, y), (w[0], w[1]), pairs, dims)
+
+
+group(
+    "by_a_lax_function",
+    placed(ints(N, 3, 4, low=-3, seed=3)),
+    placed(ints(N, 3, 4, low=-3, seed=4)),
+    ints(2, low=1, seed=5),
+    local={
+        "of_each": products(1),
+        "of_both_others": products(2, 1),
+    },
+    fold={
+        "pairs": products(0),
+        "pairs_02": products(0, 2),
+        "pairs_all": products(2, 0, 1),
+        "or": lambda x, y, w: lax.reduce(x, w[0], lambda a, b: a | b | 8, (0,)),
+        "sum_from_one": lambda x, y, w: lax.reduce(x, np.int32(1), lax.add, (0,)),
+        "bytes": lambda x, y, w: lax.reduce(
+            x.astype("int8"), np.int8(5), lambda a, b: a + 17 * b - 16 * b, (0, 1)
+        ),
+        "floats": lambda x, y, w: lax.reduce(x / 8, 0.0, lambda a, b: a + b + a * b, (0,)),
+        "narrow": lambda x, y, w: lax.reduce(
+            x.astype("bfloat16"), jnp.bfloat16(-9), lambda a, b: jnp.where(a > b, a, b), (0, 1, 2)
+        ),
+        "place": lambda x, y, w: lax.reduce(
+            (x[:, 0, 0], jnp.arange(N)),
+            (np.int32(-9), np.int32(0)),
+            lambda a, b: [jnp.where(b[0] > a[0], v, u) for u, v in zip(a, b, strict=True)],
+            (0,),
+        ),
+        "of_server_pairs": lambda x, y, w: lax.reduce(
+            (x, jnp.ones_like(x)),
+            (w[0], w[1]),
+            lambda a, b: (a[0] + b[0] * b[1], a[1] * b[1]),
+            (0,),
+        ),
+    },
+    gather={
+        # JAX makes of it a tree of slices.
+        "tangents": lambda x, y, w: jax.jvp(
+            lambda v: lax.reduce(v, 1.0, lambda a, b: a * b, (0,)), (x / 2,), (y / 2,)
+        ),
+        # Rows before columns: each row of the result holds some of all members.
+        "members_last": lambda x, y, w: products(0, 1)(x.swapaxes(0, 1), y.swapaxes(0, 1), w),
+        "no_entries": lambda x, y, w: products(0, 1)(x[:, :0], y[:, :0], w),
     },
 )
 

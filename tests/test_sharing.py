@@ -34,3 +34,11 @@ def test_one_gather(name):
 def test_a_part_alone_is_not_a_reason_to_gather_all():
     prog = bj.program(clients=N)(lambda x: jnp.sort(bj.map_fn(jnp.sin, x)[:, 0]))
     assert bj.explain(prog, X).facts.gathered_bytes == 4 * N
+
+
+def test_what_is_sorted_and_read_by_its_order_is_gathered_once():
+    prog = bj.program(clients=N)(lambda k: jnp.unique(bj.map_fn(lambda v: v % 4, k), size=5))
+    keys = jnp.arange(N)
+    assert bj.explain(prog, keys).facts.gathered_bytes == keys.nbytes
+    found = bj.run(prog, keys, runner="local", options={"shard_size": 8})
+    np.testing.assert_array_equal(found, jax.jit(prog)(keys))

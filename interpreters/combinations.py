@@ -1,0 +1,215 @@
+"""Rules for equations that reduce over the members by a function: lists of arrays a shard.
+
+Functions of the user, the places of extremes, the first in order, and the bits of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from beamjax.combining import combine_of, fold_members
+from beamjax.extremes import lowest_value
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.flat_program import Eqn, aval_of
+from beamjax.interpreters.picks import MAX_SHARE
+from beamjax.interpreters.readings import (
+    Axes,
+    Combination,
+    Local,
+    Shard,
+    as_is,
+    bind,
+    draw_by_batch,
+    dropping,
+    everywhere,
+    only,
+    rule,
+    shape_of,
+)
+
+# --- by a function of the user
+
+
+@rule("bj_reduce")
+def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> Combination | None:
+    num_served, jaxpr = eqn.params["num_served"], eqn.params["jaxpr"]
+    if draw_by_batch(jaxpr) is not None:
+        return None
+    size = len(eqn.outputs)
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        combine = combine_of(jaxpr, args[:num_served])
+        return fold_members(combine, args[num_served:], shard.count())
+
+    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
+        return combine_of(jaxpr, served)(left, right)
+
+    in_axes = (None,) * num_served + (0,) * size
+    leaves = tuple(aval_of(var) for var in eqn.outputs)
+    return Combination(in_axes, eqn.params["name"], partial, combine, leaves, tuple(range(size)))
+
+
+@rule("reduce")
+def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+    """`lax.reduce` by an associative function of numbers, in the order of the members.
+
+    A function that does not commute is called in row-major order, as XLA does, so the members must
+    come before all else that is reduced.
+    """
+    size, reduced = len(eqn.outputs), eqn.params["dimensions"]
+    axis = only(axes[:size])
+    if axis is None or any(k is not None for k in axes[size:]):
+        return None
+    in_axes = (axis,) * size + (None,) * size
+    if axis not in reduced:
+        return Local(in_axes, (dropping(axis, reduced),) * size, as_is)
+    others = [k for k in sorted(reduced) if k != axis]
+    entries = [shape_of(eqn.inputs[0])[k] for k in others]
+    if axis != min(reduced) or 0 in entries or draw_by_batch(eqn.params["jaxpr"]) is not None:
+        return None
+    function = jex.jaxpr_as_fun(eqn.params["jaxpr"])
+
+    def joined(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
+        shape = left[0].shape
+        outs = jax.vmap(function)(*(x.reshape(-1) for x in (*left, *right)))
+        return [out.reshape(shape) for out in outs]
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        rows = [jnp.moveaxis(x, [axis, *others], range(1 + len(others))) for x in args[:size]]
+        inner = math.prod(entries)
+        leaves = [x.reshape(-1, *x.shape[1 + len(others) :]) for x in rows]
+        totals = fold_members(joined, leaves, shard.count() * inner)
+        starts = [jnp.broadcast_to(x, totals[0].shape) for x in args[size:]]
+        begun = joined(starts, totals)
+        # The first value counts once, and before all others.
+        return [jnp.where(shard.start == 0, x, y) for x, y in zip(begun, totals, strict=True)]
+
+    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
+        return joined(left, right)
+
+    leaves = tuple(aval_of(var) for var in eqn.outputs)
+    return Combination(in_axes, "reduce", partial, combine, leaves, tuple(range(size)))
+
+
+# --- the place of an extreme, and the highest values
+
+
+@rule("argmax", "argmin", "bj_reduce_argmax", "bj_reduce_argmin")
+def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+    """The place of the first extreme along the members: each shard sends it with the extreme."""
+    name = eqn.primitive.name.removeprefix("bj_reduce_")
+    reduced = eqn.params.get("axes", (0,))
+    axis = 0 if eqn.is_placed_operator else axes[0]
+    if axis is None:
+        return None
+    if axis not in reduced:
+        return Local((axis,), (dropping(axis, reduced),), as_is)
+    function, lane = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
+    result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        # Padding comes last, so that of equal extremes it is never the first.
+        x = shard.masked(args[0], axis, lowest_value(lane, operand.dtype))
+        place = function(x, axis, result.dtype)
+        extreme = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
+        return [place + shard.start.astype(result.dtype), jnp.squeeze(extreme, axis)]
+
+    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
+        (i, x), (j, y) = left, right
+        is_better = y > x if lane == "max" else y < x
+        is_better |= (y != y) & (x == x)  # The first NaN is the extreme.
+        return [jnp.where(is_better, b, a) for a, b in ((i, j), (x, y))]
+
+    leaves = (result, jax.ShapeDtypeStruct(result.shape, operand.dtype))
+    return Combination((axis,), name, partial, combine, leaves, (0,))
+
+
+NOWHERE = np.int32(2**31 - 1)
+"""The place of what is no member; see `MAX_MEMBERS`."""
+
+
+@rule("top_k")
+def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+    """The highest values along the members, with their places: each shard sends as many."""
+    axis, k = axes[0], eqn.params["k"]
+    busy = eqn.params.get("axis", -1) % len(shape_of(eqn.inputs[0]))
+    if axis is None:
+        return None
+    if axis != busy:
+        return everywhere(eqn, axis)
+    if k == 0 or (not is_unknown(n) and k > MAX_SHARE * n):
+        return None
+    lowest = _lowest_of_all(aval_of(eqn.inputs[0]).dtype)
+
+    def highest(x: Any, places: Any) -> list[Any]:
+        # Of equal values the first come first, and members before all else.
+        order = jnp.argsort(places == NOWHERE, axis=-1, stable=True)
+        x, places = (jnp.take_along_axis(each, order, -1) for each in (x, places))
+        values, chosen = jax.lax.top_k(x, k)
+        found = [values, jnp.take_along_axis(places, chosen, -1)]
+        return [jnp.moveaxis(each, -1, axis) for each in found]
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        x = jnp.moveaxis(shard.masked(args[0], axis, lowest), axis, -1)
+        places = jnp.broadcast_to(jnp.where(shard.mask, shard.indices(), NOWHERE), x.shape)
+        missing = [(0, 0)] * (x.ndim - 1) + [(0, max(0, k - shard.size))]
+        x = jnp.pad(x, missing, constant_values=lowest)
+        return highest(x, jnp.pad(places, missing, constant_values=NOWHERE))
+
+    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
+        pairs = zip(left, right, strict=True)
+        both = [jnp.moveaxis(jnp.concatenate(pair, axis), axis, -1) for pair in pairs]
+        return highest(*both)
+
+    leaves = tuple(aval_of(var) for var in eqn.outputs)
+    return Combination((axis,), "top_k", partial, combine, leaves, (0, 1))
+
+
+def _lowest_of_all(dtype: Any) -> Any:
+    """The scalar that comes last in the order of `lax.top_k`: a negative NaN if there is one."""
+    if not jnp.issubdtype(dtype, np.floating):
+        return lowest_value("max", dtype)
+    bits = np.dtype(f"uint{8 * dtype.itemsize}")
+    return np.array(np.iinfo(bits).max, bits).view(dtype)[()]
+
+
+# --- bits
+
+_BITS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "reduce_and": (jnp.bitwise_and, True),
+    "reduce_or": (jnp.bitwise_or, False),
+    "reduce_xor": (jnp.bitwise_xor, False),
+}
+"""For each reduction of bits, the function of two, and the bit that changes nothing."""
+
+
+def reduce_bits(eqn: Eqn, axis: int) -> Combination:
+    """The reduction of integers, bit by bit, whose members lie along one of the reduced axes."""
+    function, bit = _BITS[eqn.primitive.name]
+    result = aval_of(eqn.outputs[0])
+    zero = np.zeros((), result.dtype)
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        return bind(eqn, [shard.masked(args[0], axis, ~zero if bit else zero)])
+
+    def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
+        return [function(*left, *right)]
+
+    return Combination((axis,), eqn.primitive.name, partial, combine, (result,), (0,))
+
+
+@rule("reduce_xor")
+def _reduce_xor(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+    axis, reduced = axes[0], eqn.params["axes"]
+    if axis is None:
+        return None
+    if axis not in reduced:
+        return Local((axis,), (dropping(axis, reduced),), as_is)
+    return reduce_bits(eqn, axis)

@@ -1,0 +1,273 @@
+"""Reductions of members that were reshaped, as reductions of the members in the shape they had.
+
+A reduction asks which numbers come together in one of its results, not in which shape they stood.
+All entries of what the members were reshaped to are reduced at once, or those of some axes: then
+each member counts for one row of the result, or for a few, as in `jax.ops.segment_sum`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from beamjax.extremes import lowest_value
+from beamjax.interpreters import rules
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.flat_program import Eqn, FlatBlock, Var, aval_of
+from beamjax.interpreters.folds import REDUCTIONS
+from beamjax.interpreters.places import Along, PlacedProgram
+from beamjax.interpreters.readings import bind, shape_of
+from beamjax.interpreters.regrouping import Step, is_served
+from beamjax.plan import MAX_MEMBERS
+from beamjax.reducers import REDUCERS
+
+MAX_ROWS = 8
+"""Of a table that each shard sends, for few members; for more, the square root of their number."""
+
+Function = Callable[[Any], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """A placed value of one shape that a program reads in another."""
+
+    along: Along
+    shape: tuple[int, ...]
+    to: tuple[int, ...]
+
+    @staticmethod
+    def of(program: PlacedProgram, eqn: Eqn) -> Reshape | None:
+        """That of an equation on the server, if it is one of members of a known number."""
+        if eqn.primitive.name != "reshape" or not is_served(program, eqn):
+            return None
+        along = program.place(eqn.inputs[0])
+        if along is None or len(eqn.inputs) > 1 or is_unknown(program.sizes[along.placement]):
+            return None
+        plain = eqn.params["dimensions"] is None
+        return Reshape(along, shape_of(eqn.inputs[0]), shape_of(eqn.outputs[0])) if plain else None
+
+
+def reshaped(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
+    """For each shape that members are brought to in a block, what follows from it alone."""
+    changes = (Reshape.of(program, eqn) for eqn in block.eqns)
+    for change in dict.fromkeys(filter(None, changes)):
+        yield _steps(program, block, change)
+
+
+def _steps(program: PlacedProgram, block: FlatBlock, change: Reshape) -> dict[Eqn, Step]:
+    steps: dict[Eqn, Step] = {}
+    # What has the shape that is asked for: made of the members, or one number everywhere.
+    known: set[Var | None] = set()
+    fills: set[Var | None] = set()
+    for eqn in block.eqns:
+        if not is_served(program, eqn) or not eqn.outputs:
+            continue
+        out = eqn.outputs[0]
+        if Reshape.of(program, eqn) == change:
+            steps[eqn] = Step(eqn.inputs, [False], lambda x: [x])
+            known.add(out)
+            continue
+        inputs = [a if isinstance(a, Var) else None for a in eqn.inputs]
+        if shape_of(out) == change.to and _is_fill(eqn):
+            steps[eqn] = Step(eqn.inputs, [False], _filled(eqn, change.shape))
+            fills.add(out)
+        elif eqn.primitive.name in rules.ELEMENTWISE and known.intersection(inputs):
+            whole = [var in known or var in fills for var in inputs]
+            others = [a for a, mark in zip(eqn.inputs, whole, strict=True) if not mark]
+            if all(shape_of(a) == () and program.place(a) is None for a in others):
+                steps[eqn] = Step(eqn.inputs, whole, functools.partial(_bound, eqn))
+                known.update(eqn.outputs)
+        elif len(inputs) == 1 and inputs[0] in known:
+            function = _end(eqn, change)
+            if function is not None:
+                steps[eqn] = Step(eqn.inputs, [True], function, is_end=True)
+    return steps
+
+
+def _bound(eqn: Eqn, *args: Any) -> Sequence[Any]:
+    return bind(eqn, args)
+
+
+def _is_fill(eqn: Eqn) -> bool:
+    one = eqn.primitive.name == "broadcast_in_dim" and len(eqn.inputs) == 1
+    return one and shape_of(eqn.inputs[0]) == ()
+
+
+def _filled(eqn: Eqn, shape: tuple[int, ...]) -> Function:
+    return lambda x: bind(eqn, [x], shape=shape)
+
+
+def _end(eqn: Eqn, change: Reshape) -> Function | None:
+    """What gives a reduction of reshaped members, or their first shape again, from the members."""
+    name = eqn.primitive.name
+    if name == "reshape" and shape_of(eqn.outputs[0]) == change.shape:
+        return functools.partial(_bound, eqn)
+    if name in REDUCTIONS:
+        return _Axes.reduction(eqn, change)
+    if name in ("argmax", "argmin") and len(change.to) == 1 and eqn.params["axes"] == (0,):
+        return _place_of_extreme(eqn, change)
+    return None
+
+
+# --- the place of an extreme among all entries
+
+
+def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
+    dtype, index = aval_of(eqn.inputs[0]).dtype, np.dtype(eqn.params["index_dtype"])
+    lane = "max" if eqn.primitive.name == "argmax" else "min"
+    if change.to[0] > np.iinfo(index).max:
+        return None
+
+    def better(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
+        (x, i), (y, j) = left, right
+        is_right = y > x if lane == "max" else y < x
+        # The first NaN is the extreme.
+        is_right |= (y != y) & (x == x)
+        is_right |= ((x == y) | (x != x) & (y != y)) & (j < i)
+        return jnp.where(is_right, y, x), jnp.where(is_right, j, i)
+
+    def function(x: Any) -> Sequence[Any]:
+        strides = [math.prod(x.shape[k + 1 :]) for k in range(x.ndim)]
+        places = [lax.broadcasted_iota(index, x.shape, k) for k in range(x.ndim)]
+        number = sum(i * index.type(s) for i, s in zip(places, strides, strict=True))
+        operands = tuple(jnp.moveaxis(each, change.along.axis, 0) for each in (x, number))
+        start = lowest_value(lane, dtype), index.type(np.iinfo(index).max)
+        return [lax.reduce(operands, start, better, range(x.ndim))[1]]
+
+    return function
+
+
+# --- reductions along some axes
+
+
+class _Axes:
+    """The axes of a reshaped value in those of the members.
+
+    Attributes:
+      shape: the members' shape, in which the axes that need not be merged or cut are those of the
+        reshaped value.
+      numbers: for each axis of `shape`, which of the reshaped value it is; None for the members and
+        for what is merged with them.
+      merged: the axes of the reshaped value that the members, and what is merged with them, are.
+      member: the place of the members in `shape`; what is merged with them, if anything, follows.
+    """
+
+    def __init__(self, change: Reshape):
+        self.to = change.to
+        self.shape: list[int] = []
+        self.numbers: list[int | None] = []
+        self.merged: list[int] = []
+        self.member: int | None = None
+        for olds, news in _groups(change.shape, change.to):
+            if change.along.axis not in olds:
+                self.shape += [change.to[k] for k in news]
+                self.numbers += news
+                continue
+            if math.prod(change.shape[k] for k in olds if k < change.along.axis) != 1:
+                return
+            inner = math.prod(change.shape[k] for k in olds if k > change.along.axis)
+            alone = len(news)
+            while alone and inner % math.prod(change.to[k] for k in news[alone - 1 :]) == 0:
+                alone -= 1
+            rest = news[alone:]
+            self.member, self.merged = len(self.shape), news[:alone]
+            width = inner // math.prod(change.to[k] for k in rest)
+            self.shape += [change.shape[change.along.axis], width, *(change.to[k] for k in rest)]
+            self.numbers += [None, None, *rest]
+
+    @staticmethod
+    def reduction(eqn: Eqn, change: Reshape) -> Function | None:
+        """A reduction along axes of the reshaped value, from the members to its result."""
+        reduced = set(eqn.params["axes"])
+        if not 0 < math.prod(change.shape) <= MAX_MEMBERS:
+            return None
+        axes = _Axes(change)
+        kept = [k for k in axes.merged if k not in reduced]
+        if axes.member is None or len(kept) == len(axes.merged):
+            return None
+        if all(change.to[k] == 1 for k in kept):
+            return axes.whole(eqn, reduced)
+        rows, n = math.prod(change.to[k] for k in kept), axes.shape[axes.member]
+        if rows > max(MAX_ROWS, math.isqrt(n)) or not _has_table(eqn):
+            return None
+        return axes.by_row(eqn, reduced, kept)
+
+    def whole(self, eqn: Eqn, reduced: set[int]) -> Function:
+        """All members count for all results."""
+        gone = tuple(i for i, k in enumerate(self.numbers) if k is None or k in reduced)
+        result = shape_of(eqn.outputs[0])
+
+        def function(x: Any) -> Sequence[Any]:
+            (total,) = bind(eqn, [x.reshape(self.shape)], axes=gone)
+            return [total.reshape(result)]
+
+        return function
+
+    def by_row(self, eqn: Eqn, reduced: set[int], kept: list[int]) -> Function:
+        """A member counts for the row of a table that its number says."""
+        assert self.member is not None
+        member, name = self.member, REDUCTIONS[eqn.primitive.name]
+        others = tuple(i for i, k in enumerate(self.numbers) if k is not None and k in reduced)
+        rows = math.prod(self.to[k] for k in kept)
+        result = shape_of(eqn.outputs[0])
+        before = sum(k is not None and k not in reduced for k in self.numbers[:member])
+
+        def function(x: Any) -> Sequence[Any]:
+            x = x.reshape(self.shape)
+            if others:
+                (x,) = bind(eqn, [x], axes=others)
+            x = jnp.moveaxis(x, [before, before + 1], [0, 1])
+            keys = self.rows_of(x.shape[:2], kept)
+            neutral = jnp.asarray(REDUCERS[name].identity(x.dtype))
+            table = jnp.full((rows, *x.shape[2:]), neutral).at[keys]
+            write = {"sum": table.add, "prod": table.mul, "max": table.max, "min": table.min,
+                     "any": table.max, "all": table.min}[name]  # fmt: skip
+            return [jnp.moveaxis(write(x), 0, before).reshape(result)]
+
+        return function
+
+    def rows_of(self, shape: tuple[int, ...], kept: list[int]) -> Any:
+        """For each member, and what is merged with it, the row of the table."""
+        number, width = np.dtype("int32"), shape[1]
+        place = lax.broadcasted_iota(number, shape, 0) * width + lax.broadcasted_iota(
+            number, shape, 1
+        )
+        row = jnp.zeros_like(place)
+        for i, k in enumerate(self.merged):
+            if k in kept:
+                stride = math.prod(self.to[j] for j in self.merged[i + 1 :])
+                row = row * self.to[k] + place // stride % self.to[k]
+        return row
+
+
+def _has_table(eqn: Eqn) -> bool:
+    """Whether members can be brought into a table as a reduction asks for."""
+    kind, name = aval_of(eqn.inputs[0]).dtype.kind, REDUCTIONS[eqn.primitive.name]
+    if kind == "c":
+        return name == "sum"
+    return kind == "b" or name not in ("any", "all")
+
+
+def _groups(olds: Sequence[int], news: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The axes of two shapes of one size, in the smallest groups of one size, in order."""
+    i = j = 0
+    while i < len(olds) or j < len(news):
+        left, right = list[int](), list[int]()
+        sizes = [1, 1]
+        while not (left or right) or sizes[0] != sizes[1]:
+            if j == len(news) or (i < len(olds) and sizes[0] <= sizes[1]):
+                sizes[0] *= olds[i]
+                left.append(i)
+                i += 1
+            else:
+                sizes[1] *= news[j]
+                right.append(j)
+                j += 1
+        yield left, right

@@ -1,0 +1,188 @@
+"""Reductions of what is computed of a slice of the members, as reductions of all members.
+
+Those outside of the slice are computed as well, which at most doubles the work, and left out of the
+reduction: `jnp.mean(loss(w, x[:800]))` is the loss of each member, and a sum over the first 800.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from beamjax.interpreters import rules
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
+from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.readings import Combination, Fold, Local, Shard, bind, replaced, shape_of
+from beamjax.interpreters.regrouping import Step, is_served
+from beamjax.reducers import REDUCERS
+
+MIN_SHARE = 0.5
+"""Of the members that a slice has, below which all of them are not computed for it."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The members [start, start + count) of the n of a placement."""
+
+    placement: str
+    start: int
+    count: int
+    n: int
+
+    def all_members(self) -> Shard:
+        """All n of them as one shard, whose first is not the first of the slice."""
+        return Shard(jnp.int32(-self.start), self.n, jnp.ones(self.n, bool))
+
+    def masked(self, x: Any, axis: int, fill: Any) -> Any:
+        """`x`, of all members, with `fill` for those outside of the slice."""
+        index = lax.broadcasted_iota(np.dtype("int32"), x.shape, axis)
+        inside = (index >= self.start) & (index < self.start + self.count)
+        return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
+
+
+def sliced(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
+    """For each slice of members in a block, what follows from it alone."""
+    for part in dict.fromkeys(filter(None, (_slice_of(program, eqn) for eqn in block.eqns))):
+        cone = _Cone(program, part)
+        for eqn in block.eqns:
+            if is_served(program, eqn):
+                cone.see(eqn)
+        yield cone.steps
+
+
+def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
+    """The slice of members that an equation on the server takes, if it takes most of them."""
+    along = program.place(eqn.inputs[0]) if eqn.primitive.name == "slice" else None
+    if along is None or not is_served(program, eqn):
+        return None
+    n, strides = program.sizes[along.placement], eqn.params["strides"]
+    if is_unknown(n) or (strides is not None and strides[along.axis] != 1):
+        return None
+    start = eqn.params["start_indices"][along.axis]
+    count = eqn.params["limit_indices"][along.axis] - start
+    return Slice(along.placement, start, count, n) if MIN_SHARE * n <= count < n else None
+
+
+class _Cone:
+    """The equations that can be computed of all members for what they give for a slice of them.
+
+    Attributes:
+      axes: for each value that is made of the slice, the axis along which its members lie.
+      made: likewise for server values that are made member by member.
+    """
+
+    def __init__(self, program: PlacedProgram, part: Slice):
+        self.program = program
+        self.part = part
+        self.steps: dict[Eqn, Step] = {}
+        self.axes: dict[Var, int] = {}
+        self.made: dict[Var, int] = {}
+
+    def see(self, eqn: Eqn) -> None:
+        """Notes how the next equation is written, if it can be."""
+        if _slice_of(self.program, eqn) == self.part:
+            self.cut(eqn)
+            return
+        axes = list(map(self.axis_of, eqn.inputs))
+        if all(axis is None for axis in axes):
+            self.create(eqn)
+            return
+        if eqn.primitive.name == "pad" and self.is_undone(eqn, axes[0]):
+            self.pad(eqn, axes[0])
+            return
+        reading = rules.classify(eqn, axes, self.part.count)
+        if not self.reads(eqn, reading):
+            return
+        if isinstance(reading, Local):
+            self.local(eqn, reading)
+            self.axes.update(_placed_results(eqn, reading))
+        elif isinstance(reading, Fold) and not isinstance(reading, Combination):
+            self.fold(eqn, reading)
+
+    def axis_of(self, atom: Atom) -> int | None:
+        return self.axes.get(atom) if isinstance(atom, Var) else None
+
+    def reads(self, eqn: Eqn, reading: Local | Fold | None) -> bool:
+        """Whether all operands can be had as a reading takes them."""
+        if reading is None or (isinstance(reading, Fold) and reading.picks):
+            return False
+        return all(
+            self.program.place(atom) is None and self.axis_of(atom) is None
+            if axis is None
+            else isinstance(atom, Var) and axis in (self.axes.get(atom), self.made.get(atom))
+            for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)
+        )
+
+    def cut(self, eqn: Eqn) -> None:
+        """The slice itself: of all members, what it takes of each."""
+        along = self.program.places[eqn.inputs[0]]
+        starts = replaced(eqn.params["start_indices"], along.axis, 0)
+        limits = replaced(eqn.params["limit_indices"], along.axis, self.part.n)
+
+        def function(x: Any) -> Sequence[Any]:
+            return bind(eqn, [x], start_indices=starts, limit_indices=limits)
+
+        self.steps[eqn] = Step(eqn.inputs, [False], function)
+        self.axes[eqn.outputs[0]] = along.axis
+
+    def create(self, eqn: Eqn) -> None:
+        """A server value with as many entries as the slice has members."""
+        for var in eqn.outputs:
+            for axis, dim in enumerate(shape_of(var)):
+                if dim == self.part.count and var not in self.made:
+                    reading = rules.invert(eqn, eqn.outputs.index(var), axis, dim)
+                    if reading is not None and self.reads(eqn, reading):
+                        self.local(eqn, reading)
+                        self.made.update(_placed_results(eqn, reading))
+
+    def local(self, eqn: Eqn, reading: Local) -> None:
+        def function(*args: Any) -> Sequence[Any]:
+            return reading.emit(eqn, args, self.part.all_members())
+
+        whole = [axis is not None and isinstance(atom, Var)
+                 for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)]  # fmt: skip
+        self.steps[eqn] = Step(eqn.inputs, whole, function)
+
+    def is_undone(self, eqn: Eqn, axis: int | None) -> bool:
+        """Whether a pad gives all members again: it is the derivative of the slice."""
+        part, fill = self.part, eqn.inputs[1]
+        around = (part.start, part.n - part.start - part.count, 0)
+        if axis is None or self.program.place(fill) is not None:
+            return False
+        return tuple(eqn.params["padding_config"][axis]) == around
+
+    def pad(self, eqn: Eqn, axis: int) -> None:
+        def function(x: Any, fill: Any) -> Sequence[Any]:
+            config = replaced(eqn.params["padding_config"], axis, (0, 0, 0))
+            (padded,) = bind(eqn, [x, fill], padding_config=config)
+            return [self.part.masked(padded, axis, fill)]
+
+        self.steps[eqn] = Step(eqn.inputs, [True, False], function, is_end=True)
+
+    def fold(self, eqn: Eqn, reading: Fold) -> None:
+        """A reduction over the slice: of all members, where the others change nothing."""
+        scatters = eqn.primitive.name.startswith("scatter")
+
+        def function(*args: Any) -> Sequence[Any]:
+            masked = list(args)
+            for i, axis in enumerate(reading.in_axes):
+                if axis is not None and not (scatters and i == 1):
+                    neutral = REDUCERS[reading.reducer].identity(args[i].dtype)
+                    masked[i] = self.part.masked(args[i], axis, neutral)
+            # An index may stand once in the slice, and again outside of it.
+            free = {"indices_are_sorted": False, "unique_indices": False} if scatters else {}
+            return bind(eqn, masked, **free)
+
+        whole = [axis is not None for axis in reading.in_axes]
+        self.steps[eqn] = Step(eqn.inputs, whole, function, is_end=True)
+
+
+def _placed_results(eqn: Eqn, reading: Local) -> dict[Var, int]:
+    pairs = zip(eqn.outputs, reading.out_axes, strict=True)
+    return {var: axis for var, axis in pairs if axis is not None}
