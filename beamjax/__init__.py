@@ -17,6 +17,7 @@ from beamjax.api import reduce_min as reduce_min
 from beamjax.api import reduce_prod as reduce_prod
 from beamjax.api import reduce_sum as reduce_sum
 from beamjax.api import reduce_weighted_mean as reduce_weighted_mean
+from beamjax.chunk_source import from_chunks as from_chunks
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
 from beamjax.errors import OptionsError as OptionsError
@@ -30,9 +31,11 @@ from beamjax.errors import WorkerError as WorkerError
 from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import explain as explain
+from beamjax.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.options import Options as Options
 from beamjax.reductions import reduce as reduce
 from beamjax.reductions import reduce_by_key as reduce_by_key
+from beamjax.source_base import StreamSource as StreamSource
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy

@@ -27,6 +27,7 @@ from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
+from beamjax.reading import choose, counted
 from beamjax.restaging import Recipe, settings
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def run(
     Args:
       fn: a program, a transformation of one (`jax.grad(program)`), or any composition.
       *args: trees of arrays, scalars and `beamjax.Source`s. An array is read by shards where the
-        function uses it as a placed value.
+        function uses it as a placed value. A `beamjax.StreamSource`, of unknown length, is read
+        once: in the one pass of a program that does not need the number of members before; for any
+        other program into files of the run, and the program is planned when they are counted.
       runner: "DirectRunner" for Beam's in-memory runner, "local" for this process without Beam, or
         any other name or instance of a Beam runner.
       options: None, a dict, a list of flags or a Beam `PipelineOptions`; see `Options`.
@@ -81,6 +84,9 @@ def run(
     parsed = parse_options(options)
     arguments, key, restore = _stage.flatten_arguments(args)
     _refuse_abstract(arguments)
+    if _must_count(fn, arguments, key, restore, runner, parsed):
+        with counted(args, runner, parsed, local=runner == LOCAL) as known:
+            return run(fn, *known, runner=runner, options=parsed)
     planned = plan_for(fn, arguments, key, restore, parsed)
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed))
     inputs = bind_inputs(plan, arguments)
@@ -185,6 +191,28 @@ def make_plan(
     paths += [f"constant {i}" for i in range(len(flat.constants))]
     plan = _lower.lower(placed, pieces, paths, staged.name, options)
     return Planned(staged, flat, placed, pieces, plan)
+
+
+def _must_count(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    key: Any,
+    restore: Callable[..., Any],
+    runner: Any,
+    options: Options,
+) -> bool:
+    """Whether sources of unknown length have to be counted before the program can run."""
+    streams = [argument.value for argument in arguments if argument.is_stream]
+    if not streams:
+        return False
+    reading = choose(
+        fn, arguments, restore, lambda known: plan_for(fn, known, key, restore, options)
+    )
+    if reading.counted_because or runner == LOCAL:
+        return bool(reading.counted_because)
+    from beamjax.pipelines.spooling import open_on_workers
+
+    return not open_on_workers(streams, runner, options)
 
 
 def _with_recipe(plan: Plan, recipe: Recipe) -> Plan:

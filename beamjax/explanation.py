@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from beamjax import execution
+from beamjax import reading as reading_of
 from beamjax.errors import OptionsError
 from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.facts import input_facts, plan_facts
@@ -25,7 +26,7 @@ from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
-from beamjax.options import parse_options
+from beamjax.options import Options, parse_options
 from beamjax.verification import aligned
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
@@ -60,6 +61,7 @@ def plan_text(facts: PlanFacts) -> str:
         f"{p.shard_size}"
         for p in facts.placements
     ]
+    lines += [f"  {note}" for note in facts.notes]
     lines += _section(
         "inputs",
         [(i.path, " ".join(i.values), i.type, human_bytes(i.nbytes), i.read) for i in facts.inputs],
@@ -339,7 +341,7 @@ def explain(
     arguments = [_as_array(argument) for argument in arguments]
     if stage != "plan":
         return Explanation(stage, _stage_text(fn, arguments, restore, stage))
-    planned = execution.plan_for(fn, arguments, key, restore, parsed)
+    planned, notes = _planned(fn, arguments, key, restore, parsed)
     tree = planned.staged.out_tree
     leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     paths = [
@@ -347,8 +349,29 @@ def explain(
         for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]
     ]
     inputs = input_facts(planned.plan, arguments)
-    facts = plan_facts(planned.plan, inputs, paths, parsed.reduction)
+    facts = dataclasses.replace(
+        plan_facts(planned.plan, inputs, paths, parsed.reduction), notes=notes
+    )
     return Explanation(stage, plan_text(facts), facts)
+
+
+def _planned(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    key: Any,
+    restore: Callable[..., Any],
+    options: Options,
+) -> tuple[execution.Planned, tuple[str, ...]]:
+    """The plan for arguments, and what there is to say of those of unknown length."""
+
+    def plan(known: Sequence[Argument]) -> execution.Planned:
+        return execution.plan_for(fn, known, key, restore, options)
+
+    if not any(argument.is_stream for argument in arguments):
+        return plan(arguments), ()
+    reading = reading_of.choose(fn, arguments, restore, plan)
+    planned = reading.planned or plan(reading_of.with_number(arguments, reading.number))
+    return planned, reading_of.notes(arguments, reading)
 
 
 def _as_array(argument: Argument) -> Argument:

@@ -178,7 +178,8 @@ class PlanFacts:
     """A plan as numbers and text.
 
     `steps` has those of blocks inside of their loops and branches (see `walk_facts`). Bytes are the
-    sums of those of all steps, of which each round of a loop is counted once.
+    sums of those of all steps, of which each round of a loop is counted once. `notes` say how
+    sources of unknown length are read.
     """
 
     program: str
@@ -195,3 +196,4 @@ class PlanFacts:
     partial_bytes: int
     gathered_bytes: Bytes
     executable_bytes: Mapping[str, int]
+    notes: tuple[str, ...] = ()

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from beamjax.bodies import unwrap
+from beamjax.chunks import Streams, members_of
 from beamjax.errors import SourceError
 from beamjax.grouped_sources import grouped
 from beamjax.plan import Input, Plan
-from beamjax.sources import ArraySource, LeafSpec, Source
+from beamjax.source_base import LeafSpec, Source, StreamSource
+from beamjax.sources import ArraySource
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Inputs:
         value, spec = self.values[index], self.plan.inputs[index]
         if isinstance(value, tuple):
             source, leaf = value
-            return source.read(0, len(source))[leaf]
+            return members_of(source)[leaf]
         raw = _raw(value)
         name = spec.server
         return raw if name is None else raw.astype(self.plan.values[name].dtype, copy=False)
@@ -85,7 +87,7 @@ class Inputs:
         numbers: dict[tuple[int, int], int] = {}
         where = {}
         for number, (value, spec) in enumerate(zip(self.values, self.plan.inputs, strict=True)):
-            if isinstance(value, jax.ShapeDtypeStruct):
+            if isinstance(value, jax.ShapeDtypeStruct) or _is_stream(value):
                 continue
             names = [(view.placed, view.rows) for view in spec.views]
             for name, rows in [(spec.placed, 1), *names]:
@@ -100,6 +102,21 @@ class Inputs:
                 where[name] = numbers[key], leaf
         return Reader(tuple(sources), where)
 
+    def streams(self) -> Streams | None:
+        """The sources of unknown length, also those of which no step reads anything, if any."""
+        sources: list[StreamSource] = []
+        where = {}
+        for value, spec in zip(self.values, self.plan.inputs, strict=True):
+            if not _is_stream(value):
+                continue
+            source, leaf = value
+            if all(source is not other for other in sources):
+                sources.append(source)
+            if spec.placed is not None:
+                number = next(i for i, other in enumerate(sources) if source is other)
+                where[spec.placed] = number, leaf
+        return Streams(tuple(sources), where) if sources else None
+
     def _source(self, value: Any, spec: Input, rows: int) -> Source:
         """An input with so many of its rows in one member."""
         if isinstance(value, tuple):
@@ -108,6 +125,10 @@ class Inputs:
             axis = spec.axis if rows == 1 else 0
             source = _array_source(np.moveaxis(_raw(value), axis, 0), spec.path)
         return source if rows == 1 else grouped(source, rows)
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, tuple) and isinstance(value[0], StreamSource)
 
 
 def _raw(value: Any) -> np.ndarray:

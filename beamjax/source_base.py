@@ -1,4 +1,5 @@
-"""What a placed input is: `Source`, members of placed arrays, read by index on the workers.
+"""What a placed input is: `Source`, members of placed arrays, read by index on the workers; and
+`StreamSource`, members whose number is known only when all have been read.
 
 A source is described by plain JSON data (`to_spec`), from which another process opens it again
 (`open_spec`); it is never pickled with its data. The sources themselves are in `beamjax.sources`.
@@ -13,7 +14,7 @@ import math
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -152,10 +153,61 @@ class Source(abc.ABC):
             )
 
 
+class StreamSource(Source):
+    """Members of a pytree of placed arrays whose number is known only when all have been read.
+
+    For what can't be read by index: compressed files, the rows of a query, a generator of records.
+    `beamjax.run` takes it where the size of the placement is open (`placements={"clients": None}`).
+
+    A subclass gives its `kind` as any source, and `leaves`, `chunks`, `to_spec` and `from_spec`; it
+    has no `__len__` and no `read`. A run reads each piece once, from its beginning to its end, and
+    anew only if the runner repeats work that failed.
+    """
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces, such as files, that may be read at the same time; 1 by default.
+
+        The members of piece 0 come first, then those of piece 1, and so on.
+        """
+        return 1
+
+    @abc.abstractmethod
+    def chunks(self, piece: int) -> Iterator[Sequence[np.ndarray]]:
+        """Reads the members of one piece, in their order: the same ones each time it is called.
+
+        How they are cut into chunks has no influence on any result; a chunk of a few MiB is read
+        fastest, and only one is in memory at a time.
+
+        Args:
+            piece: from 0 to `pieces` - 1.
+
+        Yields:
+            For each leaf an array of shape (rows, *leaf.shape) and of the leaf's dtype, with any
+            number of rows that is the same for all leaves, 0 included. The arrays are copied
+            before the next chunk is asked for, so a buffer may be used again.
+        """
+
+    def __len__(self) -> int:
+        raise SourceError(
+            f"{self!r}: its number of members is known only when all of them have been read; "
+            "beamjax.run counts them where the placement has no size, as in "
+            "@program(placements={'clients': None})."
+        )
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        raise SourceError(f"{self!r}: is read from its beginning, by chunks(), not by index.")
+
+    def describe(self) -> str:
+        return describe_source(self, self.kind or type(self).__name__)
+
+
 def describe_source(source: Source, where: str) -> str:
-    """`n members of leaf, leaf, ... (bytes) where`."""
+    """`n members of leaf, leaf, ... (bytes) where`; without numbers if they are unknown."""
     leaves = ", ".join(f"{leaf.path} {leaf}".strip() for leaf in source.leaves[:4])
     more = ", ..." if len(source.leaves) > 4 else ""
+    if isinstance(source, StreamSource):
+        return f"members of {leaves}{more} (their number is unknown) {where}"
     return f"{len(source)} members of {leaves}{more} ({source.nbytes} bytes) {where}"
 
 

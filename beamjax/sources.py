@@ -107,7 +107,7 @@ class ArraySource(Source, kind="array"):
             path = folder / f"{name}-{index:03d}.npy"
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                np.save(path, _storable(array), allow_pickle=False)
+                np.save(path, storable(array), allow_pickle=False)
             except OSError as error:
                 for file in (*files, str(path)):
                     with contextlib.suppress(OSError):
@@ -314,20 +314,20 @@ def _native_view(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _stored_dtype(dtype: np.dtype) -> np.dtype:
+def stored_dtype(dtype: np.dtype) -> np.dtype:
     """What a .npy file holds for a dtype: itself, or raw integers of the same width."""
     if dtype.isbuiltin == 1:
         return dtype
     return np.dtype(f"u{max(dtype.itemsize, 1)}")
 
 
-def _storable(array: np.ndarray) -> np.ndarray:
+def storable(array: np.ndarray) -> np.ndarray:
     native = _native_dtype(array.dtype)
     if native == wire.FLOAT0:
         return np.empty((*array.shape, 0), np.uint8)
     if native.isbuiltin == 1:
         return array
-    return np.ascontiguousarray(array, native).view(_stored_dtype(native))
+    return np.ascontiguousarray(array, native).view(stored_dtype(native))
 
 
 def _restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -378,7 +378,7 @@ def _cannot_open(file: str, error: OSError) -> SourceError:
 def _open_checked(file: str, leaf: LeafSpec, size: int) -> np.ndarray:
     array = _map_file(file)
     expected = (size, *leaf.shape, *([0] if leaf.dtype == wire.FLOAT0 else []))
-    dtype = _stored_dtype(leaf.dtype)
+    dtype = stored_dtype(leaf.dtype)
     if array.shape != expected or array.dtype.newbyteorder("=") != dtype:
         raise SourceError(
             f"{file}: found {array.dtype}{list(array.shape)}, expected {dtype}{list(expected)}"

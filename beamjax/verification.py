@@ -15,6 +15,7 @@ import numpy as np
 
 from beamjax import execution
 from beamjax.bodies import unwrap, wrap
+from beamjax.chunks import members_of
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
@@ -186,7 +187,7 @@ def _whole(arguments: Sequence[Argument]) -> list[Any]:
             values.append(source)
             continue
         if id(source) not in read:
-            read[id(source)] = source.read(0, len(source))
+            read[id(source)] = members_of(source)
         raw = jnp.asarray(read[id(source)][argument.leaf])
         values.append(wrap(raw, source.leaves[argument.leaf].key_impl))
     return values

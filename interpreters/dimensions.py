@@ -6,6 +6,7 @@ value reads a server value instead, one for each symbol, which no equation makes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,17 @@ SIZE = jax.core.ShapedArray((), np.dtype("int32"))
 def is_unknown(dim: Any) -> bool:
     """Whether a dimension, or the size of a placement, is symbolic."""
     return jax.export.is_symbolic_dim(dim)
+
+
+@functools.cache
+def members_of_streams() -> Any:
+    """The dimension that stands for the number of members of sources of unknown length.
+
+    It is one for all of them: those of a call that are not as long as each other are told apart
+    once they have been read.
+    """
+    (n,) = jax.export.symbolic_shape("n")
+    return n
 
 
 def size_of(eqn: Any) -> Any | None:

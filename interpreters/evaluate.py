@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from beamjax.bodies import run_server
+from beamjax.chunks import MemberBlock
 from beamjax.inputs import Inputs
+from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
-from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
+from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
 from beamjax.shards import (
+    Shard,
     ShardExecutor,
     finish_lane,
     finish_tree,
@@ -37,7 +42,10 @@ def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarr
       WorkerError: a body failed; the message names step and shard.
     """
     run = _Evaluation(plan, inputs, options)
-    run.steps(plan.steps)
+    if open_placements(plan):
+        run.one_pass()
+    else:
+        run.steps(plan.steps)
     wanted = {out.value for out in plan.outputs if out.value is not None}
     return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
 
@@ -49,6 +57,27 @@ class _Evaluation:
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
         self.reader = inputs.reader()
+        self.streams = inputs.streams()
+
+    def one_pass(self) -> None:
+        """Runs all steps of a plan whose members are counted as they are read."""
+        before, after = split(self.plan)
+        self.steps(before)
+        if open_placements(self.plan):  # No step reads members: they are counted all the same.
+            (placement,) = open_placements(self.plan)
+            collections.deque(self.streamed(self.plan.shard_sizes[placement]), maxlen=0)
+        self.steps(after)
+
+    def streamed(self, size: int) -> Iterator[MemberBlock]:
+        """The blocks of the members of unknown number, which is known at the end."""
+        assert self.streams is not None
+        n = 0
+        for block in self.streams.blocks(size):
+            n += block.count
+            yield block
+        (placement,) = open_placements(self.plan)
+        self.plan = replace(self.plan, sizes={**self.plan.sizes, placement: n})
+        self.served[size_name(placement)] = np.asarray(n, np.int32)
 
     def steps(self, steps: Iterable[Step]) -> None:
         for step in steps:
@@ -134,25 +163,53 @@ class _Evaluation:
         execute = ShardExecutor(self.plan, step, self.served)
         for name in step.results:
             value = self.plan.values[name]
-            self.placed[name] = np.empty((n, *value.shape), np.dtype(value.dtype))
+            self.placed[name] = np.empty((n or 0, *value.shape), np.dtype(value.dtype))
         accumulators = new_accumulators(step, self.options.reduction)
         trees = execute.trees()
-        read = [name for name in step.operands if name not in self.placed]
-        for shard in shards(n, self.plan.shard_sizes[step.placement]):
-            stop = shard.start + shard.count
-            with shard_errors(step, shard):
-                fresh = self.reader.read(read, shard.start, stop)
-            operands = [
-                fresh[name] if name in fresh else self.placed[name][shard.start : stop]
-                for name in step.operands
-            ]
+        for shard, operands in self.read(step) if n is not None else self.read_streams(step):
             results, partials = execute(shard, operands)
             for name, array in zip(step.results, results, strict=True):
-                self.placed[name][shard.start : stop] = array
+                self.placed[name] = _put(self.placed[name], shard.start, array)
             for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
                 accumulator.add(partial, shard.index)
+        for name in step.results:
+            self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
         for lane, accumulator in zip(step.lanes, accumulators, strict=True):
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
         for combine, tree in zip(step.combines, trees, strict=True):
             self.served.update(finish_tree(combine, tree))
+
+    def read(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray]]]:
+        """The shards of a pass, and their operands."""
+        read = [name for name in step.operands if name not in self.placed]
+        n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
+        for shard in shards(n, size):
+            stop = shard.start + shard.count
+            with shard_errors(step, shard):
+                fresh = self.reader.read(read, shard.start, stop)
+            yield (
+                shard,
+                [
+                    fresh[name] if name in fresh else self.placed[name][shard.start : stop]
+                    for name in step.operands
+                ],
+            )
+
+    def read_streams(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray]]]:
+        """The same of members that are counted as they are read."""
+        size = self.plan.shard_sizes[step.placement]
+        for block in self.streamed(size):
+            shard = Shard(block.start // size, block.start, block.count)
+            yield shard, [block.values[name] for name in step.operands]
+
+
+def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:
+    """Copies members to where they belong, in a larger array if there is no room for them."""
+    stop = start + len(array)
+    if stop > len(room):
+        larger = np.empty((max(stop, 2 * len(room)), *room.shape[1:]), room.dtype)
+        larger[:start] = room[:start]
+        room = larger
+    room[start:stop] = array
+    return room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from jax.extend import core as jex
 from beamjax import _compat
 from beamjax.errors import StructureError
 from beamjax.interpreters import drjax
-from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.unknown import explained
 from beamjax.placements import observe
-from beamjax.sources import Source
+from beamjax.source_base import Source, StreamSource
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Argument:
     @property
     def is_source(self) -> bool:
         return isinstance(self.value, Source)
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.value, StreamSource)
 
     @property
     def comes_by_shards(self) -> bool:
@@ -81,7 +86,7 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
     for path, leaf in leaves:
         name = f"args{tree_util.keystr(path)}"
         if isinstance(leaf, Source):
-            flat += _source_arguments(name, leaf)
+            flat += _source_arguments(name, leaf, symbols)
             counts.append((len(leaf.leaves), leaf.treedef))
         else:
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -100,10 +105,15 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
     return flat, (tree, tuple(counts)), restore
 
 
-def _source_arguments(name: str, source: Source) -> list[Argument]:
+def _source_arguments(name: str, source: Source, symbols: dict[str, Any]) -> list[Argument]:
     found = []
+    if isinstance(source, StreamSource):
+        symbol = members_of_streams()
+        n = symbols.setdefault(str(symbol), symbol)
+    else:
+        n = len(source)
     for i, spec in enumerate(source.leaves):
-        shape, dtype = (len(source), *spec.shape), spec.dtype
+        shape, dtype = (n, *spec.shape), spec.dtype
         if spec.key_impl:
             key = functools.partial(jax.random.wrap_key_data, impl=spec.key_impl)
             aval = jax.eval_shape(key, jax.ShapeDtypeStruct(shape, dtype))
@@ -188,6 +198,17 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
                 raise
             raise told from error
     return Staged(function_name(fn), closed, out_tree, tuple(placements))
+
+
+def declared_sizes(
+    fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any
+) -> list[int]:
+    """The sizes of the placements of all programs that `fn` calls, as far as it can be traced."""
+    with observe() as placements, drjax.operators_of_beamjax(), contextlib.suppress(Exception):
+        jax.make_jaxpr(lambda *leaves: tree_util.tree_leaves(fn(*restore(leaves))))(
+            *(argument.aval for argument in arguments)
+        )
+    return [n for _, n in placements if isinstance(n, int)]
 
 
 def function_name(fn: Callable[..., Any]) -> str:

@@ -29,6 +29,19 @@ from beamjax.interpreters.readings import Local, shape_of
 from beamjax.placements import unobserved
 from beamjax.plan import size_name
 
+
+class UnknownSizeError(StagingError):
+    """A program can't be staged without the number of members, but could be with it.
+
+    Attributes:
+      reason: what needs it, without what to do about that.
+    """
+
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
+
+
 ADVICE = (
     "Give the number of members in the decorator of the program and in the jax.ShapeDtypeStruct"
 )
@@ -43,7 +56,7 @@ numbers divide it."""
 
 def explained(
     error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
-) -> StagingError | None:
+) -> UnknownSizeError | None:
     """What to raise for a function that can't be traced, if an unknown number is the reason.
 
     Args:
@@ -66,9 +79,11 @@ def explained(
     except Exception:  # of any kind: then the number of members is not the reason
         return None
     what = str(error).split("\n")[0]
-    return StagingError(
-        f"{_line(error) or 'in the program'}: this needs the number of members as a constant, but "
-        f"{found} is found only while the program runs ({type(error).__name__}: {what}). {ADVICE}."
+    reason = f"{_line(error) or 'in the program'}: this needs the number of members as a constant"
+    return UnknownSizeError(
+        f"{reason}, but {found} is found only while the program runs ({type(error).__name__}: "
+        f"{what}). {ADVICE}.",
+        reason,
     )
 
 
@@ -163,10 +178,11 @@ def _refusal(
         name = f"the map_fn of {eqn.params['name']}"
     shown = next((atom for atom in atoms if _symbolic(shape_of(atom))), None)
     held = f" ({shown.aval.str_short()})" if isinstance(shown, Var) else ""
-    return StagingError(
-        f"{eqn.line or 'in the program'}: {name.removeprefix('bj_')} {what}{held}, but the number "
-        f"of members is found only while the program runs: the placements have {_sizes(program)}. "
-        f"{ADVICE}; {instead}."
+    reason = f"{eqn.line or 'in the program'}: {name.removeprefix('bj_')} {what}{held}"
+    return UnknownSizeError(
+        f"{reason}, but the number of members is found only while the program runs: the placements "
+        f"have {_sizes(program)}. {ADVICE}; {instead}.",
+        reason,
     )
 
 

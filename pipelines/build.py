@@ -13,6 +13,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
+from beamjax.one_pass import open_placements
 from beamjax.options import Options
 from beamjax.pipelines import files
 from beamjax.pipelines.combiners import (
@@ -23,9 +24,11 @@ from beamjax.pipelines.combiners import (
     PartsOfBlocks,
     PartsOfSource,
 )
+from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
 from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.values import Placed, Served, members
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
@@ -45,6 +48,7 @@ class Inputs:
       blocks: placed inputs that come as blocks, by placement.
       carried: names of the values in these blocks, by placement.
       sizes: environments with the numbers of members that are found in the pipeline, by placement.
+      streams: the placed inputs of the open placement, which are read from end to end.
       program: what workers in other processes make the bodies from that run as Python.
     """
 
@@ -53,6 +57,7 @@ class Inputs:
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, beam.PCollection] = field(default_factory=dict)
+    streams: Sources | None = None
     program: Ref | None = None
 
 
@@ -106,6 +111,8 @@ class Graph:
             self.streams[placement] = [self.live[placement]]
         for placement, size in inputs.sizes.items():
             self._serve(size, [size_name(placement)])
+        if inputs.streams is not None:
+            self._read_streams(inputs.streams)
         self.scattered: dict[str, tuple[str, int]] = {}
 
     def build(self) -> None:
@@ -238,9 +245,15 @@ class Graph:
             refs = read_served(self.store, f"{stem}-served-{number}")
             found |= {name: Served(self.store, ref=ref) for name, ref in refs.items()}
         written = files.names(self.store.root) if placed else []
+        counted = {
+            placement: found[size_name(placement)].array()
+            for placement, n in self.plan.sizes.items()
+            if n is None
+        }
+        plan = replace(self.plan, sizes={**self.plan.sizes, **counted})
         for number, name in enumerate(placed):
             stem_of = f"{stem}-placed-{number}"
-            found[name] = members(find_placed(self.store, self.plan, name, stem_of, written))
+            found[name] = members(find_placed(self.store, plan, name, stem_of, written))
         return found
 
     def _results(self) -> tuple[dict[beam.PCollection, list[str]], list[str]]:
@@ -308,6 +321,24 @@ class Graph:
         if self.spread and count > 1:
             ranges |= f"{name}/Deal" >> beam.Reshuffle()
         return ranges
+
+    def _read_streams(self, streams: Sources) -> None:
+        """Starts from sources of unknown length, whose members are counted."""
+        (placement,) = open_placements(self.plan)
+        label, names = f"Read {placement}", tuple(streams.where)
+        size = self.plan.shard_sizes[placement]
+        begin = self.root | f"{label}/Impulse" >> beam.Impulse()
+        blocks = begin | label >> beam.ParDo(ReadStreams(streams, size))
+        self._serve(count_members(blocks, self.store, placement), [size_name(placement)])
+        if self.spread and names:
+            blocks = (
+                blocks
+                | f"{label}/Write" >> beam.ParDo(WriteBlocks(self.store, names))
+                | f"{label}/Deal" >> beam.Reshuffle()
+                | f"{label}/Load" >> beam.ParDo(LoadBlocks(self.store, names, size))
+            )
+        self.live[placement] = _Stream(blocks, names)
+        self.streams[placement] = [self.live[placement]]
 
     def _stream(self, step: Map, needed: set[str]) -> _Stream | None:
         """The blocks that a pass starts from, if it needs values of earlier passes.

@@ -68,12 +68,17 @@ class Launcher:
             )
             graph.build()
             graph.write_results(stem)
-            with _own_errors():
-                pipeline.run().wait_until_finish()
+            run_pipeline(pipeline)
             return graph.find_results(stem)
         finally:
             # Beam makes this folder at once, and removes it only if the pipeline gets to run.
             shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+
+
+def run_pipeline(pipeline: beam.Pipeline) -> None:
+    """Runs a pipeline and waits for it; raises the errors of beamjax as they are."""
+    with _own_errors():
+        pipeline.run().wait_until_finish()
 
 
 _TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)

@@ -6,7 +6,8 @@ import contextlib
 import difflib
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import apache_beam as beam
@@ -17,14 +18,16 @@ from apache_beam.transforms import environments
 
 from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
+from beamjax.one_pass import open_placements
 from beamjax.options import OWN, Options
-from beamjax.pipelines import files
+from beamjax.pipelines import build, files
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
 from beamjax.pipelines.values import Placed, Served, Value
-from beamjax.plan import Plan
+from beamjax.plan import Output, Plan, ValueType, size_name
+from beamjax.source_base import StreamSource
 from beamjax.sources import ArraySource, live_spec, register, release
 
 RUNNERS: dict[str, Callable[[], Any]] = {
@@ -127,9 +130,62 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
         program = store_program(plan, store, shared)
         launcher = Launcher(runner, flags, store, options, shared, spreads(runner, flags), program)
         try:
+            if open_placements(plan):
+                return _run_one_pass(plan, inputs, launcher, sources)
             return Driver(plan, values, launcher).run()
         finally:
             forget()
+
+
+def _run_one_pass(
+    plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources
+) -> dict[str, np.ndarray]:
+    """Runs a plan without control flow over sources of unknown length, as one pipeline."""
+    static = {name: launcher.store.put([a], name) for name, a in inputs.server().items()}
+    number = [size_name(placement) for placement in open_placements(plan)]
+    plan = replace(
+        plan,
+        values={**plan.values, **dict.fromkeys(number, ValueType((), "int32"))},
+        inputs=(),
+        outputs=tuple(
+            Output(value=name)
+            for name in (*number, *(out.value for out in plan.outputs))
+            if name is not None
+        ),
+        constants=(),
+    )
+    streams = inputs.streams()
+    assert streams is not None
+    with opened_streams(streams.sources, launcher.shared) as specs:
+        bound = build.Inputs(static, sources, streams=Sources(specs, dict(streams.where)))
+        found = launcher.run(plan, bound, "result")
+        return {
+            name: value.array() if isinstance(value, Served) else value.whole()
+            for name, value in found.items()
+        }
+
+
+def stream_specs(
+    sources: Sequence[StreamSource], shared: bool
+) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """The specs by which workers open sources of unknown length, and the tokens of live ones."""
+    if not shared:
+        return tuple(source.to_spec() for source in sources), []
+    tokens = [register(source) for source in sources]
+    return tuple(map(live_spec, tokens)), tokens
+
+
+@contextlib.contextmanager
+def opened_streams(
+    sources: Sequence[StreamSource], shared: bool
+) -> Iterator[tuple[dict[str, Any], ...]]:
+    """The same specs, while a pipeline runs."""
+    specs, tokens = stream_specs(sources, shared)
+    try:
+        yield specs
+    finally:
+        for token in tokens:
+            release(token)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.bodies import unwrap
 from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.inputs import Inputs
+from beamjax.one_pass import open_placements
 from beamjax.options import Options
 from beamjax.pipelines import build
 from beamjax.pipelines.counting import count_members
@@ -28,9 +29,10 @@ from beamjax.pipelines.runners import (
     source_specs,
     spreads,
     store_program,
+    stream_specs,
 )
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import StepFn
+from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.plan import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
 from beamjax.sources import release
 
@@ -70,6 +72,7 @@ class PlanTransform(beam.PTransform):
         self.out_tree = out_tree
         self.groups = list(groups)
         self.options = options
+        self._check_streams()
         self.abstract = [i for i, v in enumerate(inputs.values) if _is_abstract(v)]
         if len(self.abstract) != sum(group.num_leaves for group in self.groups):
             raise StagingError(
@@ -90,6 +93,12 @@ class PlanTransform(beam.PTransform):
         bound = build.Inputs(static, sources, program=store_program(self.plan, store, shared))
         if self.abstract:
             self._form_blocks(input_or_inputs, bound, store)
+        streams = self.given.streams()
+        if streams is not None:
+            specs, tokens = stream_specs(streams.sources, shared)
+            for token in tokens:
+                weakref.finalize(pipeline, release, token)
+            bound.streams = Sources(specs, dict(streams.where))
         spread = spreads(pipeline.runner, pipeline.options)
         graph = build.Graph(pipeline, self.plan, bound, store, self.options, spread)
         graph.build()
@@ -115,6 +124,17 @@ class PlanTransform(beam.PTransform):
                 f"transform: the members are in {window}, expected the global window and the "
                 "default trigger: a program reduces over all members at once; put beam.WindowInto"
                 "(beam.window.GlobalWindows()) before it"
+            )
+
+    def _check_streams(self) -> None:
+        """StagingError for sources of unknown length that no pipeline alone can read."""
+        if self.given.streams() is None:
+            return
+        if len(open_placements(self.plan)) != 1 or any(map(_is_abstract, self.given.values)):
+            raise StagingError(
+                "transform: found a source of unknown length, expected all such sources to belong "
+                "to one placement, of which the PCollection has no members; use beamjax.run, which "
+                "counts members first where it has to"
             )
 
     def _store(self, pipeline: beam.Pipeline) -> Store:

@@ -167,6 +167,7 @@ TESTED_ELSEWHERE = {
     "shards": "test_workers",
     "sizing": "test_run",
     "split": "test_run",
+    "streaming": "test_reading",
     "stage": "test_bad_input",
     "tasks": "test_workers",
     "unknown": "test_unknown_sizes",

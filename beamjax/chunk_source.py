@@ -1,0 +1,164 @@
+"""Placed inputs of unknown length from a function that gives their members in chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import BeamjaxError, SourceError, StructureError
+from beamjax.source_base import LeafSpec, PyTreeDef, Source, StreamSource, describe_source
+from beamjax.sources import ArraySource, from_arrays
+
+
+class ChunkSource(StreamSource, kind="chunks"):
+    """Chunks that a function of this process gives; see `from_chunks`."""
+
+    def __init__(
+        self,
+        function: Callable[[], Iterable[Any]],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef,
+    ) -> None:
+        """Use `from_chunks`, which checks."""
+        self._function = function
+        self._leaves = tuple(leaves)
+        self._treedef = treedef
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return self._treedef
+
+    def chunks(self, piece: int) -> Iterator[Sequence[np.ndarray]]:
+        for number, tree in enumerate(_trees(self._function)):
+            arrays = _arrays(tree, number)
+            if arrays is None:
+                continue
+            if arrays.treedef != self._treedef:
+                raise SourceError(
+                    f"from_chunks, chunk {number}: found the tree {arrays.treedef}, expected "
+                    f"{self._treedef}; every chunk is the tree of a member, with the rows first."
+                )
+            yield arrays.read(0, len(arrays))
+
+    def describe(self) -> str:
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        return describe_source(self, f"in chunks from {name}")
+
+    def to_spec(self) -> dict[str, Any]:
+        raise SourceError(
+            f"{self!r}: the function is in process {os.getpid()} and is not pickled; to read on "
+            "workers elsewhere, write a beamjax.StreamSource with a to_spec of its own, in a "
+            "module that they can import."
+        )
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Source:
+        raise SourceError(f"a function in memory has no spec; found {spec!r:.200}.")
+
+
+def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> ChunkSource:
+    """A placed input of unknown length, from a function that gives its members in chunks.
+
+        def rows():
+            for batch in cursor():
+                yield {"x": batch[:, :-1], "y": batch[:, -1]}
+
+        bj.run(fit, weights, bj.from_chunks(rows))
+
+    The function stays in this process, and is not pickled. Where workers are threads of it they
+    call the function; for workers elsewhere this process writes the members to files, a chunk at
+    a time.
+
+    Args:
+      function: takes nothing, and gives an iterable of chunks: trees of NumPy or JAX arrays of
+        shape (rows, ...), typed keys included. It is called anew each time that the members are
+        read, and must give the same ones, in the same order. The number of rows is free in each
+        chunk, and does not show in any result; 0 is allowed too.
+      member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), one member; None takes it
+        from the first chunk, for which the function is called once now.
+
+    Raises:
+      StructureError: `function` is no function, or a leaf has a dtype that JAX does not know.
+      SourceError: the function gives no chunk with a row now, or what is no chunk later.
+    """
+    if not callable(function):
+        raise StructureError(
+            f"from_chunks: found a {type(function).__name__}, expected a function without "
+            "arguments that gives an iterable of chunks anew each time that it is called: "
+            "from_chunks(lambda: read_rows(path))."
+        )
+    if member is None:
+        first = _first(function)
+        return ChunkSource(function, first.leaves, first.treedef)
+    return ChunkSource(function, *_leaves_of(member))
+
+
+def _leaves_of(member: Any) -> tuple[list[LeafSpec], PyTreeDef]:
+    """What a tree of types, or of arrays, says of a member."""
+    import jax
+
+    from beamjax.bodies import value_type
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(member)
+    leaves = []
+    for path, leaf in found:
+        name = jax.tree_util.keystr(path)
+        try:
+            value = value_type(leaf)
+            leaves.append(LeafSpec(value.shape, np.dtype(value.dtype), value.key_impl, name))
+        except (AttributeError, TypeError) as error:
+            raise StructureError(
+                f"from_chunks, member{name}: found {leaf!r:.80}, expected a jax.ShapeDtypeStruct "
+                f"or an array ({error})."
+            ) from error
+    if not leaves:
+        raise StructureError("from_chunks, member: found a tree without leaves.")
+    return leaves, treedef
+
+
+def _first(function: Callable[[], Iterable[Any]]) -> ArraySource:
+    """The first chunk with a row in it."""
+    trees = _trees(function)
+    if iter(trees) is trees and _trees(function) is trees:
+        raise SourceError(
+            "from_chunks: the function gives the same iterator each time that it is called, which "
+            "can be read only once; let it make a new one."
+        )
+    for number, tree in enumerate(trees):
+        arrays = _arrays(tree, number)
+        if arrays is not None:
+            return arrays
+    raise SourceError(
+        "from_chunks: found no chunk with a row in it, expected at least one member. If it is to "
+        "come later, give its type as `member`."
+    )
+
+
+def _trees(function: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+    found = function()
+    if not isinstance(found, Iterable):
+        raise SourceError(
+            f"from_chunks: the function gives a {type(found).__name__}, expected an iterable of "
+            "chunks; write it with `yield`."
+        )
+    return found
+
+
+def _arrays(tree: Any, number: int) -> ArraySource | None:
+    """A chunk as a source, if it has a row."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves(tree)
+    if leaves and all(getattr(leaf, "shape", (1,))[:1] == (0,) for leaf in leaves):
+        return None
+    try:
+        return from_arrays(tree)
+    except BeamjaxError as error:
+        raise SourceError(f"from_chunks, chunk {number}: {error}") from error

@@ -1,0 +1,184 @@
+"""Chunks of streams, checked, and cut anew into blocks of the size of a shard."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from beamjax.arrays import dtype_name
+from beamjax.errors import BeamjaxError, SourceError
+from beamjax.plan import MAX_MEMBERS
+from beamjax.source_base import Source, StreamSource
+
+Arrays = list[np.ndarray]
+"""One array of consecutive members for each leaf of a source, or for some of them."""
+
+
+WHOLE_BLOCK = 1 << 10
+"""Members that are read together where all of them are held."""
+
+
+@dataclass(frozen=True)
+class MemberBlock:
+    """Consecutive members of all sources of a stream, by the name of each placed input."""
+
+    start: int
+    count: int
+    values: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Sources of unknown length that have the same members, and are read side by side.
+
+    Attributes:
+      sources: at least one.
+      where: for each placed input of the plan, the number of its source and of its leaf there.
+    """
+
+    sources: tuple[StreamSource, ...]
+    where: Mapping[str, tuple[int, int]]
+
+    def blocks(self, size: int) -> Iterator[MemberBlock]:
+        """All members, `size` at a time; the last block may be short.
+
+        Raises:
+          SourceError: there is no member, one source has more of them than another, or a chunk is
+            not what it should be.
+        """
+        wanted = [sorted({leaf for i, leaf in self.where.values() if i == number})
+                  for number in range(len(self.sources))]  # fmt: skip
+        streams = [blocks_of(s, size, w) for s, w in zip(self.sources, wanted, strict=True)]
+        start = 0
+        for parts in itertools.zip_longest(*streams, fillvalue=(0, [])):
+            counts = [count for count, _ in parts]
+            if len(set(counts)) > 1:
+                raise _unequal(self.sources, [start + count for count in counts], size)
+            values = {
+                name: parts[source][1][wanted[source].index(leaf)]
+                for name, (source, leaf) in self.where.items()
+            }
+            check_count(self.sources[0], start + counts[0])
+            yield MemberBlock(start, counts[0], values)
+            start += counts[0]
+        check_count(self.sources[0], start)
+
+
+def check_count(source: StreamSource, count: int) -> None:
+    """SourceError unless a source may have so many members."""
+    if not count:
+        raise SourceError(
+            f"{source!r}: found no member, expected at least one: without any, a mean or a maximum "
+            "has no value."
+        )
+    if count > MAX_MEMBERS:
+        raise SourceError(f"{source!r}: found more than {MAX_MEMBERS} members, expected at most.")
+
+
+def _unequal(sources: Sequence[StreamSource], counts: Sequence[int], size: int) -> SourceError:
+    low, high = counts.index(min(counts)), counts.index(max(counts))
+    return SourceError(
+        f"{sources[low]!r} has {counts[low]} members, but {sources[high]!r} has {counts[high]} or "
+        "more; expected as many in each, since they belong to the same placement."
+    )
+
+
+def blocks_of(
+    source: StreamSource, size: int, wanted: Sequence[int], pieces: Iterable[int] | None = None
+) -> Iterator[tuple[int, Arrays]]:
+    """The members of a source, `size` at a time; the last block may be short.
+
+    Args:
+      source: to be read.
+      size: of a block.
+      wanted: the numbers of the leaves that are wanted.
+      pieces: of the source; None for all.
+
+    Yields:
+      The number of members in a block, and a new array for each leaf that is wanted.
+    """
+    leaves = [source.leaves[i] for i in wanted]
+    filled = 0
+    block: Arrays = []
+    pieces = range(source.pieces) if pieces is None else pieces
+    for chunk in itertools.chain.from_iterable(checked_chunks(source, i) for i in pieces):
+        position, rows = 0, len(chunk[0])
+        while position < rows:
+            if not filled:
+                block = [np.empty((size, *leaf.shape), leaf.dtype) for leaf in leaves]
+            taken = min(size - filled, rows - position)
+            for array, i in zip(block, wanted, strict=True):
+                array[filled : filled + taken] = chunk[i][position : position + taken]
+            position, filled = position + taken, filled + taken
+            if filled == size:
+                yield filled, block
+                filled = 0
+    if filled:
+        yield filled, [array[:filled] for array in block]
+
+
+def checked_chunks(source: StreamSource, piece: int) -> Iterator[Arrays]:
+    """The chunks of a piece, each with at least one member.
+
+    Raises:
+      SourceError: a chunk has not the arrays that `source.leaves` says, or can't be read.
+    """
+    where = f"{source!r}{f', piece {piece}' if source.pieces > 1 else ''}, chunk "
+    for number, chunk in enumerate(_told(source.chunks(piece), where)):
+        arrays = _checked(source, chunk, f"{where}{number}")
+        if len(arrays[0]):
+            yield arrays
+
+
+def _told(chunks: Iterable[Sequence[np.ndarray]], where: str) -> Iterator[Sequence[np.ndarray]]:
+    """Says of every error of the user's own code which chunk it belongs to."""
+    number = 0
+    try:
+        for chunk in chunks:
+            yield chunk
+            number += 1
+    except BeamjaxError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{where}{number}: cannot be read ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> Arrays:
+    if not isinstance(chunk, list | tuple) or len(chunk) != len(source.leaves):
+        found = f"{len(chunk)} arrays" if isinstance(chunk, list | tuple) else repr(chunk)
+        raise SourceError(
+            f"{where}: found {found:.200}, expected a list of {len(source.leaves)} arrays, one a "
+            "leaf."
+        )
+    arrays: Arrays = []
+    for leaf, value in zip(source.leaves, chunk, strict=True):
+        array = np.asarray(value)
+        dtype = array.dtype.newbyteorder("=")
+        path = f", leaf {leaf.path}" if leaf.path else ""
+        if array.shape[1:] != leaf.shape or array.ndim == 0 or dtype != leaf.dtype:
+            raise SourceError(
+                f"{where}{path}: found {array.dtype.name}{list(array.shape)}, expected rows of "
+                f"{dtype_name(leaf.dtype)}{list(leaf.shape)}; every chunk has an array of shape "
+                "(rows, ...) with the dtype and the shape of a member that `leaves` says."
+            )
+        arrays.append(array)
+        if len(array) != len(arrays[0]):
+            raise SourceError(
+                f"{where}{path}: found {len(array)} rows, expected {len(arrays[0])} as in leaf "
+                f"{source.leaves[0].path or 0}; all leaves have the same members."
+            )
+    return arrays
+
+
+def members_of(source: Source) -> Arrays:
+    """All members of a source of any kind, in memory."""
+    if not isinstance(source, StreamSource):
+        return source.read(0, len(source))
+    blocks = list(blocks_of(source, WHOLE_BLOCK, range(len(source.leaves))))
+    check_count(source, sum(count for count, _ in blocks))
+    return [np.concatenate(arrays) for arrays in zip(*(x for _, x in blocks), strict=True)]

@@ -1,0 +1,183 @@
+"""Placed inputs of unknown length from files of .npy, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import itertools
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from beamjax.errors import SourceError, StructureError
+from beamjax.source_base import LeafSpec, PyTreeDef, StreamSource, describe_source
+
+CHUNK_BYTES = 1 << 22
+"""Of a file, read at once."""
+
+
+class NpyParts(StreamSource, kind="npy-parts"):
+    """Files of .npy one after the other, a piece each; see `from_npy_parts`."""
+
+    def __init__(
+        self,
+        files: Sequence[Sequence[str]],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_npy_parts`, which checks.
+
+        Args:
+            files: the absolute paths of each leaf.
+            leaves: what a member of each must be.
+            treedef: the tree that they form; a tuple by default.
+        """
+        self._files = tuple(map(tuple, files))
+        self._leaves = tuple(leaves)
+        self._treedef = treedef
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return super().treedef if self._treedef is None else self._treedef
+
+    @property
+    def pieces(self) -> int:
+        return len(self._files[0])
+
+    def chunks(self, piece: int) -> Iterator[Sequence[np.ndarray]]:
+        files = [paths[piece] for paths in self._files]
+        member = max(sum(leaf.nbytes for leaf in self._leaves), 1)
+        streams = [_rows(file, max(CHUNK_BYTES // member, 1)) for file in files]
+        for parts in itertools.zip_longest(*streams, fillvalue=()):
+            if len({len(rows) for rows in parts}) > 1:
+                raise SourceError(
+                    f"{', '.join(files)}: found different numbers of rows, expected the same in "
+                    "the files of all leaves."
+                )
+            yield parts
+
+    def describe(self) -> str:
+        more = f" and {self.pieces - 1} more" if self.pieces > 1 else ""
+        return describe_source(self, f"in {self._files[0][0]}{more}")
+
+    def to_spec(self) -> dict[str, Any]:
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        return {**self.spec_head(), "files": list(map(list, self._files)), "leaves": leaves}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> NpyParts:
+        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
+        return cls([list(map(str, paths)) for paths in spec["files"]], leaves)
+
+
+def from_npy_parts(paths: Any) -> NpyParts:
+    """A placed input from .npy files one after the other, whose lengths are found as they are read.
+
+    Workers open the files, several at the same time where the program lets them.
+
+    Args:
+      paths: the files of one leaf, or a tree of them: a pattern such as "data/x-*.npy", whose files
+        are read in the order of their names, or a list of paths. Each file is an array of shape
+        (rows, ...), with any number of rows; file i of each leaf has the same. Files ending in .gz
+        are unpacked by gzip as they are read.
+
+    Raises:
+      SourceError: there is no such file, or the first one of a leaf is no .npy file.
+      StructureError: a leaf has other than numbers, or fewer files than another.
+    """
+    import jax
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(paths, is_leaf=_is_list_of_paths)
+    files, leaves = [], []
+    for path, given in found:
+        name = jax.tree_util.keystr(path)
+        parts = _listed(given, name)
+        files.append(parts)
+        shape, dtype = _header(parts[0])
+        leaves.append(LeafSpec(shape, dtype, None, name))
+        if len(parts) != len(files[0]):
+            raise StructureError(
+                f"from_npy_parts{name}: found {len(parts)} files, expected {len(files[0])} as for "
+                f"the first leaf; file i of each leaf has the same members."
+            )
+    if not files:
+        raise StructureError("from_npy_parts: found a tree without leaves, expected a pattern.")
+    return NpyParts(files, leaves, treedef)
+
+
+def _is_list_of_paths(tree: Any) -> bool:
+    return isinstance(tree, list) and all(isinstance(x, str | os.PathLike) for x in tree)
+
+
+def _listed(given: Any, name: str) -> list[str]:
+    if not isinstance(given, str | os.PathLike | list):
+        raise StructureError(
+            f"from_npy_parts{name}: found {given!r:.80}, expected a pattern or a list of paths."
+        )
+    found = given if isinstance(given, list) else sorted(glob.glob(os.fspath(given)))
+    if not found:
+        raise SourceError(f"from_npy_parts{name}: found no file {given!r}, expected at least one.")
+    return [os.path.abspath(path) for path in found]
+
+
+def _open(file: str) -> BinaryIO:
+    return gzip.open(file) if file.endswith(".gz") else open(file, "rb")  # type: ignore[return-value]
+
+
+def _header(file: str) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape of a row and the dtype of an .npy file."""
+    with _open_npy(file) as (_, shape, dtype):
+        return shape[1:], dtype.newbyteorder("=")
+
+
+@contextlib.contextmanager
+def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]:
+    """An .npy file at the beginning of its data, the shape of the array, and its dtype.
+
+    Raises:
+      SourceError: it can't be read, here or in the `with` block, or is no array of numbers in rows.
+    """
+    try:
+        with _open(file) as opened:
+            version = np.lib.format.read_magic(opened)
+            read = {(1, 0): np.lib.format.read_array_header_1_0}
+            header = read.get(version, np.lib.format.read_array_header_2_0)
+            shape, in_columns, dtype = header(opened)
+            if dtype.kind not in "biufc" or not shape or (in_columns and len(shape) > 1):
+                order = " in Fortran order" if in_columns else ""
+                raise SourceError(
+                    f"{file}: found {dtype}{list(shape)}{order}, expected numbers of shape "
+                    "(rows, ...) in C order."
+                )
+            yield opened, shape, dtype
+    except (OSError, ValueError, EOFError, zlib.error) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(
+            f"{file}: cannot read ({error}); expected a .npy file, or one packed by gzip whose "
+            "name ends in .gz, that the launcher and all workers see under this path."
+        ) from error
+
+
+def _rows(file: str, count: int) -> Iterator[np.ndarray]:
+    """The rows of an .npy file, `count` at a time."""
+    with _open_npy(file) as (opened, shape, dtype):
+        each = math.prod(shape[1:]) * dtype.itemsize
+        for start in range(0, shape[0], count):
+            rows = min(count, shape[0] - start)
+            data = opened.read(rows * each)
+            if len(data) != rows * each:
+                raise SourceError(
+                    f"{file}: ends in row {start + len(data) // max(each, 1)}, expected {shape[0]} "
+                    "rows as its header says."
+                )
+            yield np.frombuffer(data, dtype).reshape(rows, *shape[1:])

@@ -1,0 +1,144 @@
+"""How a call reads its sources of unknown length: in the one pass of the plan, or counted first.
+
+A program that can be staged without their number, to a plan with one pass over the members, is run
+as they are read. For any other, they are first read into files of the run, once; then their number
+is known, the program is staged with it, and all passes read the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from beamjax.errors import PlacementError
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.stage import Argument, declared_sizes
+from beamjax.interpreters.unknown import SOME_NUMBER, UnknownSizeError
+from beamjax.one_pass import obstacle
+from beamjax.options import Options
+from beamjax.source_base import Source, StreamSource
+from beamjax.spool import spooled_here
+
+Planner = Callable[[Sequence[Argument]], Any]
+"""Makes the `execution.Planned` of a function for arguments."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the sources of unknown length of a call are read.
+
+    Attributes:
+      counted_because: why they are counted before the program runs; "" if they are not.
+      planned: the program, staged without their number; None if that can't be done.
+      number: some number of members with which it can be staged, or might be.
+    """
+
+    counted_because: str
+    planned: Any = None
+    number: int = SOME_NUMBER
+
+
+def choose(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    plan: Planner,
+) -> Reading:
+    """Decides how the sources of unknown length among the arguments of a function are read.
+
+    Raises:
+      Exception: of the function, if it does not depend on the number of members.
+    """
+    try:
+        planned = plan(arguments)
+    except UnknownSizeError as error:
+        return Reading(error.reason)
+    except Exception as error:  # of any kind: it may be that of a size that does not fit
+        because = f"it can't be staged without their number ({_told(error)})"
+        for number in _numbers(fn, arguments, restore):
+            try:
+                plan(with_number(arguments, number))
+            except Exception as other:
+                last = other
+            else:
+                return Reading(because, number=number)
+        if _told(last) == _told(error):
+            raise
+        return Reading(because)
+    streamed = [i for i, argument in enumerate(arguments) if argument.is_stream]
+    return Reading(obstacle(planned.plan, streamed), planned)
+
+
+def _numbers(
+    fn: Callable[..., Any], arguments: Sequence[Argument], restore: Callable[..., Any]
+) -> list[int]:
+    """The numbers of members that a program might be written for."""
+    shapes = [getattr(argument.aval, "shape", ()) for argument in arguments]
+    lengths = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
+    sizes = declared_sizes(fn, arguments, restore)
+    return list(dict.fromkeys([*sizes, *filter(None, lengths), SOME_NUMBER]))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+def with_number(arguments: Sequence[Argument], n: int) -> list[Argument]:
+    """The arguments with this number of members in place of an unknown one."""
+
+    def known(aval: Any) -> Any:
+        if not any(map(is_unknown, getattr(aval, "shape", ()))):
+            return aval
+        return jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype)
+
+    return [replace(argument, aval=known(argument.aval)) for argument in arguments]
+
+
+def notes(arguments: Sequence[Argument], reading: Reading) -> tuple[str, ...]:
+    """What people are told of the sources of unknown length of a call."""
+    paths = dict.fromkeys(argument.path for argument in arguments if argument.is_stream)
+    what = f"{', '.join(paths)}: the number of members is unknown. They are read once"
+    if not reading.counted_because:
+        return (f"{what}, in the one pass of the plan, and counted there.",)
+    files = f"{what}, into files that the passes read, because {reading.counted_because}."
+    if reading.planned is not None:
+        return (files, "The plan is made again once they are counted.")
+    return (files, f"The plan is made once they are counted; this is one for {reading.number}.")
+
+
+@contextlib.contextmanager
+def counted(
+    args: Sequence[Any], runner: Any, options: Options, local: bool
+) -> Iterator[Sequence[Any]]:
+    """The arguments of a call with their sources of unknown length in files, while it lasts.
+
+    Args:
+      args: of the call.
+      runner: of Beam, whose workers read them.
+      options: `work_folder`, and those of Beam.
+      local: whether this process reads them, and not the runner.
+
+    Raises:
+      SourceError: a source can't be read, or has no member.
+    """
+    leaves, tree = jax.tree_util.tree_flatten(tuple(args), is_leaf=lambda x: isinstance(x, Source))
+    streams = {id(leaf): leaf for leaf in leaves if isinstance(leaf, StreamSource)}
+    with contextlib.ExitStack() as stack:
+        if local:
+            found = stack.enter_context(spooled_here(list(streams.values()), options))
+        else:
+            from beamjax.pipelines.spooling import spooled
+
+            found = stack.enter_context(spooled(list(streams.values()), runner, options))
+        known: dict[int, Source] = dict(zip(streams, found, strict=True))
+        try:
+            yield jax.tree_util.tree_unflatten(tree, [known.get(id(x), x) for x in leaves])
+        except PlacementError as error:
+            lengths = [f"{streams[key]!r} has {len(known[key])} members" for key in streams]
+            raise PlacementError(
+                f"{error}\nAs was found by reading: {'; '.join(lengths)}."
+            ) from error

@@ -1,0 +1,105 @@
+"""Sources of unknown length read once into .npy files, a chunk at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from beamjax import arrays as wire
+from beamjax.chunks import check_count, checked_chunks
+from beamjax.errors import SourceError
+from beamjax.options import Options
+from beamjax.source_base import LeafSpec, StreamSource
+from beamjax.sources import NpySource, storable, stored_dtype
+
+
+@contextlib.contextmanager
+def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[list[NpySource]]:
+    """The members of sources in files of a temporary folder, which is removed at the end.
+
+    Args:
+      sources: each is read once.
+      options: `work_folder`, in which the folder is made if it is a path.
+
+    Raises:
+      SourceError: as `spool`, or the folder can't be made.
+    """
+    parent = options.work_folder
+    if parent is not None and "://" in parent:
+        parent = None
+    try:
+        folder = tempfile.mkdtemp(prefix="beamjax-", dir=parent)
+    except OSError as error:
+        raise SourceError(
+            f"{parent}: cannot write here ({error}); expected a folder for the members of sources "
+            "of unknown length."
+        ) from error
+    try:
+        yield [spool(source, Path(folder) / f"source-{i}") for i, source in enumerate(sources)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
+    """Reads a source from its beginning to its end into files, one a leaf.
+
+    Raises:
+      SourceError: it can't be read or has no member, or a file can't be written.
+    """
+    paths = [str(Path(folder).absolute() / f"{i:03d}.npy") for i in range(len(source.leaves))]
+    count = 0
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            files = [
+                stack.enter_context(_Growing(path, leaf))
+                for path, leaf in zip(paths, source.leaves, strict=True)
+            ]
+            for piece in range(source.pieces):
+                for chunk in checked_chunks(source, piece):
+                    count += len(chunk[0])
+                    for file, array in zip(files, chunk, strict=True):
+                        file.append(array)
+    except OSError as error:
+        raise SourceError(
+            f"{folder}: cannot write member {count} of {source!r} ({error})."
+        ) from error
+    check_count(source, count)
+    return NpySource(paths, source.leaves, count, source.treedef)
+
+
+class _Growing:
+    """An .npy file to which rows are appended. Its header has room for any number of them."""
+
+    def __init__(self, path: str, leaf: LeafSpec) -> None:
+        self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self.leaf = leaf
+        self.rows = 0
+        self._write_header()
+
+    def append(self, array: np.ndarray) -> None:
+        self.file.write(storable(np.asarray(array, self.leaf.dtype)).tobytes())
+        self.rows += len(array)
+
+    def __enter__(self) -> _Growing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.file:
+            self.file.seek(0)
+            self._write_header()
+
+    def _write_header(self) -> None:
+        hidden = [0] if self.leaf.dtype == wire.FLOAT0 else []
+        header = {
+            "descr": np.lib.format.dtype_to_descr(stored_dtype(self.leaf.dtype)),
+            "fortran_order": False,
+            "shape": (self.rows, *self.leaf.shape, *hidden),
+        }
+        np.lib.format.write_array_header_1_0(self.file, header)

@@ -1,0 +1,226 @@
+"""Sources of unknown length read once into files of the store, which is where passes read them."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam import typehints
+from apache_beam.options.pipeline_options import PipelineOptions
+
+from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.chunk_source import ChunkSource
+from beamjax.chunks import blocks_of, check_count
+from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.options import Options
+from beamjax.pipelines import files
+from beamjax.pipelines.launch import run_pipeline
+from beamjax.pipelines.results import FILE_BYTES
+from beamjax.pipelines.runners import (
+    beam_options,
+    make_runner,
+    opened_streams,
+    shares_memory,
+    temporary_store,
+)
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.tasks import StepFn
+from beamjax.source_base import LeafSpec, PyTreeDef, Source, StreamSource, open_spec
+from beamjax.spool import spool
+
+SUFFIX = ".members"
+
+Part = tuple[str, int]
+"""The name of a file and the number of members in it."""
+
+
+def open_on_workers(sources: Sequence[StreamSource], runner: Any, options: Options) -> bool:
+    """Whether the workers of a runner can read sources themselves."""
+    if not any(isinstance(source, ChunkSource) for source in sources):
+        return True
+    runner = make_runner(runner)
+    return shares_memory(runner, beam_options(options, runner))
+
+
+@contextlib.contextmanager
+def spooled(
+    sources: Sequence[StreamSource], runner: Any, options: Options
+) -> Iterator[list[Source]]:
+    """The members of sources in files that all workers see, while a run lasts.
+
+    Each piece is read once, by a worker; or by this process, if only it can.
+
+    Raises:
+      SourceError: a source can't be read, or has no member.
+    """
+    runner = make_runner(runner)
+    flags = beam_options(options, runner)
+    shared = shares_memory(runner, flags)
+    with temporary_store(options) as store:
+        here = [isinstance(source, ChunkSource) and not shared for source in sources]
+        workers = [source for source, own in zip(sources, here, strict=True) if not own]
+        _write_pieces(store, workers, runner, flags)
+        numbers = itertools.count()
+        yield [
+            spool(source, files.join(store.root, f"source-{number}"))
+            if own
+            else _found(store, source, next(numbers))
+            for number, (source, own) in enumerate(zip(sources, here, strict=True))
+        ]
+
+
+def _write_pieces(
+    store: Store, sources: Sequence[StreamSource], runner: Any, flags: PipelineOptions
+) -> None:
+    """Has workers write all pieces of sources to the store."""
+    pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
+    if not pieces:
+        return
+    pipeline = beam.Pipeline(runner=runner, options=flags)
+    try:
+        with opened_streams(sources, shares_memory(runner, flags)) as specs:
+            dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
+            dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
+            run_pipeline(pipeline)
+    finally:
+        # Beam makes this folder at once, and removes it only if the pipeline gets to run.
+        shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+
+
+class WritePieces(StepFn):
+    """Pieces of sources, as (number of the source, number of the piece), to files of members.
+
+    The list of the files is written last: if a piece is read again, all its files are new ones.
+
+    Args:
+      store: where to write.
+      specs: of the sources.
+    """
+
+    yields = typehints.Any
+
+    def __init__(self, store: Store, specs: tuple[dict[str, Any], ...]):
+        self.store = store
+        self.specs = specs
+
+    def process(self, element: tuple[int, int]) -> None:
+        number, piece = element
+        source = open_spec(self.specs[number])
+        assert isinstance(source, StreamSource)
+        stem = f"stream-{number}-{piece}-{uuid.uuid4().hex}"
+        parts: list[Part] = []
+        size = max(FILE_BYTES // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
+        for count, arrays in blocks_of(source, size, range(len(source.leaves)), [piece]):
+            name = f"{stem}-{len(parts)}{SUFFIX}"
+            self.store.write(name, encode_arrays(arrays))
+            parts.append((name, count))
+        self.store.write(_list_name(number, piece), json.dumps(parts).encode())
+
+
+def _list_name(number: int, piece: int) -> str:
+    return f"stream-{number}-{piece}-parts{SUFFIX}"
+
+
+def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
+    """What `WritePieces` wrote of a source."""
+    parts: list[Part] = []
+    for piece in range(source.pieces):
+        path = files.join(store.root, _list_name(number, piece))
+        try:
+            parts += [(name, count) for name, count in json.loads(bytes(files.read(path)))]
+        except OSError as error:
+            raise SourceError(
+                f"{path}: cannot read ({error}); do the launcher and the workers see the same "
+                "files under this path?"
+            ) from error
+    check_count(source, sum(count for _, count in parts))
+    return SpooledSource(store.root, parts, source.leaves, source.treedef)
+
+
+class SpooledSource(Source, kind="spooled"):
+    """Members in files that each hold consecutive ones, of all leaves.
+
+    Args:
+      folder: of the files.
+      parts: name and number of members of each file, in order.
+      leaves: one member of each.
+      treedef: the tree that they form; a tuple by default.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        parts: Sequence[Part],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ):
+        self.folder = folder
+        self.parts = list(parts)
+        self._leaves = tuple(leaves)
+        self._treedef = treedef
+        self._ends = list(itertools.accumulate(count for _, count in self.parts))
+        # Shards are read one after the other: the next one is often in the same file.
+        self._last: tuple[int, list[np.ndarray]] | None = None
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return super().treedef if self._treedef is None else self._treedef
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        pieces = [[np.empty((0, *leaf.shape), leaf.dtype) for leaf in self._leaves]]
+        number = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            first = self._ends[number] - self.parts[number][1]
+            end = min(stop, self._ends[number])
+            pieces.append([x[start - first : end - first] for x in self._members(number)])
+            start, number = end, number + 1
+        if len(pieces) == 2:
+            return pieces[1]
+        return [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
+
+    def to_spec(self) -> dict[str, Any]:
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        parts = [list(part) for part in self.parts]
+        return {**self.spec_head(), "folder": self.folder, "parts": parts, "leaves": leaves}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> SpooledSource:
+        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
+        return cls(spec["folder"], [(name, count) for name, count in spec["parts"]], leaves)
+
+    def _members(self, number: int) -> list[np.ndarray]:
+        last = self._last
+        if last is None or last[0] != number:
+            last = self._last = number, self._load(*self.parts[number])
+        return last[1]
+
+    def _load(self, name: str, count: int) -> list[np.ndarray]:
+        path = files.join(self.folder, name)
+        try:
+            arrays = decode_arrays(files.read(path))[0]
+        except OSError as error:
+            raise SourceError(f"{path}: cannot read members ({error}).") from error
+        except (ArrayFormatError, ValueError) as error:
+            raise ArrayFormatError(f"{path}: {error}") from None
+        found = [(array.shape, array.dtype) for array in arrays]
+        if found != [((count, *leaf.shape), leaf.dtype) for leaf in self._leaves]:
+            raise ArrayFormatError(
+                f"{path}: found {found}, expected {count} members of {self._leaves}."
+            )
+        return arrays

@@ -1,0 +1,107 @@
+"""Sources of unknown length in a pipeline: read once, from their beginning to their end, as blocks.
+
+One worker reads. Where there are several, blocks go to the others through files of the store, since
+what is dealt as elements is held in memory by some runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from apache_beam.transforms.window import GlobalWindows
+
+from beamjax.chunks import Streams
+from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.tasks import Sources, StepFn
+from beamjax.source_base import StreamSource
+
+DEAL_BYTES = 1 << 22
+"""Of the blocks that are dealt to a worker together."""
+
+
+class ReadStreams(StepFn):
+    """One element to the blocks of all members of sources that belong together.
+
+    Args:
+      sources: of unknown length.
+      size: members in a shard.
+    """
+
+    yields = Block
+
+    def __init__(self, sources: Sources, size: int):
+        self.sources = sources
+        self.size = size
+
+    def process(self, element: Any) -> Iterator[Block]:
+        reader = self.sources.open()
+        streams = tuple(source for source in reader.sources if isinstance(source, StreamSource))
+        for block in Streams(streams, reader.where).blocks(self.size):
+            yield Block(block.start, block.count, self.size, block.values)
+
+
+class WriteBlocks(StepFn):
+    """Consecutive blocks to references to them in the store by their first member, many in each.
+
+    Args:
+      store: where to write.
+      names: of the values in the blocks.
+    """
+
+    yields = Environment
+
+    def __init__(self, store: Store, names: tuple[str, ...]):
+        self.store = store
+        self.names = names
+
+    def start_bundle(self) -> None:
+        self.blocks: list[Block] = []
+        self.nbytes = 0
+
+    def process(self, block: Block) -> Iterator[Environment]:
+        self.blocks.append(block)
+        self.nbytes += block.nbytes
+        if self.nbytes >= DEAL_BYTES:
+            yield self._written()
+
+    def finish_bundle(self) -> Iterator[Any]:
+        """Writes what is left."""
+        if self.blocks:
+            yield GlobalWindows.windowed_value(self._written())
+
+    def _written(self) -> Environment:
+        start = self.blocks[0].start
+        columns = [np.concatenate([block.values[x] for block in self.blocks]) for x in self.names]
+        self.start_bundle()
+        return Environment({str(start): self.store.put(columns, "stream")})
+
+
+class LoadBlocks(StepFn):
+    """Files of the store to the blocks in them, as `WriteBlocks` wrote them.
+
+    Args:
+      store: where to read.
+      names: of the values in the blocks.
+      size: members in a shard.
+    """
+
+    yields = Block
+
+    def __init__(self, store: Store, names: tuple[str, ...], size: int):
+        self.store = store
+        self.names = names
+        self.size = size
+
+    def process(self, element: Environment) -> Iterator[Block]:
+        ((start, ref),) = element.values.items()
+        columns = self.store.get(ref, cache=False)
+        for first in range(0, len(columns[0]), self.size):
+            values = {
+                name: column[first : first + self.size]
+                for name, column in zip(self.names, columns, strict=True)
+            }
+            count = len(values[self.names[0]])
+            yield Block(int(start) + first, count, self.size, values)
