@@ -9,6 +9,8 @@ import numpy as np
 
 from beamjax.bodies import run_server
 from beamjax.inputs import Inputs
+from beamjax.meters import Meter
+from beamjax.monitor import Monitor
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
 from beamjax.shards import (
@@ -21,13 +23,16 @@ from beamjax.shards import (
 )
 
 
-def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarray]:
+def evaluate(
+    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor | None = None
+) -> dict[str, np.ndarray]:
     """Runs a plan without Beam.
 
     Args:
       plan: what to run.
       inputs: its inputs.
       options: `reduction` is the only one that matters here.
+      monitor: of the job.
 
     Returns:
       The raw array of each output that is a value of the plan, by name; placed values have their
@@ -35,17 +40,19 @@ def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarr
 
     Raises:
       WorkerError: a body failed; the message names step and shard.
+      JobCancelledError: the job was cancelled.
     """
-    run = _Evaluation(plan, inputs, options)
+    run = _Evaluation(plan, inputs, options, monitor or Monitor(plan))
     run.steps(plan.steps)
     wanted = {out.value for out in plan.outputs if out.value is not None}
     return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
 
 
 class _Evaluation:
-    def __init__(self, plan: Plan, inputs: Inputs, options: Options):
+    def __init__(self, plan: Plan, inputs: Inputs, options: Options, monitor: Monitor):
         self.plan = plan
         self.options = options
+        self.monitor = monitor
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
         self.reader = inputs.reader()
@@ -55,6 +62,7 @@ class _Evaluation:
             self.step(step)
 
     def step(self, step: Step) -> None:
+        self.monitor.tick()
         match step:
             case Server():
                 self.server(step)
@@ -85,6 +93,7 @@ class _Evaluation:
             values = dict(zip(values, outputs, strict=False))
             for stack, array in zip(stacks, outputs[len(values) :], strict=True):
                 stack.append(array)
+            self.monitor.rounds()
         for carried in step.carried:
             self.bind({carried.result: values[carried.param]})
         for name, stack in zip(step.stacked, stacks, strict=True):
@@ -138,19 +147,25 @@ class _Evaluation:
         accumulators = new_accumulators(step, self.options.reduction)
         trees = execute.trees()
         read = [name for name in step.operands if name not in self.placed]
+        meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
         for shard in shards(n, self.plan.shard_sizes[step.placement]):
             stop = shard.start + shard.count
+            meter.start()
             with shard_errors(step, shard):
                 fresh = self.reader.read(read, shard.start, stop)
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]
                 for name in step.operands
             ]
+            meter.lap("read", sum(array.nbytes for array in fresh.values()))
             results, partials = execute(shard, operands)
+            meter.lap("compute")
             for name, array in zip(step.results, results, strict=True):
                 self.placed[name][shard.start : stop] = array
             for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
                 accumulator.add(partial, shard.index)
+            meter.lap("merge")
+            meter.shard(shard.start, shard.count)
         for lane, accumulator in zip(step.lanes, accumulators, strict=True):
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
