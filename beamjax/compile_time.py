@@ -35,8 +35,9 @@ def compile_seconds() -> float:
     difference may exceed the time between its two ends.
     """
     global _listening
-    with _lock:
-        if not _listening:
-            jax.monitoring.register_event_duration_secs_listener(_listen)
-            _listening = True
+    if not _listening:
+        with _lock:
+            if not _listening:
+                jax.monitoring.register_event_duration_secs_listener(_listen)
+                _listening = True
     return _spent.seconds

@@ -40,7 +40,8 @@ class Tally:
     merge: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, name) + getattr(other, name) for name in _TALLIED))
+        mine, others = vars(self), vars(other)
+        return Tally(*[mine[name] + others[name] for name in _TALLIED])
 
 
 _TALLIED = tuple(f.name for f in fields(Tally))
