@@ -23,9 +23,9 @@ _lock = threading.Lock()
 _listening = False
 
 
-def _listen(event: str, seconds: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
     if event in _EVENTS:
-        _spent.seconds += seconds
+        _spent.seconds += duration_secs
 
 
 def compile_seconds() -> float:

@@ -120,9 +120,9 @@ def shard_errors(step: Map, shard: Shard) -> Iterator[None]:
             f"step {step.name!r}{functions}, shard {shard.index} of placement "
             f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
         )
-        ours = isinstance(error, BeamjaxError)
-        text = f"{where}: {error}" if ours else f"{where}: {type(error).__name__}: {error}"
-        told = type(error)(text) if ours else WorkerError(text)
+        told: BeamjaxError = WorkerError(f"{where}: {type(error).__name__}: {error}")
+        if isinstance(error, BeamjaxError):
+            told = type(error)(f"{where}: {error}")
         members = shard.start, shard.start + shard.count - 1
         told.failure = Failure(step.name, shard.index, members)
         raise told from error

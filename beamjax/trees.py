@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import sys
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from beamjax.errors import ArrayFormatError, StructureError
-
-PyTreeDef: TypeAlias = Any
 
 _LEAF = "*"
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
@@ -111,7 +110,7 @@ def like(tree: Any, leaves: int) -> PyTreeDef:
     Raises:
       StructureError: it has another number of leaves.
     """
-    treedef = jax.tree_util.tree_structure(tree)
+    treedef: Any = jax.tree_util.tree_structure(tree)
     if treedef.num_leaves != leaves:
         raise StructureError(
             f"like: found a tree with {treedef.num_leaves} leaves, expected {leaves} as in the "
