@@ -20,6 +20,8 @@ from beamjax.api import reduce_weighted_mean as reduce_weighted_mean
 from beamjax.chunk_source import from_chunks as from_chunks
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
+from beamjax.errors import JobCancelledError as JobCancelledError
+from beamjax.errors import JobError as JobError
 from beamjax.errors import OptionsError as OptionsError
 from beamjax.errors import OutsideProgramError as OutsideProgramError
 from beamjax.errors import PlacementError as PlacementError
@@ -28,11 +30,16 @@ from beamjax.errors import StagingError as StagingError
 from beamjax.errors import StructureError as StructureError
 from beamjax.errors import VerificationError as VerificationError
 from beamjax.errors import WorkerError as WorkerError
+from beamjax.execution import launch as launch
 from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import explain as explain
+from beamjax.jobs import Job as Job
+from beamjax.jobs import JobState as JobState
+from beamjax.jobs import open_job as open_job
 from beamjax.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.options import Options as Options
+from beamjax.progress import Progress as Progress
 from beamjax.reductions import reduce as reduce
 from beamjax.reductions import reduce_by_key as reduce_by_key
 from beamjax.source_base import StreamSource as StreamSource

@@ -18,7 +18,7 @@ import numpy as np
 from jax import export
 
 from beamjax import _compat
-from beamjax.errors import StagingError, WorkerError
+from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan import Body, Plan, Server, ValueType
 from beamjax.restaging import python_function
 
@@ -199,7 +199,9 @@ def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dic
         with with_x64(plan.x64):
             outs = [np.asarray(out) for out in call(*(known[name] for name in step.inputs))]
     except Exception as error:
-        raise WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}") from error
+        told = WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}")
+        told.failure = Failure(step.name)
+        raise told from error
     return dict(zip(step.outputs, outs, strict=True))
 
 
@@ -214,3 +216,18 @@ def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     if _compat.config.jax_enable_x64 == enabled:
         return contextlib.nullcontext()
     return jax.enable_x64(enabled)
+
+
+def with_weak_type(x: Any, weak: bool, x64: bool) -> Any:
+    """The array, weakly typed if `weak`: what is computed from it has other types then."""
+    if not weak or x.weak_type:
+        return x
+    with with_x64(x64):
+        return _weakly_typed(x.shape, x.dtype)(x)
+
+
+@functools.lru_cache(maxsize=256)
+def _weakly_typed(shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
+    """The identity, compiled to give weakly typed arrays; there is no public function for it."""
+    weak = jax.ShapeDtypeStruct(shape, dtype, weak_type=True)
+    return jax.jit(lambda x: x).lower(weak).compile()

@@ -6,9 +6,40 @@ expected and what to do. All of them derive from `BeamjaxError`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a failure on a worker.
+
+    Attributes:
+      step: name of the step of the plan, "" if it is not known.
+      shard: number of the shard, or None if it was no work on a shard.
+      members: first and last member of the shard, or None.
+      worker: host and process id, "" where the failure was in this process.
+      traceback: as text, of the worker; "" where the failure was in this process.
+      time: when it was, in seconds since the epoch; 0 if it is not known.
+      others: further failures of the same pipeline, those of retries included.
+    """
+
+    step: str = ""
+    shard: int | None = None
+    members: tuple[int, int] | None = None
+    worker: str = ""
+    traceback: str = ""
+    time: float = 0.0
+    others: int = 0
+
 
 class BeamjaxError(Exception):
-    """Base of all errors raised by beamjax."""
+    """Base of all errors raised by beamjax.
+
+    Attributes:
+      failure: where on a worker it was, or None if it was not on a worker.
+    """
+
+    failure: Failure | None = None
 
 
 class OutsideProgramError(BeamjaxError, RuntimeError):
@@ -36,7 +67,18 @@ class SourceError(BeamjaxError, ValueError):
 
 
 class WorkerError(BeamjaxError, RuntimeError):
-    """A body failed on a worker; the message names the step and the shard."""
+    """A body failed on a worker; the message names the step and the shard.
+
+    `failure` holds them as data, with the traceback of the worker.
+    """
+
+
+class JobError(BeamjaxError, RuntimeError):
+    """A job has no result: it was lost with its launching process, or its folder holds no job."""
+
+
+class JobCancelledError(JobError):
+    """A job was cancelled before it was done."""
 
 
 class OptionsError(BeamjaxError, ValueError):

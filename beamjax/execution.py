@@ -1,8 +1,8 @@
-"""`run` and `transform`: a function of programs, on a Beam runner or in this process."""
+"""`run`, `launch` and `transform`: a function of programs, on a Beam runner or in this process."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from beamjax.bodies import with_x64, wrap
+from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.errors import StagingError
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
@@ -25,6 +25,8 @@ from beamjax.interpreters import unknown as _unknown
 from beamjax.interpreters.pieces import Piece
 from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
+from beamjax.jobs import Job, Work, launch_work, run_work
+from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
 from beamjax.reading import choose, counted
@@ -80,28 +82,75 @@ def run(
       StagingError: the function can't be made a plan; the message names the line.
       PlacementError, StructureError, SourceError: the arguments don't fit.
       WorkerError: a body failed; the message names step and shard.
+      JobCancelledError: another process cancelled the run through its folder.
+    """
+    return run_work(_work(fn, args, runner, parse_options(options)))
+
+
+def launch(
+    fn: Callable[..., Any], *args: Any, runner: Any = "DirectRunner", options: Any = None
+) -> Job:
+    """Starts what `run` does, and returns at once.
+
+    The function is staged before this returns; the rest is done by a thread, which the process
+    waits for at its end. The job lives in a folder: `options={"job_folder": ...}`, or a temporary
+    one that goes with the handle. Any process can look on there, see `open_job`.
+
+    Args:
+      fn: as for `run`, and likewise the other arguments.
+
+    Returns:
+      A handle with `state`, `progress()`, `wait()`, `cancel()` and `result()`.
+
+    Raises:
+      StagingError, PlacementError, StructureError, SourceError: as `run`.
+      OptionsError: the runner or an option is unknown, or a job in the folder still runs.
     """
     parsed = parse_options(options)
+    if runner != LOCAL:
+        from beamjax.pipelines.runners import beam_options, make_runner
+
+        runner = make_runner(runner)
+        beam_options(parsed, runner)
+    return launch_work(_work(fn, args, runner, parsed))
+
+
+def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> Work:
+    """What is to be done for a call, staged; members of unknown number are counted if need be."""
     arguments, key, restore = _stage.flatten_arguments(args)
     _refuse_abstract(arguments)
-    if _must_count(fn, arguments, key, restore, runner, parsed):
-        with counted(args, runner, parsed, local=runner == LOCAL) as known:
-            return run(fn, *known, runner=runner, options=parsed)
-    planned = plan_for(fn, arguments, key, restore, parsed)
-    plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed))
-    inputs = bind_inputs(plan, arguments)
-    if runner == LOCAL:
-        values = _evaluate.evaluate(plan, inputs, parsed)
-    else:
-        from beamjax.pipelines.runners import run_plan
+    with contextlib.ExitStack() as files:
+        if _must_count(fn, arguments, key, restore, runner, options):
+            args = files.enter_context(counted(args, runner, options, local=runner == LOCAL))
+            arguments, key, restore = _stage.flatten_arguments(args)
+        planned = plan_for(fn, arguments, key, restore, options)
+        plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
+        inputs = bind_inputs(plan, arguments)
+        kept = files.pop_all()
+    weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]
 
-        values = run_plan(plan, inputs, runner, parsed)
-    types = planned.staged.closed.out_avals
-    leaves = [
-        _with_weak_type(output_array(plan, out, values, inputs), aval, plan.x64)
-        for out, aval in zip(plan.outputs, types, strict=True)
-    ]
-    return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
+    def compute(monitor: Monitor) -> Any:
+        with kept:
+            values = _values(plan, inputs, runner, options, monitor)
+            leaves = [
+                with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
+                for out, weak in zip(plan.outputs, weak_types, strict=True)
+            ]
+        return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
+
+    name = runner if isinstance(runner, str) else type(runner).__name__
+    return Work(plan, name, options, compute)
+
+
+def _values(
+    plan: Plan, inputs: Inputs, runner: Any, options: Options, monitor: Monitor
+) -> dict[str, np.ndarray]:
+    """Runs a plan; its outputs by name."""
+    if runner == LOCAL:
+        return _evaluate.evaluate(plan, inputs, options, monitor)
+    from beamjax.pipelines.runners import run_plan
+
+    return run_plan(plan, inputs, runner, options, monitor)
 
 
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
@@ -265,21 +314,6 @@ def output_array(plan: Plan, output: Output, values: dict[str, np.ndarray], inpu
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)
         return wrap(jax.device_put(array), spec.key_impl)
-
-
-def _with_weak_type(x: Any, aval: Any, x64: bool) -> Any:
-    """The array, weakly typed if `jit` gives it so: what is computed from it has other types."""
-    if not getattr(aval, "weak_type", False) or x.weak_type:
-        return x
-    with with_x64(x64):
-        return _weakly_typed(x.shape, x.dtype)(x)
-
-
-@functools.lru_cache(maxsize=256)
-def _weakly_typed(shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
-    """The identity, compiled to give weakly typed arrays; there is no public function for it."""
-    weak = jax.ShapeDtypeStruct(shape, dtype, weak_type=True)
-    return jax.jit(lambda x: x).lower(weak).compile()
 
 
 def _device_array(inputs: Inputs, index: int) -> Any:

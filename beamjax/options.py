@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from beamjax.errors import OptionsError
 
 REDUCTIONS = ("exact", "fast")
+KEEP = (None, "failed", "always")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,15 @@ class Options:
         control flow, and those of a `while_loop`, always have pipelines of their own.
       gather_limit: bytes past which staging refuses to gather a placed value to the server; None
         gathers whatever an operation needs. `explain` shows what is gathered, and why.
+      job_folder: a folder for the records of the job and its result, from which `open_job` reads
+        them in any process: a path or URL that this process and all workers reach. It is kept;
+        values live below it while the job runs, unless there is a `work_folder`. None makes a
+        temporary folder where one is needed.
+      keep_folder: "failed" keeps a temporary folder, and all values in it, if the job fails;
+        "always" in any case. The error says where it is.
+      progress: whether to show on stderr how far `run` or `launch` is: a bar in terminals and
+        notebooks, a line every ten seconds elsewhere. None shows the bar of a `run` of more than
+        two seconds in a terminal or a notebook, and nothing else.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -41,6 +52,9 @@ class Options:
     callbacks: bool = True
     rounds_per_graph: int | None = None
     gather_limit: int | None = None
+    job_folder: str | None = None
+    keep_folder: str | None = None
+    progress: bool | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
@@ -111,8 +125,11 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = int(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    if str(values.get("callbacks")).lower() in ("true", "false"):
-        values["callbacks"] = str(values["callbacks"]).lower() == "true"
+    for name in ("callbacks", "progress"):
+        if str(values.get(name)).lower() in ("true", "false"):
+            values[name] = str(values[name]).lower() == "true"
+    if values.get("job_folder") is not None:
+        values["job_folder"] = os.fspath(values["job_folder"])
     if isinstance(values.get("platforms"), str):
         values["platforms"] = values["platforms"].split(",")
     return _checked(replace(Options(), **values, beam=tuple(flags)))
@@ -125,6 +142,12 @@ def _checked(options: Options) -> Options:
         )
     if not isinstance(options.callbacks, bool):
         raise OptionsError(f"callbacks: found {options.callbacks!r}, expected True or False")
+    if options.progress is not None and not isinstance(options.progress, bool):
+        raise OptionsError(f"progress: found {options.progress!r}, expected True, False or None")
+    if options.keep_folder not in KEEP:
+        raise OptionsError(
+            f"keep_folder: found {options.keep_folder!r}, expected 'failed', 'always' or None"
+        )
     rounds = options.rounds_per_graph
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")

@@ -13,7 +13,7 @@ import numpy as np
 from beamjax.accumulators import Accumulator
 from beamjax.bodies import load_body, with_x64
 from beamjax.dyadic import DyadicTree
-from beamjax.errors import BeamjaxError, WorkerError
+from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
 
@@ -120,9 +120,12 @@ def shard_errors(step: Map, shard: Shard) -> Iterator[None]:
             f"step {step.name!r}{functions}, shard {shard.index} of placement "
             f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
         )
+        told: BeamjaxError = WorkerError(f"{where}: {type(error).__name__}: {error}")
         if isinstance(error, BeamjaxError):
-            raise type(error)(f"{where}: {error}") from error
-        raise WorkerError(f"{where}: {type(error).__name__}: {error}") from error
+            told = type(error)(f"{where}: {error}")
+        members = shard.start, shard.start + shard.count - 1
+        told.failure = Failure(step.name, shard.index, members)
+        raise told from error
 
 
 def new_accumulators(step: Map, mode: Any) -> list[Any]:

@@ -12,6 +12,8 @@ import numpy as np
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.inputs import Inputs
+from beamjax.meters import Meter
+from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
@@ -26,13 +28,16 @@ from beamjax.shards import (
 )
 
 
-def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarray]:
+def evaluate(
+    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor | None = None
+) -> dict[str, np.ndarray]:
     """Runs a plan without Beam.
 
     Args:
       plan: what to run.
       inputs: its inputs.
       options: `reduction` is the only one that matters here.
+      monitor: of the job.
 
     Returns:
       The raw array of each output that is a value of the plan, by name; placed values have their
@@ -40,8 +45,9 @@ def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarr
 
     Raises:
       WorkerError: a body failed; the message names step and shard.
+      JobCancelledError: the job was cancelled.
     """
-    run = _Evaluation(plan, inputs, options)
+    run = _Evaluation(plan, inputs, options, monitor or Monitor(plan))
     if open_placements(plan):
         run.one_pass()
     else:
@@ -51,9 +57,10 @@ def evaluate(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarr
 
 
 class _Evaluation:
-    def __init__(self, plan: Plan, inputs: Inputs, options: Options):
+    def __init__(self, plan: Plan, inputs: Inputs, options: Options, monitor: Monitor):
         self.plan = plan
         self.options = options
+        self.monitor = monitor
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
         self.reader = inputs.reader()
@@ -84,6 +91,7 @@ class _Evaluation:
             self.step(step)
 
     def step(self, step: Step) -> None:
+        self.monitor.tick()
         match step:
             case Server():
                 self.server(step)
@@ -114,6 +122,7 @@ class _Evaluation:
             values = dict(zip(values, outputs, strict=False))
             for stack, array in zip(stacks, outputs[len(values) :], strict=True):
                 stack.append(array)
+            self.monitor.rounds()
         for carried in step.carried:
             self.bind({carried.result: values[carried.param]})
         for name, stack in zip(step.stacked, stacks, strict=True):
@@ -166,12 +175,21 @@ class _Evaluation:
             self.placed[name] = np.empty((n or 0, *value.shape), np.dtype(value.dtype))
         accumulators = new_accumulators(step, self.options.reduction)
         trees = execute.trees()
-        for shard, operands in self.read(step) if n is not None else self.read_streams(step):
+        meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
+        meter.start()
+        for shard, operands, nbytes in (
+            self.read(step) if n is not None else self.read_streams(step)
+        ):
+            meter.lap("read", nbytes)
             results, partials = execute(shard, operands)
+            meter.lap("compute")
             for name, array in zip(step.results, results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
             for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
                 accumulator.add(partial, shard.index)
+            meter.lap("merge")
+            meter.shard(shard.start, shard.count)
+            meter.start()
         for name in step.results:
             self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
         for lane, accumulator in zip(step.lanes, accumulators, strict=True):
@@ -180,28 +198,27 @@ class _Evaluation:
         for combine, tree in zip(step.combines, trees, strict=True):
             self.served.update(finish_tree(combine, tree))
 
-    def read(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray]]]:
-        """The shards of a pass, and their operands."""
+    def read(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray], int]]:
+        """The shards of a pass, their operands, and how many bytes were read."""
         read = [name for name in step.operands if name not in self.placed]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         for shard in shards(n, size):
             stop = shard.start + shard.count
             with shard_errors(step, shard):
                 fresh = self.reader.read(read, shard.start, stop)
-            yield (
-                shard,
-                [
-                    fresh[name] if name in fresh else self.placed[name][shard.start : stop]
-                    for name in step.operands
-                ],
-            )
+            operands = [
+                fresh[name] if name in fresh else self.placed[name][shard.start : stop]
+                for name in step.operands
+            ]
+            yield shard, operands, sum(array.nbytes for array in fresh.values())
 
-    def read_streams(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray]]]:
+    def read_streams(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray], int]]:
         """The same of members that are counted as they are read."""
         size = self.plan.shard_sizes[step.placement]
         for block in self.streamed(size):
             shard = Shard(block.start // size, block.start, block.count)
-            yield shard, [block.values[name] for name in step.operands]
+            nbytes = sum(array.nbytes for array in block.values.values())
+            yield shard, [block.values[name] for name in step.operands], nbytes
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:

@@ -152,6 +152,7 @@ class Driver:
         self._bind(loop, outputs[: len(loop.carried)])
         for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
             self.stacks[name].append(entry)
+        self._rounds_over(1)
 
     def rounds(self, loop: Loop, numbers: range, prefix: str) -> None:
         """Runs rounds of a loop without further control flow as one segment."""
@@ -166,6 +167,11 @@ class Driver:
             self.stacks[name] += [self.values[entry] for entry in entries]
         self.drop(rounds.origin)
         self._bind(loop, carried)
+        self._rounds_over(len(numbers))
+
+    def _rounds_over(self, count: int) -> None:
+        if self.launcher.monitor is not None:
+            self.launcher.monitor.rounds(count)
 
     def _bind(self, loop: Loop, carried: Sequence[Value]) -> None:
         params = (value.param for value in loop.carried)
@@ -291,4 +297,6 @@ def _rounds_told() -> Iterator[None]:
             f"{name}, {kinds[kind]} {number}" for name, kind, number in _PART.findall(found[1])
         ]
         text = str(error).replace(found[0], "step '")
-        raise type(error)(f"{', '.join(parts)}: {text}") from error
+        told = type(error)(f"{', '.join(parts)}: {text}")
+        told.failure = error.failure
+        raise told from error

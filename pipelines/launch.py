@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from beamjax import errors
-from beamjax.errors import BeamjaxError
+from beamjax.monitor import Monitor
 from beamjax.options import Options
 from beamjax.pipelines import build
+from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
@@ -35,6 +32,7 @@ class Launcher:
       spread: whether there are several workers to which shards must be dealt.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
+      monitor: of the job.
     """
 
     runner: Any
@@ -45,6 +43,7 @@ class Launcher:
     spread: bool
     program: Ref | None = None
     bodies: dict[str, StoredBody] = field(default_factory=dict)
+    monitor: Monitor | None = None
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
@@ -58,42 +57,30 @@ class Launcher:
           The outputs that steps compute, by name.
 
         Raises:
-          WorkerError: a body failed.
+          WorkerError: a body failed, or the runner did.
+          JobCancelledError: the job was cancelled.
         """
+        monitor = self.monitor or Monitor(plan)
+        with monitor.pipeline(stem) as reports:
+            return self._run(plan, inputs, stem, replace(self.store, reports=reports), monitor)
+
+    def _run(
+        self, plan: Plan, inputs: build.Inputs, stem: str, store: Store, monitor: Monitor
+    ) -> dict[str, Value]:
         inputs = replace(inputs, program=self.program)
         pipeline = beam.Pipeline(runner=self.runner, options=self.flags)
         try:
             graph = build.Graph(
-                pipeline, plan, inputs, self.store, self.options, self.spread, self.bodies
+                pipeline, plan, inputs, store, self.options, self.spread, self.bodies
             )
             graph.build()
             graph.write_results(stem)
-            run_pipeline(pipeline)
+            names = [step.name for step in plan.steps]
+            with own_errors(store, type(self.runner).__name__, names, self.shared):
+                result = pipeline.run()
+                with monitor.running(result):
+                    result.wait_until_finish()
             return graph.find_results(stem)
         finally:
             # Beam makes this folder at once, and removes it only if the pipeline gets to run.
             shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
-
-
-def run_pipeline(pipeline: beam.Pipeline) -> None:
-    """Runs a pipeline and waits for it; raises the errors of beamjax as they are."""
-    with _own_errors():
-        pipeline.run().wait_until_finish()
-
-
-_TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
-
-
-@contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Makes errors of beamjax again of those that come as text, from workers elsewhere."""
-    try:
-        yield
-    except BeamjaxError:
-        raise
-    except RuntimeError as error:
-        told = _TOLD.search(str(error))
-        kind = getattr(errors, told[1], None) if told else None
-        if told is None or kind is None:
-            raise
-        raise kind(told[2].strip()) from error

@@ -18,6 +18,7 @@ from apache_beam.transforms import environments
 
 from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
+from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import OWN, Options
 from beamjax.pipelines import build, files
@@ -107,8 +108,17 @@ def _check_flags(options: PipelineOptions) -> None:
             )
 
 
-def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[str, np.ndarray]:
+def run_plan(
+    plan: Plan, inputs: Inputs, runner: Any, options: Options, monitor: Monitor | None = None
+) -> dict[str, np.ndarray]:
     """Runs a plan on a Beam runner and waits for it.
+
+    Args:
+      plan: what to run.
+      inputs: its inputs.
+      runner: of Beam.
+      options: of the run.
+      monitor: of the job, with its folder, if there is one.
 
     Returns:
       The raw array of each output that is a value of the plan, by name; placed values have their
@@ -117,18 +127,22 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
     Raises:
       OptionsError: the runner or an option is unknown.
       WorkerError: a body failed.
+      JobCancelledError: the job was cancelled.
     """
     runner = make_runner(runner)
     flags = beam_options(options, runner)
     shared = shares_memory(runner, flags)
-    with temporary_store(options) as store, sources_for(inputs, store, shared) as sources:
+    folder = monitor.folder.path if monitor and monitor.folder else None
+    with temporary_store(options, folder) as store, sources_for(inputs, store, shared) as sources:
         values: dict[str, Value] = {
             name: Placed(sources.specs[source], leaf)
             for name, (source, leaf) in sources.where.items()
         }
         values |= {name: Served(store, array) for name, array in inputs.server().items()}
         program = store_program(plan, store, shared)
-        launcher = Launcher(runner, flags, store, options, shared, spreads(runner, flags), program)
+        launcher = Launcher(
+            runner, flags, store, options, shared, spreads(runner, flags), program, monitor=monitor
+        )
         try:
             if open_placements(plan):
                 return _run_one_pass(plan, inputs, launcher, sources)
@@ -189,13 +203,23 @@ def opened_streams(
 
 
 @contextlib.contextmanager
-def temporary_store(options: Options) -> Iterator[Store]:
-    """A store in a new folder for one run, removed at its end."""
-    store = Store.temporary(options.work_folder)
+def temporary_store(options: Options, job_folder: str | None = None) -> Iterator[Store]:
+    """A store in a new folder for one run, removed at its end unless it is to be kept.
+
+    Args:
+      options: `work_folder` and `keep_folder`.
+      job_folder: where to make it unless there is a `work_folder`.
+    """
+    store = Store.temporary(options.work_folder or job_folder)
+    keep = options.keep_folder == "always"
     try:
         yield store
+    except Exception:
+        keep = options.keep_folder is not None
+        raise
     finally:
-        remove_store(store)
+        if not keep:
+            remove_store(store)
 
 
 def remove_store(store: Store) -> None:

@@ -22,7 +22,7 @@ from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines import files
-from beamjax.pipelines.launch import run_pipeline
+from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.results import FILE_BYTES
 from beamjax.pipelines.runners import (
     beam_options,
@@ -84,12 +84,14 @@ def _write_pieces(
     pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
     if not pieces:
         return
+    shared = shares_memory(runner, flags)
     pipeline = beam.Pipeline(runner=runner, options=flags)
     try:
-        with opened_streams(sources, shares_memory(runner, flags)) as specs:
+        with opened_streams(sources, shared) as specs:
             dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
             dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
-            run_pipeline(pipeline)
+            with own_errors(store, type(runner).__name__, ["Read members"], shared):
+                pipeline.run().wait_until_finish()
     finally:
         # Beam makes this folder at once, and removes it only if the pipeline gets to run.
         shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)

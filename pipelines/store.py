@@ -24,6 +24,7 @@ import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
+from beamjax.meters import Reports
 from beamjax.pipelines import files as file_io
 
 PIECE_BYTES = 64 * 2**20
@@ -32,7 +33,7 @@ INLINE_BYTES = 64 * 2**10
 """Largest encoded value that travels inside of its `Ref`, in bytes."""
 
 _SUFFIX = ".arrays"
-_SUFFIXES = (_SUFFIX, ".members")  # of all that is written to the folder of a run
+_SUFFIXES = (_SUFFIX, ".members", ".record")  # of all that is written to the folder of a run
 _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
 _CHUNK_OVERHEAD = 256  # of a chunk in its file: header and alignment, at most
 
@@ -112,11 +113,13 @@ class Store:
         piece_bytes: largest file, in bytes; bigger arrays are cut.
         lasts: whether a folder that is not there is made anew. That of a run is not, so that a
             worker that goes on after its end leaves nothing.
+        reports: where those who use the store tell how far they are; None if nobody asks.
     """
 
     root: str
     piece_bytes: int = PIECE_BYTES
     lasts: bool = True
+    reports: Reports | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 4 * _CHUNK_OVERHEAD:

@@ -19,6 +19,7 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax.inputs import Reader
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.failures import recorded, recorded_call
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
 from beamjax.shards import ShardExecutor
@@ -122,13 +123,20 @@ class Sources:
 
 
 class StepFn(beam.DoFn):
-    """A DoFn that says what it yields.
+    """A DoFn that says what it yields, and leaves a record of its errors in its store, if any.
 
-    Beam would infer it from the byte code of `process`, which takes longer than a small run, and
-    from annotations misreads variable arguments.
+    Beam would infer the type from the byte code of `process`, which takes longer than a small run,
+    and from annotations misreads variable arguments.
     """
 
     yields: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        wrappers = {"setup": recorded_call, "process": recorded, "finish_bundle": recorded}
+        for name, wrap in wrappers.items():
+            if name in vars(cls):
+                setattr(cls, name, wrap(vars(cls)[name]))
 
     def default_type_hints(self) -> IOTypeHints:
         """What Beam asks for."""

@@ -8,14 +8,15 @@ from typing import Any
 import apache_beam as beam
 import numpy as np
 from apache_beam import typehints
-from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.bodies import run_server
 from beamjax.dyadic import DyadicTree
+from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
 from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.step_metrics import StepMetrics
 from beamjax.pipelines.tasks import Sources, StepFn, Task, executor
 from beamjax.plan import Map, Server
 from beamjax.shards import Shard, ShardExecutor, new_accumulator, shard_errors, shards
@@ -72,8 +73,7 @@ class MapShards(StepFn):
         self.scattered = dict(scattered)
         self.carried = carried
         self.mode = mode
-        self.members = Metrics.counter("beamjax", f"{task.step.name}/members")
-        self.shards = Metrics.counter("beamjax", f"{task.step.name}/shards")
+        self.metrics = StepMetrics(task.step.name)
 
     def setup(self) -> None:
         """Opens the sources."""
@@ -85,7 +85,9 @@ class MapShards(StepFn):
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
-        self.done = [0, 0]
+        self.recorder = recorder_for(self.task.store.reports)
+        size = self.task.plan.shard_sizes[self.task.step.placement]
+        self.meter = Meter(self.task.step.name, size, self.recorder)
 
     def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
         if self.execute is None:
@@ -93,11 +95,16 @@ class MapShards(StepFn):
             self.trees = self.execute.trees()
         step = self.task.step
         for shard, live in self._shards(element):
+            self.meter.start()
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
-            operands = known | self._read(shard, [n for n in step.operands if n not in known])
+            read = self._read(shard, [name for name in step.operands if name not in known])
+            operands = known | read
+            self.meter.lap("read", sum(array.nbytes for array in read.values()))
             results, partials = self.execute(shard, [operands[name] for name in step.operands])
+            self.meter.lap("compute")
             self._add(shard, partials)
-            self.done = [self.done[0] + shard.count, self.done[1] + 1]
+            self.meter.lap("merge")
+            self.meter.shard(shard.start, shard.count)
             values = {name: operands[name] for name in self.carried}
             values |= dict(zip(step.results, results, strict=True))
             if values:
@@ -115,8 +122,9 @@ class MapShards(StepFn):
             windowed = WindowedValue(environment, window.max_timestamp(), (window,))
             yield beam.pvalue.TaggedOutput(combined(number), windowed)
         self.accumulators, self.trees = None, []
-        self.members.inc(self.done[0])
-        self.shards.inc(self.done[1])
+        self.metrics.add(self.meter.total)
+        if self.recorder is not None:
+            self.recorder.flush()
 
     def _prepare(self, served: tuple[Environment, ...]) -> ShardExecutor:
         names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]

@@ -78,7 +78,7 @@ def test_the_front_door_imports_beam_only_when_it_is_used(path):
 
 WITHOUT_JAX = """
     accumulators arrays digit_bytes digits dyadic errors exact_sum extremes options partials plan
-    products rounding running
+    process_ids products progress records rounding running
 """.split()
 
 
@@ -127,6 +127,7 @@ TESTED_ELSEWHERE = {
     "_version": "test_api",
     "bodies": "test_workers",
     "combining": "test_reductions",
+    "compile_time": "test_progress",
     "counting": "test_unknown_sizes",
     "creations": "test_rules",
     "derivatives": "test_transformations",
@@ -144,6 +145,8 @@ TESTED_ELSEWHERE = {
     "flatten": "test_run",
     "folds": "test_rules",
     "hoist": "test_users_programs",
+    "job_folder": "test_jobs",
+    "job_results": "test_jobs",
     "indexing": "test_rules",
     "lanes": "test_lower",
     "launch": "test_driver",
@@ -153,15 +156,19 @@ TESTED_ELSEWHERE = {
     "lines": "test_flatten",
     "lower": "test_run",
     "memberwise": "test_rules",
+    "meters": "test_progress",
+    "monitor": "test_progress",
     "partials": "test_accumulators",
     "picks": "test_rules",
     "pieces": "test_split",
     "place": "test_rules",
     "placements": "test_api",
     "places": "test_place",
+    "process_ids": "test_jobs",
     "products": "test_accumulators",
     "ravels": "test_users_programs",
     "readings": "test_rules",
+    "records": "test_failures",
     "rounding": "test_exact_sum",
     "running": "test_accumulators",
     "shards": "test_workers",

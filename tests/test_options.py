@@ -1,5 +1,7 @@
 """Options as a user may write them."""
 
+import pathlib
+
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
@@ -22,6 +24,12 @@ from beamjax.options import OWN, Options, parse_options
         (["--platforms=cpu,tpu"], Options(platforms=("cpu", "tpu"))),
         (["--callbacks=false"], Options(callbacks=False)),
         ({"callbacks": False}, Options(callbacks=False)),
+        (["--progress=true"], Options(progress=True)),
+        ({"job_folder": pathlib.Path("a/b")}, Options(job_folder="a/b")),
+        (
+            ["--job_folder=a/b", "--keep_folder=failed"],
+            Options(job_folder="a/b", keep_folder="failed"),
+        ),
         (["--work_folder=gs://bucket/x=y"], Options(work_folder="gs://bucket/x=y")),
         (
             ["--shard_size=8", "--direct_num_workers=2", "--streaming"],
@@ -61,6 +69,8 @@ def test_beams_own_options_are_handed_on():
         ({"rounds_per_graph": 0}, "rounds_per_graph: found 0, expected a number from 1"),
         ({"rounds_per_graph": True}, "rounds_per_graph: found True"),
         (Options(rounds_per_graph=2.0), r"rounds_per_graph: found 2\.0"),
+        ({"progress": "yes"}, "progress: found 'yes', expected True, False or None"),
+        (["--keep_folder=never"], "keep_folder: found 'never', expected 'failed', 'always' or"),
         (["--platforms=cpu,npu"], r"platforms: found \['cpu', 'npu'\]"),
     ],
     ids=str,
@@ -84,7 +94,7 @@ def test_options_are_hashable_whatever_beam_gets():
     assert hash(Options(beam=["--a"])) == hash(Options())
     assert set(OWN) == {
         "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
-        "gather_limit",
+        "gather_limit", "job_folder", "keep_folder", "progress",
     }  # fmt: skip
 
 

@@ -183,11 +183,12 @@ def test_what_is_pickled_is_small_and_plain(plan, store, token):
 
 def test_members_and_shards_are_counted_once_a_bundle(plan, store, token, monkeypatch):
     fn = first_pass(plan, store, token)
-    counts = {"members": [], "shards": []}
-    for name, found in counts.items():
-        monkeypatch.setattr(getattr(fn, name), "inc", found.append, raising=False)
+    found = []
+    monkeypatch.setattr(fn.metrics, "add", found.append)
     run_bundle(fn, [(0, 2), (2, 3)])
-    assert counts == {"members": [20], "shards": [3]}
+    (tally,) = found
+    assert (tally.members, tally.shards, tally.bytes_read) == (20, 3, X.nbytes)
+    assert min(tally.read, tally.compute, tally.merge) > 0
 
 
 # --- once a process

@@ -1,0 +1,138 @@
+"""Progress for people, on stderr: a bar in terminals and notebooks, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol
+
+from beamjax.options import Options
+from beamjax.progress import Progress
+
+DELAY = 2.0
+"""Seconds after which a bar appears that nobody asked for."""
+EVERY = 10.0
+"""Seconds between two lines."""
+
+
+class Display(Protocol):
+    """Shows how far a job is."""
+
+    def update(self, progress: Progress) -> None:
+        """Shows this, if it is time."""
+
+    def close(self) -> None:
+        """The job is over."""
+
+
+def display_for(options: Options, launched: bool) -> Display | None:
+    """What shows the progress of a job, or None.
+
+    Args:
+      options: `progress`.
+      launched: whether nobody waits for the job, so that a bar would be in the way.
+    """
+    wish = options.progress
+    if wish is False or (wish is None and launched):
+        return None
+    if sys.stderr is not None and (sys.stderr.isatty() or _in_notebook()):
+        return Bar(0.0 if wish else DELAY)
+    return Lines() if wish else None
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+class Lines:
+    """A line every ten seconds, and one at the end."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._progress: Progress | None = None
+
+    def update(self, progress: Progress) -> None:
+        """Shows this, if the last line is old."""
+        self._progress = progress
+        if time.monotonic() - self._last >= EVERY:
+            self._last = time.monotonic()
+            self._print(progress)
+
+    def close(self) -> None:
+        """Shows the last progress."""
+        if self._progress is not None:
+            self._print(self._progress)
+
+    def _print(self, progress: Progress) -> None:
+        print(f"beamjax: {in_words(progress)}", file=sys.stderr, flush=True)
+
+
+class Bar:
+    """A bar of `rich`.
+
+    Args:
+      delay: seconds before it appears.
+    """
+
+    def __init__(self, delay: float):
+        self._shown_at = time.monotonic() + delay
+        self._bar: Any = None
+        self._task: Any = None
+
+    def update(self, progress: Progress) -> None:
+        """Shows this, once the delay is over."""
+        if time.monotonic() < self._shown_at:
+            return
+        if self._bar is None:
+            self._start()
+        self._bar.update(
+            self._task,
+            description=progress.step or "starting",
+            completed=progress.done.members,
+            total=progress.members or None,
+            words=_details(progress),
+        )
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Leaves the last state of the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _start(self) -> None:
+        from rich import progress as rich_progress
+        from rich.console import Console
+
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TaskProgressColumn(),
+            rich_progress.TimeRemainingColumn(),
+            rich_progress.TextColumn("{task.fields[words]}", markup=False),
+            console=Console(stderr=True),
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task("starting", total=None, words="")
+        self._bar.start()
+
+
+def in_words(progress: Progress) -> str:
+    """One line: the step, what is done of how much, how fast, and where the time goes."""
+    return f"{progress.step or 'starting'}: {_details(progress)}"
+
+
+def _details(progress: Progress) -> str:
+    done = progress.done
+    parts = [_of("members", done.members, progress.members)]
+    if progress.rounds or progress.rounds_total:
+        parts.append(_of("rounds", progress.rounds, progress.rounds_total))
+    parts.append(f"{progress.members_per_second:,.0f}/s")
+    shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
+    parts += [" ".join(shares)] * bool(shares)
+    if done.retries:
+        parts.append(f"{done.retries:,} shards again")
+    return ", ".join(parts)
+
+
+def _of(what: str, done: int, total: int | None) -> str:
+    return f"{done:,} {what}" if total is None else f"{done:,} of {total:,} {what}"

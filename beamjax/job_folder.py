@@ -1,0 +1,292 @@
+"""The folder of a job: who runs it, how far it is, how it ended, and what came out.
+
+    job.record        the program, the runner, the launching process
+    state.record      running, done, failed or cancelled, and the error
+    progress.record   written about every second while the job runs
+    cancel.record     whoever writes it wants the job to end
+    records/          what the workers of the pipeline under way have done
+    result.record     structure and types of the result; it is written last
+    result-0.arrays   ... and its leaves
+
+Every file is written at once or not at all, with checksums that its readers verify. The folder may
+be at a local path or any URL that Beam's FileSystems knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax import process_ids, records
+from beamjax.arrays import decode_array, encode_array
+from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
+from beamjax.progress import Progress, WorkerRecord
+
+FORMAT = 1
+SILENCE = 60.0
+"""Seconds without a sign of a launching process on another machine after which it is lost."""
+_RECORDS = "records"
+_SUFFIXES = (records.SUFFIX, ".arrays")
+
+
+def _files() -> Any:
+    from beamjax.pipelines import files  # imports Beam only for URLs
+
+    return files
+
+
+class JobFolder:
+    """The folder of one job.
+
+    Args:
+      path: local path or URL.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+
+    @property
+    def slowness(self) -> float:
+        """How much longer than on a local disk one may wait between two looks into the folder."""
+        return 5.0 if _files().is_url(self.path) else 1.0
+
+    # --- records
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A record, or None if it is not there.
+
+        Raises:
+          ArrayFormatError: the file is not what was written.
+          SourceError: it cannot be read.
+        """
+        path = _files().join(self.path, f"{name}{records.SUFFIX}")
+        try:
+            return records.decode(_files().read(path), path)
+        except ArrayFormatError:
+            raise
+        except Exception as error:  # of many kinds on other file systems
+            if not self._has(name):
+                return None
+            raise SourceError(f"{path}: cannot read it ({error})") from error
+
+    def write(self, name: str, record: dict[str, Any], *, make: bool = True) -> None:
+        """Writes a record.
+
+        Raises:
+          SourceError: the folder cannot be written.
+        """
+        path = _files().join(self.path, f"{name}{records.SUFFIX}")
+        self._write(path, records.encode(record), make)
+
+    def _write(self, path: str, data: bytes, make: bool = True) -> None:
+        try:
+            _files().write(path, data, make=make)
+        except Exception as error:
+            raise SourceError(
+                f"{path}: cannot write a file of the job ({error}); expected a folder that this "
+                "process and all workers can write and read"
+            ) from error
+
+    def _has(self, name: str) -> bool:
+        return f"{name}{records.SUFFIX}" in _files().names(self.path)
+
+    # --- the job
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """Makes the folder for a job that starts now in this process.
+
+        What an earlier job left in it goes; other files stay.
+
+        Raises:
+          OptionsError: a job in this folder still runs.
+          SourceError: the folder cannot be written.
+        """
+        try:
+            self._refuse_running()
+            _files().make_folder(self.path)  # for this user only, unlike those above the last one
+            _files().make_folder(_files().join(self.path, _RECORDS))
+            self.clear()
+        except OSError as error:
+            raise SourceError(
+                f"{self.path}: cannot be the folder of a job ({error}); expected a folder that "
+                "this process and all workers can write and read"
+            ) from error
+        process = process_ids.this_process()
+        self.write("job", record | {"format": FORMAT, "process": process, "time": time.time()})
+        self.write("state", {"state": "running"})
+
+    def _refuse_running(self) -> None:
+        with contextlib.suppress(ArrayFormatError, JobError):
+            if self.state()[0] == "running":
+                process = self.describe()["process"]
+                raise OptionsError(
+                    f"job_folder: found a job that still runs in {self.path}, of process "
+                    f"{process.get('pid')} on {process.get('host')}, expected a folder of its own "
+                    "for each job; cancel that job, or wait for it"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """What `begin` wrote.
+
+        Raises:
+          JobError: there is no job.
+          ArrayFormatError: the file is not what was written.
+        """
+        found = self.read("job")
+        if found is None:
+            raise JobError(
+                f"{self.path}: found no job; expected a folder that was given as job_folder, or "
+                "that job.folder names"
+            )
+        path = f"{self.path}/job{records.SUFFIX}"
+        fields: dict[str, Any] = {"format": int, "name": str, "runner": str, "process": dict}
+        records.checked(found, fields | {"time": float}, path)
+        if found["format"] != FORMAT:
+            raise ArrayFormatError(f"{path}: found format {found['format']}, expected {FORMAT}")
+        return found
+
+    def state(self) -> tuple[str, dict[str, Any] | None]:
+        """The state, "lost" if the launching process is gone, and the record of the error."""
+        found = self._state()
+        if found[0] != "running" or self._launcher_lives():
+            return found
+        # It may have ended between the two looks.
+        found = self._state()
+        return ("lost", None) if found[0] == "running" else found
+
+    def _state(self) -> tuple[str, dict[str, Any] | None]:
+        record = self.read("state")
+        if record is None:
+            return "none", None
+        path = f"{self.path}/state{records.SUFFIX}"
+        state = records.checked(record, {"state": str}, path)["state"]
+        error = record.get("error")
+        if state not in ("running", "done", "failed", "cancelled") or (
+            error is not None and not isinstance(error, dict)
+        ):
+            raise ArrayFormatError(f"{path}: found the state {state!r}, expected a state of a job")
+        return state, error
+
+    def _launcher_lives(self) -> bool:
+        described = self.describe()
+        alive = process_ids.is_alive(described["process"])
+        if alive is not None:
+            return alive
+        seen = self.read("progress") or described
+        return time.time() - float(seen.get("time", 0.0)) < SILENCE
+
+    def end(self, state: str, error: BaseException | None = None) -> None:
+        """Writes how the job ended."""
+        told = None if error is None else records.error_record(error)
+        self.write("state", {"state": state, "error": told})
+
+    # --- progress, and the wish that it ends
+
+    def write_progress(self, progress: Progress) -> None:
+        """Writes how far the job is."""
+        self.write("progress", {"time": time.time(), **progress.to_json()}, make=False)
+
+    def progress(self) -> Progress:
+        """How far the job is, by its last word; nothing if there is none.
+
+        Raises:
+          ArrayFormatError: the file is not what was written.
+        """
+        found = self.read("progress")
+        path = f"{self.path}/progress{records.SUFFIX}"
+        return Progress() if found is None else Progress.from_json(found, path)
+
+    def request_cancel(self) -> None:
+        """Asks the launching process and the workers to end the job."""
+        self.write("cancel", {"time": time.time()}, make=False)
+
+    def cancel_requested(self) -> bool:
+        """Whether somebody wants the job to end."""
+        return self._has("cancel")
+
+    def write_worker(self, pipeline: str, record: WorkerRecord) -> None:
+        """Writes what a worker has done in a pipeline."""
+        name = f"{pipeline}.{record.worker}{records.SUFFIX}"
+        path = _files().join(_files().join(self.path, _RECORDS), name)
+        self._write(path, records.encode(record.to_json()), make=False)
+
+    def workers(self, pipeline: str) -> list[WorkerRecord]:
+        """What workers have done in a pipeline; records that can't be read are left out."""
+        folder = _files().join(self.path, _RECORDS)
+        found = []
+        for name in self._worker_files(pipeline):
+            path = _files().join(folder, name)
+            with contextlib.suppress(Exception):
+                record = records.decode(_files().read(path), path)
+                found.append(WorkerRecord.from_json(record, path))
+        return found
+
+    def forget_workers(self, pipeline: str) -> None:
+        """Removes the records of a pipeline that is over."""
+        with contextlib.suppress(Exception):
+            folder = _files().join(self.path, _RECORDS)
+            _files().remove_files(folder, self._worker_files(pipeline))
+
+    def _worker_files(self, pipeline: str) -> list[str]:
+        with contextlib.suppress(Exception):
+            names = _files().names(_files().join(self.path, _RECORDS))
+            return [name for name in names if name.startswith(f"{pipeline}.")]
+        return []
+
+    # --- the result
+
+    def write_result(self, leaves: Sequence[np.ndarray], record: dict[str, Any]) -> None:
+        """Writes the leaves of a result, and then the record that says what they are."""
+        for number, leaf in enumerate(leaves):
+            path = _files().join(self.path, f"result-{number}.arrays")
+            self._write(path, encode_array(leaf))
+        self.write("result", record | {"count": len(leaves)})
+
+    def result(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Undoes `write_result`.
+
+        Raises:
+          JobError: there is no result.
+          ArrayFormatError: a file is not what was written.
+          SourceError: a file is missing.
+        """
+        record = self.read("result")
+        if record is None:
+            raise JobError(f"{self.path}: the job is done, but its result was removed")
+        path = f"{self.path}/result{records.SUFFIX}"
+        count = records.checked(record, {"count": int}, path)["count"]
+        return [self._leaf(number) for number in range(count)], record
+
+    def _leaf(self, number: int) -> np.ndarray:
+        path = _files().join(self.path, f"result-{number}.arrays")
+        try:
+            data = _files().read(path)
+        except Exception as error:
+            raise SourceError(f"{path}: cannot read a leaf of the result ({error})") from error
+        try:
+            return decode_array(data)
+        except ArrayFormatError as error:
+            raise ArrayFormatError(f"{path}: {error}") from None
+
+    # --- the end
+
+    def clear(self) -> None:
+        """Removes the files of a job, but not the folder."""
+        files = _files()
+        names = [n for n in files.names(self.path) if n.endswith(_SUFFIXES)]
+        files.remove_files(self.path, names)
+        folder = files.join(self.path, _RECORDS)
+        files.remove_files(folder, [n for n in files.names(folder) if n.endswith(records.SUFFIX)])
+
+    def remove(self) -> None:
+        """Removes the folder of a job that was temporary, with all that is in it."""
+        if not _files().is_url(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        with contextlib.suppress(Exception):
+            self.clear()

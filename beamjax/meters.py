@@ -1,0 +1,178 @@
+"""What a worker counts and times, and how it tells of that: a small record a second."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from beamjax.compile_time import compile_seconds
+from beamjax.errors import JobCancelledError
+from beamjax.job_folder import JobFolder
+from beamjax.progress import Range, StepCount, Tally, WorkerRecord, merged
+
+EVERY = 1.0
+"""Seconds between two records of a worker, in which a job that is cancelled goes on."""
+MAX_RECORDERS = 64
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Where workers tell how far they are.
+
+    Attributes:
+      folder: of the job.
+      pipeline: name of the pipeline in it.
+    """
+
+    folder: str
+    pipeline: str
+
+
+class Listener(Protocol):
+    """Who is told of the shards that are done."""
+
+    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+        """A shard of a step is done: its first member, its members, its bytes and seconds."""
+
+    def tick(self) -> None:
+        """Time has passed.
+
+        Raises:
+          JobCancelledError: the work is in vain.
+        """
+
+
+class Meter:
+    """Measures one step, for one bundle.
+
+    Args:
+      step: its name.
+      size: members in a full shard.
+      listener: who else is told.
+    """
+
+    def __init__(self, step: str, size: int, listener: Listener | None = None):
+        self.step = step
+        self.size = size
+        self.listener = listener
+        self.total = Tally()
+        self.start()
+
+    def start(self) -> None:
+        """What comes now is measured."""
+        self._laps: dict[str, Any] = {}
+        self._compiled = compile_seconds()
+        self._mark = time.perf_counter()
+
+    def lap(self, name: str, nbytes: int = 0) -> None:
+        """What was done since the last lap, or the start, was this: "read", "compute" or "merge".
+
+        Compiling is told apart by itself.
+        """
+        now, compiled = time.perf_counter(), compile_seconds()
+        passed, laps = now - self._mark, self._laps
+        making = min(compiled - self._compiled, passed)
+        laps["compile"] = laps.get("compile", 0.0) + making
+        laps[name] = laps.get(name, 0.0) + passed - making
+        laps["bytes_read"] = laps.get("bytes_read", 0) + nbytes
+        self._mark, self._compiled = now, compiled
+
+    def shard(self, start: int, count: int) -> None:
+        """The shard from this member on is done.
+
+        Raises:
+          JobCancelledError: those that follow are in vain.
+        """
+        spent = Tally(**self._laps)
+        self.total += replace(spent, members=count, shards=1)
+        if self.listener is not None:
+            self.listener.add(self.step, self.size, start, count, spent)
+            self.listener.tick()
+
+
+class Recorder:
+    """Writes what this process did in one pipeline into the folder of the job.
+
+    A record that can't be written is left out: the work itself goes on.
+
+    Args:
+      reports: where to.
+    """
+
+    def __init__(self, reports: Reports):
+        self._folder = JobFolder(reports.folder)
+        self._pipeline = reports.pipeline
+        self._worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._ranges: dict[str, list[Range]] = {}
+        self._spent: dict[str, Tally] = {}
+        self._step = ""
+        self._every = EVERY * self._folder.slowness
+        self._written = time.monotonic()
+
+    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+        """A shard is done."""
+        with self._lock:
+            ranges = self._ranges.setdefault(step, [])
+            if ranges and ranges[-1][1:] == (start, 1):
+                ranges[-1] = ranges[-1][0], start + count, 1
+            else:
+                ranges.append((start, start + count, 1))
+            self._sizes[step] = size
+            self._spent[step] = self._spent.get(step, Tally()) + spent
+            self._step = step
+
+    def tick(self) -> None:
+        """Writes a record if the last one is old.
+
+        Raises:
+          JobCancelledError: somebody has cancelled the job.
+        """
+        if time.monotonic() - self._written < self._every:
+            return
+        self._written = time.monotonic()
+        self.flush()
+        with contextlib.suppress(OSError):
+            if self._folder.cancel_requested():
+                raise JobCancelledError("the job was cancelled")
+
+    def flush(self) -> None:
+        """Writes a record."""
+        with self._writing, contextlib.suppress(Exception):
+            self._folder.write_worker(self._pipeline, self.record())
+
+    def record(self) -> WorkerRecord:
+        """All that this process did so far."""
+        with self._lock:
+            for ranges in self._ranges.values():
+                ranges[:] = merged(ranges)
+            counts = {
+                name: StepCount(self._sizes[name], tuple(ranges), self._spent[name])
+                for name, ranges in self._ranges.items()
+            }
+            return WorkerRecord(self._worker, time.time(), self._step, counts)
+
+
+_recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict()
+_making = threading.Lock()
+
+
+def recorder_for(reports: Reports | None) -> Recorder | None:
+    """The recorder of this process for a pipeline; None if nobody wants to know."""
+    if reports is None:
+        return None
+    with _making:
+        if reports not in _recorders:
+            _recorders[reports] = Recorder(reports)
+            if len(_recorders) > MAX_RECORDERS:
+                _recorders.popitem(last=False)
+        return _recorders[reports]

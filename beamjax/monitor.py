@@ -1,0 +1,152 @@
+"""What the launching process knows of a job while it runs, and how it ends it early."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from beamjax.errors import JobCancelledError
+from beamjax.job_folder import JobFolder
+from beamjax.meters import Reports
+from beamjax.plan import Plan
+from beamjax.progress import Progress, Tally, WorkerRecord, expected, tally
+
+
+class Monitor:
+    """Sums up what is done of a plan, whoever does it.
+
+    It is a `Listener` for work in this process; workers elsewhere write records into the folder.
+
+    Args:
+      plan: what is to be done.
+      folder: of the job; without one, nobody can look on.
+    """
+
+    def __init__(self, plan: Plan, folder: JobFolder | None = None):
+        self.folder = folder
+        self._expected = expected(plan)
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._done = Tally()
+        self._rounds = 0
+        self._step = ""
+        self._workers: set[str] = set()
+        self._pipeline: str | None = None
+        self._results: list[Any] = []
+        self._cancelled = threading.Event()
+
+    # --- work in this process
+
+    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+        """A shard is done in this process."""
+        with self._lock:
+            self._done += replace(spent, members=count, shards=1)
+            self._step = step
+
+    def tick(self) -> None:
+        """Time has passed.
+
+        Raises:
+          JobCancelledError: the job was cancelled.
+        """
+        if self._cancelled.is_set():
+            raise JobCancelledError("the job was cancelled")
+
+    def rounds(self, count: int = 1) -> None:
+        """Rounds of a loop are over."""
+        with self._lock:
+            self._rounds += count
+
+    # --- work in pipelines
+
+    @contextlib.contextmanager
+    def pipeline(self, name: str) -> Iterator[Reports | None]:
+        """One pipeline of the job, from its start to its end.
+
+        Yields:
+          Where its workers tell what they do; None if nobody wants to know.
+
+        Raises:
+          JobCancelledError: the job was cancelled, whatever else is raised then.
+        """
+        self.tick()
+        with self._lock:
+            self._pipeline = name
+        try:
+            yield None if self.folder is None else Reports(self.folder.path, name)
+        except Exception as error:
+            if self._cancelled.is_set():
+                raise JobCancelledError("the job was cancelled") from error
+            raise
+        finally:
+            self._fold(name)
+        self.tick()
+
+    def _fold(self, name: str) -> None:
+        found = self.folder.workers(name) if self.folder is not None else []
+        with self._lock:
+            self._pipeline = None
+            self._done += tally(found)
+            self._step = _last_step(found, self._step)
+            self._workers.update(record.worker for record in found)
+        if found and self.folder is not None:
+            self.folder.forget_workers(name)
+
+    @contextlib.contextmanager
+    def running(self, result: Any) -> Iterator[None]:
+        """While a pipeline runs elsewhere: it is cancelled together with the job.
+
+        Args:
+          result: Beam's, with a method `cancel`.
+        """
+        with self._lock:
+            self._results.append(result)
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            _cancel(result)
+            raise
+        finally:
+            with self._lock:
+                self._results.remove(result)
+
+    # --- from outside
+
+    def cancel(self) -> None:
+        """Ends the job as soon as that is possible: between two shards, or by the runner."""
+        self._cancelled.set()
+        with self._lock:
+            results = list(self._results)
+        for result in results:
+            _cancel(result)
+
+    def progress(self) -> Progress:
+        """How far the job is."""
+        with self._lock:
+            name = self._pipeline
+        found = self.folder.workers(name) if self.folder is not None and name is not None else []
+        with self._lock:
+            if name != self._pipeline:  # it ended meanwhile, and is counted
+                found = []
+            return replace(
+                self._expected,
+                done=self._done + tally(found),
+                rounds=self._rounds,
+                step=_last_step(found, self._step),
+                workers=len(self._workers.union(record.worker for record in found)),
+                seconds=time.monotonic() - self._began,
+            )
+
+
+def _last_step(found: Sequence[WorkerRecord], before: str) -> str:
+    last = max(found, key=lambda record: record.time, default=None)
+    return last.step if last is not None and last.step else before
+
+
+def _cancel(result: Any) -> None:
+    with contextlib.suppress(Exception):  # of runners that can't, or of one that was faster
+        result.cancel()

@@ -1,0 +1,285 @@
+"""How far a job is: what workers count, summed up so that no shard counts twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from beamjax import records
+from beamjax.errors import ArrayFormatError
+from beamjax.plan import Branch, Loop, Map, Plan, Step
+
+Range = tuple[int, int, int]
+"""Members [start, stop), and how often they were computed."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was done, on all workers together. Tallies are added.
+
+    Attributes:
+      members: that were computed, each once a pass.
+      shards: likewise.
+      retries: shards that were computed again, as after a failure of a runner's bundle.
+      bytes_read: of placed inputs.
+      read: seconds of reading them.
+      compile: seconds of making executables.
+      compute: seconds of running them, transfers included.
+      merge: seconds of adding up what shards are reduced to.
+    """
+
+    members: int = 0
+    shards: int = 0
+    retries: int = 0
+    bytes_read: int = 0
+    read: float = 0.0
+    compile: float = 0.0
+    compute: float = 0.0
+    merge: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        mine, others = vars(self), vars(other)
+        return Tally(*[mine[name] + others[name] for name in _TALLIED])
+
+
+_TALLIED = tuple(f.name for f in fields(Tally))
+SECONDS = ("read", "compile", "compute", "merge")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is.
+
+    Attributes:
+      done: what was done so far, on all workers together.
+      members: of all passes together, or None where a loop or a branch decides while it runs.
+      shards: likewise.
+      rounds: of loops around placed operators that are over.
+      rounds_total: how many there will be, or None if a condition decides.
+      step: name of the step that a worker last worked on.
+      workers: processes that have told of their work.
+      seconds: since the job began.
+    """
+
+    done: Tally = Tally()
+    members: int | None = None
+    shards: int | None = None
+    rounds: int = 0
+    rounds_total: int | None = None
+    step: str = ""
+    workers: int = 0
+    seconds: float = 0.0
+
+    @property
+    def members_per_second(self) -> float:
+        """Members done by the seconds since the job began."""
+        return self.done.members / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def fraction(self) -> float | None:
+        """The part of all members that is done, from 0 to 1; None if their number is not known."""
+        if not self.members:
+            return None
+        return min(1.0, self.done.members / self.members)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Parts of the measured time of the workers: of reading, compiling, computing, merging."""
+        total = sum(getattr(self.done, name) for name in SECONDS)
+        return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return found | {"done": {name: getattr(self.done, name) for name in _TALLIED}}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], path: str) -> Progress:
+        """Undoes `to_json`.
+
+        Raises:
+          ArrayFormatError: the record at `path` is something else.
+        """
+        found = records.checked(record, _FIELDS, path)
+        return cls(**found | {"done": _tally(found["done"], path)})
+
+
+_COUNT = (int, type(None))
+_FIELDS: dict[str, Any] = {
+    "done": dict,
+    "members": _COUNT,
+    "shards": _COUNT,
+    "rounds": int,
+    "rounds_total": _COUNT,
+    "step": str,
+    "workers": int,
+    "seconds": float,
+}
+_TALLY_FIELDS = {name: float if name in SECONDS else int for name in _TALLIED}
+
+
+def _tally(record: dict[str, Any], path: str) -> Tally:
+    return Tally(**records.checked(record, _TALLY_FIELDS, path))
+
+
+# --- what there is to do
+
+
+def expected(plan: Plan) -> Progress:
+    """How much there is to do in a plan, with nothing of it done."""
+    members, shards, rounds = _expected(plan, plan.steps)
+    return Progress(members=members, shards=shards, rounds_total=rounds)
+
+
+_Counts = tuple[int | None, int | None, int | None]
+
+
+def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
+    """Members, shards and rounds; None where the number is found while the plan runs."""
+    total: _Counts = (0, 0, 0)
+    for step in steps:
+        match step:
+            case Map(placement=placement):
+                n = plan.sizes[placement]
+                found: _Counts = (None, None, 0) if n is None else (n, plan.shards(placement), 0)
+            case Loop(rounds=None):
+                found = (None, None, None)
+            case Loop(rounds=int(rounds), block=block):
+                members, shards, inner = _expected(plan, block.steps)
+                found = _times(rounds, members), _times(rounds, shards), _times(rounds, inner, 1)
+            case Branch(blocks=blocks):
+                ways = [_expected(plan, block.steps) for block in blocks]
+                members, shards, inner = (_alike(way[i] for way in ways) for i in range(3))
+                found = members, shards, inner
+            case _:
+                continue
+        members, shards, inner = (_plus(a, b) for a, b in zip(total, found, strict=True))
+        total = members, shards, inner
+    return total
+
+
+def _plus(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def _times(rounds: int, each: int | None, more: int = 0) -> int | None:
+    return None if each is None else rounds * (each + more)
+
+
+def _alike(counts: Iterable[int | None]) -> int | None:
+    found = set(counts)
+    return found.pop() if len(found) == 1 else None
+
+
+# --- what was done
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """What one worker did of one step.
+
+    Attributes:
+      size: members in a full shard.
+      ranges: of members, in any order; ranges may overlap.
+      spent: bytes and seconds; its counts are not used.
+    """
+
+    size: int
+    ranges: tuple[Range, ...]
+    spent: Tally
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """What one worker process did in one pipeline.
+
+    Attributes:
+      worker: name of the process.
+      time: of the record, in seconds since the epoch.
+      step: name of the last step that it worked on.
+      counts: by the names of the steps.
+    """
+
+    worker: str
+    time: float
+    step: str
+    counts: Mapping[str, StepCount]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        counts = {
+            name: {
+                "size": count.size,
+                "ranges": [list(each) for each in count.ranges],
+                "spent": {name: getattr(count.spent, name) for name in _TALLIED},
+            }
+            for name, count in self.counts.items()
+        }
+        return {"worker": self.worker, "time": self.time, "step": self.step, "counts": counts}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], path: str) -> WorkerRecord:
+        """Undoes `to_json`.
+
+        Raises:
+          ArrayFormatError: the record at `path` is something else.
+        """
+        types: dict[str, Any] = {"worker": str, "time": float, "step": str, "counts": dict}
+        found = records.checked(record, types, path)
+        counts = {name: _step_count(count, path) for name, count in found.pop("counts").items()}
+        return cls(**found, counts=counts)
+
+
+def _step_count(record: Any, path: str) -> StepCount:
+    record = record if isinstance(record, dict) else {}
+    found = records.checked(record, {"size": int, "ranges": list, "spent": dict}, path)
+    ranges = []
+    for each in found["ranges"]:
+        plain = isinstance(each, list) and len(each) == 3 and all(type(x) is int for x in each)
+        if not plain or not 0 <= each[0] < each[1] or each[2] < 1:
+            raise ArrayFormatError(
+                f"{path}: found the range {each!r:.200}, expected first member, the one after the "
+                "last, and how often"
+            )
+        ranges.append((each[0], each[1], each[2]))
+    if found["size"] < 1:
+        raise ArrayFormatError(f"{path}: found shards of {found['size']} members, expected from 1")
+    return StepCount(found["size"], tuple(ranges), _tally(found["spent"], path))
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same members, in order, in ranges that don't overlap; how often is added up."""
+    changes: dict[int, int] = {}
+    for start, stop, times in ranges:
+        changes[start] = changes.get(start, 0) + times
+        changes[stop] = changes.get(stop, 0) - times
+    found: list[Range] = []
+    times, before = 0, 0
+    for position in sorted(changes):
+        if times:
+            if found and found[-1][1:] == (before, times):
+                found[-1] = found[-1][0], position, times
+            else:
+                found.append((before, position, times))
+        before = position
+        times += changes[position]
+    return found
+
+
+def tally(found: Iterable[WorkerRecord]) -> Tally:
+    """What was done in one pipeline: members of a step that several workers computed count once."""
+    ranges: dict[str, list[Range]] = {}
+    sizes: dict[str, int] = {}
+    total = Tally()
+    for record in found:
+        for name, count in record.counts.items():
+            ranges.setdefault(name, []).extend(count.ranges)
+            sizes[name] = count.size
+            total += replace(count.spent, members=0, shards=0, retries=0)
+    for name, several in ranges.items():
+        for start, stop, times in merged(several):
+            shards = math.ceil(stop / sizes[name]) - start // sizes[name]
+            total += Tally(stop - start, shards, (times - 1) * shards)
+    return total

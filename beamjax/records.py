@@ -1,0 +1,134 @@
+"""Small records of a job: plain JSON values in files that are whole, and known to be intact.
+
+A record is the checked header of `beamjax.arrays` without arrays: written under a temporary name
+and renamed, with checksums that every reader verifies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from dataclasses import asdict
+from typing import Any
+
+from beamjax import errors
+from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.errors import ArrayFormatError, BeamjaxError, Failure
+
+SUFFIX = ".record"
+MAX_TEXT = 16_000
+"""Characters of a message or a traceback that go into a record; the end of a traceback is kept."""
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """The bytes of a record.
+
+    Raises:
+      StructureError: it holds more than plain JSON values.
+    """
+    return encode_arrays([], record)
+
+
+def decode(data: bytes | memoryview, path: str) -> dict[str, Any]:
+    """Undoes `encode`; the names that `path` says are missing or wrong are for the caller to check.
+
+    Raises:
+      ArrayFormatError: the bytes are no record, or were changed.
+    """
+    try:
+        return decode_arrays(data)[1]
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
+
+
+def checked(record: dict[str, Any], types: dict[str, Any], path: str) -> dict[str, Any]:
+    """The fields of a record that have these names and types; others are left out.
+
+    Args:
+      record: as it was read.
+      types: a type, or a tuple of types, for each name. A bool is no int here.
+      path: where the record was, for the message.
+
+    Raises:
+      ArrayFormatError: a field is missing or has another type.
+    """
+    for name, kind in types.items():
+        value = record.get(name)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if type(value) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ArrayFormatError(
+                f"{path}: found {value!r:.200} as {name!r}, expected {expected}; the file was not "
+                "written by this version of beamjax"
+            )
+    return {name: record[name] for name in types}
+
+
+# --- errors
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error in another process: shows the traceback of there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
+    """What is known of an error in the process that raises it.
+
+    Args:
+      error: while it is caught, so that it has its traceback.
+      step: of the plan, for errors that don't know theirs.
+    """
+    known = getattr(error, "failure", None) or Failure(step)
+    text = "".join(traceback.format_exception(error))
+    return asdict(known) | {
+        "type": type(error).__name__,
+        "message": str(error)[:MAX_TEXT],
+        "members": list(known.members) if known.members else None,
+        "worker": known.worker or f"{socket.gethostname()}, process {os.getpid()}",
+        "traceback": known.traceback or text[-MAX_TEXT:],
+        "time": known.time or time.time(),
+    }
+
+
+_ERROR_FIELDS: dict[str, Any] = {
+    "type": str,
+    "message": str,
+    "step": str,
+    "shard": (int, type(None)),
+    "members": (list, type(None)),
+    "worker": str,
+    "traceback": str,
+    "time": float,
+    "others": int,
+}
+
+
+def error_of(
+    record: dict[str, Any], path: str, otherwise: type[BeamjaxError] = errors.WorkerError
+) -> BeamjaxError:
+    """The error that a record tells of, with its `failure`.
+
+    Args:
+      record: of `error_record`.
+      path: where it was, for messages.
+      otherwise: the type of what was no error of beamjax.
+
+    Raises:
+      ArrayFormatError: the record is not what `error_record` gives.
+    """
+    found = checked(record, _ERROR_FIELDS, path)
+    kind, message, members = (found.pop(name) for name in ("type", "message", "members"))
+    failure = Failure(**found, members=tuple(members) if members else None)
+    made = getattr(errors, kind, None)
+    if isinstance(made, type) and issubclass(made, BeamjaxError):
+        error = made(message)
+    else:
+        where = f"step {failure.step!r}: " if failure.step else ""
+        error = otherwise(f"{where}{kind}: {message}")
+    error.failure = failure
+    return error

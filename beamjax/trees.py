@@ -1,0 +1,119 @@
+"""Structures of trees as plain JSON values, without pickle: dicts, lists, tuples, None."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any
+
+import jax
+from jax.tree_util import PyTreeDef
+
+from beamjax.errors import ArrayFormatError, StructureError
+
+_LEAF = "*"
+_LISTS: dict[str, type] = {"list": list, "tuple": tuple}
+_DICTS: dict[str, type] = {"dict": dict, "ordered": collections.OrderedDict}
+
+
+def tree_to_json(treedef: PyTreeDef) -> Any:
+    """A structure as JSON values.
+
+    Nodes of other types than dicts with plain keys, lists, tuples, named tuples and None are
+    written by their name alone, and can't be made again from it.
+    """
+    data = treedef.node_data()
+    if data is None:
+        return _LEAF
+    kind, extra = data
+    children = [tree_to_json(child) for child in treedef.children()]
+    if kind is type(None):
+        return None
+    for name, made in _LISTS.items():
+        if kind is made:
+            return {name: children}
+    for name, made in _DICTS.items():
+        if kind is made and all(type(key) in (str, int, bool) for key in extra):
+            return {name: [[key, child] for key, child in zip(extra, children, strict=True)]}
+    where = f"{kind.__module__}.{kind.__qualname__}"
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return {"named": [kind.__module__, kind.__qualname__, list(kind._fields)], "of": children}
+    return {"other": where}
+
+
+def tree_from_json(record: Any, path: str) -> PyTreeDef:
+    """Undoes `tree_to_json`. Types of named tuples are looked up in modules that are imported here.
+
+    Args:
+      record: what it gave.
+      path: where it was, for messages.
+
+    Raises:
+      ArrayFormatError: `record` is something else.
+      StructureError: a node can't be made again here.
+    """
+    try:
+        return jax.tree_util.tree_structure(_example(record, path))
+    except RecursionError:
+        raise ArrayFormatError(f"{path}: found a tree that is too deep") from None
+
+
+def _example(record: Any, path: str) -> Any:
+    """A tree with the structure, of zeros."""
+    match record:
+        case "*":
+            return 0
+        case None:
+            return None
+        case {"list": list(children)}:
+            return [_example(child, path) for child in children]
+        case {"tuple": list(children)}:
+            return tuple(_example(child, path) for child in children)
+        case {"dict": list(items)} | {"ordered": list(items)}:
+            kind = _DICTS["dict" if "dict" in record else "ordered"]
+            return kind((_key(item, path), _example(item[1], path)) for item in items)
+        case {"named": [str(module), str(name), list(names)], "of": list(children)}:
+            return _named(module, name, names)(*(_example(child, path) for child in children))
+        case {"other": str(name)}:
+            raise StructureError(
+                f"{path}: the result holds a node of {name}, which can't be made again from a file "
+                f"alone; {_LIKE}"
+            )
+    raise ArrayFormatError(f"{path}: found {record!r:.200}, expected the structure of a tree")
+
+
+_LIKE = "give an example of the tree, of any leaves, as job.result(like=...)"
+
+
+def _key(item: Any, path: str) -> Any:
+    if isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int, bool):
+        return item[0]
+    raise ArrayFormatError(f"{path}: found {item!r:.200}, expected a key and what it stands for")
+
+
+def _named(module: str, name: str, names: list[str]) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    tuples = isinstance(found, type) and issubclass(found, tuple)
+    if not tuples or list(getattr(found, "_fields", ())) != names:
+        raise StructureError(
+            f"the result holds a named tuple {module}.{name} of {', '.join(map(str, names))}, "
+            f"which is not there in this process; import its module before, or {_LIKE}"
+        )
+    return found
+
+
+def like(tree: Any, leaves: int) -> PyTreeDef:
+    """The structure of an example.
+
+    Raises:
+      StructureError: it has another number of leaves.
+    """
+    treedef: Any = jax.tree_util.tree_structure(tree)
+    if treedef.num_leaves != leaves:
+        raise StructureError(
+            f"like: found a tree with {treedef.num_leaves} leaves, expected {leaves} as in the "
+            "result of the job"
+        )
+    return treedef

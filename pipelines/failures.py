@@ -1,0 +1,134 @@
+"""Errors of workers, on runners that lose their types: records in the store.
+
+A worker writes what it knows of an error before it raises it. If the pipeline fails, the launching
+process looks for such records, and raises the first of them, whatever the runner says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from beamjax import errors, records
+from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
+from beamjax.pipelines import files
+from beamjax.pipelines.store import Store
+
+_STEM = "error-"
+
+
+def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a DoFn that leaves a record of its errors in the store that `store_of` finds."""
+
+    @functools.wraps(method)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            yield from method(self, *args, **kwargs) or ()
+        except Exception as error:
+            _record_for(self, error)
+            raise
+
+    return recording
+
+
+def recorded_call(method: Callable[..., None]) -> Callable[..., None]:
+    """The same of a method that yields nothing, ever."""
+
+    @functools.wraps(method)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            _record_for(self, error)
+            raise
+
+    return recording
+
+
+def _record_for(fn: Any, error: Exception) -> None:
+    task = getattr(fn, "task", None)
+    store = getattr(fn, "store", None) or getattr(task, "store", None)
+    if store is not None and not isinstance(error, JobCancelledError):
+        record_error(store, error, getattr(task or fn, "step", None))
+
+
+def record_error(store: Store, error: Exception, step: Any = None) -> None:
+    """Writes a record of an error; if that is not possible, the error itself is what counts.
+
+    Args:
+      store: where to.
+      error: as it is about to be raised.
+      step: of the plan, for errors that don't know theirs.
+    """
+    record = records.error_record(error, getattr(step, "name", ""))
+    with contextlib.suppress(Exception):
+        store.write(f"{_STEM}{uuid.uuid4().hex}{records.SUFFIX}", records.encode(record))
+
+
+def recorded_error(store: Store) -> BeamjaxError | None:
+    """The first error that a worker left a record of; None if there is no record that can be read.
+
+    Its `failure.others` counts the others, and its message says so.
+    """
+    found = []
+    with contextlib.suppress(Exception):
+        for name in files.names(store.root):
+            if name.startswith(_STEM) and name.endswith(records.SUFFIX):
+                path = files.join(store.root, name)
+                with contextlib.suppress(Exception):
+                    found.append(records.error_of(records.decode(files.read(path), path), path))
+    if not found:
+        return None
+    first = min(found, key=lambda error: error.failure.time if error.failure else 0.0)
+    if len(found) == 1 or first.failure is None:
+        return first
+    others = len(found) - 1
+    error = type(first)(f"{first} (the first of {len(found)} failures in this pipeline)")
+    error.failure = replace(first.failure, others=others)
+    return error
+
+
+_TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
+
+
+@contextlib.contextmanager
+def own_errors(store: Store, runner: str, steps: list[str], here: bool) -> Iterator[None]:
+    """Makes errors of beamjax again of those that a runner raises.
+
+    Args:
+      store: where workers leave records.
+      runner: its name, for messages.
+      steps: names of those in the pipeline, for messages.
+      here: whether workers are threads of this process, and errors have their causes.
+
+    Raises:
+      BeamjaxError: of the type that was raised on the worker.
+      WorkerError: the runner failed, and nobody knows why.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = recorded_error(store)
+        if found is not None:
+            traced = found.failure.traceback if found.failure else ""
+            raise found from (error if here else records.WorkerTraceback(traced))
+        if isinstance(error, BeamjaxError):
+            raise
+        told = _TOLD.search(str(error))
+        kind = getattr(errors, told[1], None) if told else None
+        if told is not None and kind is not None:
+            raise kind(told[2].strip()) from error
+        hint = (
+            f"{runner} failed in the pipeline of {', '.join(steps)}, and no worker left a record "
+            "of an error. A worker process may have died (out of memory, a signal), or see another "
+            f"folder than {store.root}; the logs of the runner say more"
+        )
+        if isinstance(error, RuntimeError):
+            raise WorkerError(f"{hint}: {error}") from error
+        error.add_note(hint)
+        raise

@@ -1,0 +1,119 @@
+"""What people see on stderr while a job runs."""
+
+import io
+import sys
+
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax import display
+from beamjax.display import Bar, Lines, display_for, in_words
+from beamjax.options import Options
+from beamjax.progress import Progress, Tally
+
+HALF = Progress(
+    done=Tally(members=1500, shards=3, retries=2, compute=3.0, read=1.0),
+    members=3000, shards=6, rounds=1, rounds_total=4, step="map_clients_0", seconds=5.0,
+)  # fmt: skip
+TEXT = (
+    "map_clients_0: 1,500 of 3,000 members, 1 of 4 rounds, 300/s, read 25% compute 75%, "
+    "2 shards again"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def in_terminal(monkeypatch):
+    """Makes stderr a terminal; pytest sets it anew after the fixtures."""
+
+    def make():
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "200")
+        return stream
+
+    return make
+
+
+def test_progress_in_words():
+    assert in_words(HALF) == TEXT
+    assert in_words(Progress()) == "starting: 0 members, 0/s"
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("wish", [None, False, True])
+def test_who_is_shown_what(wish, launched, in_terminal, monkeypatch):
+    in_terminal()
+    found = display_for(Options(progress=wish), launched)
+    shown = wish is True or (wish is None and not launched)
+    assert type(found) is (Bar if shown else type(None))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert type(display_for(Options(progress=wish), launched)) is (Lines if wish else type(None))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert display_for(Options(), launched) is None
+
+
+def test_lines_come_every_ten_seconds(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    lines = Lines()
+    for second in range(25):
+        now[0] = float(second)
+        lines.update(HALF)
+    lines.close()
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.splitlines() == [f"beamjax: {TEXT}"] * 3
+
+
+def test_a_bar_appears_after_its_delay(in_terminal, monkeypatch):
+    terminal = in_terminal()
+    now = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    bar = Bar(2.0)
+    bar.update(HALF)
+    bar.close()
+    assert terminal.getvalue() == ""
+    now[0] = 2.5
+    bar.update(HALF)
+    bar.close()
+    assert "map_clients_0" in terminal.getvalue()
+    assert "50%" in terminal.getvalue()
+    assert "1,500 of 3,000 members" in terminal.getvalue()
+
+
+def test_a_bar_of_unknown_length(in_terminal):
+    terminal = in_terminal()
+    bar = Bar(0.0)
+    bar.update(Progress(done=Tally(members=7), step="a[b]"))
+    bar.close()
+    assert "a[b]" in terminal.getvalue()
+
+
+@bj.program(clients=20)
+def total(x):
+    return bj.reduce_sum(x)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_run_is_silent_unless_it_is_asked(runner, capfd):
+    x = np.ones((20, 3), np.float32)
+    bj.run(total, x, runner=runner)
+    assert capfd.readouterr() == ("", "")
+    bj.run(total, x, runner=runner, options={"progress": True})
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("beamjax: map_clients_0: 20 of 20 members")
+    assert err.count("\n") == 1
+
+
+def test_a_short_run_in_a_terminal_is_silent(in_terminal):
+    terminal = in_terminal()
+    bj.run(total, np.ones((20, 3), np.float32), runner="local")
+    assert terminal.getvalue() == ""
