@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
@@ -15,8 +17,9 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies import run_server
 from beamjax.dyadic import DyadicTree
 from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
+from beamjax.pipelines.dealing import Dealer
 from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.tasks import Sources, StepFn, Task, executor
+from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan import Map, Server
 from beamjax.shards import Shard, ShardExecutor, new_accumulator, shard_errors, shards
 
@@ -42,12 +45,13 @@ class Ranges(StepFn):
             yield first, min(first + self.width, self.count)
 
 
-class MapShards(StepFn):
+class MapShards(ComputeFn):
     """One pass over shards: reads, computes, and reduces what one bundle holds.
 
     Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
     earlier passes. Blocks with the results go out as the main output, partials of lanes as
-    `PARTIALS`, and those of combine number i as `combined(i)`.
+    `PARTIALS`, and those of combine number i as `combined(i)`. On a worker with several devices
+    shards are dealt to them; what comes out, and in which order, is the same.
 
     Args:
       task: with a `Map` as its step.
@@ -74,58 +78,71 @@ class MapShards(StepFn):
         self.mode = mode
         self.members = Metrics.counter("beamjax", f"{task.step.name}/members")
         self.shards = Metrics.counter("beamjax", f"{task.step.name}/shards")
+        self.dealer: Dealer[_Done] | None = None
 
     def setup(self) -> None:
-        """Opens the sources."""
+        """Starts JAX and opens the sources."""
+        super().setup()
         self.reader = self.sources.open()
 
     def start_bundle(self) -> None:
         """Forgets what belongs to another bundle, one that failed included."""
-        self.execute: ShardExecutor | None = None
+        if self.dealer is not None:
+            self.dealer.cancel()
+        self.dealer = None
+        self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.done = [0, 0]
 
     def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
-        if self.execute is None:
+        if self.dealer is None:
             self.execute = self._prepare(served)
-            self.trees = self.execute.trees()
+            self.trees = self.execute[0].trees()
+            self.dealer = Dealer([execute.device for execute in self.execute])
         step = self.task.step
         for shard, live in self._shards(element):
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             operands = known | self._read(shard, [n for n in step.operands if n not in known])
-            results, partials = self.execute(shard, [operands[name] for name in step.operands])
-            self._add(shard, partials)
-            self.done = [self.done[0] + shard.count, self.done[1] + 1]
-            values = {name: operands[name] for name in self.carried}
-            values |= dict(zip(step.results, results, strict=True))
-            if values:
-                yield Block(shard.start, shard.count, self.execute.size, values)
+            for done in self.dealer.add(functools.partial(self._compute, shard, operands)):
+                yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
-        """Sends the partials of the bundle."""
-        window = GlobalWindow()
+        """Sends the last blocks and the partials of the bundle."""
+        for done in self.dealer.rest() if self.dealer else ():
+            for block in self._finish(done):
+                yield _windowed(block)
         for piece, accumulator in (self.accumulators or {}).items():
             partial = (key_of(piece), accumulator.encode())
-            windowed = WindowedValue(partial, window.max_timestamp(), (window,))
-            yield beam.pvalue.TaggedOutput(PARTIALS, windowed)
+            yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
             environment = partials_of_tree(tree, self.task.store)
-            windowed = WindowedValue(environment, window.max_timestamp(), (window,))
-            yield beam.pvalue.TaggedOutput(combined(number), windowed)
+            yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
         self.accumulators, self.trees = None, []
         self.members.inc(self.done[0])
         self.shards.inc(self.done[1])
 
-    def _prepare(self, served: tuple[Environment, ...]) -> ShardExecutor:
+    def _compute(self, shard: Shard, operands: Mapping[str, np.ndarray], device: int) -> _Done:
+        found = self.execute[device](shard, [operands[name] for name in self.task.step.operands])
+        return _Done(shard, operands, *found)
+
+    def _finish(self, done: _Done) -> Iterator[Block]:
+        self._add(done.shard, done.partials)
+        self.done = [self.done[0] + done.shard.count, self.done[1] + 1]
+        values = {name: done.operands[name] for name in self.carried}
+        values |= dict(zip(self.task.step.results, done.results, strict=True))
+        if values:
+            yield Block(done.shard.start, done.shard.count, self.execute[0].size, values)
+
+    def _prepare(self, served: tuple[Environment, ...]) -> tuple[ShardExecutor, ...]:
         names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]
         refs = self.task.refs(names, served)
         self.cut = {
             placed: np.moveaxis(self.task.store.get(refs[name])[0], axis, 0)
             for placed, (name, axis) in self.scattered.items()
         }
-        return executor(self.task, refs)
+        return executors(self.task, refs)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
         plan, placement = self.task.plan, self.task.step.placement
@@ -153,7 +170,22 @@ class MapShards(StepFn):
             tree.add(partial, shard.index)
 
 
-class RunServer(StepFn):
+@dataclass(frozen=True)
+class _Done:
+    """A shard that was computed."""
+
+    shard: Shard
+    operands: Mapping[str, np.ndarray]
+    results: list[np.ndarray]
+    partials: list[Any]
+
+
+def _windowed(value: Any) -> WindowedValue:
+    window = GlobalWindow()
+    return WindowedValue(value, window.max_timestamp(), (window,))
+
+
+class RunServer(ComputeFn):
     """Runs a `Server` step, once: from the server values of earlier steps to its outputs.
 
     The element is an `Environment` of them, or says nothing where the step needs none.

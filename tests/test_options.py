@@ -84,7 +84,8 @@ def test_options_are_hashable_whatever_beam_gets():
     assert hash(Options(beam=["--a"])) == hash(Options())
     assert set(OWN) == {
         "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
-        "gather_limit",
+        "gather_limit", "require_platform", "device_memory_fraction", "preallocate",
+        "local_devices",
     }  # fmt: skip
 
 
