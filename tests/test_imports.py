@@ -159,6 +159,7 @@ TESTED_ELSEWHERE = {
     "place": "test_rules",
     "placements": "test_api",
     "places": "test_place",
+    "probes": "test_checks",
     "products": "test_accumulators",
     "ravels": "test_users_programs",
     "readings": "test_rules",
