@@ -250,7 +250,7 @@ def check_folder(folder: str, label: str) -> Finding:
     try:
         name = files.join(folder, base)
         files.write(name, b"doctor", make=False)
-        same = files.read(name) == b"doctor"
+        same = bytes(files.read(name)) == b"doctor"
         files.remove_files(folder, [base])
     except Exception as error:  # of many kinds: each file system has its own
         return Finding(label, FAILED, f"{folder}: {type(error).__name__}: {error}", remedy)

@@ -178,7 +178,8 @@ class DryLauncher(Launcher):
             )
             graph.build()
             graph.write_results(stem)
-            raise _Translated(pipeline.run().job)
+            result: Any = pipeline.run()
+            raise _Translated(result.job)
         finally:
             shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
 
