@@ -89,16 +89,16 @@ def check_packages() -> Iterator[Finding]:
 
 def check_jaxlib() -> Iterator[Finding]:
     """Whether the packages that JAX is made of fit each other."""
-    jax, jaxlib = _version("jax"), _version("jaxlib")
-    if jax is None or jaxlib is None:
-        yield Finding("jaxlib", FAILED, f"jax {jax}, jaxlib {jaxlib}", "pip install jax")
+    jax, library = _version("jax"), _version("jaxlib")
+    if jax is None or library is None:
+        yield Finding("jaxlib", FAILED, f"jax {jax}, jaxlib {library}", "pip install jax")
         return
-    status = OK if jaxlib == jax else WARNING
-    mend = "" if jaxlib == jax else f"pip install jax=={jax} jaxlib=={jax}"
-    yield Finding("jaxlib", status, jaxlib, mend)
+    status = OK if library == jax else WARNING
+    mend = "" if library == jax else f"pip install jax=={jax} jaxlib=={jax}"
+    yield Finding("jaxlib", status, library, mend)
     for plugin in _plugins():
         version = _version(plugin)
-        fits = version is not None and version.split(".")[:3] == jaxlib.split(".")[:3]
+        fits = version is not None and version.split(".")[:3] == library.split(".")[:3]
         extra = plugin.removeprefix("jax-").partition("-")[0]
         mend = "" if fits else f"pip install 'jax[{extra}]=={jax}'; JAX ignores other versions"
         yield Finding(plugin, OK if fits else FAILED, str(version), mend)
