@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib.version
+from jax import export
 from jax._src import effects as jax_effects
-from jax._src import tree_util
+from jax._src import tree_util, xla_bridge
 from jax._src.state import discharge
 from jax.extend import core as jex
 from jax.extend import source_info_util
@@ -28,6 +30,29 @@ config: Any = jax.config
 
 DIM_AS_VALUE = "dim_as_value"
 """The name of the primitive that gives a symbolic dimension as a number."""
+
+
+CALLING_CONVENTIONS = (
+    export.minimum_supported_calling_convention_version,
+    export.maximum_supported_calling_convention_version,
+)
+"""Of exported functions that this JAX can call: the first and the last."""
+
+
+def versions() -> dict[str, str]:
+    """Of jax and jaxlib."""
+    return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+
+
+def minor(version: str) -> tuple[int, ...]:
+    """The major and minor number of a version of JAX."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def backends_started() -> bool:
+    """Whether JAX has opened its devices; it reads the environment when it does."""
+    # Without the lock of JAX, which may be held for ever in a process that was forked.
+    return bool(xla_bridge._backends)
 
 
 def hide_frames(folder: str) -> None:

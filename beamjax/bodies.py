@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax.errors import Failure, StagingError, WorkerError
@@ -208,7 +209,9 @@ def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dic
 def default_platform() -> str:
     """The platform of this process, by the name that `jax.export` gives it."""
     backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in get_backend().platform_version.lower() else "cuda"
 
 
 def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:

@@ -203,6 +203,15 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     return PlanTransform(plan, inputs, planned.staged.out_tree, groups, parsed)
 
 
+def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tuple[Plan, Inputs]:
+    """The plan of `fn(*args)` and its inputs, as other processes run it; raises as `run` does."""
+    arguments, key, restore = _stage.flatten_arguments(args)
+    _refuse_abstract(arguments)
+    plan = plan_for(fn, arguments, key, restore, options).plan
+    plan = _with_recipe(plan, Recipe(fn, arguments, restore, options))
+    return plan, bind_inputs(plan, arguments)
+
+
 def plan_for(
     fn: Callable[..., Any],
     arguments: Sequence[Argument],

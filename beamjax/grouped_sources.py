@@ -31,6 +31,11 @@ class GroupedSource(Source, kind="grouped"):
         self._rows = rows
 
     @property
+    def source(self) -> Source:
+        """What it reads."""
+        return self._source
+
+    @property
     def leaves(self) -> tuple[LeafSpec, ...]:
         return _leaves(self._source, self._rows)
 

@@ -68,6 +68,10 @@ class Meter:
     def start(self) -> None:
         """What comes now is measured."""
         self._laps: dict[str, Any] = {}
+        self.resume()
+
+    def resume(self) -> None:
+        """What was done since the last lap is not measured, it was waiting."""
         self._compiled = compile_seconds()
         self._mark = time.perf_counter()
 

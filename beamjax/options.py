@@ -22,7 +22,8 @@ class Options:
       shard_size: members in a shard, a multiple of 8; None chooses by the bytes of a member.
       reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
         for any order; "fast" adds in float64, with no promise about the last bits.
-      platforms: of the workers: "cpu", "cuda", "tpu". None means that of this process.
+      platforms: of the workers: "cpu", "cuda", "rocm", "tpu". None means `require_platform`, and
+        without it that of this process.
       callbacks: whether steps that call back to the host (`jax.debug.print`, `jax.pure_callback`,
         ...) may run as Python, for which the function travels to other processes by cloudpickle;
         False refuses them. A call is made once a member, but again if Beam retries a bundle.
@@ -42,6 +43,13 @@ class Options:
       progress: whether to show on stderr how far `run` or `launch` is: a bar in terminals and
         notebooks, a line every ten seconds elsewhere. None shows the bar of a `run` of more than
         two seconds in a terminal or a notebook, and nothing else.
+      require_platform: "cpu", "gpu" (which is "cuda" or "rocm"), "cuda", "rocm" or "tpu": a worker
+        where JAX computes on something else fails when it starts, with the reason.
+      device_memory_fraction: of the memory of each device, which JAX may take on a worker, from 0
+        to 1. None leaves it as the worker's environment has it.
+      preallocate: whether JAX takes this memory at once. None as before.
+      local_devices: how many devices of a worker compute, each a shard at a time. None means all
+        of an accelerator, and one of a CPU. The bits do not depend on it.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -55,6 +63,10 @@ class Options:
     job_folder: str | None = None
     keep_folder: str | None = None
     progress: bool | None = None
+    require_platform: str | None = None
+    device_memory_fraction: float | None = None
+    preallocate: bool | None = None
+    local_devices: int | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
@@ -62,6 +74,10 @@ class Options:
         """The options that a plan depends on."""
         return self.shard_size, self.platforms, self.callbacks, self.gather_limit
 
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
+"""What `require_platform` may be, and which platforms it means."""
 
 OWN = tuple(f.name for f in fields(Options) if f.name != "beam")
 
@@ -117,15 +133,24 @@ def _flag(key: str, value: Any) -> str | None:
     return f"--{key}" if value is True else f"--{key}={value}"
 
 
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "shard_size": int,
+    "rounds_per_graph": int,
+    "gather_limit": int,
+    "device_memory_fraction": float,
+    "local_devices": int,
+}
+
+
 def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
     values = dict(own)
-    for name in ("shard_size", "rounds_per_graph", "gather_limit"):
+    for name, number in _NUMBERS.items():
         if isinstance(values.get(name), str):
             try:
-                values[name] = int(values[name])
+                values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "progress"):
+    for name in ("callbacks", "progress", "preallocate"):
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:
@@ -154,12 +179,38 @@ def _checked(options: Options) -> Options:
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")
-    if options.platforms is not None:
-        names = options.platforms
-        listed = isinstance(names, Sequence) and not isinstance(names, str)
-        if not listed or not names or not set(names) <= {"cpu", "cuda", "rocm", "tpu"}:
-            raise OptionsError(
-                f"platforms: found {options.platforms!r}, expected a list of cpu, cuda, rocm, tpu"
-            )
-        return replace(options, platforms=tuple(options.platforms))
-    return options
+    _check_machine(options)
+    return replace(options, platforms=_platforms(options))
+
+
+def _check_machine(options: Options) -> None:
+    fraction = options.device_memory_fraction
+    if fraction is not None and (type(fraction) not in (int, float) or not 0 < fraction <= 1):
+        raise OptionsError(
+            f"device_memory_fraction: found {fraction!r}, expected a number above 0 and up to 1"
+        )
+    if options.preallocate not in (None, True, False):
+        raise OptionsError(f"preallocate: found {options.preallocate!r}, expected True or False")
+    count = options.local_devices
+    if count is not None and (type(count) is not int or count < 1):
+        raise OptionsError(f"local_devices: found {count!r}, expected a number from 1, or None")
+
+
+def _platforms(options: Options) -> tuple[str, ...] | None:
+    """What to export for; None for the platform of this process."""
+    names, required = options.platforms, options.require_platform
+    if required is not None and required not in REQUIRED:
+        raise OptionsError(
+            f"require_platform: found {required!r}, expected one of {', '.join(REQUIRED)}"
+        )
+    if names is None:
+        return None if required is None else REQUIRED[required][:1]
+    listed = isinstance(names, Sequence) and not isinstance(names, str)
+    if not listed or not names or not set(names) <= set(PLATFORMS):
+        raise OptionsError(f"platforms: found {names!r}, expected a list of {', '.join(PLATFORMS)}")
+    if required is not None and not set(names) & set(REQUIRED[required]):
+        raise OptionsError(
+            f"require_platform: found {required!r}, but platforms={list(names)} has nothing for "
+            "it; leave out platforms"
+        )
+    return tuple(names)

@@ -41,13 +41,21 @@ class ShardExecutor:
       plan: that the step is part of.
       step: what to compute.
       broadcasts: the server values that it reads, by name; put on the device once.
+      device: to compute on; None for the one that JAX takes by itself.
 
     Raises:
       WorkerError: the body can't be loaded here.
     """
 
-    def __init__(self, plan: Plan, step: Map, broadcasts: Mapping[str, np.ndarray]):
+    def __init__(
+        self,
+        plan: Plan,
+        step: Map,
+        broadcasts: Mapping[str, np.ndarray],
+        device: jax.Device | None = None,
+    ):
         self.step = step
+        self.device = device
         self.size = plan.shard_sizes[step.placement]
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
@@ -55,7 +63,9 @@ class ShardExecutor:
         self._pads = self._body.python is None
         self._call = load_body(step.body, self._body, self.size)
         with with_x64(self._x64):
-            self._broadcasts = [jax.device_put(broadcasts[name]) for name in step.broadcasts]
+            self._broadcasts = [
+                jax.device_put(broadcasts[name], device) for name in step.broadcasts
+            ]
         known = dict(zip(step.broadcasts, self._broadcasts, strict=True))
         self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
 
@@ -82,7 +92,7 @@ class ShardExecutor:
             call = self._call
             if shard.count < self.size and not self._pads:
                 call = load_body(self.step.body, self._body, shard.count)
-            with with_x64(self._x64):
+            with with_x64(self._x64), _on(self.device):
                 start, count = np.int32(shard.start), np.int32(shard.count)
                 outs = call(start, count, *self._broadcasts, *arrays)
                 arrays = [np.asarray(out) for out in outs]
@@ -103,6 +113,11 @@ class ShardExecutor:
         """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
         missing = self.size - x.shape[0]
         return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+
+
+def _on(device: jax.Device | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes on a device."""
+    return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
+from beamjax.machine import Machine
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
 from beamjax.pipelines import files
@@ -99,6 +100,7 @@ class Graph:
         self.options = options
         self.spread = spread
         self.bodies = {} if bodies is None else bodies
+        self.machine = Machine.of(options)
         self.static = dict(inputs.static)
         # In which environment a server value is that a step computes.
         self.served: dict[str, beam.PCollection] = {}
@@ -303,7 +305,8 @@ class Graph:
             "inputs": (),
             "steps": (),
         }
-        return Task(replace(self.plan, values=values, **nothing), step, bodies, static, self.store)
+        plan = replace(self.plan, values=values, **nothing)
+        return Task(plan, step, bodies, static, self.store, self.machine)
 
     def _body(self, key: str) -> StoredBody:
         if key not in self.bodies:

@@ -15,7 +15,7 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax.dyadic import DyadicTree
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import Sources, StepFn, Task
+from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan import Gather, Lane, Map, Plan, ValueType, size_name
 from beamjax.reducers import decode_accumulator
 from beamjax.shards import finish_lane, finish_tree, join_shards, shards
@@ -145,7 +145,7 @@ class FinishPieces(StepFn):
         return replace(plan, sizes={**plan.sizes, placement: int(n)})
 
 
-class FinishCombine(StepFn):
+class FinishCombine(ComputeFn):
     """Partials of bundles to the results of a combine, in one place, in any order.
 
     Args:

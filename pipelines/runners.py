@@ -8,6 +8,7 @@ import io
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import apache_beam as beam
@@ -21,12 +22,12 @@ from beamjax.inputs import Inputs
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import OWN, Options
-from beamjax.pipelines import build, files
+from beamjax.pipelines import build, dataflow, files, uploads
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
-from beamjax.pipelines.values import Placed, Served, Value
+from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.source_base import StreamSource
 from beamjax.sources import ArraySource, live_spec, register, release
@@ -57,6 +58,10 @@ def make_runner(runner: Any) -> Any:
         # Beam takes its names in any case, and without "Runner".
         if runner.lower() in (name.lower(), name.lower().removesuffix("runner")):
             return make()
+    if runner.lower() in ("dataflow", "dataflowrunner") and not find_spec("apitools"):
+        raise OptionsError(
+            f"runner: found {runner!r}, but its packages are missing; run {dataflow.INSTALL}"
+        )
     try:
         return beam.runners.create_runner(runner)
     except (ValueError, ImportError, AttributeError) as error:
@@ -131,24 +136,33 @@ def run_plan(
     """
     runner = make_runner(runner)
     flags = beam_options(options, runner)
+    if dataflow.is_dataflow(runner):
+        options, flags = dataflow.prepare(options, flags)
     shared = shares_memory(runner, flags)
     folder = monitor.folder.path if monitor and monitor.folder else None
     with temporary_store(options, folder) as store, sources_for(inputs, store, shared) as sources:
-        values: dict[str, Value] = {
-            name: Placed(sources.specs[source], leaf)
-            for name, (source, leaf) in sources.where.items()
-        }
-        values |= {name: Served(store, array) for name, array in inputs.server().items()}
         program = store_program(plan, store, shared)
         launcher = Launcher(
             runner, flags, store, options, shared, spreads(runner, flags), program, monitor=monitor
         )
         try:
-            if open_placements(plan):
-                return _run_one_pass(plan, inputs, launcher, sources)
-            return Driver(plan, values, launcher).run()
+            return drive(plan, inputs, sources, launcher)
         finally:
             forget()
+
+
+def drive(
+    plan: Plan, inputs: Inputs, sources: Sources, launcher: Launcher
+) -> dict[str, np.ndarray]:
+    """Runs a plan with its inputs; see `run_plan`."""
+    if open_placements(plan):
+        return _run_one_pass(plan, inputs, launcher, sources)
+    values: dict[str, Value] = {
+        name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
+    }
+    store = launcher.store
+    values |= {name: Served(store, array) for name, array in inputs.server().items()}
+    return Driver(plan, values, launcher).run()
 
 
 def _run_one_pass(
@@ -254,16 +268,24 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
     """
     reader = inputs.reader()
     tokens: list[str] = []
-    specs = []
+    specs: list[dict[str, Any]] = []
+    # Where each leaf of a source is: its spec, and its number there.
+    leaves: list[list[tuple[int, int]]] = []
     for number, source in enumerate(reader.sources):
+        first, count = len(specs), len(source.leaves)
+        leaves.append([(first, leaf) for leaf in range(count)])
         if shared:
             tokens.append(register(source))
             specs.append(live_spec(tokens[-1]))
+        elif uploads.stays_here(source, store):
+            specs += [leaf.to_spec() for leaf in uploads.upload(source, store)]
+            leaves[-1] = [(first + leaf, 0) for leaf in range(count)]
         elif isinstance(source, ArraySource):
             specs.append(source.spill(f"{store.root}/source-{number}").to_spec())
         else:
             specs.append(source.to_spec())
-    return Sources(tuple(specs), dict(reader.where)), tokens
+    where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
+    return Sources(tuple(specs), where), tokens
 
 
 def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import apache_beam as beam
@@ -17,6 +17,7 @@ import numpy as np
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.inputs import Reader
+from beamjax.machine import Machine
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded, recorded_call
@@ -69,6 +70,7 @@ class Task(Generic[AnyStep]):
       bodies: those of the step, in the store.
       static: server values that are known before the pipeline starts.
       store: where references lead.
+      machine: what a worker must be that computes it.
     """
 
     plan: Plan
@@ -76,6 +78,7 @@ class Task(Generic[AnyStep]):
     bodies: Mapping[str, StoredBody]
     static: Mapping[str, Ref]
     store: Store
+    machine: Machine = field(default_factory=Machine)
 
     def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
         """References to the server values of these names, from earlier steps or static."""
@@ -94,20 +97,29 @@ class Task(Generic[AnyStep]):
         return replace(self.plan, bodies=bodies)
 
 
-def executor(task: Task[Map], refs: Mapping[str, Ref]) -> ShardExecutor:
-    """The executor of a pass, shared by the threads of this process.
+def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, ...]:
+    """The executors of a pass, one for each device, shared by the threads of this process.
+
+    A CPU has one for all its threads, and so has a body that calls back to the host.
 
     Args:
       task: the pass.
       refs: to all server values that it reads, by name.
     """
     step = task.step
+    devices: tuple[Any, ...] = task.machine.check()
+    one_cpu = len(devices) == 1 and devices[0].platform == "cpu"
+    if one_cpu or task.bodies[step.body].body.python is not None:
+        devices = (None,)
     broadcasts = {name: refs[name] for name in step.broadcasts}
     size = task.plan.shard_sizes[step.placement]
-    key = (step, size, task.plan.x64, *(ref.key for ref in broadcasts.values()))
-    return _executors.get(
-        key, lambda: ShardExecutor(task.with_bodies(), step, task.arrays(broadcasts))
-    )
+    key = (step, size, task.plan.x64, devices, *(ref.key for ref in broadcasts.values()))
+
+    def make() -> tuple[ShardExecutor, ...]:
+        plan, arrays = task.with_bodies(), task.arrays(broadcasts)
+        return tuple(ShardExecutor(plan, step, arrays, device) for device in devices)
+
+    return _executors.get(key, make)
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,16 @@ class StepFn(beam.DoFn):
     def default_type_hints(self) -> IOTypeHints:
         """What Beam asks for."""
         return IOTypeHints.empty().with_output_types(self.yields)
+
+
+class ComputeFn(StepFn):
+    """A DoFn that computes with JAX; it fails when it starts where its task can't be computed."""
+
+    task: Task[Any]
+
+    def setup(self) -> None:
+        """Starts JAX."""
+        self.task.machine.check()
 
 
 def forget() -> None:

@@ -20,7 +20,7 @@ from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.inputs import Inputs
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
-from beamjax.pipelines import build
+from beamjax.pipelines import build, dataflow
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Block
 from beamjax.pipelines.runners import (
@@ -139,10 +139,13 @@ class PlanTransform(beam.PTransform):
 
     def _store(self, pipeline: beam.Pipeline) -> Store:
         """A store that lasts as long as the pipeline may run."""
-        store = Store.temporary(self.options.work_folder)
+        folder = self.options.work_folder
+        if dataflow.is_dataflow(pipeline.runner):
+            folder = dataflow.work_folder(self.options, pipeline.options)
+        store = Store.temporary(folder)
         if shares_memory(pipeline.runner, pipeline.options):
             weakref.finalize(pipeline, remove_store, store)
-        elif self.options.work_folder is None:
+        elif folder is None:
             atexit.register(remove_store, store)
         return store
 

@@ -89,6 +89,13 @@ def leaf_spec(value: ValueType) -> LeafSpec:
     return LeafSpec(value.shape, np.dtype(value.dtype))
 
 
+def placed(spec: dict[str, Any], leaf: int) -> Placed:
+    """A leaf of a source of this spec."""
+    kept = spec["kind"] == MembersSource.kind
+    held = frozenset(MembersSource.from_spec(spec).files) if kept else frozenset()
+    return Placed(spec, leaf, held)
+
+
 def members(source: MembersSource) -> Placed:
     """The placed value that a source has in files of the store."""
     return Placed(source.to_spec(), 0, frozenset(source.files))

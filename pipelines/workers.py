@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
@@ -15,10 +17,12 @@ from beamjax.bodies import run_server
 from beamjax.dyadic import DyadicTree
 from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
+from beamjax.pipelines.dealing import Dealer
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.step_metrics import StepMetrics
-from beamjax.pipelines.tasks import Sources, StepFn, Task, executor
+from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan import Map, Server
+from beamjax.progress import Tally
 from beamjax.shards import Shard, ShardExecutor, new_accumulator, shard_errors, shards
 
 PARTIALS = "partials"
@@ -43,12 +47,13 @@ class Ranges(StepFn):
             yield first, min(first + self.width, self.count)
 
 
-class MapShards(StepFn):
+class MapShards(ComputeFn):
     """One pass over shards: reads, computes, and reduces what one bundle holds.
 
     Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
     earlier passes. Blocks with the results go out as the main output, partials of lanes as
-    `PARTIALS`, and those of combine number i as `combined(i)`.
+    `PARTIALS`, and those of combine number i as `combined(i)`. On a worker with several devices
+    shards are dealt to them; what comes out, and in which order, is the same.
 
     Args:
       task: with a `Map` as its step.
@@ -74,66 +79,83 @@ class MapShards(StepFn):
         self.carried = carried
         self.mode = mode
         self.metrics = StepMetrics(task.step.name)
+        self.dealer: Dealer[_Done] | None = None
 
     def setup(self) -> None:
-        """Opens the sources."""
+        """Starts JAX and opens the sources."""
+        super().setup()
         self.reader = self.sources.open()
 
     def start_bundle(self) -> None:
         """Forgets what belongs to another bundle, one that failed included."""
-        self.execute: ShardExecutor | None = None
+        if self.dealer is not None:
+            self.dealer.cancel()
+        self.dealer = None
+        self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
-        size = self.task.plan.shard_sizes[self.task.step.placement]
-        self.meter = Meter(self.task.step.name, size, self.recorder)
+        self.spent = Tally()
 
     def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
-        if self.execute is None:
+        if self.dealer is None:
             self.execute = self._prepare(served)
-            self.trees = self.execute.trees()
+            self.trees = self.execute[0].trees()
+            self.dealer = Dealer([execute.device for execute in self.execute])
         step = self.task.step
         for shard, live in self._shards(element):
-            self.meter.start()
+            meter = Meter(step.name, self.execute[0].size, self.recorder)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             read = self._read(shard, [name for name in step.operands if name not in known])
-            operands = known | read
-            self.meter.lap("read", sum(array.nbytes for array in read.values()))
-            results, partials = self.execute(shard, [operands[name] for name in step.operands])
-            self.meter.lap("compute")
-            self._add(shard, partials)
-            self.meter.lap("merge")
-            self.meter.shard(shard.start, shard.count)
-            values = {name: operands[name] for name in self.carried}
-            values |= dict(zip(step.results, results, strict=True))
-            if values:
-                yield Block(shard.start, shard.count, self.execute.size, values)
+            meter.lap("read", sum(array.nbytes for array in read.values()))
+            job = functools.partial(self._compute, shard, known | read, meter)
+            for done in self.dealer.add(job):
+                yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
-        """Sends the partials of the bundle."""
-        window = GlobalWindow()
+        """Sends the last blocks and the partials of the bundle."""
+        for done in self.dealer.rest() if self.dealer else ():
+            for block in self._finish(done):
+                yield _windowed(block)
         for piece, accumulator in (self.accumulators or {}).items():
             partial = (key_of(piece), accumulator.encode())
-            windowed = WindowedValue(partial, window.max_timestamp(), (window,))
-            yield beam.pvalue.TaggedOutput(PARTIALS, windowed)
+            yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
             environment = partials_of_tree(tree, self.task.store)
-            windowed = WindowedValue(environment, window.max_timestamp(), (window,))
-            yield beam.pvalue.TaggedOutput(combined(number), windowed)
+            yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
         self.accumulators, self.trees = None, []
-        self.metrics.add(self.meter.total)
+        self.metrics.add(self.spent)
         if self.recorder is not None:
             self.recorder.flush()
 
-    def _prepare(self, served: tuple[Environment, ...]) -> ShardExecutor:
+    def _compute(
+        self, shard: Shard, operands: Mapping[str, np.ndarray], meter: Meter, device: int
+    ) -> _Done:
+        meter.resume()
+        found = self.execute[device](shard, [operands[name] for name in self.task.step.operands])
+        meter.lap("compute")
+        return _Done(shard, operands, meter, *found)
+
+    def _finish(self, done: _Done) -> Iterator[Block]:
+        done.meter.resume()
+        self._add(done.shard, done.partials)
+        done.meter.lap("merge")
+        done.meter.shard(done.shard.start, done.shard.count)
+        self.spent += done.meter.total
+        values = {name: done.operands[name] for name in self.carried}
+        values |= dict(zip(self.task.step.results, done.results, strict=True))
+        if values:
+            yield Block(done.shard.start, done.shard.count, self.execute[0].size, values)
+
+    def _prepare(self, served: tuple[Environment, ...]) -> tuple[ShardExecutor, ...]:
         names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]
         refs = self.task.refs(names, served)
         self.cut = {
             placed: np.moveaxis(self.task.store.get(refs[name])[0], axis, 0)
             for placed, (name, axis) in self.scattered.items()
         }
-        return executor(self.task, refs)
+        return executors(self.task, refs)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
         plan, placement = self.task.plan, self.task.step.placement
@@ -161,7 +183,23 @@ class MapShards(StepFn):
             tree.add(partial, shard.index)
 
 
-class RunServer(StepFn):
+@dataclass(frozen=True)
+class _Done:
+    """A shard that was computed."""
+
+    shard: Shard
+    operands: Mapping[str, np.ndarray]
+    meter: Meter
+    results: list[np.ndarray]
+    partials: list[Any]
+
+
+def _windowed(value: Any) -> WindowedValue:
+    window = GlobalWindow()
+    return WindowedValue(value, window.max_timestamp(), (window,))
+
+
+class RunServer(ComputeFn):
     """Runs a `Server` step, once: from the server values of earlier steps to its outputs.
 
     The element is an `Environment` of them, or says nothing where the step needs none.

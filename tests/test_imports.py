@@ -165,6 +165,7 @@ TESTED_ELSEWHERE = {
     "placements": "test_api",
     "places": "test_place",
     "process_ids": "test_jobs",
+    "probes": "test_checks",
     "products": "test_accumulators",
     "ravels": "test_users_programs",
     "readings": "test_rules",

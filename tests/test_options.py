@@ -95,6 +95,8 @@ def test_options_are_hashable_whatever_beam_gets():
     assert set(OWN) == {
         "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
         "gather_limit", "job_folder", "keep_folder", "progress",
+        "require_platform", "device_memory_fraction", "preallocate",
+        "local_devices",
     }  # fmt: skip
 
 

@@ -202,7 +202,7 @@ def test_threads_share_an_executor(plan, store, token, monkeypatch):
     )
     task = first_pass(plan, store, token).task
     found = []
-    threads = [threading.Thread(target=lambda: found.append(tasks.executor(task, task.static)))
+    threads = [threading.Thread(target=lambda: found.append(tasks.executors(task, task.static)))
                for _ in range(4)]  # fmt: skip
     for thread in threads:
         thread.start()
@@ -215,18 +215,18 @@ def test_threads_share_an_executor(plan, store, token, monkeypatch):
 def test_other_broadcasts_are_another_executor(plan, store, token):
     task = first_pass(plan, store, token).task
     (name,) = task.static
-    first = tasks.executor(task, task.static)
-    assert tasks.executor(task, {name: store.put([W + 1])}) is not first
-    assert tasks.executor(task, task.static) is first
+    first = tasks.executors(task, task.static)
+    assert tasks.executors(task, {name: store.put([W + 1])}) is not first
+    assert tasks.executors(task, task.static) is first
     tasks.forget()
-    assert tasks.executor(task, task.static) is not first
+    assert tasks.executors(task, task.static) is not first
 
 
 def test_executors_are_not_kept_for_ever(plan, store, token):
     task = first_pass(plan, store, token).task
     (name,) = task.static
     for i in range(tasks.MAX_EXECUTORS + 3):
-        tasks.executor(task, {name: store.put([W + i])})
+        tasks.executors(task, {name: store.put([W + i])})
     assert len(tasks._executors.values) == tasks.MAX_EXECUTORS
 
 

@@ -1,0 +1,92 @@
+"""`beamjax doctor`: what a machine or an image can run, what is missing, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from beamjax import checks
+from beamjax.checks import ABSENT, FAILED, OK, WARNING, Finding
+from beamjax.options import REQUIRED
+
+
+def examine(
+    require_platform: str | None = None,
+    require_runners: Sequence[str] = (),
+    work_folder: str | None = None,
+) -> Iterator[Finding]:
+    """Looks at this machine, without opening its devices in this process.
+
+    Args:
+      require_platform: as the option; anything else is a failure.
+      require_runners: names of Beam runners that must be usable.
+      work_folder: the option of a run, also a URL.
+
+    Yields:
+      What was found, as soon as it is.
+    """
+    yield checks.check_python()
+    yield from checks.check_packages()
+    yield from checks.check_jaxlib()
+    yield from checks.check_environment()
+    yield from checks.check_devices(require_platform)
+    yield checks.check_folder(tempfile.gettempdir(), "temporary folder")
+    if work_folder is not None:
+        yield checks.check_folder(work_folder, "work folder")
+    yield from checks.check_runners(require_runners)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--require-platform", choices=list(REQUIRED), help="fail if JAX computes on another one"
+    )
+    parser.add_argument(
+        "--require-runner", action="append", default=[], choices=list(checks.RUNNERS),
+        help="fail if this runner can't be used from here",
+    )  # fmt: skip
+    parser.add_argument("--work-folder", help="a folder or URL for the option work_folder")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints what is found; returns 1 if something that is needed is missing."""
+    found = examine(arguments.require_platform, arguments.require_runner, arguments.work_folder)
+    findings = []
+    for finding in found:
+        findings.append(finding)
+        if not arguments.json:
+            print(_line(finding), flush=True)
+    failed = [finding.name for finding in findings if finding.status == FAILED]
+    if arguments.json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(f) for f in findings]}, indent=2))
+    else:
+        print(
+            f"\n{len(failed)} to mend: {', '.join(failed)}"
+            if failed
+            else "\nall that is needed is there"
+        )
+    return 1 if failed else 0
+
+
+_MARKS = {OK: "ok     ", WARNING: "warning", FAILED: "FAILED ", ABSENT: "-      "}
+
+
+def _line(finding: Finding) -> str:
+    line = f"{_MARKS[finding.status]}  {finding.name}: {finding.found}"
+    return f"{line}\n{'':9}-> {finding.mend}" if finding.mend else line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m beamjax.doctor`, the same as `beamjax doctor`."""
+    parser = argparse.ArgumentParser(prog="beamjax doctor", description=__doc__)
+    add_arguments(parser)
+    return command(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

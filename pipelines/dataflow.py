@@ -1,0 +1,224 @@
+"""Google Cloud Dataflow: what its options must be, and a job as it would be sent.
+
+Nothing here reaches the network.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import (
+    DebugOptions,
+    GoogleCloudOptions,
+    PipelineOptions,
+    SetupOptions,
+    TestOptions,
+    WorkerOptions,
+)
+
+from beamjax.bodies import default_platform
+from beamjax.errors import OptionsError
+from beamjax.inputs import Inputs
+from beamjax.options import Options
+from beamjax.pipelines import build, files
+from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.values import Value
+from beamjax.plan import Plan
+
+INSTALL = "pip install 'beamjax[dataflow]'"
+_ACCELERATOR = "worker_accelerator="
+_ONE_PROCESS = "no_use_multiple_sdk_containers"
+_SEVERAL_PROCESSES = "use_nvidia_mps"
+
+
+def is_dataflow(runner: Any) -> bool:
+    """Whether a runner is Dataflow's; without its packages it can't even be imported."""
+    return any(kind.__name__ == "DataflowRunner" for kind in type(runner).__mro__)
+
+
+def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, PipelineOptions]:
+    """The options of a run on Dataflow, checked and completed.
+
+    Without a `work_folder` it is below `temp_location`. A machine with an accelerator gets one
+    worker process, so that one process owns the accelerator.
+
+    Args:
+      options: of beamjax.
+      flags: of Beam; not changed.
+
+    Raises:
+      OptionsError: something is missing that the job would fail without, or contradicts itself.
+    """
+    flags = copy.deepcopy(flags)
+    cloud, setup = flags.view_as(GoogleCloudOptions), flags.view_as(SetupOptions)
+    missing = [name for name in ("project", "region", "temp_location") if not getattr(cloud, name)]
+    if missing:
+        raise OptionsError(f"options: DataflowRunner needs {', '.join(missing)}; found none")
+    if flags.view_as(TestOptions).dry_run:
+        raise OptionsError(
+            "dry_run: a dry run has no results that run could return; call "
+            "beamjax.dataflow.dry_run(fn, *args, options=...), which returns the job"
+        )
+    options = replace(options, work_folder=work_folder(options, flags))
+    _check_packages(flags)
+    _check_accelerator(options, flags)
+    # Steps travel by reference to modules of beamjax, and callbacks with what they need.
+    setup.save_main_session = False
+    return options, flags
+
+
+def work_folder(options: Options, flags: PipelineOptions) -> str:
+    """Where values live while a job runs.
+
+    Raises:
+      OptionsError: workers on other machines do not reach it.
+    """
+    folder = options.work_folder
+    if folder is None:
+        temporary = flags.view_as(GoogleCloudOptions).temp_location or tempfile.gettempdir()
+        folder = f"{temporary.rstrip('/')}/beamjax"
+    if not folder.startswith("gs://"):
+        raise OptionsError(
+            f"work_folder: found {folder!r}, expected a folder that workers on Dataflow reach, "
+            "gs://BUCKET/FOLDER; leave it out to have one below temp_location"
+        )
+    return folder
+
+
+def _check_packages(flags: PipelineOptions) -> None:
+    setup, worker = flags.view_as(SetupOptions), flags.view_as(WorkerOptions)
+    names = ("requirements_file", "setup_file", "extra_packages")
+    if not worker.sdk_container_image and not any(getattr(setup, name) for name in names):
+        raise OptionsError(
+            "sdk_container_image: found none, expected an image with beamjax and jax, which "
+            "Dataflow's own image lacks; see docs/dataflow.md"
+        )
+    if worker.sdk_container_image and setup.sdk_location == "default":
+        setup.sdk_location = "container"  # what is in the image, rather than from PyPI
+
+
+def _check_accelerator(options: Options, flags: PipelineOptions) -> None:
+    cloud, debug = flags.view_as(GoogleCloudOptions), flags.view_as(DebugOptions)
+    services = [s for s in cloud.dataflow_service_options or [] if s.startswith(_ACCELERATOR)]
+    hints = [h for h in _hints(flags) if h.startswith("accelerator=")]
+    if services and hints:
+        raise OptionsError(
+            f"options: found dataflow_service_options {services[0]!r} and resource_hint "
+            f"{hints[0]!r}, expected one of them: Dataflow gives accelerators in one way or the "
+            "other"
+        )
+    if not services and not hints:
+        return
+    accelerator = (services or hints)[0]
+    platforms = options.platforms or (default_platform(),)
+    if "tpu" not in accelerator and "cuda" not in platforms:
+        raise OptionsError(
+            f"options: found {accelerator!r}, but the program is exported for "
+            f"{', '.join(platforms)} alone; add options={{'require_platform': 'gpu'}}"
+        )
+    if _SEVERAL_PROCESSES not in accelerator:
+        debug.add_experiment(_ONE_PROCESS)
+
+
+def _hints(flags: PipelineOptions) -> list[str]:
+    return flags.get_all_options().get("resource_hints") or []
+
+
+# --- a dry run
+
+
+@dataclass(frozen=True)
+class DryStore(Store):
+    """A store that writes nothing, and remembers what it was given. Workers get a plain one.
+
+    Attributes:
+      written: bytes of each file, by name.
+    """
+
+    written: dict[str, int] = field(default_factory=dict, compare=False)
+
+    def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
+        self.written[name] = len(data)
+
+    def sweep(self, live: Any) -> None:
+        """Does nothing."""
+
+    def cleanup(self) -> None:
+        """Does nothing."""
+
+    def __reduce__(self) -> Any:
+        return Store, (self.root, self.piece_bytes, self.lasts)
+
+
+class _Translated(Exception):
+    """The first pipeline of a run, which ends a dry run."""
+
+    def __init__(self, job: Any):
+        super().__init__("a dry run ends with its first pipeline")
+        self.job = job
+
+
+class DryLauncher(Launcher):
+    """Makes a job of the first graph it is given."""
+
+    def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
+        """Raises `_Translated`."""
+        inputs = replace(inputs, program=self.program)
+        pipeline = beam.Pipeline(runner=self.runner, options=self.flags)
+        try:
+            graph = build.Graph(
+                pipeline, plan, inputs, self.store, self.options, self.spread, self.bodies
+            )
+            graph.build()
+            graph.write_results(stem)
+            result: Any = pipeline.run()
+            raise _Translated(result.job)
+        finally:
+            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+
+
+def described(job: Any) -> dict[str, Any]:
+    """What Dataflow is sent of a job, besides its pipeline."""
+    from apache_beam.runners.dataflow.internal import apiclient
+
+    staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
+    try:
+        cloud = job.options.view_as(GoogleCloudOptions)
+        given, cloud.staging_location = cloud.staging_location, staging
+        job.google_cloud_options.staging_location = staging
+        client = apiclient.DataflowApplicationClient(job.options, staging)
+        client.create_job_description(job)
+        cloud.staging_location = given
+        return json.loads(job.json())
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def dry_run(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[str, int]]:
+    """The job of the first pipeline of a plan, and the bytes of each file that it is to read.
+
+    Raises:
+      OptionsError: as a run would.
+    """
+    from beamjax.pipelines import runners
+
+    runner = runners.make_runner("DataflowRunner")
+    options, flags = prepare(options, runners.beam_options(options, runner))
+    flags.view_as(TestOptions).dry_run = True
+    flags.view_as(GoogleCloudOptions).no_auth = True
+    store = DryStore(files.join(str(options.work_folder), "beamjax-dry-run"), lasts=False)
+    with runners.sources_for(inputs, store, False) as sources:
+        program = runners.store_program(plan, store, False)
+        launcher = DryLauncher(runner, flags, store, options, False, True, program)
+        try:
+            runners.drive(plan, inputs, sources, launcher)
+        except _Translated as done:
+            return done.job, store.written
+    raise OptionsError(f"{plan.name}: nothing in it is computed on workers, so there is no job")

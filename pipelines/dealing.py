@@ -1,0 +1,71 @@
+"""Jobs dealt to the devices of a worker in turn, their results in order.
+
+Each device has one thread, for all bundles of this process: it computes one job at a time, so that
+one job has to fit into its memory, and others wait for it with what they read.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+AHEAD = 2
+"""Jobs that a device has at most: one that it computes, and others that wait."""
+
+T = TypeVar("T")
+
+
+class Dealer(Generic[T]):
+    """Runs jobs for devices.
+
+    Args:
+      devices: one or more; None stands for the thread that adds the jobs, for any number of them.
+    """
+
+    def __init__(self, devices: Sequence[Hashable | None]):
+        self.devices = tuple(devices)
+        self._turns = itertools.cycle(range(len(self.devices)))
+        self._jobs: collections.deque[Future[T]] = collections.deque()
+
+    def add(self, job: Callable[[int], T]) -> Iterator[T]:
+        """Takes a job, a function of the index of a device.
+
+        Yields:
+          The results of jobs that were added first, until few enough are left to wait.
+
+        Raises:
+          Exception: whatever a job raises.
+        """
+        index = next(self._turns)
+        device = self.devices[index]
+        if device is None:
+            yield job(index)
+            return
+        self._jobs.append(_thread(device).submit(job, index))
+        while len(self._jobs) >= AHEAD * len(self.devices):
+            yield self._jobs.popleft().result()
+
+    def rest(self) -> Iterator[T]:
+        """The results of all jobs that are left; raises what they raise."""
+        while self._jobs:
+            yield self._jobs.popleft().result()
+
+    def cancel(self) -> None:
+        """Forgets all jobs; those that have not started never will."""
+        while self._jobs:
+            self._jobs.pop().cancel()
+
+
+_threads: dict[Hashable, ThreadPoolExecutor] = {}
+_lock = threading.Lock()
+
+
+def _thread(device: Hashable) -> ThreadPoolExecutor:
+    with _lock:
+        if device not in _threads:
+            _threads[device] = ThreadPoolExecutor(1, "beamjax-device")
+        return _threads[device]

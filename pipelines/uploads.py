@@ -1,0 +1,51 @@
+"""Placed inputs of the launching machine, as files of a store that workers elsewhere reach."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+from beamjax.arrays import encode_arrays
+from beamjax.grouped_sources import GroupedSource
+from beamjax.pipelines import files
+from beamjax.pipelines.members import MembersSource, file_name
+from beamjax.pipelines.store import Store
+from beamjax.source_base import Source
+from beamjax.sources import ArraySource, NpySource
+
+FILE_BYTES = 16 * 2**20
+"""Of one file: what a worker reads for a shard, at least."""
+
+
+def stays_here(source: Source, store: Store) -> bool:
+    """Whether a source reads what only this machine has, though the store is elsewhere."""
+    if isinstance(source, GroupedSource):
+        source = source.source
+    return files.is_url(store.root) and isinstance(source, ArraySource | NpySource)
+
+
+def upload(source: Source, store: Store) -> list[MembersSource]:
+    """Writes all members of a source to a store.
+
+    Returns:
+      A source for each leaf.
+
+    Raises:
+      SourceError: they can't be read, or written.
+    """
+    stem = f"source-{uuid.uuid4().hex}"
+    width = max(1, FILE_BYTES // max(1, *(leaf.nbytes for leaf in source.leaves)))
+    parts = list(_parts(len(source), width))
+    for start, count in parts:
+        for number, array in enumerate(source.read(start, start + count)):
+            name = file_name(f"{stem}-{number}", start, count)
+            store.write(name, encode_arrays([array], {}))
+    return [
+        MembersSource(store.root, f"{stem}-{number}", parts, leaf, len(source))
+        for number, leaf in enumerate(source.leaves)
+    ]
+
+
+def _parts(n: int, width: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, n, width):
+        yield start, min(width, n - start)

@@ -1,0 +1,97 @@
+"""Jobs on devices: in order of the results, one at a time on each, a few ahead."""
+
+import threading
+import time
+
+import pytest
+
+from beamjax.pipelines.dealing import AHEAD, Dealer
+
+TWO = ("first", "second")
+
+
+def run(dealer, jobs):
+    return [found for job in jobs for found in dealer.add(job)] + list(dealer.rest())
+
+
+@pytest.mark.parametrize("devices", [(None,), ("a",), TWO, tuple(range(5))], ids=len)
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
+def test_results_come_in_order_and_devices_in_turn(devices, count):
+    def job(number, index):
+        time.sleep(0.002 * ((number * 7) % 3))
+        return number, index
+
+    jobs = [lambda index, number=number: job(number, index) for number in range(count)]
+    assert run(Dealer(devices), jobs) == [(i, i % len(devices)) for i in range(count)]
+
+
+def test_without_a_device_jobs_run_where_they_are_added():
+    dealer = Dealer((None,))
+    assert list(dealer.add(lambda index: threading.get_ident())) == [threading.get_ident()]
+    (elsewhere,) = run(Dealer(("a",)), [lambda index: threading.get_ident()])
+    assert elsewhere != threading.get_ident()
+
+
+def test_a_device_has_one_job_at_a_time_though_bundles_share_it():
+    busy = {0: 0, 1: 0}
+    most = []
+
+    def job(index):
+        busy[index] += 1
+        most.append(busy[index])
+        time.sleep(0.002)
+        busy[index] -= 1
+
+    threads = [threading.Thread(target=run, args=(Dealer(TWO), [job] * 6)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 18
+
+
+def test_devices_work_at_the_same_time():
+    both = threading.Barrier(2, timeout=60)
+    assert sorted(run(Dealer(TWO), [lambda index: both.wait()] * 2)) == [0, 1]
+
+
+def test_few_jobs_wait():
+    gate, started = threading.Event(), []
+
+    def job(index):
+        started.append(index)
+        gate.wait(60)
+        return len(started)
+
+    dealer = Dealer(TWO)
+    for _ in range(AHEAD * len(TWO) - 1):
+        assert list(dealer.add(job)) == []
+    gate.set()
+    assert len(list(dealer.add(job))) == 1
+    assert len(list(dealer.rest())) == AHEAD * len(TWO) - 1
+
+
+def test_errors_come_with_their_turn():
+    def fail(index):
+        raise ValueError("no")
+
+    dealer = Dealer(("a",))
+    assert list(dealer.add(fail)) == []
+    with pytest.raises(ValueError, match="no"):
+        list(dealer.add(lambda index: 1))
+    dealer.cancel()
+    assert list(dealer.rest()) == []
+    assert run(dealer, [lambda index: 2]) == [2]
+
+
+def test_what_is_cancelled_does_not_start():
+    gate, started = threading.Event(), []
+    dealer = Dealer(("a",))
+    held = dealer.add(lambda index: gate.wait(60))
+    assert list(held) == []
+    other = Dealer(("a",))
+    assert list(other.add(started.append)) == []
+    other.cancel()
+    gate.set()
+    assert run(Dealer(("a",)), [lambda index: "after"]) == ["after"]
+    assert started == []

@@ -1,0 +1,154 @@
+"""Placed inputs in a store that workers elsewhere reach: a file system of Beam, here in memory."""
+
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+from apache_beam.io.filesystem import BeamIOError, FileMetadata, FileSystem
+
+import beamjax as bj
+from beamjax.grouped_sources import grouped
+from beamjax.pipelines import uploads
+from beamjax.pipelines.store import Store
+from beamjax.source_base import open_spec
+
+N = 50
+X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
+FILES = {}
+
+
+class InMemory(FileSystem):
+    """Files of this process, `inmemory://folder/name`."""
+
+    @classmethod
+    def scheme(cls):
+        return "inmemory"
+
+    def join(self, basepath, *paths):
+        return "/".join([basepath.rstrip("/"), *paths])
+
+    def split(self, path):
+        return tuple(path.rsplit("/", 1))
+
+    def mkdirs(self, path):
+        pass
+
+    def has_dirs(self):
+        return False
+
+    def _list(self, dir_or_prefix):
+        for path, data in list(FILES.items()):
+            if path.startswith(dir_or_prefix):
+                yield FileMetadata(path, len(data))
+
+    def create(self, path, mime_type="", compression_type=None):
+        class File(io.BytesIO):
+            def close(self):
+                if not self.closed:
+                    FILES[path] = self.getvalue()
+                super().close()
+
+        return File()
+
+    def open(self, path, mime_type="", compression_type=None):
+        if path not in FILES:
+            raise BeamIOError(path)
+        return io.BytesIO(FILES[path])
+
+    def exists(self, path):
+        return path in FILES
+
+    def size(self, path):
+        return len(FILES[path])
+
+    def delete(self, paths):
+        for path in paths:
+            FILES.pop(path, None)
+
+    def rename(self, sources, destinations):
+        for old, new in zip(sources, destinations, strict=True):
+            FILES[new] = FILES.pop(old)
+
+    def copy(self, sources, destinations):
+        raise NotImplementedError
+
+    def last_updated(self, path):
+        raise NotImplementedError
+
+    def checksum(self, path):
+        raise NotImplementedError
+
+    def metadata(self, path):
+        return FileMetadata(path, self.size(path))
+
+
+@pytest.fixture
+def store():
+    FILES.clear()
+    return Store("inmemory://run", lasts=False)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 100, 1 << 20])
+def test_members_come_back(file_bytes, store, monkeypatch):
+    monkeypatch.setattr(uploads, "FILE_BYTES", file_bytes)
+    tree = {"x": X, "y": np.arange(N, dtype=ml_dtypes.bfloat16)}
+    leaves = [open_spec(s.to_spec()) for s in uploads.upload(bj.from_arrays(tree), store)]
+    for leaf, expected in zip(leaves, (tree["x"], tree["y"]), strict=True):
+        for start, stop in ((0, N), (0, 1), (17, 40), (N - 1, N)):
+            (found,) = leaf.read(start, stop)
+            assert found.dtype == expected.dtype
+            assert found.tobytes() == expected[start:stop].tobytes()
+    assert all(len(data) < max(2000, 3 * file_bytes) for data in FILES.values())
+
+
+def test_only_what_is_on_this_machine_is_written(store, tmp_path):
+    arrays = bj.from_arrays(X)
+    np.save(tmp_path / "x.npy", X)
+    npy = bj.from_npy(str(tmp_path / "x.npy"))
+    (uploaded,) = uploads.upload(npy, store)
+    assert uploads.stays_here(arrays, store)
+    assert uploads.stays_here(npy, store)
+    assert uploads.stays_here(grouped(npy, 5), store)
+    assert not uploads.stays_here(uploaded, store)
+    assert not uploads.stays_here(npy, Store(str(tmp_path)))
+
+
+@bj.program(clients=N)
+def centred(w, x):
+    y = bj.map_fn(lambda v: v * w, x)
+    return bj.reduce_max(bj.map_fn(lambda u, m: u - m, (y, bj.broadcast(bj.reduce_mean(y)))))
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_run_with_its_folder_at_a_url(from_file, store, tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    x = bj.from_npy(str(tmp_path / "x.npy")) if from_file else X
+    w = np.arange(3, dtype=np.float32)
+    flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=1"]
+    options = ["--work_folder=inmemory://run", "--shard_size=8", *flags]
+    expected = bj.run(centred, w, x, runner="local", options={"shard_size": 8})
+    np.testing.assert_array_equal(bj.run(centred, w, x, options=options), expected)
+    assert FILES == {}
+
+
+def test_rounds_read_what_was_written_before_the_first(store, monkeypatch):
+    """It is not swept away between the pipelines of a run."""
+    import jax
+
+    from beamjax.pipelines import runners
+
+    monkeypatch.setattr(runners, "shares_memory", lambda *_: False)
+
+    @bj.program(clients=N)
+    def rounds(w, x):
+        def step(w, _):
+            return w + bj.reduce_mean(bj.map_fn(lambda v: v * w, x)) / 100, None
+
+        return jax.lax.scan(step, w, length=3)[0]
+
+    options = {"work_folder": "inmemory://run", "shard_size": 8, "rounds_per_graph": 1}
+    w = np.ones(3, np.float32)
+    expected = bj.run(rounds, w, X, runner="local", options={"shard_size": 8})
+    np.testing.assert_array_equal(bj.run(rounds, w, X, options=options), expected)
+    assert FILES == {}
