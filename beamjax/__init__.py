@@ -19,6 +19,7 @@ from beamjax.api import reduce_sum as reduce_sum
 from beamjax.api import reduce_weighted_mean as reduce_weighted_mean
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
+from beamjax.errors import CheckpointError as CheckpointError
 from beamjax.errors import OptionsError as OptionsError
 from beamjax.errors import OutsideProgramError as OutsideProgramError
 from beamjax.errors import PlacementError as PlacementError

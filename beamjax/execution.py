@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies import with_x64, wrap
-from beamjax.errors import StagingError
+from beamjax.errors import OptionsError, StagingError
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
 from beamjax.interpreters import flatten as _flatten
@@ -77,6 +77,7 @@ def run(
       StagingError: the function can't be made a plan; the message names the line.
       PlacementError, StructureError, SourceError: the arguments don't fit.
       WorkerError: a body failed; the message names step and shard.
+      CheckpointError: the folder of checkpoints is that of another run, or in use.
     """
     parsed = parse_options(options)
     arguments, key, restore = _stage.flatten_arguments(args)
@@ -85,7 +86,7 @@ def run(
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed))
     inputs = bind_inputs(plan, arguments)
     if runner == LOCAL:
-        values = _evaluate.evaluate(plan, inputs, parsed)
+        values = _run_here(plan, inputs, parsed)
     else:
         from beamjax.pipelines.runners import run_plan
 
@@ -96,6 +97,15 @@ def run(
         for out, aval in zip(plan.outputs, types, strict=True)
     ]
     return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
+
+
+def _run_here(plan: Plan, inputs: Inputs, options: Options) -> dict[str, np.ndarray]:
+    if options.checkpoint is None:
+        return _evaluate.evaluate(plan, inputs, options)
+    from beamjax.pipelines.keepers import local_keeper
+
+    with local_keeper(plan, inputs, options) as keeper:
+        return _evaluate.evaluate(plan, inputs, options, keeper)
 
 
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
@@ -136,6 +146,11 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     from beamjax.pipelines.transforms import PlanTransform
 
     parsed = parse_options(options)
+    if parsed.checkpoint is not None:
+        raise OptionsError(
+            "checkpoint: found a folder in the options of transform, where nobody drives rounds; "
+            "leave it away, or use beamjax.run"
+        )
     arguments, key, restore = _stage.flatten_arguments(args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -31,6 +32,11 @@ class Options:
         control flow, and those of a `while_loop`, always have pipelines of their own.
       gather_limit: bytes past which staging refuses to gather a placed value to the server; None
         gathers whatever an operation needs. `explain` shows what is gathered, and why.
+      checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
+        around placed operators, and from which it goes on if it was stopped. It is for one run: the
+        same plan and inputs. None saves nothing.
+      checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
+        pipeline.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -41,6 +47,8 @@ class Options:
     callbacks: bool = True
     rounds_per_graph: int | None = None
     gather_limit: int | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int = 1
     beam: Any = field(default=(), hash=False)
 
     @property
@@ -105,7 +113,7 @@ def _flag(key: str, value: Any) -> str | None:
 
 def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
     values = dict(own)
-    for name in ("shard_size", "rounds_per_graph", "gather_limit"):
+    for name in ("shard_size", "rounds_per_graph", "gather_limit", "checkpoint_every"):
         if isinstance(values.get(name), str):
             try:
                 values[name] = int(values[name])
@@ -128,6 +136,14 @@ def _checked(options: Options) -> Options:
     rounds = options.rounds_per_graph
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")
+    every = options.checkpoint_every
+    if type(every) is not int or every < 1:
+        raise OptionsError(f"checkpoint_every: found {every!r}, expected a number from 1")
+    folder = options.checkpoint
+    if isinstance(folder, os.PathLike):
+        options = replace(options, checkpoint=os.fspath(folder))
+    elif folder is not None and (not isinstance(folder, str) or not folder):
+        raise OptionsError(f"checkpoint: found {folder!r}, expected the path or URL of a folder")
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")

@@ -19,7 +19,9 @@ from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
 from beamjax.options import OWN, Options
 from beamjax.pipelines import files
+from beamjax.pipelines.checkpoint_folder import work_folder
 from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
@@ -118,7 +120,11 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
     runner = make_runner(runner)
     flags = beam_options(options, runner)
     shared = shares_memory(runner, flags)
-    with temporary_store(options) as store, sources_for(inputs, store, shared) as sources:
+    with (
+        folder_of(options),
+        temporary_store(options) as store,
+        sources_for(inputs, store, shared) as sources,
+    ):
         values: dict[str, Value] = {
             name: Placed(sources.specs[source], leaf)
             for name, (source, leaf) in sources.where.items()
@@ -127,7 +133,10 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
         program = store_program(plan, store, shared)
         launcher = Launcher(runner, flags, store, options, shared, spreads(runner, flags), program)
         try:
-            return Driver(plan, values, launcher).run()
+            keeper = (
+                DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
+            )
+            return Driver(plan, values, launcher, keeper).run()
         finally:
             forget()
 
@@ -135,7 +144,10 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
 @contextlib.contextmanager
 def temporary_store(options: Options) -> Iterator[Store]:
     """A store in a new folder for one run, removed at its end."""
-    store = Store.temporary(options.work_folder)
+    parent = options.work_folder
+    if parent is None and options.checkpoint is not None:  # where links reach the checkpoints
+        parent = work_folder(options.checkpoint)
+    store = Store.temporary(parent)
     try:
         yield store
     finally:

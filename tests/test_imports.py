@@ -77,8 +77,8 @@ def test_the_front_door_imports_beam_only_when_it_is_used(path):
 
 
 WITHOUT_JAX = """
-    accumulators arrays digit_bytes digits dyadic errors exact_sum extremes options partials plan
-    products rounding running
+    accumulators arrays checkpoints digit_bytes digits dyadic errors exact_sum extremes liveness
+    options partials plan products progress rounding running
 """.split()
 
 
@@ -126,6 +126,9 @@ TESTED_ELSEWHERE = {
     "_compat": "test_transformations",
     "_version": "test_api",
     "bodies": "test_workers",
+    "checkpoint_folder": "test_keepers",
+    "checkpoint_records": "test_keepers",
+    "checkpointing": "test_keepers",
     "combining": "test_reductions",
     "counting": "test_unknown_sizes",
     "creations": "test_rules",
@@ -160,6 +163,7 @@ TESTED_ELSEWHERE = {
     "placements": "test_api",
     "places": "test_place",
     "products": "test_accumulators",
+    "progress": "test_keepers",
     "ravels": "test_users_programs",
     "readings": "test_rules",
     "rounding": "test_exact_sum",
