@@ -71,7 +71,7 @@ def input_fingerprints(inputs: Inputs) -> Fingerprint:
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Names under which two fingerprints differ; with both texts where they are short."""
-    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
     told = []
     for name in names:
         pair = expected.get(name, "missing"), found.get(name, "missing")

@@ -34,6 +34,16 @@ def shifts():
     return m.plan(steps, "out ps ts", "xs x")
 
 
+def unchanged():
+    """Carried as they are, replaced by values from outside, and stacked from outside."""
+    m = Maker(N, x="f 3@", y="f 3@", w="f 3", a="f 3@", b="f 3@", p="f 3", t="f 3", a1="f 3@",
+              b1="f 3@", p1="f 3", xs="f 3 3@", ws="f 3 3", ts="f 3 3")  # fmt: skip
+    step = m.map("map_clients_0", lambda p, a, b: p * a + b, "p", "a b", "", "t")
+    block = Block((step,), ("a", "y", "w", "b", "w", "t"))
+    steps = [loop("loop_0", 3, block, "x:a:a1 x:b:b1 w:p:p1", "", "xs ws ts")]
+    return m.plan(steps, "a1 b1 p1 xs ws ts", "x y w")
+
+
 PLANS = {
     "descent": (test_driver.descent(4), {"w": W, "x": X}),
     "history": (test_driver.history(4), history_inputs(4)),
@@ -46,6 +56,7 @@ PLANS = {
     ),
     "choice": (test_driver.choice(), {"x": X, "w": W, "i": np.int32(1)}),
     "nested": (test_driver.nested(), {"x": X, "w": W, "js": JS}),
+    "unchanged": (unchanged(), {"x": X, "y": 2 * X, "w": W}),
     "shifts": (shifts(), {"x": X, "xs": np.arange(N * 12, dtype=np.float32).reshape(N, 4, 3)}),
 }
 
@@ -128,6 +139,13 @@ def test_values_in_files(name, writer, tmp_path, all_as_files):
         stop(plan, arrays, 2, writer, checkpoint=folder)
         assert_same(run(plan, arrays, reader, checkpoint=folder), expected)
         assert_same(run(plan, arrays, reader, checkpoint=folder), expected)
+
+
+def test_workers_in_other_processes_read_checkpoints(tmp_path):
+    plan, arrays = PLANS["history"]
+    options = {"checkpoint": str(tmp_path), "beam": tuple(test_driver.PROCESSES)}
+    stop(plan, arrays, 2, **options)
+    assert_same(run(plan, arrays, "DirectRunner", **options), run(plan, arrays))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
