@@ -54,7 +54,7 @@ def used_by_rounds(loop: Loop) -> set[str]:
     names = used_by_block(loop.block)
     if loop.condition is not None:
         names |= used_by_block(loop.condition)
-    own = {value.param for value in (*loop.carried, *loop.sliced)}
+    own = {value.param for value in loop.carried} | {value.param for value in loop.sliced}
     return (names - own) | {value.operand for value in loop.sliced}
 
 

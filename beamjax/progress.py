@@ -21,11 +21,16 @@ class Keeper(Protocol):
       stacks: entries of the stacked results of loops under way there.
     """
 
-    every: int
-    position: Position
-    finished: bool
-    values: Mapping[str, Any]
-    stacks: Mapping[str, list[Any]]
+    @property
+    def every(self) -> int: ...
+    @property
+    def position(self) -> Position: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+    @property
+    def stacks(self) -> Mapping[str, list[Any]]: ...
 
     def save(
         self, position: Position, values: Mapping[str, Any], stacks: Mapping[str, Sequence[Any]]
