@@ -20,6 +20,7 @@ from beamjax.api import reduce_weighted_mean as reduce_weighted_mean
 from beamjax.chunk_source import from_chunks as from_chunks
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
+from beamjax.errors import CheckpointError as CheckpointError
 from beamjax.errors import JobCancelledError as JobCancelledError
 from beamjax.errors import JobError as JobError
 from beamjax.errors import OptionsError as OptionsError

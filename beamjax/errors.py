@@ -87,3 +87,7 @@ class OptionsError(BeamjaxError, ValueError):
 
 class VerificationError(BeamjaxError, AssertionError):
     """The runner's answer differs from the in-process answer by more than the tolerance."""
+
+
+class CheckpointError(BeamjaxError, ValueError):
+    """A folder of checkpoints is in use, can't be read, or belongs to another run."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
-from beamjax.errors import StagingError
+from beamjax.errors import OptionsError, StagingError
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
 from beamjax.interpreters import flatten as _flatten
@@ -82,6 +82,7 @@ def run(
       StagingError: the function can't be made a plan; the message names the line.
       PlacementError, StructureError, SourceError: the arguments don't fit.
       WorkerError: a body failed; the message names step and shard.
+      CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
     return run_work(_work(fn, args, runner, parse_options(options)))
@@ -147,10 +148,21 @@ def _values(
 ) -> dict[str, np.ndarray]:
     """Runs a plan; its outputs by name."""
     if runner == LOCAL:
-        return _evaluate.evaluate(plan, inputs, options, monitor)
+        return _run_here(plan, inputs, options, monitor)
     from beamjax.pipelines.runners import run_plan
 
     return run_plan(plan, inputs, runner, options, monitor)
+
+
+def _run_here(
+    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor
+) -> dict[str, np.ndarray]:
+    if options.checkpoint is None:
+        return _evaluate.evaluate(plan, inputs, options, monitor)
+    from beamjax.pipelines.keepers import local_keeper
+
+    with local_keeper(plan, inputs, options) as keeper:
+        return _evaluate.evaluate(plan, inputs, options, monitor, keeper)
 
 
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
@@ -191,6 +203,11 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     from beamjax.pipelines.transforms import PlanTransform
 
     parsed = parse_options(options)
+    if parsed.checkpoint is not None:
+        raise OptionsError(
+            "checkpoint: found a folder in the options of transform, where nobody drives rounds; "
+            "leave it away, or use beamjax.run"
+        )
     arguments, key, restore = _stage.flatten_arguments(args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))

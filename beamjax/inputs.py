@@ -77,7 +77,7 @@ class Inputs:
         if isinstance(value, tuple):
             source, leaf = value
             return members_of(source)[leaf]
-        raw = _raw(value)
+        raw = raw_array(value)
         name = spec.server
         return raw if name is None else raw.astype(self.plan.values[name].dtype, copy=False)
 
@@ -123,7 +123,7 @@ class Inputs:
             source = value[0]
         else:
             axis = spec.axis if rows == 1 else 0
-            source = _array_source(np.moveaxis(_raw(value), axis, 0), spec.path)
+            source = _array_source(np.moveaxis(raw_array(value), axis, 0), spec.path)
         return source if rows == 1 else grouped(source, rows)
 
 
@@ -131,7 +131,8 @@ def _is_stream(value: Any) -> bool:
     return isinstance(value, tuple) and isinstance(value[0], StreamSource)
 
 
-def _raw(value: Any) -> np.ndarray:
+def raw_array(value: Any) -> np.ndarray:
+    """An array or a scalar as a NumPy array; the key data of typed keys."""
     return np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
 
 

@@ -50,6 +50,11 @@ class Options:
       preallocate: whether JAX takes this memory at once. None as before.
       local_devices: how many devices of a worker compute, each a shard at a time. None means all
         of an accelerator, and one of a CPU. The bits do not depend on it.
+      checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
+        around placed operators, and from which it goes on if it was stopped. It is for one run: the
+        same plan and inputs. None saves nothing.
+      checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
+        pipeline.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -67,6 +72,8 @@ class Options:
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
     local_devices: int | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int = 1
     beam: Any = field(default=(), hash=False)
 
     @property
@@ -137,6 +144,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "shard_size": int,
     "rounds_per_graph": int,
     "gather_limit": int,
+    "checkpoint_every": int,
     "device_memory_fraction": float,
     "local_devices": int,
 }
@@ -176,6 +184,14 @@ def _checked(options: Options) -> Options:
     rounds = options.rounds_per_graph
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")
+    every = options.checkpoint_every
+    if type(every) is not int or every < 1:
+        raise OptionsError(f"checkpoint_every: found {every!r}, expected a number from 1")
+    folder = options.checkpoint
+    if isinstance(folder, os.PathLike):
+        options = replace(options, checkpoint=os.fspath(folder))
+    elif folder is not None and (not isinstance(folder, str) or not folder):
+        raise OptionsError(f"checkpoint: found {folder!r}, expected the path or URL of a folder")
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")

@@ -8,6 +8,8 @@ shows the shortest time and what a round costs against `jit`.
 from __future__ import annotations
 
 import argparse
+import itertools
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -41,6 +43,14 @@ def rounds_by_while(count: int) -> Callable:
     return loop
 
 
+CHECKPOINTED = {
+    "local: scan": "local: scan, a checkpoint a round",
+    "DirectRunner: scan, a pipeline a round": "DirectRunner: scan, a checkpoint a round",
+    "DirectRunner: scan, a pipeline every 8": "DirectRunner: scan, a checkpoint every 8",
+}
+"""Ways that differ in nothing but their checkpoints."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=32, help="rounds of each loop")
@@ -59,14 +69,27 @@ def main() -> None:
 
     run = lambda fn, runner, **options: bj.run(fn, weights, x, runner=runner, options=options)
     compiled = jax.jit(scan)
+    folders, numbers = tempfile.TemporaryDirectory(), itertools.count()
+
+    def saved(fn: Callable, runner: str, every: int) -> jax.Array:
+        folder = f"{folders.name}/{next(numbers)}"  # a finished run would not be run again
+        return run(fn, runner, checkpoint=folder, checkpoint_every=every)
+
     ways: dict[str, Callable[[], jax.Array]] = {
         "jit of the scan": lambda: jax.block_until_ready(compiled(weights, x)),
         "local: scan": lambda: run(scan, "local"),
+        "local: scan, a checkpoint a round": lambda: saved(scan, "local", 1),
+        "local: scan, a checkpoint every 8": lambda: saved(scan, "local", 8),
         "local: while_loop": lambda: run(loop, "local"),
         "local: a run a round": lambda: python_loop("local"),
         "DirectRunner: scan": lambda: run(scan, "DirectRunner"),
         "DirectRunner: scan, a pipeline a round": lambda: run(
             scan, "DirectRunner", rounds_per_graph=1
+        ),
+        "DirectRunner: scan, a checkpoint a round": lambda: saved(scan, "DirectRunner", 1),
+        "DirectRunner: scan, a checkpoint every 8": lambda: saved(scan, "DirectRunner", 8),
+        "DirectRunner: scan, a pipeline every 8": lambda: run(
+            scan, "DirectRunner", rounds_per_graph=8
         ),
         "DirectRunner: while_loop": lambda: run(loop, "DirectRunner"),
         "DirectRunner: a run a round": lambda: python_loop("DirectRunner"),
@@ -84,6 +107,11 @@ def main() -> None:
     print(f"{'way':40} {'seconds':>8} {'ms a round':>11}")
     for name, times in seconds.items():
         print(f"{name:40} {min(times):8.3f} {1000 * min(times) / args.count:11.2f}")
+    print("\nWith checkpoints against without, by the shortest times:")
+    for plain, saving in CHECKPOINTED.items():
+        ratio = min(seconds[saving]) / min(seconds[plain])
+        print(f"{saving:40} {ratio:8.2f} x {plain}")
+    folders.cleanup()
 
 
 if __name__ == "__main__":

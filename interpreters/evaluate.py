@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.inputs import Inputs
+from beamjax.liveness import Position, step_index
 from beamjax.meters import Meter
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
@@ -26,10 +27,15 @@ from beamjax.shards import (
     shard_errors,
     shards,
 )
+from beamjax.tracker import Keeper, Tracker
 
 
 def evaluate(
-    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor | None = None
+    plan: Plan,
+    inputs: Inputs,
+    options: Options,
+    monitor: Monitor | None = None,
+    keeper: Keeper | None = None,
 ) -> dict[str, np.ndarray]:
     """Runs a plan without Beam.
 
@@ -38,6 +44,7 @@ def evaluate(
       inputs: its inputs.
       options: `reduction` is the only one that matters here.
       monitor: of the job.
+      keeper: of checkpoints, if there are to be any.
 
     Returns:
       The raw array of each output that is a value of the plan, by name; placed values have their
@@ -47,24 +54,39 @@ def evaluate(
       WorkerError: a body failed; the message names step and shard.
       JobCancelledError: the job was cancelled.
     """
-    run = _Evaluation(plan, inputs, options, monitor or Monitor(plan))
+    run = _Evaluation(plan, inputs, options, monitor or Monitor(plan), keeper)
+    wanted = {out.value for out in plan.outputs if out.value is not None}
     if open_placements(plan):
         run.one_pass()
-    else:
-        run.steps(plan.steps)
-    wanted = {out.value for out in plan.outputs if out.value is not None}
+    elif keeper is None or not keeper.finished:
+        run.steps(plan.steps, keeper.position if keeper else ())
+        if keeper is not None:
+            keeper.finish({name: run.value(name) for name in sorted(wanted)})
     return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
 
 
 class _Evaluation:
-    def __init__(self, plan: Plan, inputs: Inputs, options: Options, monitor: Monitor):
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        options: Options,
+        monitor: Monitor,
+        keeper: Keeper | None,
+    ):
         self.plan = plan
         self.options = options
         self.monitor = monitor
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
+        # Entries of the stacked results of loops that are under way.
+        self.stacks: dict[str, list[np.ndarray]] = {}
         self.reader = inputs.reader()
         self.streams = inputs.streams()
+        self.tracker = Tracker(keeper)
+        if keeper is not None:
+            self.bind(keeper.values)
+            self.stacks.update(keeper.stacks)
 
     def one_pass(self) -> None:
         """Runs all steps of a plan whose members are counted as they are read."""
@@ -86,11 +108,14 @@ class _Evaluation:
         self.plan = replace(self.plan, sizes={**self.plan.sizes, placement: n})
         self.served[size_name(placement)] = np.asarray(n, np.int32)
 
-    def steps(self, steps: Iterable[Step]) -> None:
-        for step in steps:
-            self.step(step)
+    def steps(self, steps: Sequence[Step], at: Position = ()) -> None:
+        """Runs steps; from a position on, if one is given."""
+        first = step_index(steps, at[0][0]) if at else 0
+        for step in steps[first:]:
+            self.step(step, at)
+            at = ()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step, at: Position) -> None:
         self.monitor.tick()
         match step:
             case Server():
@@ -103,30 +128,47 @@ class _Evaluation:
             case Scatter(operand=operand, result=result, axis=axis):
                 self.placed[result] = np.moveaxis(self.served[operand], axis, 0)
             case Loop():
-                self.loop(step)
+                self.loop(step, at)
             case Branch():
-                self.branch(step)
+                self.branch(step, at)
 
-    def loop(self, step: Loop) -> None:
-        values = {carried.param: self.value(carried.init) for carried in step.carried}
+    def loop(self, step: Loop, at: Position) -> None:
+        params = [carried.param for carried in step.carried]
+        first = 0
+        if at:
+            first = at[0][1]
+        else:
+            inits = [self.value(carried.init) for carried in step.carried]
+            self.bind(dict(zip(params, inits, strict=True)))
+            self.stacks |= {name: [] for name in step.stacked}
         wholes = {sliced.param: self.value(sliced.operand) for sliced in step.sliced}
-        stacks: list[list[np.ndarray]] = [[] for _ in step.stacked]
-        for number in itertools.count() if step.rounds is None else range(step.rounds):
-            self.bind(values)
-            if step.condition is not None and not self.block(step.condition)[0]:
+        for number in itertools.count(first) if step.rounds is None else range(first, step.rounds):
+            inner = at[1:] if number == first else ()
+            if not inner and not self.goes_on(step):
                 break
             entry = step.rounds - 1 - number if step.reverse and step.rounds else number
             for name, whole in wholes.items():
                 self.bind({name: whole[entry] if self.is_served(name) else whole[:, entry]})
-            outputs = self.block(step.block)
-            values = dict(zip(values, outputs, strict=False))
-            for stack, array in zip(stacks, outputs[len(values) :], strict=True):
-                stack.append(array)
+            with self.tracker.within(step.name, number):
+                outputs = self.block(step.block, inner)
+            self.bind(dict(zip(params, outputs, strict=False)))
+            for name, array in zip(step.stacked, outputs[len(params) :], strict=True):
+                self.stacks[name].append(array)
+            values = self.served | self.placed
+            self.tracker.passed(1, (step.name, number + 1), values, self.stacks)
             self.monitor.rounds()
         for carried in step.carried:
-            self.bind({carried.result: values[carried.param]})
-        for name, stack in zip(step.stacked, stacks, strict=True):
+            self.bind({carried.result: self.value(carried.param)})
+        for name in step.stacked:
+            stack = self.stacks.pop(name)
             self.bind({name: self.stacked(name, stack[::-1] if step.reverse else stack)})
+
+    def goes_on(self, step: Loop) -> bool:
+        """Whether a loop has another round, as far as its condition says so."""
+        if step.condition is None:
+            return True
+        with self.tracker.deciding():
+            return bool(self.block(step.condition)[0])
 
     def stacked(self, name: str, entries: list[np.ndarray]) -> np.ndarray:
         """The entries of all rounds as one array."""
@@ -136,13 +178,18 @@ class _Evaluation:
         members = () if value.placement is None else (self.plan.sizes[value.placement],)
         return np.empty((*members, *value.shape), np.dtype(value.dtype))
 
-    def branch(self, step: Branch) -> None:
-        index = int(np.clip(int(self.served[step.index]), 0, len(step.blocks) - 1))
-        self.bind(dict(zip(step.results, self.block(step.blocks[index]), strict=True)))
+    def branch(self, step: Branch, at: Position) -> None:
+        if at:
+            index = at[0][1]
+        else:
+            index = int(np.clip(int(self.served[step.index]), 0, len(step.blocks) - 1))
+        with self.tracker.within(step.name, index):
+            outputs = self.block(step.blocks[index], at[1:])
+        self.bind(dict(zip(step.results, outputs, strict=True)))
 
-    def block(self, block: Block) -> list[np.ndarray]:
-        """Runs a block and gives its outputs."""
-        self.steps(block.steps)
+    def block(self, block: Block, at: Position = ()) -> list[np.ndarray]:
+        """Runs a block, from a position on if one is given, and gives its outputs."""
+        self.steps(block.steps, at)
         return [self.value(name) for name in block.outputs]
 
     def is_served(self, name: str) -> bool:

@@ -19,11 +19,13 @@ import numpy as np
 
 from beamjax.bodies import default_platform, run_server
 from beamjax.errors import BeamjaxError
+from beamjax.liveness import Position
 from beamjax.pipelines import build, unroll
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.tasks import Sources
 from beamjax.pipelines.values import Served, Value, scattered, stacked
 from beamjax.plan import Block, Branch, Loop, Output, Plan, Scatter, Server, Step, ValueType
+from beamjax.tracker import Keeper, Tracker
 
 
 class Driver:
@@ -33,17 +35,29 @@ class Driver:
       plan: what to run.
       values: its inputs, by name.
       launcher: of pipelines.
+      keeper: of checkpoints, if there are to be any.
     """
 
-    def __init__(self, plan: Plan, values: dict[str, Value], launcher: Launcher):
+    def __init__(
+        self,
+        plan: Plan,
+        values: dict[str, Value],
+        launcher: Launcher,
+        keeper: Keeper | None = None,
+    ):
         self.plan = plan
         self.values = dict(values)
+        self.keeper = keeper
+        self.tracker = Tracker(keeper)
         # Entries of the stacked results of loops that are under way.
         self.stacks: dict[str, list[Value]] = {}
         self.launcher = launcher
         self.store = launcher.store
         self.segments = itertools.count()
         self.straight = unroll.is_straight(plan.steps)
+        if keeper is not None:
+            self.values.update(keeper.values)
+            self.stacks.update(keeper.stacks)
 
     def run(self) -> dict[str, np.ndarray]:
         """Runs all steps.
@@ -58,20 +72,30 @@ class Driver:
         outputs = list(
             dict.fromkeys(out.value for out in self.plan.outputs if out.value is not None)
         )
-        with _rounds_told():
-            found = self.block(Block(self.plan.steps, tuple(outputs)), "", set(self.values))
+        if self.keeper is not None and self.keeper.finished:
+            found = [self.values[name] for name in outputs]
+        else:
+            at = self.keeper.position if self.keeper else ()
+            with _rounds_told():
+                whole = Block(self.plan.steps, tuple(outputs))
+                found = self.block(whole, "", set(self.values), at)
+            if self.keeper is not None:
+                self.keeper.finish(dict(zip(outputs, found, strict=True)))
         return {
             name: value.array() if isinstance(value, Served) else value.whole()
             for name, value in zip(outputs, found, strict=True)
         }
 
-    def block(self, block: Block, prefix: str, own: Iterable[str] = ()) -> list[Value]:
+    def block(
+        self, block: Block, prefix: str, own: Iterable[str] = (), at: Position = ()
+    ) -> list[Value]:
         """Runs a block, and drops its values as soon as nobody needs them.
 
         Args:
           block: what to run.
           prefix: of the names of its steps.
           own: names of the values that it may drop, besides those that it makes.
+          at: where to go on in it; empty to start at its beginning.
 
         Returns:
           The outputs.
@@ -79,17 +103,21 @@ class Driver:
         own = set(own)
         groups = _segments(block.steps)
         for number, steps in enumerate(groups):
+            if at and steps[0].name != at[0][0]:
+                own.update(name for step in steps for name in unroll.made(step))
+                continue
             later = set(block.outputs).union(
                 *(unroll.read(step) for group in groups[number + 1 :] for step in group)
             )
             match steps:
                 case [Loop() as loop]:
                     inits = {value.init for value in loop.carried} & own
-                    self.loop(loop, prefix, inits - later - unroll.read_by_rounds(loop))
+                    self.loop(loop, prefix, inits - later - unroll.read_by_rounds(loop), at)
                 case [Branch() as branch]:
-                    self.branch(branch, prefix)
+                    self.branch(branch, prefix, at)
                 case _:
                     self.segment([unroll.renamed(step, prefix) for step in steps], later)
+            at = ()
             own.update(name for step in steps for name in unroll.made(step))
             self.drop(own - later)
         outputs = [self.values[name] for name in block.outputs]
@@ -103,38 +131,40 @@ class Driver:
 
     # ------------------------------------------------------------------------- control flow
 
-    def branch(self, branch: Branch, prefix: str) -> None:
-        """Runs one of several blocks."""
-        index = int(self.served(branch.index).array())
+    def branch(self, branch: Branch, prefix: str, at: Position = ()) -> None:
+        """Runs one of several blocks; from a position in it on, if one is given."""
+        index = at[0][1] if at else int(self.served(branch.index).array())
         index = min(max(index, 0), len(branch.blocks) - 1)
-        outputs = self.block(branch.blocks[index], f"{prefix}{branch.name}({index})/")
+        with self.tracker.within(branch.name, index):
+            where = f"{prefix}{branch.name}({index})/"
+            outputs = self.block(branch.blocks[index], where, (), at[1:])
         self.values.update(zip(branch.results, outputs, strict=True))
 
-    def loop(self, loop: Loop, prefix: str, gone: Iterable[str]) -> None:
+    def loop(self, loop: Loop, prefix: str, gone: Iterable[str], at: Position = ()) -> None:
         """Runs all rounds of a loop.
 
         Args:
           loop: what to run.
           prefix: of the names of its steps.
           gone: initial values that nobody needs once the loop has started.
+          at: where to go on in it; empty to start with its first round.
         """
-        self._bind(loop, [self.values[value.init] for value in loop.carried])
+        first = at[0][1] if at else 0
+        if not at:
+            self._bind(loop, [self.values[value.init] for value in loop.carried])
+            # A loop inside of another one starts anew in each round of that.
+            self.stacks |= {name: [] for name in loop.stacked}
         self.drop(gone)
-        # A loop inside of another one starts anew in each round of that.
-        self.stacks |= {name: [] for name in loop.stacked}
-        if loop.rounds is None:
-            number = 0
-            while self._goes_on(loop, f"{prefix}{loop.name}[{number}]/"):
-                self.round(loop, number, prefix)
-                number += 1
-        elif unroll.is_straight(loop.block.steps):
+        if loop.rounds is None or not unroll.is_straight(loop.block.steps):
+            self._one_by_one(loop, prefix, first, at[1:])
+        else:
             launcher = self.launcher
             width = unroll.rounds_per_graph(self.plan, loop, launcher.options, launcher.shared)
-            for first in range(0, loop.rounds, width):
-                self.rounds(loop, range(first, min(first + width, loop.rounds)), prefix)
-        else:
-            for number in range(loop.rounds):
-                self.round(loop, number, prefix)
+            while first < loop.rounds:
+                stop = min(first + width, first + self.tracker.left, loop.rounds)
+                self.rounds(loop, range(first, stop), prefix)
+                self._passed(loop, stop, stop - first)
+                first = stop
         for value in loop.carried:
             self.values[value.result] = self.values.pop(value.param)
         for name in loop.stacked:
@@ -142,17 +172,30 @@ class Driver:
             entries = entries[::-1] if loop.reverse else entries
             self.values[name] = stacked(name, entries, self.plan, self.store)
 
-    def round(self, loop: Loop, number: int, prefix: str) -> None:
-        """Runs one round of a loop, whatever is in its block."""
+    def _one_by_one(self, loop: Loop, prefix: str, first: int, at: Position) -> None:
+        """Runs rounds of a loop from one on, each by itself; `at` is where to go on in that."""
+        for number in itertools.count(first) if loop.rounds is None else range(first, loop.rounds):
+            if not at and not self._goes_on(loop, f"{prefix}{loop.name}[{number}]/"):
+                break
+            self.round(loop, number, prefix, at)
+            at = ()
+            self._passed(loop, number + 1, 1)
+
+    def round(self, loop: Loop, number: int, prefix: str, at: Position = ()) -> None:
+        """Runs one round of a loop, whatever is in its block; or what is left of it."""
         index = unroll.entry_index(loop, number)
         params = [value.param for value in loop.sliced]
         for value in loop.sliced:
             self.values[value.param] = self.values[value.operand].entry(index)
-        outputs = self.block(loop.block, f"{prefix}{loop.name}[{number}]/", params)
+        with self.tracker.within(loop.name, number):
+            outputs = self.block(loop.block, f"{prefix}{loop.name}[{number}]/", params, at)
         self._bind(loop, outputs[: len(loop.carried)])
         for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
             self.stacks[name].append(entry)
         self._rounds_over(1)
+
+    def _passed(self, loop: Loop, done: int, rounds: int) -> None:
+        self.tracker.passed(rounds, (loop.name, done), self.values, self.stacks)
 
     def rounds(self, loop: Loop, numbers: range, prefix: str) -> None:
         """Runs rounds of a loop without further control flow as one segment."""
@@ -178,8 +221,10 @@ class Driver:
         self.values.update(zip(params, carried, strict=True))
 
     def _goes_on(self, loop: Loop, prefix: str) -> bool:
-        assert loop.condition is not None
-        (value,) = self.block(loop.condition, prefix)
+        if loop.condition is None:
+            return True
+        with self.tracker.deciding():
+            (value,) = self.block(loop.condition, prefix)
         assert isinstance(value, Served)
         return bool(value.array())
 

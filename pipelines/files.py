@@ -10,9 +10,10 @@ import contextlib
 import mmap
 import os
 import re
+import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -76,6 +77,19 @@ def read(path: str) -> memoryview:
         if os.fstat(file.fileno()).st_size < _MAP_BYTES:
             return memoryview(file.read())
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def size(path: str) -> int:
+    """Bytes of a file.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    if not is_url(path):
+        return os.path.getsize(path)
+    from apache_beam.io.filesystems import FileSystems
+
+    return FileSystems.get_filesystem(path).size(path)
 
 
 def names(folder: str) -> list[str]:
@@ -167,3 +181,56 @@ def _write_remote(path: str, data: bytes, keep: bool) -> None:
             FileSystems.delete([temporary])
         if not (keep and FileSystems.exists(path)):  # another worker may have been faster
             raise
+
+
+def link(source: str, target: str) -> None:
+    """The same file under another name, copied only where there are no links.
+
+    The bytes never are in the memory of this process all at once.
+
+    Raises:
+        Exception: whatever the file systems raise.
+    """
+    if is_url(source) or is_url(target):
+        _copy_remote(source, target)
+        return
+    temporary = f"{target}.{uuid.uuid4().hex}{_TEMPORARY}"
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:  # another device, or a file system without links
+            shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def sync(paths: Iterable[str]) -> None:
+    """Waits until local files and folders are on the disk; URLs are left to their file system."""
+    for path in paths:
+        if not is_url(path):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+def _copy_remote(source: str, target: str) -> None:
+    from apache_beam.io.filesystem import CompressionTypes
+    from apache_beam.io.filesystems import FileSystems
+
+    if FileSystems.get_scheme(source) == FileSystems.get_scheme(target):
+        with contextlib.suppress(Exception):  # not all file systems copy
+            FileSystems.copy([source], [target])
+            return
+    raw = CompressionTypes.UNCOMPRESSED
+    temporary = f"{target}.{uuid.uuid4().hex}{_TEMPORARY}"
+    with (
+        FileSystems.open(source, compression_type=raw) as file,
+        FileSystems.create(temporary, compression_type=raw) as copy,
+    ):
+        shutil.copyfileobj(file, copy, 2**20)
+    if FileSystems.exists(target):
+        FileSystems.delete([target])
+    FileSystems.rename([temporary], [target])

@@ -23,7 +23,9 @@ from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import OWN, Options
 from beamjax.pipelines import build, dataflow, files, uploads
+from beamjax.pipelines.checkpoint_folder import work_folder
 from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
@@ -140,7 +142,11 @@ def run_plan(
         options, flags = dataflow.prepare(options, flags)
     shared = shares_memory(runner, flags)
     folder = monitor.folder.path if monitor and monitor.folder else None
-    with temporary_store(options, folder) as store, sources_for(inputs, store, shared) as sources:
+    with (
+        folder_of(options),
+        temporary_store(options, folder) as store,
+        sources_for(inputs, store, shared) as sources,
+    ):
         program = store_program(plan, store, shared)
         launcher = Launcher(
             runner, flags, store, options, shared, spreads(runner, flags), program, monitor=monitor
@@ -162,7 +168,9 @@ def drive(
     }
     store = launcher.store
     values |= {name: Served(store, array) for name, array in inputs.server().items()}
-    return Driver(plan, values, launcher).run()
+    options = launcher.options
+    keeper = DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
+    return Driver(plan, values, launcher, keeper).run()
 
 
 def _run_one_pass(
@@ -224,7 +232,10 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
       options: `work_folder` and `keep_folder`.
       job_folder: where to make it unless there is a `work_folder`.
     """
-    store = Store.temporary(options.work_folder or job_folder)
+    parent = options.work_folder
+    if parent is None and options.checkpoint is not None:  # where links reach the checkpoints
+        parent = work_folder(options.checkpoint)
+    store = Store.temporary(parent or job_folder)
     keep = options.keep_folder == "always"
     try:
         yield store

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from beamjax.liveness import made
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
 
@@ -21,21 +22,6 @@ MAX_BYTES = 1 << 28
 def is_straight(steps: Iterable[Step]) -> bool:
     """Whether steps have no control flow."""
     return not any(isinstance(step, Loop | Branch) for step in steps)
-
-
-def made(step: Step) -> tuple[str, ...]:
-    """Names of the values that a step makes, for the steps after it."""
-    match step:
-        case Server(outputs=outputs):
-            return outputs
-        case Map():
-            return (*step.results, *step.reduced)
-        case Gather(result=result) | Scatter(result=result):
-            return (result,)
-        case Loop(carried=carried, stacked=stacked):
-            return (*(value.result for value in carried), *stacked)
-        case Branch(results=results):
-            return results
 
 
 def read(step: Step) -> set[str]:

@@ -119,9 +119,13 @@ def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Va
         arrays = [entry.array() for entry in entries if isinstance(entry, Served)]
         whole = np.stack(arrays) if arrays else np.empty(value.shape)
         return Served(store, whole.astype(value.dtype, copy=False))
-    placed = tuple(entry for entry in entries if isinstance(entry, Placed))
-    file = StackedSource.write(store.root, [(entry.spec, entry.leaf) for entry in placed])
-    path = files.join(store.root, file)
-    source = StackedSource(path, leaf_spec(value), plan.sizes[value.placement])
-    held = frozenset({file}).union(*(entry.files for entry in placed))
-    return Placed(source.to_spec(), 0, held, placed)
+    placed = [entry for entry in entries if isinstance(entry, Placed)]
+    return stack_of(value, placed, plan.sizes[value.placement], store)
+
+
+def stack_of(value: ValueType, entries: Sequence[Placed], n: int, store: Store) -> Placed:
+    """Placed values as one of this type, along the first axis of each of n members."""
+    file = StackedSource.write(store.root, [(entry.spec, entry.leaf) for entry in entries])
+    source = StackedSource(files.join(store.root, file), leaf_spec(value), n)
+    held = frozenset({file}).union(*(entry.files for entry in entries))
+    return Placed(source.to_spec(), 0, held, tuple(entries))

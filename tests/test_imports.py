@@ -77,8 +77,8 @@ def test_the_front_door_imports_beam_only_when_it_is_used(path):
 
 
 WITHOUT_JAX = """
-    accumulators arrays digit_bytes digits dyadic errors exact_sum extremes options partials plan
-    process_ids products progress records rounding running
+    accumulators arrays checkpoints digit_bytes digits dyadic errors exact_sum extremes liveness
+    options partials plan process_ids products progress records rounding running tracker
 """.split()
 
 
@@ -126,6 +126,9 @@ TESTED_ELSEWHERE = {
     "_compat": "test_transformations",
     "_version": "test_api",
     "bodies": "test_workers",
+    "checkpoint_folder": "test_keepers",
+    "checkpoint_records": "test_keepers",
+    "checkpointing": "test_keepers",
     "combining": "test_reductions",
     "compile_time": "test_progress",
     "counting": "test_unknown_sizes",
@@ -178,6 +181,7 @@ TESTED_ELSEWHERE = {
     "streaming": "test_reading",
     "stage": "test_bad_input",
     "tasks": "test_workers",
+    "tracker": "test_keepers",
     "unknown": "test_unknown_sizes",
     "values": "test_driver",
     "wanted": "test_place",

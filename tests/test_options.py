@@ -19,6 +19,11 @@ from beamjax.options import OWN, Options, parse_options
         ({"shard_size": 64}, Options(shard_size=64)),
         (["--shard_size=64"], Options(shard_size=64)),
         (["--rounds_per_graph=4"], Options(rounds_per_graph=4)),
+        (
+            ["--checkpoint=gs://b/c", "--checkpoint_every=3"],
+            Options(checkpoint="gs://b/c", checkpoint_every=3),
+        ),
+        ({"checkpoint": pathlib.Path("a/b")}, Options(checkpoint="a/b")),
         (("--reduction=fast",), Options(reduction="fast")),
         ({"platforms": ["cpu", "cuda"]}, Options(platforms=("cpu", "cuda"))),
         (["--platforms=cpu,tpu"], Options(platforms=("cpu", "tpu"))),
@@ -65,6 +70,10 @@ def test_beams_own_options_are_handed_on():
         (["--callbacks=maybe"], "callbacks: found 'maybe', expected True or False"),
         ({"gather_limit": -1}, "gather_limit: found -1, expected a number of bytes, or None"),
         (["--gather_limit=many"], "gather_limit: found 'many', expected a number"),
+        ({"checkpoint_every": 0}, "checkpoint_every: found 0, expected a number from 1"),
+        (["--checkpoint_every=x"], "checkpoint_every: found 'x', expected a number"),
+        ({"checkpoint": 3}, "checkpoint: found 3, expected the path or URL of a folder"),
+        ({"checkpoint": ""}, "checkpoint: found '', expected the path or URL of a folder"),
         (["--rounds_per_graph=two"], "rounds_per_graph: found 'two', expected a number"),
         ({"rounds_per_graph": 0}, "rounds_per_graph: found 0, expected a number from 1"),
         ({"rounds_per_graph": True}, "rounds_per_graph: found True"),
@@ -97,6 +106,7 @@ def test_options_are_hashable_whatever_beam_gets():
         "gather_limit", "job_folder", "keep_folder", "progress",
         "require_platform", "device_memory_fraction", "preallocate",
         "local_devices",
+        "checkpoint", "checkpoint_every",
     }  # fmt: skip
 
 

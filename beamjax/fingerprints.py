@@ -1,0 +1,146 @@
+"""Fingerprints: whether another process runs the same plan on the same inputs.
+
+They do not depend on the process, nor on where in a file the user's functions stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax import export
+
+from beamjax.inputs import Inputs, raw_array
+from beamjax.options import Options
+from beamjax.plan import Body, Plan
+from beamjax.sources import ArraySource, Source
+
+Fingerprint = dict[str, str]
+"""What is compared, by names for people; short texts or hashes."""
+
+_FOR_PEOPLE = ("line", "lines", "reason", "functions")
+_LOCATION = re.compile(r'^#loc.*\n?| loc\((?:"(?:[^"\\]|\\.)*"|[#\w]+)\)', re.M)
+_SCANNED = 1 << 24
+
+
+def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
+    """Of all in a plan that its answer depends on, and of the options that matter as it runs.
+
+    Of functions that are called on the host, only where they are called is part of it.
+    """
+    bodies = {key: _body(body) for key, body in plan.bodies.items()}
+    types = {name: str(value) for name, value in sorted(plan.values.items())}
+    inputs = [dataclasses.replace(value, path="") for value in plan.inputs]
+    steps = _plain((plan.steps, plan.outputs, inputs), bodies)
+    sizes = {f"the size of placement {name!r}": str(n) for name, n in plan.sizes.items()}
+    shards = {f"the shard size of {name!r}": str(n) for name, n in plan.shard_sizes.items()}
+    return {
+        **sizes,
+        **shards,
+        "the option reduction": options.reduction,
+        "jax_enable_x64": str(plan.x64),
+        "the version of JAX": plan.jax_version,
+        "the types of its values": _digest(types),
+        "its steps": _digest(_without_bodies(steps)),
+        "what its steps compute": _digest(steps),
+    }
+
+
+def input_fingerprints(inputs: Inputs) -> Fingerprint:
+    """Of each input that steps read, by its path in the arguments.
+
+    Arrays count by their content, files by path, size and time of change, other sources by what
+    they tell of themselves.
+    """
+    found = {}
+    for value, spec in zip(inputs.values, inputs.plan.inputs, strict=True):
+        if spec.server is None and spec.placed is None and not spec.views:
+            continue
+        if isinstance(value, tuple):
+            found[spec.path] = _source_leaf(*value)
+        else:
+            found[spec.path] = _array(raw_array(value))
+    return found
+
+
+def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Names under which two fingerprints differ; with both texts where they are short."""
+    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+    told = []
+    for name in names:
+        pair = expected.get(name, "missing"), found.get(name, "missing")
+        short = all(len(text) < 40 and not text.startswith("#") for text in pair)
+        told.append(f"{name} ({pair[0]} there, {pair[1]} now)" if short else name)
+    return told
+
+
+def _source_leaf(source: Source, leaf: int) -> str:
+    if isinstance(source, ArraySource):
+        return _array(source.read(0, len(source))[leaf])
+    spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
+    paths = getattr(source, "files", ())
+    status = [os.stat(path) for path in paths if os.path.exists(path)]
+    spec["files"] = [(found.st_size, found.st_mtime_ns) for found in status]
+    return _digest(spec)
+
+
+def _array(array: np.ndarray) -> str:
+    """By blocks along the first axis, so that no more than one of them is copied."""
+    digest = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=16)
+    rows = max(1, _SCANNED // max(array[:1].nbytes, 1)) if array.ndim else 1
+    blocks = (array[i : i + rows] for i in range(0, len(array), rows)) if array.ndim else [array]
+    for block in blocks:
+        if block.nbytes:
+            native = np.ascontiguousarray(block, block.dtype.newbyteorder("="))
+            digest.update(native.reshape(-1).view(np.uint8).data)
+    return f"#{digest.hexdigest()}"
+
+
+def _body(body: Body) -> str:
+    if body.python is not None:
+        return f"python {body.python.fingerprint}"
+    artefacts = {name: _stable_hlo(data) for name, data in sorted(body.artefacts.items())}
+    return _digest([artefacts, body.narrow])
+
+
+def _stable_hlo(data: bytes) -> str:
+    """The text of an artefact, without the user's lines."""
+    try:
+        text = export.deserialize(bytearray(data)).mlir_module()
+    except Exception:  # of any kind, for an artefact that this version can't read
+        return _digest(data.hex())
+    return _digest(_LOCATION.sub("", text))
+
+
+def _plain(value: Any, bodies: Mapping[str, str]) -> Any:
+    """Dataclasses as JSON, with what is for people left out and bodies by what they compute."""
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value) if f.name not in _FOR_PEOPLE]
+        parts = {name: _plain(getattr(value, name), bodies) for name in names}
+        return {"": type(value).__name__, **parts}
+    if isinstance(value, list | tuple):
+        return [_plain(part, bodies) for part in value]
+    if isinstance(value, str):
+        return f"body {bodies[value]}" if value in bodies else value
+    return value
+
+
+def _without_bodies(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_bodies(v) for k, v in value.items() if k != "body"}
+    if isinstance(value, list):
+        return [_without_bodies(part) for part in value]
+    return value
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return f"#{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

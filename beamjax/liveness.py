@@ -1,0 +1,126 @@
+"""Which values of a plan are still needed, at the end of any round of its loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from beamjax.plan import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
+
+Position: TypeAlias = tuple[tuple[str, int], ...]
+"""Where a run is: the loops and branches under way, from the outermost to the innermost one.
+
+Each is its name with a number: of rounds of a loop that are done, or of the block of a branch.
+"""
+
+
+def made(step: Step) -> tuple[str, ...]:
+    """Names of the values that a step makes, for the steps after it."""
+    match step:
+        case Server(outputs=outputs):
+            return outputs
+        case Map():
+            return (*step.results, *step.reduced)
+        case Gather(result=result) | Scatter(result=result):
+            return (result,)
+        case Loop(carried=carried, stacked=stacked):
+            return (*(value.result for value in carried), *stacked)
+        case Branch(results=results):
+            return results
+
+
+def used(step: Step) -> set[str]:
+    """Names of the values that a step needs from before it."""
+    match step:
+        case Server(inputs=inputs):
+            return set(inputs)
+        case Map(broadcasts=broadcasts, operands=operands, combines=combines):
+            return {*broadcasts, *operands, *(name for c in combines for name in c.inputs)}
+        case Gather(operand=operand) | Scatter(operand=operand):
+            return {operand}
+        case Loop(carried=carried):
+            return {value.init for value in carried} | used_by_rounds(step)
+        case Branch(index=index, blocks=blocks):
+            return {index}.union(*map(used_by_block, blocks))
+
+
+def used_by_block(block: Block) -> set[str]:
+    """Names of the values that a block needs from outside."""
+    return live_before(block.steps, block.outputs)
+
+
+def used_by_rounds(loop: Loop) -> set[str]:
+    """Names of the values that rounds of a loop need, besides those that they hand on."""
+    names = used_by_block(loop.block)
+    if loop.condition is not None:
+        names |= used_by_block(loop.condition)
+    own = {value.param for value in loop.carried} | {value.param for value in loop.sliced}
+    return (names - own) | {value.operand for value in loop.sliced}
+
+
+def live_before(steps: Sequence[Step], after: Iterable[str]) -> set[str]:
+    """Names of the values that are needed before some steps.
+
+    Args:
+      steps: in order.
+      after: names of those that are needed after them.
+    """
+    live = set(after)
+    for step in reversed(steps):
+        live = live.difference(made(step)) | used(step)
+    return live
+
+
+def live_at(block: Block, position: Position) -> set[str]:
+    """Names of the values that are needed at a position in a block, to run what is left of it.
+
+    Entries of the stacked results of loops under way are not among them.
+
+    Raises:
+      KeyError: there is no such position.
+    """
+    (name, number), *inner = position
+    index = step_index(block.steps, name)
+    step = block.steps[index]
+    live = live_before(block.steps[index + 1 :], block.outputs).difference(made(step))
+    match step:
+        case Loop() if inner:
+            # The entries of this round are read again.
+            read = live_at(step.block, tuple(inner)) - {value.param for value in step.sliced}
+            return live | used_by_rounds(step) | read
+        case Loop():
+            return live | used_by_rounds(step) | {value.param for value in step.carried}
+        case Branch(blocks=blocks) if inner and 0 <= number < len(blocks):
+            return live | live_at(blocks[number], tuple(inner))
+    raise KeyError(position)
+
+
+def step_index(steps: Sequence[Step], name: str) -> int:
+    """The index of the step of this name.
+
+    Raises:
+      KeyError: there is none.
+    """
+    for index, step in enumerate(steps):
+        if step.name == name:
+            return index
+    raise KeyError(name)
+
+
+def loops_at(block: Block, position: Position) -> list[tuple[Loop, int]]:
+    """The loops that are under way at a position, and how many rounds of each are done.
+
+    Raises:
+      KeyError: there is no such position.
+    """
+    found = []
+    for name, number in position:
+        step = block.steps[step_index(block.steps, name)]
+        if isinstance(step, Loop):
+            found.append((step, number))
+            block = step.block
+        elif isinstance(step, Branch) and 0 <= number < len(step.blocks):
+            block = step.blocks[number]
+        else:
+            raise KeyError(name)
+    return found

@@ -1,0 +1,100 @@
+"""Where a run is, told to whoever keeps checkpoints of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from beamjax.liveness import Position
+
+
+class Keeper(Protocol):
+    """Keeps the state of a run, and has that of an earlier one.
+
+    Attributes:
+      every: rounds between two checkpoints.
+      position: where to go on; empty to start at the beginning.
+      finished: whether the earlier run came to its end; then `values` are its outputs.
+      values: at that position, as the runner has them.
+      stacks: entries of the stacked results of loops under way there.
+    """
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def position(self) -> Position: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+    @property
+    def stacks(self) -> Mapping[str, list[Any]]: ...
+
+    def save(
+        self, position: Position, values: Mapping[str, Any], stacks: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Saves a checkpoint: what is live of these values."""
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """Saves the outputs of a run that is at its end."""
+
+
+class Tracker:
+    """Follows a run into its loops and branches, and has it saved when that is due.
+
+    Args:
+      keeper: of checkpoints, or None.
+    """
+
+    def __init__(self, keeper: Keeper | None):
+        self._keeper = keeper
+        self._path: list[tuple[str, int]] = []
+        self._deciding = 0
+        self._left = keeper.every if keeper else sys.maxsize
+
+    @property
+    def left(self) -> int:
+        """Rounds until a checkpoint is due."""
+        return self._left
+
+    @contextlib.contextmanager
+    def within(self, name: str, number: int) -> Iterator[None]:
+        """While a round of a loop is under way, or a block of a branch."""
+        self._path.append((name, number))
+        try:
+            yield
+        finally:
+            self._path.pop()
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """While the condition of a loop is computed: nothing is saved within."""
+        self._deciding += 1
+        try:
+            yield
+        finally:
+            self._deciding -= 1
+
+    def passed(
+        self,
+        rounds: int,
+        at: tuple[str, int],
+        values: Mapping[str, Any],
+        stacks: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """Counts rounds that were run.
+
+        Args:
+          rounds: how many.
+          at: name of their loop, and how many of its rounds are done.
+          values: all that are known, by name.
+          stacks: entries of the stacked results of loops under way.
+        """
+        if self._keeper is None or self._deciding:
+            return
+        self._left -= rounds
+        if self._left <= 0:
+            self._keeper.save((*self._path, at), values, stacks)
+            self._left = self._keeper.every

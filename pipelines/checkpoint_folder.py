@@ -1,0 +1,208 @@
+"""A folder of checkpoints: the last ones of one run, with the files that their values are in.
+
+    00000012.checkpoint   a manifest, see `beamjax.checkpoints`
+    *.arrays, *.members   values, named after their content or the run that wrote them
+    lock                  held by the process whose run this is
+    work/                 what the run under way has besides
+
+A manifest is written last and appears at once, so that a process may end at any moment. A local
+folder is for one process at a time; at a URL nobody looks after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+
+from beamjax import checkpoints
+from beamjax.checkpoints import Checkpoint
+from beamjax.errors import ArrayFormatError, CheckpointError
+from beamjax.pipelines import files as file_io
+
+MANIFEST = re.compile(r"(\d{8,18})\.checkpoint")
+_OURS = re.compile(
+    r"\d{8,18}\.checkpoint|[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays|[A-Za-z0-9_-]+-\d+-\d+\.members"
+    r"|tmp\w{8}\.tmp|[\w.-]+\.[0-9a-f]{32}\.tmp"
+)
+
+
+def work_folder(folder: str) -> str:
+    """Where a run has its temporary files, by default."""
+    return file_io.join(folder, "work")
+
+
+@contextlib.contextmanager
+def held(folder: str) -> Iterator[None]:
+    """While a folder of checkpoints is that of this run; made, for this user only, if need be.
+
+    Raises:
+      CheckpointError: it is that of another process, or can't be made.
+    """
+    try:
+        file_io.make_folder(folder)
+        handle = None if file_io.is_url(folder) else _locked(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint folder {folder}: cannot be written ({error}); expected a folder that this "
+            "process and all workers can write and read"
+        ) from error
+    try:
+        if handle is not None:  # what a process left that was killed
+            shutil.rmtree(work_folder(folder), ignore_errors=True)
+        yield
+    finally:
+        if handle is not None:
+            shutil.rmtree(work_folder(folder), ignore_errors=True)
+            os.close(handle)
+
+
+def _locked(folder: str) -> int | None:
+    """A handle with the lock of a folder; None on a system or a file system without locks."""
+    handle = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(handle, 20, 0).decode(errors="replace").strip()
+        os.close(handle)
+        raise CheckpointError(
+            f"checkpoint folder {folder}: another run is using it (process {owner}); wait for its "
+            "end, or give each run a folder of its own"
+        ) from None
+    except (ImportError, OSError):
+        os.close(handle)
+        return None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Args:
+      path: of the folder; local, or a URL that Beam's FileSystems knows.
+    """
+
+    def __init__(self, path: str):
+        self.path = path if file_io.is_url(path) else os.path.abspath(path)
+        # Files that this process wrote or checked; others of these names are written anew.
+        self.known: set[str] = set()
+        self._kept: list[tuple[str, set[str]]] = []
+        self._unsynced: set[str] = set()
+        numbers = [int(match[1]) for match in map(MANIFEST.fullmatch, self._names()) if match]
+        self._next = max(numbers, default=0) + 1
+
+    def join(self, name: str) -> str:
+        """Path of a file of the folder."""
+        return file_io.join(self.path, name)
+
+    def manifests(self) -> Iterator[tuple[str, Checkpoint]]:
+        """Name and content of each manifest, from the last to the first one.
+
+        Warns of those that are damaged, and leaves them out.
+
+        Raises:
+          CheckpointError: the folder can't be read.
+        """
+        found = filter(MANIFEST.fullmatch, self._names())
+        for name in sorted(found, key=lambda name: int(name.partition(".")[0]), reverse=True):
+            try:
+                yield name, checkpoints.decode(self._read(name))
+            except ArrayFormatError as error:
+                self.warn(name, error)
+
+    def warn(self, name: str, error: Exception) -> None:
+        """Says that a checkpoint is not used."""
+        warnings.warn(
+            f"checkpoint {self.join(name)} is damaged and not used; the one before it is, or the "
+            f"run starts anew: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def keep(self, name: str, checkpoint: Checkpoint) -> None:
+        """Has the files of a checkpoint that was read stay, until there are newer ones."""
+        self._kept = [(name, checkpoint.files())]
+
+    def wrote(self, name: str) -> None:
+        """Notes a new file, of the next checkpoint."""
+        self.known.add(name)
+        self._unsynced.add(name)
+
+    def link(self, source: str, name: str) -> None:
+        """Makes a file of the folder the same as another one."""
+        if name not in self.known:
+            with self._writing(name):
+                file_io.link(source, self.join(name))
+            self.wrote(name)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file of the folder."""
+        if name not in self.known:
+            with self._writing(name):
+                file_io.write(self.join(name), data)
+            self.wrote(name)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Adds a checkpoint whose files are there, and removes those that are not needed any more.
+
+        Raises:
+          CheckpointError: the folder can't be written.
+        """
+        name = f"{self._next:08d}.checkpoint"
+        self._next += 1
+        data = checkpoints.encode(checkpoint)
+        with self._writing(name):
+            file_io.write(self.join(name), data)
+            file_io.sync([*map(self.join, (*sorted(self._unsynced), name)), self.path])
+        self._unsynced.clear()
+        self._kept = [*self._kept, (name, checkpoint.files())][-checkpoints.KEPT :]
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        kept = {name for manifest, names in self._kept for name in (manifest, *names)}
+        gone = [name for name in self._names() if _OURS.fullmatch(name) and name not in kept]
+        # Manifests first: none may be left without its files.
+        gone.sort(key=lambda name: MANIFEST.fullmatch(name) is None)
+        self.known.difference_update(gone)
+        with self._writing("less"):
+            file_io.remove_files(self.path, gone)
+
+    def _names(self) -> list[str]:
+        try:
+            return file_io.names(self.path)
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint folder {self.path}: cannot be read ({error})"
+            ) from error
+
+    def _read(self, name: str) -> memoryview:
+        try:
+            size = file_io.size(self.join(name))
+            if size > checkpoints.MAX_BYTES:
+                raise ArrayFormatError(
+                    f"found {size} bytes, expected at most {checkpoints.MAX_BYTES}"
+                )
+            return file_io.read(self.join(name))
+        except ArrayFormatError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint {self.join(name)}: cannot be read ({error})"
+            ) from error
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint folder {self.path}: cannot write {name} ({error}); is there space, "
+                "and may this process write there?"
+            ) from error
