@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from beamjax import errors
-from beamjax.errors import BeamjaxError
 from beamjax.options import Options
-from beamjax.pipelines import build
+from beamjax.pipelines import build, waiting
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
@@ -68,27 +63,8 @@ class Launcher:
             )
             graph.build()
             graph.write_results(stem)
-            with _own_errors():
-                pipeline.run().wait_until_finish()
+            waiting.run(pipeline, self.flags)
             return graph.find_results(stem)
         finally:
             # Beam makes this folder at once, and removes it only if the pipeline gets to run.
             shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
-
-
-_TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
-
-
-@contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Makes errors of beamjax again of those that come as text, from workers elsewhere."""
-    try:
-        yield
-    except BeamjaxError:
-        raise
-    except RuntimeError as error:
-        told = _TOLD.search(str(error))
-        kind = getattr(errors, told[1], None) if told else None
-        if told is None or kind is None:
-            raise
-        raise kind(told[2].strip()) from error

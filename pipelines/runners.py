@@ -12,14 +12,18 @@ from typing import Any
 import apache_beam as beam
 import numpy as np
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.runners.portability.flink_runner import FlinkRunner
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.portability.portable_runner import PortableRunner
+from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.transforms import environments
 
 from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
 from beamjax.options import OWN, Options
-from beamjax.pipelines import files
+from beamjax.pipelines import files, flink, prism
 from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
@@ -31,8 +35,16 @@ RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
     "DirectRunner": FnApiRunner,
     "FnApiRunner": FnApiRunner,
+    "PrismRunner": PrismRunner,
+    "FlinkRunner": FlinkRunner,
 }
 """Runners that beamjax names by itself; any other name goes to Beam as it is."""
+
+CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
+    PrismRunner: prism.connected,
+    FlinkRunner: flink.connected,
+}
+"""How options for a runner come to say where its job server is."""
 
 IN_PROCESS = (environments.EmbeddedPythonEnvironment, environments.EmbeddedPythonGrpcEnvironment)
 
@@ -63,11 +75,11 @@ def make_runner(runner: Any) -> Any:
 
 
 def beam_options(options: Options, runner: Any) -> PipelineOptions:
-    """Beam's own options.
+    """Beam's own options. A job server that the runner needs is started.
 
     Raises:
-      OptionsError: a flag names another runner, or nobody knows it. Only Beam's in-memory runner
-        has all its flags in Python; those of others are not checked.
+      OptionsError: a flag names another runner, or nobody knows it; or the runner can't be had.
+        Only Beam's in-memory runner has all its flags in Python; those of others are not checked.
     """
     if isinstance(options.beam, PipelineOptions):
         found = options.beam
@@ -82,6 +94,9 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
             f"options: found runner {named!r}, but the run is on {type(runner).__name__}; give the "
             f"runner as run(..., runner={named!r})"
         )
+    for kind, connected in CONNECTED.items():
+        if isinstance(runner, kind):
+            return connected(found)
     return found
 
 
@@ -117,7 +132,9 @@ def run_plan(plan: Plan, inputs: Inputs, runner: Any, options: Options) -> dict[
     """
     runner = make_runner(runner)
     flags = beam_options(options, runner)
-    shared = shares_memory(runner, flags)
+    # A pipeline on a job server may outlive what a user's own program knows of it, but not this.
+    portable = isinstance(runner, PortableRunner)
+    shared = shares_memory(runner, flags) or (portable and loops_back(flags))
     with temporary_store(options) as store, sources_for(inputs, store, shared) as sources:
         values: dict[str, Value] = {
             name: Placed(sources.specs[source], leaf)
@@ -209,6 +226,7 @@ def shares_memory(runner: Any, options: PipelineOptions) -> bool:
 
 def spreads(runner: Any, options: PipelineOptions) -> bool:
     """Whether a runner has several workers to deal elements to."""
-    return not isinstance(runner, FnApiRunner) or (
-        options.view_as(DirectOptions).direct_num_workers != 1
-    )
+    if isinstance(runner, FnApiRunner):
+        return options.view_as(DirectOptions).direct_num_workers != 1
+    # Prism gives its worker one bundle at a time.
+    return not isinstance(runner, PrismRunner)
