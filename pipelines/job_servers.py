@@ -118,11 +118,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
                 guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
-        processes.wait_until(
-            lambda s=server, p=ports[0]: not s.alive or processes.listens("localhost", p),
-            _SECONDS_TO_START,
-        )
-        if server.alive and processes.listens("localhost", ports[0]):
+        if _ready(server, ports[0]):
             atexit.register(server.stop)
             return server
         told = processes.tail(server.log)
@@ -130,3 +126,12 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
     raise OptionsError(
         f"runner: the job server of {name} does not start; its log ends with:\n{told}"
     )
+
+
+def _ready(server: JobServer, port: int) -> bool:
+    """Waits until a server takes jobs; whether it came to that."""
+
+    def done() -> bool:
+        return not server.alive or processes.listens("localhost", port)
+
+    return processes.wait_until(done, _SECONDS_TO_START) and server.alive

@@ -16,12 +16,13 @@ from apache_beam.runners.portability.flink_runner import FlinkRunner
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 from apache_beam.runners.portability.prism_runner import PrismRunner
+from apache_beam.runners.portability.spark_runner import SparkRunner
 from apache_beam.transforms import environments
 
 from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
 from beamjax.options import OWN, Options
-from beamjax.pipelines import files, flink, prism
+from beamjax.pipelines import files, flink, prism, spark
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.launch import Launcher
@@ -37,12 +38,14 @@ RUNNERS: dict[str, Callable[[], Any]] = {
     "FnApiRunner": FnApiRunner,
     "PrismRunner": PrismRunner,
     "FlinkRunner": FlinkRunner,
+    "SparkRunner": SparkRunner,
 }
 """Runners that beamjax names by itself; any other name goes to Beam as it is."""
 
 CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
     PrismRunner: prism.connected,
     FlinkRunner: flink.connected,
+    SparkRunner: spark.connected,
 }
 """How options for a runner come to say where its job server is."""
 

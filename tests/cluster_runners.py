@@ -5,6 +5,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,16 @@ import pytest
 
 MISSING: dict[str, list[str]] = {}
 """What has to be installed to run what was skipped, by the mark of the tests."""
+
+WATCHER = """
+import os, sys, time
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(1)
+from beamjax.pipelines import flink_cluster
+flink_cluster.down(sys.argv[1])
+"""
+"""Stops a cluster where a session of tests is killed and cannot."""
 
 NEEDS = {"prism": ["go"], "flink": ["java", "javac", "mvn"], "spark": ["java", "mvn"]}
 SECONDS = 200.0
@@ -55,6 +67,8 @@ def start_cluster(stack):
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-")))
     settings = flink_cluster.Settings(taskmanagers=2, slots=2, attempts=2, delay=9)
     stack.callback(flink_cluster.down, folder)
+    watcher = subprocess.Popen([sys.executable, "-c", WATCHER, str(folder)])
+    stack.callback(watcher.kill)
     flink_cluster.up(folder, settings)
     return Runner("FlinkRunner", {"flink_cluster": str(folder), "parallelism": 2})
 
@@ -64,7 +78,7 @@ def start_embedded(stack):
 
 
 def start_spark(stack):
-    return Runner("SparkRunner", {})
+    return Runner("SparkRunner", {"spark_master_url": "local[2]"})
 
 
 RUNNERS = {

@@ -174,6 +174,7 @@ TESTED_ELSEWHERE = {
     "running": "test_accumulators",
     "shards": "test_workers",
     "sizing": "test_run",
+    "spark": "test_clusters",
     "split": "test_run",
     "stage": "test_bad_input",
     "tasks": "test_workers",
