@@ -22,6 +22,7 @@ from typing import Any
 from beamjax.errors import OptionsError
 from beamjax.pipelines import jars, processes, tools
 from beamjax.pipelines.processes import LOOPBACK, Process
+from beamjax.pipelines.worker_pool import READY
 
 WORKERS = "beamjax-workers"
 """The name by which every task manager knows its own pool."""
@@ -253,9 +254,11 @@ def _start(folder: Path, cluster: Cluster, settings: Settings) -> None:
 
 
 def _wait(folder: Path, cluster: Cluster, started: list[Process]) -> None:
+    pools = [process for process in started if process.name.startswith("workers")]
+
     def ready() -> bool:
         return (
-            all(processes.listens(host, cluster.pool_port) for host in cluster.pools)
+            all(READY in processes.tail(pool.log) for pool in pools)
             and processes.listens(LOOPBACK, cluster.job_port)
             and _overview(cluster).get("taskmanagers", 0) == cluster.taskmanagers
         )

@@ -178,4 +178,8 @@ def _started(pid: int) -> str:
         return ""
     # The name in brackets may hold anything; the state is the first field after it.
     fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
+    if fields[0] not in "ZX":
+        return fields[19]
+    if child is not None:  # it ended just now
+        _children.pop(pid).wait()
+    return ""

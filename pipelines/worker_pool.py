@@ -16,16 +16,19 @@ import time
 import traceback
 from typing import Any
 
+READY = "workers at"
+"""How the log begins the line that says that workers may start."""
 RESTART_SECONDS = 1.0
 _STATE_CACHE_BYTES = 64 * 2**20
 
 
-def serve(host: str, port: int) -> Any:
+def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """Starts a pool in this process and returns its server.
 
     Args:
       host: address to listen at. Whoever reaches it can have this process run any code.
       port: to listen at.
+      loaded: set once workers may start.
 
     Raises:
       RuntimeError: somebody else listens there.
@@ -42,6 +45,7 @@ def serve(host: str, port: int) -> Any:
             self.workers: dict[tuple[str, str], SdkHarness] = {}
 
         def StartWorker(self, request: Any, context: Any) -> Any:
+            loaded.wait()
             try:
                 worker = SdkHarness(
                     request.control_endpoint.url,
@@ -96,14 +100,18 @@ def main(argv: list[str] | None = None) -> None:
         return
     parent = os.getppid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    loaded = threading.Event()
+    # It listens at once: Flink would take a refused connection for a failure and count it.
+    server = serve(arguments.host, arguments.port, loaded)
     import jax
 
     import beamjax.pipelines.workers  # noqa: F401  (so that the first job finds it loaded)
 
     # The device is taken before the first job, and a machine without one is told at once.
     print(f"devices: {jax.devices()}", flush=True)
-    server = serve(arguments.host, arguments.port)
-    print(f"workers at {arguments.host}:{arguments.port}, process {os.getpid()}", flush=True)
+    loaded.set()
+    address = f"{arguments.host}:{arguments.port}"
+    print(f"{READY} {address}, process {os.getpid()}", flush=True)
     while os.getppid() == parent:
         time.sleep(0.5)
     server.stop(0)

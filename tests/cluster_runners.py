@@ -65,9 +65,10 @@ def start_cluster(stack):
     from beamjax.pipelines import flink_cluster
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-")))
-    settings = flink_cluster.Settings(taskmanagers=2, slots=2, attempts=2, delay=9)
+    settings = flink_cluster.Settings(taskmanagers=2, slots=2, attempts=3, delay=10)
     stack.callback(flink_cluster.down, folder)
     watcher = subprocess.Popen([sys.executable, "-c", WATCHER, str(folder)])
+    stack.callback(watcher.wait)
     stack.callback(watcher.kill)
     flink_cluster.up(folder, settings)
     return Runner("FlinkRunner", {"flink_cluster": str(folder), "parallelism": 2})
