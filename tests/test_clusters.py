@@ -30,6 +30,9 @@ from beamjax.options import parse_options
 from beamjax.pipelines import flink_cluster, job_servers, prism, processes
 from beamjax.pipelines.runners import beam_options, make_runner
 
+# Threads of Beam that talk to a job server end so, where a pipeline fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 EVERY = params("prism", "flink")
 ALL = params("prism", "flink", "flink-embedded", "spark")
 N = 12
@@ -148,6 +151,21 @@ def test_a_transform_counts_the_members_of_a_pipeline(runner, tmp_path):
     assert means(tmp_path / "there", runner.name, runner.flags()) == expected
 
 
+@pytest.mark.flink
+def test_each_task_manager_has_workers_of_its_own(started, tmp_path):
+    def note(v):
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(0.02)
+        return np.float32(v)
+
+    runner = started("flink")
+    members = np.arange(128, dtype=np.float32)
+    assert on(runner, calling(note, 128), members, shard_size=8, parallelism=4) == members.sum()
+    pids = {int(path.name) for path in tmp_path.iterdir()}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
 # --- failures
 
 
@@ -202,21 +220,6 @@ def test_a_worker_that_dies_is_replaced(started, tmp_path):
 
 
 # --- the cluster
-
-
-@pytest.mark.flink
-def test_each_task_manager_has_workers_of_its_own(started, tmp_path):
-    def note(v):
-        (tmp_path / str(os.getpid())).touch()
-        time.sleep(0.02)
-        return np.float32(v)
-
-    runner = started("flink")
-    members = np.arange(128, dtype=np.float32)
-    assert on(runner, calling(note, 128), members, shard_size=8, parallelism=4) == members.sum()
-    pids = {int(path.name) for path in tmp_path.iterdir()}
-    assert len(pids) == 2
-    assert os.getpid() not in pids
 
 
 @pytest.mark.flink
