@@ -20,6 +20,7 @@ from beamjax.pipelines import files
 from beamjax.pipelines.store import Store
 
 _STEM = "error-"
+_TOLD_CHARACTERS = 4000
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,6 +130,6 @@ def own_errors(store: Store, runner: str, steps: list[str], here: bool) -> Itera
             f"folder than {store.root}; the logs of the runner say more"
         )
         if isinstance(error, RuntimeError):
-            raise WorkerError(f"{hint}: {error}") from error
+            raise WorkerError(f"{hint}: {str(error)[:_TOLD_CHARACTERS].strip()}") from error
         error.add_note(hint)
         raise

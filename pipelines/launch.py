@@ -11,7 +11,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.monitor import Monitor
 from beamjax.options import Options
-from beamjax.pipelines import build
+from beamjax.pipelines import build, waiting
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
@@ -77,9 +77,7 @@ class Launcher:
             graph.write_results(stem)
             names = [step.name for step in plan.steps]
             with own_errors(store, type(self.runner).__name__, names, self.shared):
-                result = pipeline.run()
-                with monitor.running(result):
-                    result.wait_until_finish()
+                waiting.run(pipeline, self.flags, monitor.running)
             return graph.find_results(stem)
         finally:
             # Beam makes this folder at once, and removes it only if the pipeline gets to run.

@@ -14,7 +14,11 @@ from typing import Any
 import apache_beam as beam
 import numpy as np
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.runners.portability.flink_runner import FlinkRunner
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.portability.portable_runner import PortableRunner
+from apache_beam.runners.portability.prism_runner import PrismRunner
+from apache_beam.runners.portability.spark_runner import SparkRunner
 from apache_beam.transforms import environments
 
 from beamjax.errors import OptionsError
@@ -22,9 +26,10 @@ from beamjax.inputs import Inputs
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import OWN, Options
-from beamjax.pipelines import build, dataflow, files, uploads
+from beamjax.pipelines import build, dataflow, files, flink, prism, spark, uploads
 from beamjax.pipelines.checkpoint_folder import work_folder
 from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
@@ -38,8 +43,18 @@ RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
     "DirectRunner": FnApiRunner,
     "FnApiRunner": FnApiRunner,
+    "PrismRunner": PrismRunner,
+    "FlinkRunner": FlinkRunner,
+    "SparkRunner": SparkRunner,
 }
 """Runners that beamjax names by itself; any other name goes to Beam as it is."""
+
+CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
+    PrismRunner: prism.connected,
+    FlinkRunner: flink.connected,
+    SparkRunner: spark.connected,
+}
+"""How options for a runner come to say where its job server is."""
 
 IN_PROCESS = (environments.EmbeddedPythonEnvironment, environments.EmbeddedPythonGrpcEnvironment)
 
@@ -74,11 +89,11 @@ def make_runner(runner: Any) -> Any:
 
 
 def beam_options(options: Options, runner: Any) -> PipelineOptions:
-    """Beam's own options.
+    """Beam's own options. A job server that the runner needs is started.
 
     Raises:
-      OptionsError: a flag names another runner, or nobody knows it. Only Beam's in-memory runner
-        has all its flags in Python; those of others are not checked.
+      OptionsError: a flag names another runner, or nobody knows it; or the runner can't be had.
+        Only Beam's in-memory runner has all its flags in Python; those of others are not checked.
     """
     if isinstance(options.beam, PipelineOptions):
         found = options.beam
@@ -93,6 +108,9 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
             f"options: found runner {named!r}, but the run is on {type(runner).__name__}; give the "
             f"runner as run(..., runner={named!r})"
         )
+    for kind, connected in CONNECTED.items():
+        if isinstance(runner, kind):
+            return connected(found)
     return found
 
 
@@ -140,7 +158,9 @@ def run_plan(
     flags = beam_options(options, runner)
     if dataflow.is_dataflow(runner):
         options, flags = dataflow.prepare(options, flags)
-    shared = shares_memory(runner, flags)
+    # A pipeline on a job server may outlive what a user's own program knows of it, but not this.
+    portable = isinstance(runner, PortableRunner)
+    shared = shares_memory(runner, flags) or (portable and loops_back(flags))
     folder = monitor.folder.path if monitor and monitor.folder else None
     with (
         folder_of(options),
@@ -322,6 +342,7 @@ def shares_memory(runner: Any, options: PipelineOptions) -> bool:
 
 def spreads(runner: Any, options: PipelineOptions) -> bool:
     """Whether a runner has several workers to deal elements to."""
-    return not isinstance(runner, FnApiRunner) or (
-        options.view_as(DirectOptions).direct_num_workers != 1
-    )
+    if isinstance(runner, FnApiRunner):
+        return options.view_as(DirectOptions).direct_num_workers != 1
+    # Prism gives its worker one bundle at a time.
+    return not isinstance(runner, PrismRunner)

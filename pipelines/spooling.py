@@ -21,7 +21,7 @@ from beamjax.chunk_source import ChunkSource
 from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
-from beamjax.pipelines import files
+from beamjax.pipelines import files, waiting
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.results import FILE_BYTES
 from beamjax.pipelines.runners import (
@@ -91,7 +91,7 @@ def _write_pieces(
             dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
             dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
             with own_errors(store, type(runner).__name__, ["Read members"], shared):
-                pipeline.run().wait_until_finish()
+                waiting.run(pipeline, flags)
     finally:
         # Beam makes this folder at once, and removes it only if the pipeline gets to run.
         shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)

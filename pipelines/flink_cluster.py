@@ -1,0 +1,339 @@
+"""A Flink cluster on this machine: job manager, task managers, Python workers and a job server.
+
+Each task manager has a pool of Python workers of its own, as it would on a machine of its own. All
+task managers are told the same name and port for it; the file of hosts that each is started with
+says what address that name has. Everything listens at loopback addresses only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beamjax.errors import OptionsError
+from beamjax.pipelines import jars, processes, tools
+from beamjax.pipelines.processes import LOOPBACK, Process
+from beamjax.pipelines.worker_pool import READY
+
+WORKERS = "beamjax-workers"
+"""The name by which every task manager knows its own pool."""
+_SECONDS_TO_START = 120.0
+_RECORD = "cluster.json"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is needed to use a cluster; in a file of its folder.
+
+    Attributes:
+      taskmanagers: how many there are.
+      slots: of each.
+      job_port: where the job server takes jobs.
+      rest_port: where Flink tells its state, also to a browser.
+      pool_port: where each pool listens at its address.
+      pools: addresses of the pools: one for each task manager, or one for all.
+    """
+
+    taskmanagers: int
+    slots: int
+    job_port: int
+    rest_port: int
+    pool_port: int
+    pools: tuple[str, ...]
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Beam's options for a pipeline on this cluster."""
+        host = WORKERS if len(self.pools) > 1 else self.pools[0]
+        return {
+            "job_endpoint": f"localhost:{self.job_port}",
+            "environment_type": "EXTERNAL",
+            "environment_config": f"{host}:{self.pool_port}",
+            "parallelism": self.taskmanagers * self.slots,
+            # A worker that dies costs its own task, not the whole pipeline.
+            "execution_mode_for_batch": "BATCH_FORCED",
+        }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a cluster is started.
+
+    Attributes:
+      taskmanagers: how many there are.
+      slots: of each: tasks at a time.
+      heap: of each, in MiB.
+      attempts: how often Flink starts failed tasks again before the pipeline fails.
+      delay: seconds before each of these. Shorter than Flink takes to notice that a task manager
+        is gone (about 8 s), it wastes attempts.
+    """
+
+    taskmanagers: int = 2
+    slots: int = 1
+    heap: int = 512
+    attempts: int = 3
+    delay: int = 10
+
+
+def default_folder() -> Path:
+    """Where a cluster is if nobody says where."""
+    return tools.cache_folder("flink-cluster")
+
+
+def read(folder: Path | str) -> Cluster | None:
+    """The cluster that was started in a folder; it may have ended since."""
+    try:
+        record = json.loads((Path(folder) / _RECORD).read_text(encoding="utf-8"))
+        return Cluster(**{**record, "pools": tuple(record["pools"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def status(folder: Path | str) -> dict[str, Any]:
+    """What runs of a cluster, as plain values; `healthy` is whether it takes jobs."""
+    folder = Path(folder).absolute()
+    cluster = read(folder)
+    found: dict[str, Any] = {
+        "folder": str(folder),
+        "healthy": False,
+        "processes": {
+            process.name: {"pid": process.pid, "alive": process.alive, "log": str(process.log)}
+            for process in processes.known(folder)
+        },
+    }
+    if cluster is None:
+        return found
+    registered = _overview(cluster).get("taskmanagers", 0)
+    pools = [host for host in cluster.pools if processes.listens(host, cluster.pool_port)]
+    serves = processes.listens(LOOPBACK, cluster.job_port)
+    healthy = serves and registered == cluster.taskmanagers and len(pools) == len(cluster.pools)
+    return found | {
+        "healthy": healthy and all(one["alive"] for one in found["processes"].values()),
+        "job_endpoint": f"localhost:{cluster.job_port}",
+        "dashboard": f"http://localhost:{cluster.rest_port}",
+        "taskmanagers": {"registered": registered, "expected": cluster.taskmanagers},
+        "slots": cluster.slots,
+        "pools": {"listening": len(pools), "expected": len(cluster.pools)},
+        "flags": cluster.flags,
+    }
+
+
+def trouble(folder: Path | str) -> str | None:
+    """Why a pipeline on a cluster cannot end any more, if that is so."""
+    needed = {process.name: process for process in processes.known(Path(folder))}
+    for name in ("jobmanager", "jobserver"):
+        if name not in needed or not needed[name].alive:
+            end = processes.tail(Path(folder) / f"{name}.log")
+            return (
+                f"Flink cluster in {folder}: its {name} has ended; `beamjax flink up` starts it "
+                f"again. Its log ends with:\n{end}"
+            )
+    return None
+
+
+def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
+    """Starts a cluster and waits until it takes jobs; a healthy one of this size is left as it is.
+
+    Args:
+      folder: for its settings, logs and pid files; made for this user only.
+      settings: how to start it.
+
+    Raises:
+      OptionsError: something that it needs is missing, or it does not start; the message has the
+        log of the process that failed.
+    """
+    settings = Settings() if settings is None else settings
+    folder = Path(folder).absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tools.locked(folder):
+        found = read(folder)
+        if found is not None and status(folder)["healthy"]:
+            if (found.taskmanagers, found.slots) == (settings.taskmanagers, settings.slots):
+                return found
+            raise OptionsError(
+                f"{folder}: found a running cluster of {found.taskmanagers} task managers with "
+                f"{found.slots} slots, expected {settings.taskmanagers} with {settings.slots}; "
+                "stop it with `beamjax flink down`, or give another --folder"
+            )
+        _stop(folder)
+        if os.stat(folder).st_mode & 0o077:
+            os.chmod(folder, 0o700)
+        cluster = _plan(settings)
+        try:
+            _start(folder, cluster, settings)
+        except BaseException:
+            _stop(folder)
+            raise
+        record = json.dumps(dataclasses.asdict(cluster), indent=1)
+        (folder / _RECORD).write_text(record, encoding="utf-8")
+        return cluster
+
+
+def down(folder: Path | str) -> list[str]:
+    """Stops a cluster, and returns the names of the processes that still ran."""
+    folder = Path(folder).absolute()
+    if not folder.is_dir():
+        return []
+    with tools.locked(folder):
+        return _stop(folder)
+
+
+def _stop(folder: Path) -> list[str]:
+    found = processes.known(folder)
+    alive = [process.name for process in found if process.alive]
+    # The job server first, so that nobody submits; the job manager last.
+    for process in sorted(found, key=lambda p: (p.name != "jobserver", p.name == "jobmanager")):
+        process.stop()
+    (folder / _RECORD).unlink(missing_ok=True)
+    return alive
+
+
+def _plan(settings: Settings) -> Cluster:
+    pools = [f"127.0.0.{2 + number}" for number in range(settings.taskmanagers)]
+    # macOS has one loopback address unless it is told of more.
+    if settings.taskmanagers == 1 or not all(map(processes.can_listen, pools)):
+        pools = [LOOPBACK]
+    (pool_port,) = processes.free_ports(1, pools)
+    job_port, rest_port = processes.free_ports(2)
+    return Cluster(
+        settings.taskmanagers, settings.slots, job_port, rest_port, pool_port, tuple(pools)
+    )
+
+
+def _start(folder: Path, cluster: Cluster, settings: Settings) -> None:
+    classpath = jars.classpath("flink")
+    classes = jars.not_staging(classpath)
+    rpc_port, artifact_port, expansion_port = processes.free_ports(3)
+    configuration = _configuration(folder, cluster, settings, rpc_port)
+
+    def run(name: str, heap: int, *arguments: str) -> Process:
+        front = [classes] if name == "jobserver" else []
+        command = jars.java(heap, [*front, classpath], *arguments)
+        return processes.start(name, command, folder)
+
+    started = []
+    for number, host in enumerate(cluster.pools):
+        pool = [sys.executable, "-m", "beamjax.pipelines.worker_pool"]
+        pool += [f"--host={host}", f"--port={cluster.pool_port}"]
+        started.append(processes.start(f"workers-{number}", pool, folder))
+    entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"
+    started.append(run("jobmanager", 512, entry, f"--configDir={configuration}"))
+    for number in range(cluster.taskmanagers):
+        hosts = folder / f"hosts-{number}"
+        names = f"{LOOPBACK} localhost {socket.gethostname()}\n"
+        pool_host = cluster.pools[number % len(cluster.pools)]
+        hosts.write_text(f"{names}{pool_host} {WORKERS}\n", encoding="utf-8")
+        arguments = [
+            f"-Djdk.net.hosts.file={hosts}",
+            "org.apache.flink.runtime.taskexecutor.TaskManagerRunner",
+            f"--configDir={configuration}",
+            *_memory(settings),
+        ]
+        started.append(run(f"taskmanager-{number}", settings.heap, *arguments))
+    arguments = [
+        "org.apache.beam.runners.flink.FlinkJobServerDriver",
+        "--job-host=localhost",
+        f"--job-port={cluster.job_port}",
+        f"--artifact-port={artifact_port}",
+        f"--expansion-port={expansion_port}",
+        f"--artifacts-dir={folder / 'artifacts'}",
+        f"--flink-master=localhost:{cluster.rest_port}",
+        f"--flink-conf-dir={configuration}",
+    ]
+    started.append(run("jobserver", 512, *arguments))
+    _wait(folder, cluster, started)
+
+
+def _wait(folder: Path, cluster: Cluster, started: list[Process]) -> None:
+    pools = [process for process in started if process.name.startswith("workers")]
+
+    def ready() -> bool:
+        return (
+            all(READY in processes.tail(pool.log) for pool in pools)
+            and processes.listens(LOOPBACK, cluster.job_port)
+            and _overview(cluster).get("taskmanagers", 0) == cluster.taskmanagers
+        )
+
+    def failed() -> list[Process]:
+        restarted = "starting another one"
+        return [p for p in started if not p.alive or restarted in processes.tail(p.log)]
+
+    processes.wait_until(lambda: bool(failed()) or ready(), _SECONDS_TO_START)
+    for process in failed():
+        raise OptionsError(
+            f"{folder}: {process.name} does not start; its log ends with:\n"
+            f"{processes.tail(process.log)}"
+        )
+    if not ready():
+        logs = "\n".join(f"{p.name}:\n{processes.tail(p.log, 5)}" for p in started)
+        raise OptionsError(
+            f"{folder}: the cluster is not ready after {_SECONDS_TO_START:.0f} s; the logs end "
+            f"with:\n{logs}"
+        )
+
+
+def _configuration(folder: Path, cluster: Cluster, settings: Settings, rpc_port: int) -> Path:
+    configuration = folder / "configuration"
+    configuration.mkdir(exist_ok=True)
+    values = {
+        "jobmanager.rpc.address": "localhost",
+        "jobmanager.rpc.port": rpc_port,
+        "jobmanager.bind-host": "localhost",
+        "jobmanager.memory.process.size": "1024m",
+        "taskmanager.host": "localhost",
+        "taskmanager.bind-host": "localhost",
+        "taskmanager.numberOfTaskSlots": cluster.slots,
+        "rest.address": "localhost",
+        "rest.bind-address": "localhost",
+        "rest.port": cluster.rest_port,
+        "io.tmp.dirs": folder / "temporary",
+        # Beam is on the classpath of Flink itself, not sent with each pipeline.
+        "classloader.resolve-order": "parent-first",
+        # Of memory for each step that hands on its results; 512 are too many for pipelines with
+        # dozens of steps, such as rounds.
+        "taskmanager.network.sort-shuffle.min-buffers": 64,
+        "heartbeat.interval": 1000,
+        "heartbeat.timeout": 8000,
+        "restart-strategy": "fixed-delay" if settings.attempts else "none",
+        "restart-strategy.fixed-delay.attempts": settings.attempts,
+        "restart-strategy.fixed-delay.delay": f"{settings.delay} s",
+    }
+    text = "".join(f"{key}: {value}\n" for key, value in values.items())
+    (configuration / "flink-conf.yaml").write_text(text, encoding="utf-8")
+    return configuration
+
+
+def _memory(settings: Settings) -> list[str]:
+    """What the scripts of Flink would work out; Java is started here without them."""
+    values: Mapping[str, Any] = {
+        "taskmanager.cpu.cores": settings.slots,
+        "taskmanager.memory.framework.heap.size": "128m",
+        "taskmanager.memory.framework.off-heap.size": "128m",
+        "taskmanager.memory.task.heap.size": f"{settings.heap - 128}m",
+        "taskmanager.memory.task.off-heap.size": "0b",
+        "taskmanager.memory.managed.size": "256m",
+        "taskmanager.memory.network.min": "128m",
+        "taskmanager.memory.network.max": "128m",
+        "taskmanager.memory.jvm-metaspace.size": "256m",
+        "taskmanager.memory.jvm-overhead.min": "192m",
+        "taskmanager.memory.jvm-overhead.max": "192m",
+    }
+    return [argument for key, value in values.items() for argument in ("-D", f"{key}={value}")]
+
+
+def _overview(cluster: Cluster) -> dict[str, Any]:
+    """What Flink tells of itself; nothing while it does not."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    address = f"http://localhost:{cluster.rest_port}/overview"
+    with contextlib.suppress(OSError, ValueError), direct.open(address, timeout=5) as answer:
+        return dict(json.load(answer))
+    return {}

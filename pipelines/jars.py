@@ -1,0 +1,94 @@
+"""The Java side of Beam's runners for Flink and Spark: jars from Maven Central, once a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from beamjax.pipelines import tools
+
+_OPENED = ("lang", "util", "nio", "io", "util.concurrent", "net", "lang.reflect", "text", "time")
+JAVA_OPTIONS = (
+    *(f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in _OPENED),
+    "--add-opens=java.base/sun.nio.ch=ALL-UNNAMED",
+    "--add-exports=java.base/sun.net.util=ALL-UNNAMED",
+    "-Dorg.slf4j.simpleLogger.showDateTime=true",
+    "-Dorg.slf4j.simpleLogger.dateTimeFormat=HH:mm:ss.SSS",
+)
+"""What Flink 1.16 and Spark 3.2 need of Java 17, and times in their logs."""
+
+_SOURCES = Path(__file__).parent / "java"
+_LOG = logging.getLogger("beamjax")
+
+
+def classpath(name: str) -> Path:
+    """The folder with the jars of `java/<name>.xml`, fetched by Maven at the first time.
+
+    Args:
+      name: "flink" or "spark".
+
+    Raises:
+      OptionsError: there is no Maven or no JDK, or Maven cannot fetch them.
+    """
+    pom = _SOURCES / f"{name}.xml"
+    purpose = f"the jars of {name.capitalize()}"
+    folder = tools.cache_folder(f"{name}-{_digest(pom)}")
+    jars = folder / "jars"
+    with tools.locked(folder):
+        if not jars.exists():
+            maven = tools.require("mvn", purpose)
+            tools.require("java", purpose)
+            _LOG.warning("beamjax: fetching %s to %s (about 200 MB, once)", purpose, folder)
+            fetched = folder / "fetched"
+            shutil.rmtree(fetched, ignore_errors=True)
+            tools.run(
+                [maven, "-B", "-q", "-f", str(pom), "dependency:copy-dependencies",
+                 f"-DoutputDirectory={fetched}"],
+                purpose,
+                advice="; it needs Maven Central, or a mirror in ~/.m2/settings.xml",
+            )  # fmt: skip
+            os.replace(fetched, jars)
+    return jars
+
+
+def not_staging(jars: Path) -> Path:
+    """A folder of classes, for the front of a job server's classpath, so that it sends no jars.
+
+    Raises:
+      OptionsError: there is no JDK, or it cannot compile them.
+    """
+    source = _SOURCES / "ClasspathScanningResourcesDetector.java"
+    folder = jars.parent / f"classes-{_digest(source)}"
+    with tools.locked(jars.parent):
+        if not folder.exists():
+            purpose = "the job server of Flink"
+            made = jars.parent / "compiled"
+            shutil.rmtree(made, ignore_errors=True)
+            javac = tools.require("javac", purpose)
+            command = [javac, "-nowarn", "-cp", f"{jars}/*", "-d", str(made), str(source)]
+            tools.run(command, purpose)
+            os.replace(made, folder)
+    return folder
+
+
+def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
+    """A command that runs a Java program.
+
+    Args:
+      heap: in MiB.
+      classes: folders of jars or of classes, as `classpath` and `not_staging` give them.
+      *arguments: options of Java, the main class, and its arguments.
+
+    Raises:
+      OptionsError: there is no Java.
+    """
+    entries = [str(path / "*") if path.name == "jars" else str(path) for path in classes]
+    program = tools.require("java", "runner")
+    return [program, *JAVA_OPTIONS, f"-Xmx{heap}m", "-cp", os.pathsep.join(entries), *arguments]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

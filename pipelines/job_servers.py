@@ -1,0 +1,137 @@
+"""Job servers that this process starts for itself: one for each command, stopped at its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, PortableOptions
+
+from beamjax.errors import OptionsError
+from beamjax.pipelines import guard, processes
+
+_SECONDS_TO_START = 90.0
+_ATTEMPTS = 3
+
+
+@dataclass
+class JobServer:
+    """A job server that is a child of this process.
+
+    Attributes:
+      endpoint: where it takes jobs.
+      process: it, or rather the guard that stops it if this process is killed.
+      folder: its log and whatever it writes.
+      owner: the process that started it, not one that was forked from that.
+    """
+
+    endpoint: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+    owner: int
+
+    @property
+    def log(self) -> Path:
+        """What it wrote."""
+        return self.folder / "log"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def stop(self) -> None:
+        """Ends it and removes what it wrote."""
+        if self.owner != os.getpid():
+            return
+        self.process.terminate()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_servers: dict[Any, JobServer] = {}
+_lock = threading.Lock()
+
+
+def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) -> JobServer:
+    """The job server of this process for a key; started if there is none or it has ended.
+
+    Args:
+      name: of the server, for people.
+      key: servers with equal keys are the same.
+      command: from three free ports and a folder; it takes jobs at the first port.
+
+    Raises:
+      OptionsError: it does not start; the message has the end of its log.
+    """
+    with _lock:
+        found = _servers.get(key)
+        if found is None or not found.alive:
+            if found is not None:
+                found.stop()
+            _servers[key] = found = _start(name, command)
+        return found
+
+
+def stop_all() -> None:
+    """Stops the job servers of this process; the next run starts its own again."""
+    with _lock:
+        while _servers:
+            _servers.popitem()[1].stop()
+
+
+def with_defaults(options: PipelineOptions, **defaults: Any) -> PipelineOptions:
+    """Options with values for those that are not given; they need not be Beam's own."""
+    given = options.get_all_options(drop_default=True, retain_unknown_options=True)
+    return PipelineOptions.from_dictionary({**defaults, **given})
+
+
+def loops_back(options: PipelineOptions) -> bool:
+    """Whether workers are threads of the process that launches the pipeline."""
+    found = options.view_as(PortableOptions).environment_type
+    return found == "LOOPBACK" and not _process_workers(options)
+
+
+def _process_workers(options: PipelineOptions) -> bool:
+    return bool(options.view_as(DebugOptions).lookup_experiment("use_loopback_process_worker"))
+
+
+def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobServer:
+    told = ""
+    # A port that was free may be taken by the time that the server asks for it.
+    for _ in range(_ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix=f"beamjax-{name.lower()}-"))
+        ports = processes.free_ports(3)
+        guarded = [sys.executable, "-I", "-S", guard.__file__, *command(ports, folder)]
+        with open(folder / "log", "wb") as log:
+            # A session of its own: Ctrl-C is for the launcher, which stops its servers at its end.
+            process = subprocess.Popen(
+                guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
+        if _ready(server, ports[0]):
+            atexit.register(server.stop)
+            return server
+        told = processes.tail(server.log)
+        server.stop()
+    raise OptionsError(
+        f"runner: the job server of {name} does not start; its log ends with:\n{told}"
+    )
+
+
+def _ready(server: JobServer, port: int) -> bool:
+    """Waits until a server takes jobs; whether it came to that."""
+
+    def done() -> bool:
+        return not server.alive or processes.listens("localhost", port)
+
+    return processes.wait_until(done, _SECONDS_TO_START) and server.alive

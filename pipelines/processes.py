@@ -1,0 +1,185 @@
+"""Servers that run beside a program: started with a log and a pid file, known again, and stopped.
+
+Each is the leader of a process group of its own. Its pid file also holds when it started, so that
+a later process that got the same number is never taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_SECONDS_TO_STOP = 10.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that was started, here or by an earlier command.
+
+    Attributes:
+      name: of its files.
+      folder: where they are.
+      pid: its number, and that of its group.
+      started: when it was started, as the operating system tells it; "" if it was gone at once.
+    """
+
+    name: str
+    folder: Path
+    pid: int
+    started: str
+
+    @property
+    def log(self) -> Path:
+        """What it wrote."""
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return bool(self.started) and _started(self.pid) == self.started
+
+    def stop(self) -> None:
+        """Ends it with its group, if it still runs, and removes its pid file."""
+        if self.alive:
+            _signal_group(self.pid, signal.SIGTERM)
+            if not wait_until(lambda: not self.alive, _SECONDS_TO_STOP):
+                _signal_group(self.pid, signal.SIGKILL)
+                wait_until(lambda: not self.alive, _SECONDS_TO_STOP)
+        _pid_file(self.folder, self.name).unlink(missing_ok=True)
+
+
+def start(
+    name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> Process:
+    """Starts a server that outlives this process.
+
+    Args:
+      name: of its files.
+      command: what to run.
+      folder: where its log and its pid file go.
+      environment: what to add to the environment of this process.
+    """
+    with open(folder / f"{name}.log", "wb") as log:
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    _children[child.pid] = child
+    process = Process(name, folder, child.pid, _started(child.pid))
+    record = json.dumps({"pid": process.pid, "started": process.started})
+    _pid_file(folder, name).write_text(record, encoding="utf-8")
+    return process
+
+
+def known(folder: Path) -> list[Process]:
+    """The processes with pid files in a folder, by name; they may have ended since."""
+    found = []
+    for path in sorted(folder.glob("*.pid")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Process(path.stem, folder, int(record["pid"]), str(record["started"])))
+    return found
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log, indented; says so if there is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"  (no log: {error})"
+    last = [line for line in text.splitlines() if line.strip()][-lines:]
+    return "\n".join(f"  {line}" for line in last) or "  (the log is empty)"
+
+
+def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
+    """Ports that nobody listens on at any of these addresses, all different."""
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            first = stack.enter_context(socket.socket())
+            first.bind((hosts[0], 0))
+            port = first.getsockname()[1]
+            try:
+                for host in hosts[1:]:
+                    stack.enter_context(socket.socket()).bind((host, port))
+            except OSError:
+                continue
+            ports.append(port)
+        return ports
+
+
+def can_listen(host: str, port: int = 0) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether somebody takes connections there."""
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        return probe.connect_ex((host, port)) == 0
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits for a condition; whether it came."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# Popen objects of those that this process started: somebody must ask for their exit status.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+def _pid_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.pid"
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _started(pid: int) -> str:
+    """When a process started, in any form that tells it from others; "" if it has ended."""
+    child = _children.get(pid)
+    if child is not None and child.poll() is not None:
+        del _children[pid]
+        return ""
+    if not os.path.isdir("/proc/self"):
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        return "" if not found or found[0].startswith("Z") else " ".join(found[1:])
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # The name in brackets may hold anything; the state is the first field after it.
+    fields = stat.rpartition(")")[2].split()
+    if fields[0] not in "ZX":
+        return fields[19]
+    if child is not None:  # it ended just now
+        _children.pop(pid).wait()
+    return ""

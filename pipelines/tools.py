@@ -1,0 +1,99 @@
+"""Programs of others that a runner needs, and the folder in which beamjax keeps what they make."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from beamjax.errors import OptionsError
+
+_HELP = {
+    "go": "Go 1.25 or later (https://go.dev/doc/install)",
+    "java": "Java 11 or 17, a JDK (for example `apt-get install openjdk-17-jdk-headless`)",
+    "javac": "Java 11 or 17, a JDK (for example `apt-get install openjdk-17-jdk-headless`)",
+    "mvn": "Apache Maven (for example `apt-get install maven`)",
+}
+_LINES_OF_A_FAILURE = 20
+
+
+def cache_folder(name: str) -> Path:
+    """A folder for what takes long to make, for this user only: `$BEAMJAX_CACHE/name`.
+
+    By default that is `~/.cache/beamjax/name`, or below `$XDG_CACHE_HOME`.
+    """
+    root = os.environ.get("BEAMJAX_CACHE")
+    if not root:
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(caches, "beamjax")
+    folder = Path(root).absolute() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def find(tool: str) -> str | None:
+    """The path of a program on `PATH`, or in `$JAVA_HOME` if it is one of Java's."""
+    home = os.environ.get("JAVA_HOME")
+    if home and tool.startswith("java"):
+        found = shutil.which(os.path.join(home, "bin", tool))
+        if found:
+            return found
+    return shutil.which(tool)
+
+
+def missing(*tools: str) -> list[str]:
+    """What to install to have these programs, those that are not there."""
+    return list(dict.fromkeys(_HELP[tool] for tool in tools if find(tool) is None))
+
+
+def require(tool: str, purpose: str) -> str:
+    """The path of a program.
+
+    Raises:
+      OptionsError: it is not there; the message says what to install.
+    """
+    found = find(tool)
+    if found is None:
+        raise OptionsError(f"{purpose}: found no `{tool}` on PATH; install {_HELP[tool]}")
+    return found
+
+
+def run(
+    command: Sequence[str],
+    purpose: str,
+    environment: Mapping[str, str] | None = None,
+    advice: str = "",
+) -> None:
+    """Runs a program to its end.
+
+    Raises:
+      OptionsError: it fails; the message has the last lines that it wrote.
+    """
+    done = subprocess.run(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.strip()][-_LINES_OF_A_FAILURE:]
+        told = "\n".join(f"  {line}" for line in lines)
+        raise OptionsError(
+            f"{purpose}: `{' '.join(command)}` ended with status {done.returncode}{advice}:\n{told}"
+        )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder that take this lock too."""
+    with open(folder / "lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,122 @@
+"""A pool of Beam's SDK workers: threads of one process that stays, with all that it has loaded.
+
+Beam's own pool knows workers by their names alone, and every TaskManager of Flink names its
+workers alike: it stops the workers of one when another asks. This one knows them by who asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+READY = "workers at"
+"""How the log begins the line that says that workers may start."""
+RESTART_SECONDS = 1.0
+_STATE_CACHE_BYTES = 64 * 2**20
+
+
+def serve(host: str, port: int, loaded: threading.Event) -> Any:
+    """Starts a pool in this process and returns its server.
+
+    Args:
+      host: address to listen at. Whoever reaches it can have this process run any code.
+      port: to listen at.
+      loaded: set once workers may start.
+
+    Raises:
+      RuntimeError: somebody else listens there.
+    """
+    import grpc
+    from apache_beam.portability.api import beam_fn_api_pb2 as api
+    from apache_beam.portability.api import beam_fn_api_pb2_grpc as services
+    from apache_beam.runners.worker.sdk_worker import SdkHarness
+    from apache_beam.utils.sentinel import Sentinel
+    from apache_beam.utils.thread_pool_executor import shared_unbounded_instance
+
+    class Pool(services.BeamFnExternalWorkerPoolServicer):
+        def __init__(self) -> None:
+            self.workers: dict[tuple[str, str], SdkHarness] = {}
+
+        def StartWorker(self, request: Any, context: Any) -> Any:
+            loaded.wait()
+            try:
+                worker = SdkHarness(
+                    request.control_endpoint.url,
+                    worker_id=request.worker_id,
+                    state_cache_size=_STATE_CACHE_BYTES,
+                    data_buffer_time_limit_ms=-1,
+                )
+                self.workers[context.peer(), request.worker_id] = worker
+                threading.Thread(target=worker.run, daemon=True).start()
+                return api.StartWorkerResponse()
+            except Exception:
+                return api.StartWorkerResponse(error=traceback.format_exc())
+
+        def StopWorker(self, request: Any, context: Any) -> Any:
+            worker = self.workers.pop((context.peer(), request.worker_id), None)
+            if worker is not None:
+                worker._responses.put(Sentinel.sentinel)  # how Beam's own pool ends a thread
+            return api.StopWorkerResponse()
+
+    options = [
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.server(shared_unbounded_instance(), options=options)
+    services.add_BeamFnExternalWorkerPoolServicer_to_server(Pool(), server)
+    server.add_insecure_port(f"{host}:{port}")
+    server.start()
+    return server
+
+
+def supervise(arguments: list[str]) -> None:
+    """Runs a pool as a child process, and another one whenever it dies."""
+    command = [sys.executable, "-m", "beamjax.pipelines.worker_pool", *arguments, "--child"]
+    while True:
+        child = subprocess.Popen(command)
+        status = child.wait()
+        print(f"the pool ended with status {status}; starting another one", flush=True)
+        time.sleep(RESTART_SECONDS)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a pool until it is stopped."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m beamjax.pipelines.worker_pool")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=50001, help="port to listen at")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if not arguments.child:
+        supervise(argv)
+        return
+    parent = os.getppid()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    loaded = threading.Event()
+    # It listens at once: Flink would take a refused connection for a failure and count it.
+    server = serve(arguments.host, arguments.port, loaded)
+    import jax
+
+    import beamjax.pipelines.workers  # noqa: F401  (so that the first job finds it loaded)
+
+    # The device is taken before the first job, and a machine without one is told at once.
+    print(f"devices: {jax.devices()}", flush=True)
+    loaded.set()
+    address = f"{arguments.host}:{arguments.port}"
+    print(f"{READY} {address}, process {os.getpid()}", flush=True)
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    server.stop(0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Runners that are servers of their own, for tests: what each needs, and how it is started.
+
+`pytest -n0 --clusters` starts each of them once, at the first test that needs it.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+MISSING: dict[str, list[str]] = {}
+"""What has to be installed to run what was skipped, by the mark of the tests."""
+
+WATCHER = """
+import os, sys, time
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(1)
+from beamjax.pipelines import flink_cluster
+flink_cluster.down(sys.argv[1])
+"""
+"""Stops a cluster where a session of tests is killed and cannot."""
+
+NEEDS = {"prism": ["go"], "flink": ["java", "javac", "mvn"], "spark": ["java", "mvn"]}
+SECONDS = 200.0
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A runner, and options with which it is on the servers of this session."""
+
+    name: str
+    options: dict
+
+    def flags(self, **more):
+        """Options for `beamjax.run`."""
+        return {"pipeline_timeout": SECONDS, **self.options, **more}
+
+
+def available(mark):
+    """Whether tests with this mark can run here; notes what they lack."""
+    from beamjax.pipelines import prism, tools
+
+    if mark == "prism" and prism.installed().exists():
+        return True
+    lacks = tools.missing(*NEEDS[mark])
+    if lacks:
+        MISSING[mark] = lacks
+    return not lacks
+
+
+def start_prism(stack):
+    from beamjax.pipelines import prism
+
+    prism.locate()
+    return Runner("PrismRunner", {})
+
+
+def start_cluster(stack):
+    from beamjax.pipelines import flink_cluster
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-")))
+    settings = flink_cluster.Settings(taskmanagers=2, slots=2, attempts=3, delay=10)
+    stack.callback(flink_cluster.down, folder)
+    watcher = subprocess.Popen([sys.executable, "-c", WATCHER, str(folder)])
+    stack.callback(watcher.wait)
+    stack.callback(watcher.kill)
+    flink_cluster.up(folder, settings)
+    return Runner("FlinkRunner", {"flink_cluster": str(folder), "parallelism": 2})
+
+
+def start_embedded(stack):
+    return Runner("FlinkRunner", {"flink_master": "[local]", "parallelism": 2})
+
+
+def start_spark(stack):
+    return Runner("SparkRunner", {"spark_master_url": "local[2]"})
+
+
+RUNNERS = {
+    "prism": (start_prism, "prism"),
+    "flink": (start_cluster, "flink"),
+    "flink-embedded": (start_embedded, "flink"),
+    "spark": (start_spark, "spark"),
+}
+
+
+def params(*names):
+    """Parameters of tests on these runners, with their marks."""
+    return [pytest.param(name, marks=getattr(pytest.mark, RUNNERS[name][1])) for name in names]
+
+
+def starter(stack):
+    """A function that gives a runner by its name, started at its first use."""
+
+    @functools.cache
+    def started(name):
+        start, mark = RUNNERS[name]
+        if not available(mark):
+            pytest.skip(f"needs {' and '.join(MISSING[mark])}")
+        return start(stack)
+
+    return started
+
+
+def summary(config):
+    """What a reader of the results of a session must know of tests that did not run."""
+    if not config.getoption("--clusters"):
+        yield "Prism, Flink and Spark: not tested; `pytest -n0 --clusters` does"
+    for mark, lacks in MISSING.items():
+        yield f"{mark.capitalize()}: NOT TESTED, for want of {' and of '.join(lacks)}"
+
+
+def sharing(config):
+    """Whether this session has processes that would each start servers."""
+    return "PYTEST_XDIST_WORKER" in os.environ or bool(config.getoption("numprocesses", None))

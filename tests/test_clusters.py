@@ -1,0 +1,313 @@
+"""Programs on Prism, Flink and Spark: the same bits as in this process, and errors that say where.
+
+Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import apache_beam as beam
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cluster_runners import params, starter
+from programs import CASES, X
+from test_run import MORE, assert_close, assert_same_bits, built, by_jit, by_local
+
+import beamjax as bj
+from beamjax import cli
+from beamjax.errors import OptionsError, WorkerError
+from beamjax.options import parse_options
+from beamjax.pipelines import flink_cluster, job_servers, prism, processes
+from beamjax.pipelines.runners import beam_options, make_runner
+
+# Threads of Beam that talk to a job server end so, where a pipeline fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+EVERY = params("prism", "flink")
+ALL = params("prism", "flink", "flink-embedded", "spark")
+N = 12
+MEMBERS = np.arange(N, dtype=np.float32)
+
+
+@pytest.fixture(scope="session")
+def started():
+    with contextlib.ExitStack() as stack:
+        yield starter(stack)
+        job_servers.stop_all()
+
+
+@pytest.fixture
+def runner(request, started):
+    return started(request.param)
+
+
+def on(runner, fn, *args, **flags):
+    return bj.run(fn, *args, runner=runner.name, options=runner.flags(**flags))
+
+
+def calling(host, n=N):
+    """A program whose body calls the host with each member, in shards of 8."""
+
+    @bj.program(clients=n)
+    def program(x):
+        kind = jax.ShapeDtypeStruct((), jnp.float32)
+        body = lambda v: jax.pure_callback(host, kind, v, vmap_method="sequential")
+        return bj.reduce_sum(bj.map_fn(body, x))
+
+    return program
+
+
+# --- programs x runners
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("runner", EVERY, indirect=True)
+def test_a_program_gives_the_bits_of_the_plan_and_what_jit_gives(runner, name):
+    fn, args = built(name)
+    found = on(runner, fn, *args)
+    assert_same_bits(found, by_local(name))
+    assert_close(found, by_jit(name))
+
+
+FEW = "plain grad_server scan_of_rounds while_of_rounds two_placements keys_placed \
+callback_in_body affine_maps_in_order".split()
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("runner", params("flink-embedded", "spark"), indirect=True)
+def test_a_few_programs_on_runners_that_are_slow_to_start(runner, name):
+    fn, args = built(name)
+    assert_same_bits(on(runner, fn, *args), by_local(name))
+
+
+@pytest.mark.parametrize("program", MORE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("runner", EVERY, indirect=True)
+def test_passes_gathers_and_lanes(runner, program):
+    assert_same_bits(on(runner, program, X), bj.run(program, X, runner="local"))
+
+
+@bj.program(clients=100)
+def stages(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+    mean = bj.reduce_mean(y)
+    z = bj.map_fn(lambda v, u: jnp.sum((v - mean) ** 3) * u, (y, x))
+    return mean, z, bj.reduce_max(z), bj.reduce_sum(z)
+
+
+W = np.random.default_rng(1).normal(size=3).astype(np.float32)
+ROWS = np.random.default_rng(0).normal(size=(100, 5, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("runner", EVERY, indirect=True)
+def test_many_shards_in_files_and_pieces_give_the_same_bits(runner, monkeypatch, tmp_path):
+    expected = bj.run(stages, W, ROWS, runner="local", options={"shard_size": 8})
+    np.save(tmp_path / "rows.npy", ROWS)
+    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    rows = bj.from_npy(str(tmp_path / "rows.npy"))
+    found = on(runner, stages, W, rows, shard_size=8, work_folder=str(tmp_path))
+    assert_same_bits(found, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
+
+
+@pytest.mark.parametrize("runner", EVERY, indirect=True)
+def test_runs_at_the_same_time(runner):
+    expected = bj.run(stages, W, ROWS, runner="local", options={"shard_size": 8})
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(on, runner, stages, W, ROWS, shard_size=8) for _ in range(3)]
+        for run in runs:
+            assert_same_bits(run.result(), expected)
+
+
+def means(folder, name, flags):
+    """The mean over a PCollection of nobody knows how many members, by a user's own pipeline."""
+    (n,) = jax.export.symbolic_shape("n")
+    program = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sin, x)))
+    runner = make_runner(name)
+    options = beam_options(parse_options(flags), runner)
+    folder.mkdir()
+    with beam.Pipeline(runner=runner, options=options) as pipeline:
+        members = pipeline | beam.Create(list(enumerate(MEMBERS)))
+        found = members | bj.transform(
+            program, jax.ShapeDtypeStruct((n,), "float32"), options={"work_folder": str(folder)}
+        )
+        found | beam.Map(lambda v: v.tobytes().hex()) | beam.io.WriteToText(str(folder / "out"))
+    (file,) = folder.glob("out*")
+    return file.read_text()
+
+
+@pytest.mark.parametrize("runner", EVERY, indirect=True)
+def test_a_transform_counts_the_members_of_a_pipeline(runner, tmp_path):
+    expected = means(tmp_path / "here", "FnApiRunner", {})
+    assert means(tmp_path / "there", runner.name, runner.flags()) == expected
+
+
+@pytest.mark.flink
+def test_each_task_manager_has_workers_of_its_own(started, tmp_path):
+    def note(v):
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(0.02)
+        return np.float32(v)
+
+    runner = started("flink")
+    members = np.arange(128, dtype=np.float32)
+    assert on(runner, calling(note, 128), members, shard_size=8, parallelism=4) == members.sum()
+    pids = {int(path.name) for path in tmp_path.iterdir()}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("runner", ALL, indirect=True)
+def test_errors_of_a_body_come_back_with_step_and_shard(runner):
+    # In here, since workers do not have the modules of tests.
+    def refuse_five(v):
+        if v == 5:
+            raise ValueError("five is not taken")
+        return np.float32(v)
+
+    where = r"step 'map_clients_0' .*shard 0 of placement 'clients', members 0 to 7"
+    with pytest.raises(WorkerError, match=rf"(?s){where}.*five is not taken"):
+        on(runner, calling(refuse_five), MEMBERS, shard_size=8)
+
+
+@pytest.mark.parametrize("runner", EVERY, indirect=True)
+def test_a_pipeline_that_takes_too_long_is_cancelled(runner, tmp_path):
+    given_up = tmp_path / "given up"
+
+    def wait_at_five(v):
+        end = time.monotonic() + 120
+        while v == 5 and time.monotonic() < end and not given_up.exists():
+            time.sleep(0.1)
+        return np.float32(v)
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(WorkerError, match=r"longer than 2.0 s \(option pipeline_timeout\)"):
+            on(runner, calling(wait_at_five), MEMBERS, shard_size=8, pipeline_timeout=2)
+    finally:
+        given_up.touch()
+    assert time.monotonic() - start < 100
+
+
+@pytest.mark.flink
+def test_a_worker_that_dies_is_replaced(started, tmp_path):
+    runner = started("flink")
+    fallen = tmp_path / "fallen"
+
+    def die_once(v):
+        if v == 5 and not fallen.exists():
+            fallen.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.float32(v)
+
+    found = on(runner, calling(die_once), MEMBERS, shard_size=8)
+    assert found == MEMBERS.sum()
+    assert fallen.exists()
+    folder = runner.options["flink_cluster"]
+    assert processes.wait_until(lambda: flink_cluster.status(folder)["healthy"], 30)
+
+
+# --- the cluster
+
+
+@pytest.mark.flink
+def test_the_command_tells_of_the_cluster(started, capsys):
+    folder = started("flink").options["flink_cluster"]
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    before = flink_cluster.status(folder)
+    up = ["flink", "up", "--folder", folder, "--taskmanagers=2"]
+    assert cli.main([*up, "--slots=2"]) == 0  # it runs already
+    assert "ready" in capsys.readouterr().out
+    assert cli.main(["flink", "status", "--json", "--folder", folder]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(before))
+    assert cli.main([*up, "--slots=1"]) == 1
+    assert "found a running cluster of 2 task managers with 2 slots" in capsys.readouterr().err
+
+
+@pytest.mark.flink
+def test_only_this_machine_reaches_workers_and_flink(started):
+    folder = started("flink").options["flink_cluster"]
+    cluster = flink_cluster.read(folder)
+    outside = _address_of_this_machine()
+    if outside is None:
+        pytest.skip("this machine has no address but loopback")
+    # The ports of Beam's job server are at all addresses; it has no option for that.
+    ports = [cluster.pool_port, cluster.rest_port]
+    assert not any(processes.listens(outside, port) for port in ports)
+
+
+def _address_of_this_machine():
+    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
+    addresses = [one for one in found.split() if re.fullmatch(r"[\d.]+", one)]
+    return next((one for one in addresses if not one.startswith("127.")), None)
+
+
+@pytest.mark.flink
+def test_a_cluster_that_does_not_run_is_an_error(tmp_path):
+    with pytest.raises(OptionsError, match="expected a running cluster; start one with"):
+        bj.run(stages, W, ROWS, runner="FlinkRunner", options={"flink_cluster": str(tmp_path)})
+
+
+# --- Prism
+
+
+@pytest.mark.prism
+def test_prism_ends_with_a_launcher_that_is_killed(started):
+    started("prism")
+    code = (
+        "import os, signal\n"
+        "from apache_beam.options.pipeline_options import PipelineOptions\n"
+        "from beamjax.pipelines import job_servers, prism\n"
+        "prism.connected(PipelineOptions([]))\n"
+        "(server,) = job_servers._servers.values()\n"
+        "print(server.endpoint, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    port = int(done.stdout.split(":")[1])
+    assert processes.wait_until(lambda: not processes.listens("localhost", port), 10)
+
+
+@pytest.mark.prism
+def test_prism_in_a_thread_that_is_not_the_main_one(started):
+    runner, found = started("prism"), []
+    job_servers.stop_all()
+    thread = threading.Thread(target=lambda: found.append(on(runner, stages, W, ROWS)))
+    thread.start()
+    thread.join()
+    assert_same_bits(found[0], bj.run(stages, W, ROWS, runner="local"))
+
+
+@pytest.mark.prism
+def test_a_prism_that_is_given(started, tmp_path):
+    started("prism")
+    program = prism.locate()
+    found = bj.run(stages, W, ROWS, runner="PrismRunner", options={"prism_location": program})
+    assert_same_bits(found, bj.run(stages, W, ROWS, runner="local"))
+    missing = str(tmp_path / "none")
+    with pytest.raises(OptionsError, match=r"prism_location: found .*none"):
+        bj.run(stages, W, ROWS, runner="PrismRunner", options={"prism_location": missing})
+
+
+def test_prism_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+
+    def offline(url, **_):
+        raise RuntimeError(f"Unable to fetch {url}")
+
+    monkeypatch.setattr(prism.PrismJobServer, "local_bin", offline)
+    with pytest.raises(OptionsError, match=r"there is no Go to build it; run `beamjax prism inst"):
+        bj.run(stages, W, ROWS, runner="PrismRunner")

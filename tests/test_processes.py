@@ -1,0 +1,160 @@
+"""Servers beside a program: known again by pid and start, stopped with all that they started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from beamjax.errors import OptionsError
+from beamjax.pipelines import guard, job_servers, processes
+
+SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def sleeping(tmp_path):
+    process = processes.start("sleeper", SLEEP, tmp_path)
+    yield process
+    process.stop()
+
+
+def test_a_process_is_known_again(sleeping, tmp_path):
+    assert processes.known(tmp_path) == [sleeping]
+    assert sleeping.alive
+    assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
+
+
+def test_a_process_is_stopped_with_its_pid_file(sleeping, tmp_path):
+    sleeping.stop()
+    assert not sleeping.alive
+    assert processes.known(tmp_path) == []
+    sleeping.stop()
+
+
+def test_a_process_that_ended_by_itself_is_not_alive(sleeping):
+    os.kill(sleeping.pid, signal.SIGKILL)
+    assert processes.wait_until(lambda: not sleeping.alive, 10)
+
+
+def test_another_process_with_the_same_pid_is_left_alone(sleeping, tmp_path):
+    mistaken = processes.Process("old", tmp_path, sleeping.pid, "12345")
+    assert not mistaken.alive
+    mistaken.stop()
+    assert sleeping.alive
+
+
+def test_pid_files_that_are_broken_are_passed_over(tmp_path):
+    for number, text in enumerate(["", "{", "[]", '{"pid": "x", "started": ""}', '{"pid": 1}']):
+        (tmp_path / f"{number}.pid").write_text(text)
+    assert processes.known(tmp_path) == []
+
+
+def test_what_a_process_starts_ends_with_it(tmp_path):
+    process = processes.start("parent", [sys.executable, "-c", PARENT, *SLEEP[1:]], tmp_path)
+    assert processes.wait_until(lambda: "here" in process.log.read_text(), 20)
+    child = int(process.log.read_text().split()[0])
+    process.stop()
+    assert processes.wait_until(lambda: not processes._started(child), 10)
+
+
+def test_logs_of_processes_that_wrote_nothing(tmp_path):
+    (tmp_path / "empty").touch()
+    assert "empty" in processes.tail(tmp_path / "empty")
+    assert "no log" in processes.tail(tmp_path / "none")
+
+
+def test_free_ports_are_different_and_free():
+    ports = processes.free_ports(4, ["127.0.0.1"])
+    assert len(set(ports)) == 4
+    assert all(processes.can_listen("127.0.0.1", port) for port in ports)
+    assert not any(processes.listens("127.0.0.1", port) for port in ports)
+
+
+# --- the guard
+
+
+def test_a_guard_gives_the_status_of_its_command():
+    done = subprocess.run(
+        [sys.executable, guard.__file__, sys.executable, "-c", "raise SystemExit(7)"]
+    )
+    assert done.returncode == 7
+
+
+def guarded(tmp_path):
+    """A process whose child is a guard of a sleeping process; and the pid of that."""
+    command = [sys.executable, "-c", PARENT, "-I", "-S", guard.__file__, *SLEEP]
+    launcher = processes.start("launcher", command, tmp_path)
+    assert processes.wait_until(lambda: "here" in launcher.log.read_text(), 20)
+    of_guard = int(launcher.log.read_text().split()[0])
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(of_guard)], capture_output=True, text=True
+    )
+    return launcher, of_guard, int(found.stdout)
+
+
+@pytest.mark.parametrize("who", ["launcher", "guard"])
+def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
+    launcher, of_guard, server = guarded(tmp_path)
+    try:
+        assert processes._started(server)
+        if who == "launcher":
+            os.kill(launcher.pid, signal.SIGKILL)
+        else:
+            os.kill(of_guard, signal.SIGTERM)
+        assert processes.wait_until(lambda: not processes._started(server), 10)
+    finally:
+        launcher.stop()
+
+
+# --- job servers
+
+LISTEN = """
+import socket, sys, time
+server = socket.create_server(("localhost", int(sys.argv[1])))
+time.sleep(60)
+"""
+
+
+def test_a_job_server_is_started_once_and_again_if_it_ended():
+    def command(ports, _):
+        return [sys.executable, "-c", LISTEN, str(ports[0])]
+
+    first = job_servers.serve("Test", "key", command)
+    try:
+        assert job_servers.serve("Test", "key", command) is first
+        first.process.kill()
+        first.process.wait()
+        second = job_servers.serve("Test", "key", command)
+        assert second is not first
+        assert second.alive
+    finally:
+        job_servers._servers.pop("key").stop()
+    assert not second.alive
+    assert not second.folder.exists()
+
+
+def test_a_job_server_that_does_not_start_is_an_error_with_its_log():
+    start = time.monotonic()
+    with pytest.raises(OptionsError, match=r"(?s)job server of Test does not start.*no such thing"):
+        job_servers.serve(
+            "Test", "bad", lambda *_: [sys.executable, "-c", "raise SystemExit('no such thing')"]
+        )
+    assert time.monotonic() - start < 30
+
+
+def test_defaults_do_not_replace_what_is_given():
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    given = PipelineOptions(["--environment_type=PROCESS", "--unknown=3"])
+    found = job_servers.with_defaults(given, environment_type="LOOPBACK", parallelism=2)
+    told = found.get_all_options(drop_default=True, retain_unknown_options=True)
+    assert told == {"environment_type": "PROCESS", "unknown": "3", "parallelism": 2}
