@@ -279,16 +279,19 @@ def check_runners(required: Sequence[str]) -> Iterator[Finding]:
 
 
 def _prism() -> list[str]:
+    from beamjax.pipelines import tools
+
     cached = os.path.isdir(os.path.expanduser("~/.apache_beam/cache/prism"))
-    if cached or shutil.which("prism") or shutil.which("go"):
+    built = any(tools.cache_folder("").glob("prism-*/prism"))
+    if cached or built or tools.find("prism") or tools.find("go"):
         return []
     return ["install Go, from which Prism is built, or give prism_location=PATH"]
 
 
 def _java() -> list[str]:
-    home = os.environ.get("JAVA_HOME")
-    there = shutil.which("java") or (home and shutil.which(os.path.join(home, "bin", "java")))
-    return [] if there else ["install Java 11 or 17 (a JDK)"]
+    from beamjax.pipelines import tools
+
+    return [] if tools.find("java") else ["install Java 11 or 17 (a JDK)"]
 
 
 def _flink() -> list[str]:

@@ -187,6 +187,7 @@ TESTED_ELSEWHERE = {
     "shards": "test_workers",
     "sizing": "test_run",
     "spark": "test_clusters",
+    "sliced": "test_regrouping",
     "split": "test_run",
     "streaming": "test_reading",
     "stage": "test_bad_input",
