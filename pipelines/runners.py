@@ -15,7 +15,7 @@ from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions,
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.transforms import environments
 
-from beamjax.errors import OptionsError
+from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.inputs import Inputs
 from beamjax.monitor import Monitor
 from beamjax.options import OWN, Options
@@ -158,8 +158,10 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     keep = options.keep_folder == "always"
     try:
         yield store
-    except Exception:
-        keep = options.keep_folder is not None
+    except Exception as error:
+        keep = keep or (
+            options.keep_folder == "failed" and not isinstance(error, JobCancelledError)
+        )
         raise
     finally:
         if not keep:
