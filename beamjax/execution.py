@@ -111,8 +111,7 @@ def launch(
     if runner != LOCAL:
         from beamjax.pipelines.runners import beam_options, make_runner
 
-        runner = make_runner(runner)
-        beam_options(parsed, runner)
+        beam_options(parsed, make_runner(runner))
     return launch_work(_work(fn, args, runner, parsed))
 
 

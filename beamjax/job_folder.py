@@ -15,6 +15,8 @@ be at a local path or any URL that Beam's FileSystems knows.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ FORMAT = 1
 SILENCE = 60.0
 """Seconds without a sign of a launching process on another machine after which it is lost."""
 _RECORDS = "records"
-_SUFFIXES = (records.SUFFIX, ".arrays")
+_OWN = re.compile(r"(job|state|progress|cancel|result)\.record|result-\d+\.arrays")
 
 
 def _files() -> Any:
@@ -48,7 +50,7 @@ class JobFolder:
     """
 
     def __init__(self, path: str):
-        self.path = path
+        self.path = path if _files().is_url(path) else os.path.abspath(path)
 
     @property
     def slowness(self) -> float:
@@ -278,7 +280,7 @@ class JobFolder:
     def clear(self) -> None:
         """Removes the files of a job, but not the folder."""
         files = _files()
-        names = [n for n in files.names(self.path) if n.endswith(_SUFFIXES)]
+        names = [name for name in files.names(self.path) if _OWN.fullmatch(name)]
         files.remove_files(self.path, names)
         folder = files.join(self.path, _RECORDS)
         files.remove_files(folder, [n for n in files.names(folder) if n.endswith(records.SUFFIX)])

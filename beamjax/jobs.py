@@ -258,7 +258,7 @@ def launch_work(work: Work) -> Job:
     def target() -> None:
         try:
             with with_settings(here):
-                value = _execute(work, monitor, display_for(work.options, launched=True))
+                value = _execute(work, monitor, display_for(work.options, launched=True), True)
         except BaseException as error:
             _tell_where(folder, keep, error)
             outcome.set_exception(error)
@@ -279,7 +279,7 @@ def run_work(work: Work) -> Any:
     folder.begin(_describe(work))
     failed: BaseException | None = None
     try:
-        return _execute(work, Monitor(work.plan, folder), display)
+        return _execute(work, Monitor(work.plan, folder), display, save=keep(None))
     except BaseException as error:
         failed = error
         _tell_where(folder, keep, error)
@@ -325,14 +325,15 @@ def _is_cancel(error: BaseException) -> bool:
     return isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
 
 
-def _execute(work: Work, monitor: Monitor, display: Display | None) -> Any:
-    """Does the work, and writes into the folder of the monitor how it ends."""
+def _execute(work: Work, monitor: Monitor, display: Display | None, save: bool) -> Any:
+    """Does the work, and writes into the folder of the monitor how it ends, and what came out."""
     folder = monitor.folder
     assert folder is not None
     try:
         with _watched(folder, monitor, display):
             value = work.compute(monitor)
-        write_result(folder, value, work.plan.x64)
+        if save:
+            write_result(folder, value, work.plan.x64)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the error itself is what counts
             folder.end("cancelled" if _is_cancel(error) else "failed", error)
@@ -353,7 +354,8 @@ def _watched(folder: JobFolder, monitor: Monitor, display: Display | None) -> It
             if folder.cancel_requested():
                 monitor.cancel()
         if display is not None:
-            display.update(progress)
+            with contextlib.suppress(Exception):  # as of a stderr that is closed
+                display.update(progress)
 
     def watch() -> None:
         while not over.wait(LOOK * folder.slowness):
@@ -368,4 +370,5 @@ def _watched(folder: JobFolder, monitor: Monitor, display: Display | None) -> It
         thread.join()
         look()
         if display is not None:
-            display.close()
+            with contextlib.suppress(Exception):
+                display.close()

@@ -79,12 +79,18 @@ class Monitor:
         try:
             yield None if self.folder is None else Reports(self.folder.path, name)
         except Exception as error:
-            if self._cancelled.is_set():
+            if self._cancelled.is_set() or self._asked_to_end():
                 raise JobCancelledError("the job was cancelled") from error
             raise
         finally:
             self._fold(name)
         self.tick()
+
+    def _asked_to_end(self) -> bool:
+        """Whether the folder says so, which workers may have seen before this process."""
+        with contextlib.suppress(Exception):
+            return self.folder is not None and self.folder.cancel_requested()
+        return False
 
     def _fold(self, name: str) -> None:
         found = self.folder.workers(name) if self.folder is not None else []

@@ -21,7 +21,7 @@ from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.runners.portability.spark_runner import SparkRunner
 from apache_beam.transforms import environments
 
-from beamjax.errors import OptionsError
+from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.inputs import Inputs
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
@@ -259,8 +259,10 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     keep = options.keep_folder == "always"
     try:
         yield store
-    except Exception:
-        keep = options.keep_folder is not None
+    except Exception as error:
+        keep = keep or (
+            options.keep_folder == "failed" and not isinstance(error, JobCancelledError)
+        )
         raise
     finally:
         if not keep:

@@ -234,7 +234,9 @@ def test_what_is_kept(keep, fails, empty_tmp):
 def test_a_folder_that_was_given_is_kept(tmp_path, empty_tmp):
     folder = tmp_path / "a" / "job"
     folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
+    mine = [folder / "notes.txt", folder / "x.arrays", folder / "my.record"]
+    for path in mine:
+        path.write_text("mine")
     expected = bj.run(total, X, runner="local")
     for _ in range(2):  # what an earlier job left is replaced
         assert_same(bj.run(total, X, options={"job_folder": folder}), expected)
@@ -243,10 +245,19 @@ def test_a_folder_that_was_given_is_kept(tmp_path, empty_tmp):
         assert_same(job.result(), expected)
         assert job.progress().done.members == 2 * N
     job.close()
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.read_text() for path in mine] == ["mine"] * 3
     assert not [path for path in folder.iterdir() if path.name.startswith("beamjax-")]
     assert list((folder / "records").iterdir()) == []
     assert list(empty_tmp.iterdir()) == []
+
+
+def test_a_relative_folder_is_known_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with bj.launch(total, X, runner="local", options={"job_folder": "job"}) as job:
+        job.wait()
+        monkeypatch.chdir("/")
+        assert job.folder == str(tmp_path / "job")
+        assert bj.open_job(job.folder).state is JobState.DONE
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path, gate):
