@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -36,3 +37,11 @@ def pytest_configure(config):
 def pytest_collection_finish():
     """Keeps the garbage collector from all that was imported."""
     gc.freeze()
+
+
+@pytest.fixture
+def unoptimized():
+    """Compiles in half of the time; for large tables that other tests run optimized parts of."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
