@@ -1,6 +1,9 @@
 """Settings for all tests: eight CPU devices, and no dtype or rank changes that nobody asked for."""
 
+import gc
 import os
+import platform
+import shutil
 
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
@@ -13,6 +16,37 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+gc.set_threshold(20_000, 20, 20)  # At Python's own thresholds it takes a tenth of the time.
+
+MAX_KEPT = 2**30
+"""Bytes of compiled functions at which the tests start anew."""
+
+
+def _keep_compiled(config):
+    """Compiles once what several workers run, and what the next run of the tests runs again."""
+    if not config.pluginmanager.hasplugin("cacheprovider"):
+        return
+    folder = config.cache.mkdir(f"compiled-{platform.node()}-{jax.__version__}")
+    first = not hasattr(config, "workerinput")
+    if first and sum(file.stat().st_size for file in folder.iterdir()) > MAX_KEPT:
+        shutil.rmtree(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish():
+    """Keeps the garbage collector from all that was imported."""
+    gc.freeze()
+
+
+@pytest.fixture
+def unoptimized():
+    """Compiles in half of the time; for large tables that other tests run optimized parts of."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -24,6 +58,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--clusters") and cluster_runners.sharing(config):
         raise pytest.UsageError("--clusters starts servers once a process; give -n0 with it")
+    _keep_compiled(config)
 
 
 def pytest_collection_modifyitems(config, items):

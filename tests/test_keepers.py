@@ -66,7 +66,7 @@ def run(plan, arrays, runner="local", **options):
     if runner != "local":
         return runners.run_plan(plan, inputs, runner, parsed)
     with keepers.local_keeper(plan, inputs, parsed) as keeper:
-        return evaluate(plan, inputs, parsed, keeper)
+        return evaluate(plan, inputs, parsed, keeper=keeper)
 
 
 def assert_same(found, expected):
