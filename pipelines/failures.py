@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,31 +25,25 @@ _TOLD_CHARACTERS = 4000
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a DoFn that leaves a record of its errors in the store that `store_of` finds."""
+    """A method of a DoFn, a generator or not, that leaves a record of its errors in the store."""
 
     @functools.wraps(method)
-    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generating(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
-            yield from method(self, *args, **kwargs) or ()
+            yield from method(self, *args, **kwargs)
         except Exception as error:
             _record_for(self, error)
             raise
 
-    return recording
-
-
-def recorded_call(method: Callable[..., None]) -> Callable[..., None]:
-    """The same of a method that yields nothing, ever."""
-
     @functools.wraps(method)
-    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except Exception as error:
             _record_for(self, error)
             raise
 
-    return recording
+    return generating if inspect.isgeneratorfunction(method) else calling
 
 
 def _record_for(fn: Any, error: Exception) -> None:

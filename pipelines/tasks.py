@@ -20,7 +20,7 @@ from beamjax.inputs import Reader
 from beamjax.machine import Machine
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
-from beamjax.pipelines.failures import recorded, recorded_call
+from beamjax.pipelines.failures import recorded
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
 from beamjax.shards import ShardExecutor
@@ -145,10 +145,9 @@ class StepFn(beam.DoFn):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        wrappers = {"setup": recorded_call, "process": recorded, "finish_bundle": recorded}
-        for name, wrap in wrappers.items():
+        for name in ("setup", "process", "finish_bundle"):
             if name in vars(cls):
-                setattr(cls, name, wrap(vars(cls)[name]))
+                setattr(cls, name, recorded(vars(cls)[name]))
 
     def default_type_hints(self) -> IOTypeHints:
         """What Beam asks for."""

@@ -13,6 +13,7 @@ from beamjax.errors import ArrayFormatError, BeamjaxError, Failure, SourceError,
 from beamjax.pipelines import files
 from beamjax.pipelines.failures import own_errors, record_error, recorded_error
 from beamjax.pipelines.store import Store
+from beamjax.pipelines.tasks import StepFn
 from beamjax.shards import Shard, shard_errors
 
 N = 20
@@ -100,6 +101,39 @@ def test_a_record_makes_errors_of_beamjax_only(name):
 def test_records_that_cannot_be_written_hide_nothing(tmp_path):
     (tmp_path / "file").write_text("in the way")
     record_error(Store(str(tmp_path / "file")), WorkerError("x"))
+
+
+class Steps(StepFn):
+    """Fails in whatever way it is told to."""
+
+    def __init__(self, store, fails):
+        self.store, self.fails = store, fails
+
+    def setup(self):
+        assert self.fails != "setup"
+        return "set up"
+
+    def process(self, element):
+        yield element
+        assert self.fails != "process"
+
+    def finish_bundle(self):
+        assert self.fails != "finish_bundle"
+
+
+@pytest.mark.parametrize("fails", ["setup", "process", "finish_bundle", None])
+def test_a_dofn_leaves_a_record_of_its_errors_and_works_as_before(store, fails):
+    def run():
+        fn = Steps(store, fails)
+        return [fn.setup(), *fn.process(3), fn.finish_bundle()]
+
+    if fails is None:
+        assert run() == ["set up", 3, None]
+        assert recorded_error(store) is None
+        return
+    with pytest.raises(AssertionError):
+        run()
+    assert f"in {fails}" in recorded_error(store).failure.traceback
 
 
 # --- runners that say nothing
