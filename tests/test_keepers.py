@@ -13,7 +13,8 @@ from plans import Maker, inputs_of, renamed
 from test_driver import N, W, X, history_inputs, loop
 from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
-from beamjax.errors import CheckpointError
+import beamjax as bj
+from beamjax.errors import CheckpointError, OptionsError
 from beamjax.interpreters.evaluate import evaluate
 from beamjax.options import Options
 from beamjax.pipelines import checkpoint_folder, files, keepers, runners
@@ -328,6 +329,12 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/c: cannot be written"):
         run(*PLANS["descent"], checkpoint=str(tmp_path / "file" / "c"))
+
+
+def test_transform_saves_nothing(tmp_path):
+    total = bj.program(clients=4)(lambda x: bj.reduce_sum(x))
+    with pytest.raises(OptionsError, match="in the options of transform, where nobody drives"):
+        bj.transform(total, np.ones(4, np.float32), options={"checkpoint": str(tmp_path)})
 
 
 @pytest.mark.parametrize("work", [None, "work"])
