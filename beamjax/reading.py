@@ -127,13 +127,14 @@ def counted(
     """
     leaves, tree = jax.tree_util.tree_flatten(tuple(args), is_leaf=lambda x: isinstance(x, Source))
     streams = {id(leaf): leaf for leaf in leaves if isinstance(leaf, StreamSource)}
-    with contextlib.ExitStack() as stack:
-        if local:
-            found = stack.enter_context(spooled_here(list(streams.values()), options))
-        else:
-            from beamjax.pipelines.spooling import spooled
+    files: contextlib.AbstractContextManager[Sequence[Source]]
+    if local:
+        files = spooled_here(list(streams.values()), options)
+    else:
+        from beamjax.pipelines.spooling import spooled
 
-            found = stack.enter_context(spooled(list(streams.values()), runner, options))
+        files = spooled(list(streams.values()), runner, options)
+    with files as found:
         known: dict[int, Source] = dict(zip(streams, found, strict=True))
         try:
             yield jax.tree_util.tree_unflatten(tree, [known.get(id(x), x) for x in leaves])

@@ -247,16 +247,20 @@ class Graph:
             refs = read_served(self.store, f"{stem}-served-{number}")
             found |= {name: Served(self.store, ref=ref) for name, ref in refs.items()}
         written = files.names(self.store.root) if placed else []
-        counted = {
-            placement: found[size_name(placement)].array()
-            for placement, n in self.plan.sizes.items()
-            if n is None
-        }
-        plan = replace(self.plan, sizes={**self.plan.sizes, **counted})
+        plan = self._counted(found)
         for number, name in enumerate(placed):
             stem_of = f"{stem}-placed-{number}"
             found[name] = members(find_placed(self.store, plan, name, stem_of, written))
         return found
+
+    def _counted(self, found: Mapping[str, Served | Placed]) -> Plan:
+        """The plan, with the numbers of members that were found in the pipeline."""
+        sizes = dict(self.plan.sizes)
+        for placement in open_placements(self.plan):
+            n = found[size_name(placement)]
+            assert isinstance(n, Served)
+            sizes[placement] = int(n.array())
+        return replace(self.plan, sizes=sizes)
 
     def _results(self) -> tuple[dict[beam.PCollection, list[str]], list[str]]:
         """The outputs that steps compute: server values by environment, and placed ones."""
