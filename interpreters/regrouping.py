@@ -121,9 +121,7 @@ class Regrouping:
         return flat.eqns, [env.get(a, a) if isinstance(a, Var) else a for a in flat.outputs]
 
 
-def _sufficient(
-    program: PlacedProgram, block: FlatBlock, found: Sequence[Steps]
-) -> Sequence[Steps]:
+def _sufficient(program: PlacedProgram, block: FlatBlock, found: Sequence[Steps]) -> list[Steps]:
     """Those steps after which none of the members that they begin with are gathered."""
     members = {id(steps): _of_members(program, block, steps) for steps in found}
     kept = [*found]

@@ -146,6 +146,9 @@ def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
 
 # --- reductions along some axes
 
+_WRITES = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "max", "all": "min"}
+"""How rows are brought into a table, for each reduction: methods of `table.at[keys]`."""
+
 
 class _Axes:
     """The axes of a reshaped value in those of the members.
@@ -227,9 +230,8 @@ class _Axes:
             keys = self.rows_of(x.shape[:2], kept)
             neutral = jnp.asarray(REDUCERS[name].identity(x.dtype))
             table = jnp.full((rows, *x.shape[2:]), neutral).at[keys]
-            write = {"sum": table.add, "prod": table.mul, "max": table.max, "min": table.min,
-                     "any": table.max, "all": table.min}[name]  # fmt: skip
-            return [jnp.moveaxis(write(x), 0, before).reshape(result)]
+            total = getattr(table, _WRITES[name])(x)
+            return [jnp.moveaxis(total, 0, before).reshape(result)]
 
         return function
 

@@ -93,8 +93,9 @@ class _Cone:
         if all(axis is None for axis in axes):
             self.create(eqn)
             return
-        if eqn.primitive.name == "pad" and self.is_undone(eqn, axes[0]):
-            self.pad(eqn, axes[0])
+        axis = axes[0]
+        if axis is not None and self.is_undone(eqn, axis):
+            self.pad(eqn, axis)
             return
         reading = rules.classify(eqn, axes, self.part.count)
         if not self.reads(eqn, reading):
@@ -121,7 +122,8 @@ class _Cone:
 
     def cut(self, eqn: Eqn) -> None:
         """The slice itself: of all members, what it takes of each."""
-        along = self.program.places[eqn.inputs[0]]
+        along = self.program.place(eqn.inputs[0])
+        assert along is not None
         starts = replaced(eqn.params["start_indices"], along.axis, 0)
         limits = replaced(eqn.params["limit_indices"], along.axis, self.part.n)
 
@@ -149,11 +151,11 @@ class _Cone:
                  for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)]  # fmt: skip
         self.steps[eqn] = Step(eqn.inputs, whole, function)
 
-    def is_undone(self, eqn: Eqn, axis: int | None) -> bool:
-        """Whether a pad gives all members again: it is the derivative of the slice."""
-        part, fill = self.part, eqn.inputs[1]
+    def is_undone(self, eqn: Eqn, axis: int) -> bool:
+        """Whether an equation is a pad that gives all members again: the slice's derivative."""
+        part = self.part
         around = (part.start, part.n - part.start - part.count, 0)
-        if axis is None or self.program.place(fill) is not None:
+        if eqn.primitive.name != "pad" or self.program.place(eqn.inputs[1]) is not None:
             return False
         return tuple(eqn.params["padding_config"][axis]) == around
 
