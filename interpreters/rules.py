@@ -14,7 +14,7 @@ a shard at a time?" and answers with one of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from beamjax.interpreters import combinations, folds, indexing, memberwise
 from beamjax.interpreters.creations import CREATE
@@ -36,26 +36,24 @@ __all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shar
            "memberwise"]  # fmt: skip
 
 
-R = TypeVar("R", Local, Fold)
-
-
 def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     """How to compute `eqn`, whose placed operands have their n members along `axes`."""
     found = RULES.get(eqn.primitive.name)
     reading = found(eqn, axes, n) if found else None
-    return None if reading is None or not _fits(eqn, reading, n) else _plain(reading)
-
-
-def _plain(reading: R) -> R:
-    """The reading with `int` axes: JAX leaves NumPy integers in the parameters of equations."""
-    axes = {"in_axes": reading.in_axes}
+    if reading is None or not _fits(eqn, reading, n):
+        return None
     if isinstance(reading, Local):
-        axes["out_axes"] = reading.out_axes
-    plain = {
-        name: tuple(None if axis is None else int(axis) for axis in found)
-        for name, found in axes.items()
-    }
-    return replace(reading, **plain)  # type: ignore[type-var]
+        return _plain_local(reading)
+    return replace(reading, in_axes=_ints(reading.in_axes))
+
+
+def _plain_local(reading: Local) -> Local:
+    """The reading with `int` axes: JAX leaves NumPy integers in the parameters of equations."""
+    return replace(reading, in_axes=_ints(reading.in_axes), out_axes=_ints(reading.out_axes))
+
+
+def _ints(axes: Axes) -> tuple[int | None, ...]:
+    return tuple(None if axis is None else int(axis) for axis in axes)
 
 
 def _fits(eqn: Eqn, reading: Local | Fold, n: Any) -> bool:
@@ -73,7 +71,7 @@ def create(eqn: Eqn, axis: int, n: Any) -> Local | None:
     """The reading of `eqn` that makes members along `axis` out of server values alone."""
     found = CREATE.get(eqn.primitive.name)
     reading = found(eqn, axis, n) if found else None
-    return None if reading is None else _plain(reading)
+    return None if reading is None else _plain_local(reading)
 
 
 def invert(eqn: Eqn, out: int, axis: int, n: Any) -> Local | None:
