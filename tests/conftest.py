@@ -40,12 +40,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture
-def unoptimized():
-    """Compiles in half of the time; for large tables that other tests run optimized parts of."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Compiles large tables without optimizations, in half of the time."""
+    table = item.get_closest_marker("table") is not None
+    jax.config.update("jax_disable_most_optimizations", table)
 
 
 def pytest_addoption(parser):

@@ -515,7 +515,7 @@ def check(fn, args, beam=True):
         assert_same_bits(by_beam, local)
 
 
-@pytest.mark.usefixtures("unoptimized")
+@pytest.mark.table
 @pytest.mark.parametrize("names", groups(), ids=lambda names: f"{names[0]}-{names[-1]}")
 def test_bodies(names):
     check(*program_of(names))
@@ -534,7 +534,7 @@ def widened(x):
     return x.astype({"f": "float64", "i": "int64", "u": x.dtype}[np.dtype(x.dtype).kind])
 
 
-@pytest.mark.usefixtures("unoptimized")
+@pytest.mark.table
 @pytest.mark.parametrize("names", [WIDE[i::4] for i in range(4)], ids=lambda names: names[0])
 def test_bodies_in_64_bits(names):
     with jax.enable_x64(True):
@@ -579,7 +579,7 @@ def those_that_work(x):
     return {op: fn for op, fn in staged.items() if works(compiled, fn, x)}
 
 
-@pytest.mark.usefixtures("unoptimized")
+@pytest.mark.table
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *OTHERS])
 def test_reductions_and_broadcasts(dtype):
     x = of_dtype(dtype)

@@ -29,6 +29,7 @@ def without_bytes(texts):
     return [re.sub(r"^gathered .*", "gathered", text) for text in texts]
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("key", ROWS, ids=lambda key: ": ".join(key))
 def test_a_row_is_what_running_it_gives(key):

@@ -22,7 +22,10 @@ def quick(examples):
     )
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+SEEDS = [0, *(pytest.param(chunk, marks=pytest.mark.table) for chunk in range(1, CHUNKS))]
+
+
+@pytest.mark.parametrize("chunk", SEEDS)
 def test_programs_give_what_jit_gives(chunk):
     rejected = []
 

@@ -84,6 +84,7 @@ def truth(op, x, k, num_keys=KEYS):
     return np.stack(rows)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "complex64"])
 def test_by_key_gives_what_numpy_gives(op, dtype):
@@ -199,6 +200,7 @@ def test_derivatives_by_key(op):
     close(local(forward, x, K, X), jax.jvp(expected, (x,), (X,))[1])
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("zeros", [0, 1, 2, 3])
 def test_derivatives_of_products_by_key(zeros):
     """Against `jnp.prod` of the members of each key."""
@@ -280,6 +282,7 @@ EXACT = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_functions_give_the_value_in_order(name):
     combine, x = EXACT[name]
@@ -397,6 +400,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_derivatives_by_a_function(name):
     want = TRANSFORMED[name](smooth_truth)(*SMOOTH)
@@ -575,20 +579,28 @@ def test_a_shard_twice_is_an_error():
 # --- on a mesh
 
 
+def everything_and_gradients():
+    fn = program(everything, 16)
+    total = lambda w, x, k: sum(jnp.sum(jnp.tanh(v)) for v in fn(w, x, k)["again"])
+    return fn, jax.grad(total, (0, 1)), (jnp.float32(0.3), X[:16], K[:16])
+
+
+@pytest.fixture(name="on_one_device", scope="module")
+def run_on_one_device():
+    fn, grads, args = everything_and_gradients()
+    return jax.jit(fn)(*args), jax.jit(grads)(*args)
+
+
+@pytest.mark.table
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_on_a_mesh(kind, wrap):
-    n = 16
-    fn = program(everything, n)
-    total = lambda w, x, k: sum(jnp.sum(jnp.tanh(v)) for v in fn(w, x, k)["again"])
-    grads = jax.grad(total, (0, 1))
-    args = (jnp.float32(0.3), X[:n], K[:n])
-    want = fn(*args), grads(*args)
+def test_on_a_mesh(kind, wrap, on_one_device):
+    fn, grads, args = everything_and_gradients()
     mesh = Mesh(np.array(jax.devices()[:2]), ("clients",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
         args = on(args[0]), on(args[1], "clients"), on(args[2], "clients")
-        close((wrap(fn)(*args), wrap(grads)(*args)), want, 1e-4)
+        close((wrap(fn)(*args), wrap(grads)(*args)), on_one_device, 1e-4)
 
 
 # --- what is refused

@@ -81,7 +81,7 @@ def test_reading(name, row):
     assert kind_of(function, members.args) == kind
 
 
-@pytest.mark.usefixtures("unoptimized")
+@pytest.mark.table
 @pytest.mark.parametrize("name", GROUPS)
 def test_values(name):
     members = GROUPS[name]

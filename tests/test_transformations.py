@@ -28,6 +28,7 @@ def assert_same(got, want):
         np.testing.assert_allclose(g, w, rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", CASES)
 def test_eager_values(name):
     fn, args = CASES[name].build(bj)
@@ -35,6 +36,7 @@ def test_eager_values(name):
     assert_same(fn(*args), expected(*args))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", TRACED)
 def test_compiled_values(name):
     fn, args = CASES[name].build(bj)
