@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import logging
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import pathlib
 import re
 import time
 import warnings
+from collections.abc import Iterator
 
 CHUNK = 50
 SHRINKING_SECONDS = 90
@@ -206,25 +208,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def reports(args: argparse.Namespace) -> Iterator[Report]:
+    """What became of chunk after chunk; programs that were drawn before in theirs are left out."""
+    size = CHUNK if args.only is not None else min(CHUNK, args.count)
+    indices = itertools.count() if args.only is None else iter([args.only // CHUNK])
+    chunks = ((args, index, size) for index in indices)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(args.jobs, maxtasksperchild=5) as pool:
+        start = lambda chunk: pool.apply_async(run_chunk, (chunk,))
+        running = collections.deque(map(start, itertools.islice(chunks, 2 * args.jobs)))
+        while running:
+            yield running.popleft().get()
+            running.extend(map(start, itertools.islice(chunks, 1)))
+
+
 def main(argv: list[str]) -> int:
     from .programs import FEATURES
 
     args = parse(argv)
-    indices = range(-(-args.count // CHUNK)) if args.only is None else [args.only // CHUNK]
     started, total = time.monotonic(), Report()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(args.jobs, maxtasksperchild=5) as pool:
-        size = lambda i: CHUNK if args.only is not None else min(CHUNK, args.count - i * CHUNK)
-        chunks = [(args, i, size(i)) for i in indices]
-        for report in pool.imap_unordered(run_chunk, chunks):
-            total.add(report)
-            rate = total.programs / (time.monotonic() - started)
-            print(
-                f"{total.programs} programs, {rate:.2f}/s, {total.failed} failed, "
-                f"{total.rejected} rejected",
-                flush=True,
-            )
-            write_failures(args.folder, args.seed, total) if total.failures else None
+    for report in reports(args):
+        total.add(report)
+        rate = total.programs / (time.monotonic() - started)
+        print(
+            f"{total.programs} programs, {rate:.2f}/s, {total.failed} failed, "
+            f"{total.rejected} rejected",
+            flush=True,
+        )
+        write_failures(args.folder, args.seed, total) if total.failures else None
+        if args.only is not None or total.programs >= args.count:
+            break
     print(coverage(total, FEATURES & frozenset(args.features)))
     for message, count in total.rejections.most_common(10):
         print(f"rejected {count} times: {message}")
