@@ -59,7 +59,8 @@ def contents(tree):
 @pytest.mark.parametrize("number", range(len(GROUPS)))
 def test_workers_never_show_in_the_bits(number, workers):
     prog, args = together(number)
-    found = contents(bj.run(prog, args, options=["--shard_size=8", *WORKERS[workers]]))
+    flags = ["--shard_size=8", "--rounds_per_graph=8", *WORKERS[workers]]
+    found = contents(bj.run(prog, args, options=flags))
     expected = in_process(number)
     assert found.keys() == expected.keys()
     assert [path for path in found if found[path] != expected[path]] == []
