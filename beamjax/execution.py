@@ -119,6 +119,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
     """What is to be done for a call, staged; members of unknown number are counted if need be."""
     arguments, key, restore = _stage.flatten_arguments(args)
     _refuse_abstract(arguments)
+    _refuse_streams_with_checkpoint(arguments, options)
     with contextlib.ExitStack() as files:
         if _must_count(fn, arguments, key, restore, runner, options):
             args = files.enter_context(counted(args, runner, options, local=runner == LOCAL))
@@ -265,6 +266,16 @@ def make_plan(
     paths += [f"constant {i}" for i in range(len(flat.constants))]
     plan = _lower.lower(placed, pieces, paths, staged.name, options)
     return Planned(staged, flat, placed, pieces, plan)
+
+
+def _refuse_streams_with_checkpoint(arguments: Sequence[Argument], options: Options) -> None:
+    stream = next((argument for argument in arguments if argument.is_stream), None)
+    if stream is not None and options.checkpoint is not None:
+        raise OptionsError(
+            f"checkpoint: {stream.path} is a source of unknown length, of which nobody can say on "
+            "the next start that its members are still the same; write them to files of known "
+            "length (beamjax.from_npy) for a run that can go on, or leave out the option"
+        )
 
 
 def _must_count(

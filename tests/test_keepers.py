@@ -337,6 +337,14 @@ def test_transform_saves_nothing(tmp_path):
         bj.transform(total, np.ones(4, np.float32), options={"checkpoint": str(tmp_path)})
 
 
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_sources_of_unknown_length_are_refused(runner, tmp_path):
+    total = bj.program(clients=None)(lambda x: bj.reduce_sum(x))
+    source = bj.from_chunks(lambda: iter([np.ones(3, np.float32)]))
+    with pytest.raises(OptionsError, match=r"args\[0\] is a source of unknown length"):
+        bj.run(total, source, runner=runner, options={"checkpoint": str(tmp_path)})
+
+
 @pytest.mark.parametrize("work", [None, "work"])
 def test_checkpoints_at_a_url(work, tmp_path):
     """Another file system of Beam, see `test_store`; also with temporary files elsewhere."""
