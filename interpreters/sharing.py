@@ -13,7 +13,16 @@ from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
 from beamjax.interpreters.places import PlacedProgram
 
 VIEWS = frozenset(
-    {"broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze", "transpose", "unstack"}
+    {
+        "broadcast_in_dim",
+        "expand_dims",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+        "unstack",
+    }
 )
 
 

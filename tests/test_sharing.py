@@ -15,6 +15,11 @@ CASES = {
     "repeated_view": lambda x: x @ x.T + jnp.flip(x @ x.T, 0),
     "view_of_a_view": lambda x: x @ jnp.reshape(x.T, (1, 3, N))[0],
     "with_a_part": lambda x: (jnp.sort(x, 0), jnp.sort(x.T, 1)),
+    "columns_that_overlap": lambda x: (
+        jnp.sort(x[:, :2], 0),
+        jnp.sort(x[:, 1:], 0),
+        jnp.sort(x[:, 2:], 0),
+    ),
     "in_rounds": lambda x: jax.lax.scan(
         lambda c, _: (c + bj.reduce_sum(bj.map_fn(jnp.sum, x)), x @ x.T), 0.0, None, length=2
     ),
