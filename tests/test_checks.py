@@ -229,7 +229,8 @@ def test_a_folder_that_cannot_be_written(folder):
 # --- runners
 
 
-def test_runners_of_a_machine_with_nothing(monkeypatch):
+def test_runners_of_a_machine_with_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     monkeypatch.setattr(checks.os.path, "isdir", lambda name: False)
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
