@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import BeamjaxError, SourceError, StructureError
-from beamjax.source_base import LeafSpec, PyTreeDef, Source, StreamSource, describe_source
+from beamjax.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    StreamSource,
+    describe_source,
+)
 from beamjax.sources import ArraySource, from_arrays
 
 
-class ChunkSource(StreamSource, kind="chunks"):
+class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
     """Chunks that a function of this process gives; see `from_chunks`."""
 
     def __init__(
@@ -23,17 +30,8 @@ class ChunkSource(StreamSource, kind="chunks"):
         treedef: PyTreeDef,
     ) -> None:
         """Use `from_chunks`, which checks."""
+        super().__init__(leaves, treedef)
         self._function = function
-        self._leaves = tuple(leaves)
-        self._treedef = treedef
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return self._treedef
 
     def chunks(self, piece: int) -> Iterator[Sequence[np.ndarray]]:
         for number, tree in enumerate(_trees(self._function)):

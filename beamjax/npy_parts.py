@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.source_base import LeafSpec, PyTreeDef, StreamSource, describe_source
+from beamjax.source_base import HoldsLeaves, LeafSpec, PyTreeDef, StreamSource, describe_source
 
 CHUNK_BYTES = 1 << 22
 """Of a file, read at once."""
 
 
-class NpyParts(StreamSource, kind="npy-parts"):
+class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
     """Files of .npy one after the other, a piece each; see `from_npy_parts`."""
 
     def __init__(
@@ -37,17 +37,8 @@ class NpyParts(StreamSource, kind="npy-parts"):
             leaves: what a member of each must be.
             treedef: the tree that they form; a tuple by default.
         """
+        super().__init__(leaves, treedef)
         self._files = tuple(map(tuple, files))
-        self._leaves = tuple(leaves)
-        self._treedef = treedef
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return super().treedef if self._treedef is None else self._treedef
 
     @property
     def pieces(self) -> int:

@@ -202,6 +202,27 @@ class StreamSource(Source):
         return describe_source(self, self.kind or type(self).__name__)
 
 
+class HoldsLeaves(Source):
+    """A source that is made with its leaves and their tree.
+
+    Args:
+        leaves: one member of each.
+        treedef: the tree that they form; a tuple by default.
+    """
+
+    def __init__(self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None = None) -> None:
+        self._leaves = tuple(leaves)
+        self._treedef = treedef
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return super().treedef if self._treedef is None else self._treedef
+
+
 def describe_source(source: Source, where: str) -> str:
     """`n members of leaf, leaf, ... (bytes) where`; without numbers if they are unknown."""
     leaves = ", ".join(f"{leaf.path} {leaf}".strip() for leaf in source.leaves[:4])

@@ -20,6 +20,7 @@ import numpy as np
 from beamjax import arrays as wire
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.source_base import (
+    HoldsLeaves,
     LeafSpec,
     PyTreeDef,
     Source,
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-class ArraySource(Source, kind="array"):
+class ArraySource(HoldsLeaves, kind="array"):
     """Arrays in the memory of this process."""
 
     def __init__(
@@ -59,17 +60,8 @@ class ArraySource(Source, kind="array"):
             leaves: one for each array.
             treedef: the tree that they form.
         """
+        super().__init__(leaves, treedef)
         self._arrays: tuple[np.ndarray, ...] = tuple(arrays)
-        self._leaves = tuple(leaves)
-        self._treedef = treedef
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return self._treedef
 
     def __len__(self) -> int:
         return self._arrays[0].shape[0]
@@ -120,7 +112,7 @@ class ArraySource(Source, kind="array"):
         return NpySource(files, self._leaves, len(self), self._treedef)
 
 
-class NpySource(Source, kind="npy"):
+class NpySource(HoldsLeaves, kind="npy"):
     """Memory-mapped .npy files, one a leaf. Opened when first read, once a process."""
 
     def __init__(
@@ -139,23 +131,14 @@ class NpySource(Source, kind="npy"):
             size: the number of members.
             treedef: the tree that they form; a tuple by default.
         """
+        super().__init__(leaves, treedef)
         self._files: tuple[str, ...] = tuple(files)
-        self._leaves = tuple(leaves)
         self._size = size
-        self._treedef = treedef
         if len(self._files) != len(self._leaves) or not self._files:
             raise SourceError(
                 f"found {len(self._files)} files for {len(self._leaves)} leaves, expected one file "
                 "a leaf."
             )
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return super().treedef if self._treedef is None else self._treedef
 
     @property
     def files(self) -> tuple[str, ...]:
