@@ -118,16 +118,9 @@ class _Check:
             elif self.program.place(atom) != along:
                 if along is None or (atom, along) not in self.program.creations:
                     return False
-                if not self.reads(creation_reads(self.program, atom, along)):
+                if not self.reads(self.program.reads_to_create(atom, along)):
                     return False
         return True
-
-
-def creation_reads(program: PlacedProgram, var: Var, along: Along) -> list[tuple[Atom, Place]]:
-    """What a shard reads to make the members of a server value by itself."""
-    maker, reading = program.creations[var, along]
-    axes = [None if k is None else Along(along.placement, k) for k in reading.in_axes]
-    return list(zip(maker.inputs, axes, strict=True))
 
 
 def _emission(
@@ -215,6 +208,6 @@ class _Emitter:
     def created(self, env: Mapping[Var, Any], var: Var, along: Along) -> Any:
         """The members of a server value that a shard makes by itself."""
         maker, reading = self.program.creations[var, along]
-        args = [self.value(env, *pair) for pair in creation_reads(self.program, var, along)]
+        args = [self.value(env, *pair) for pair in self.program.reads_to_create(var, along)]
         outs = reading.emit(maker, args, self.shard)
         return outs[maker.outputs.index(var)]

@@ -99,9 +99,12 @@ class PlacedProgram:
                 yield from zip(block.outputs, places, strict=True)
             return
         placement, reading = self.readings.get(eqn, ("", None))
-        axes = reading.in_axes if reading else (None,) * len(eqn.inputs)
-        for atom, axis in zip(eqn.inputs, axes, strict=True):
-            yield atom, None if axis is None else Along(placement, axis)
+        yield from _reads_of(eqn, placement, reading)
+
+    def reads_to_create(self, var: Var, along: Along) -> Iterator[tuple[Atom, Place]]:
+        """What a shard reads to make the members of a server value by itself."""
+        maker, reading = self.creations[var, along]
+        yield from _reads_of(maker, along.placement, reading)
 
     def __str__(self) -> str:
         lines = [f"{var!r}: {self._label(var)}" for var in self.flat.inputs]
@@ -118,3 +121,11 @@ class PlacedProgram:
 
     def _label(self, var: Var) -> str:
         return str(self.places.get(var, "server"))
+
+
+def _reads_of(
+    eqn: Eqn, placement: str, reading: Local | Fold | None
+) -> Iterator[tuple[Atom, Place]]:
+    axes = reading.in_axes if reading else (None,) * len(eqn.inputs)
+    for atom, axis in zip(eqn.inputs, axes, strict=True):
+        yield atom, None if axis is None else Along(placement, axis)
