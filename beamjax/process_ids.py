@@ -12,7 +12,7 @@ from typing import Any
 def this_process() -> dict[str, Any]:
     """What tells this process from all others: host, boot of the host, pid and start."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": _started(pid)}
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": started(pid)}
 
 
 def is_alive(process: dict[str, Any]) -> bool | None:
@@ -22,7 +22,8 @@ def is_alive(process: dict[str, Any]) -> bool | None:
     pid = process.get("pid")
     if process.get("boot") != _boot() or type(pid) is not int or pid < 1:
         return False
-    return _started(pid) not in (None, "") and process.get("started") == _started(pid)
+    found = started(pid)
+    return found is not None and process.get("started") == found
 
 
 def _boot() -> str:
@@ -32,17 +33,17 @@ def _boot() -> str:
         return ""
 
 
-def _started(pid: int) -> str | None:
+def started(pid: int) -> str | None:
     """When a process started, in any unit; None if there is none, or it is dead but not gone."""
     try:
         # After the name in parentheses, which may hold anything: state, then 18 more, then start.
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        words = stat.rpartition(")")[2].split()
         return None if words[0] in "ZX" else words[19]
     except OSError:
         pass
     if Path("/proc/self/stat").exists():
         return None
-    found = subprocess.run(
-        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or None
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return None if not found or found[0].startswith("Z") else " ".join(found[1:])

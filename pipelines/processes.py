@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from beamjax import process_ids
+
 LOOPBACK = "127.0.0.1"
 _SECONDS_TO_STOP = 10.0
 
@@ -168,18 +170,7 @@ def _started(pid: int) -> str:
     if child is not None and child.poll() is not None:
         del _children[pid]
         return ""
-    if not os.path.isdir("/proc/self"):
-        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-        return "" if not found or found[0].startswith("Z") else " ".join(found[1:])
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # The name in brackets may hold anything; the state is the first field after it.
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] not in "ZX":
-        return fields[19]
-    if child is not None:  # it ended just now
-        _children.pop(pid).wait()
-    return ""
+    found = process_ids.started(pid)
+    if found is None and child is not None:  # it ended just now
+        child.poll()
+    return found or ""

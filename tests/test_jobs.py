@@ -509,7 +509,7 @@ def test_processes_are_told_apart():
     assert process_ids.is_alive(here | {"host": "another"}) is None
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     for _ in range(600):
-        if process_ids._started(child.pid) is None:  # it is dead, though nobody has asked
+        if process_ids.started(child.pid) is None:  # it is dead, though nobody has asked
             break
         time.sleep(0.1)
     assert process_ids.is_alive(here | {"pid": child.pid}) is False
