@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import apache_beam as beam
 from apache_beam.options.pipeline_options import (
     DebugOptions,
     GoogleCloudOptions,
@@ -27,7 +26,7 @@ from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
 from beamjax.options import Options
 from beamjax.pipelines import build, files
-from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.launch import Launcher, new_pipeline
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.values import Value
 from beamjax.plan import Plan
@@ -170,18 +169,10 @@ class DryLauncher(Launcher):
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """Raises `_Translated`."""
-        inputs = replace(inputs, program=self.program)
-        pipeline = beam.Pipeline(runner=self.runner, options=self.flags)
-        try:
-            graph = build.Graph(
-                pipeline, plan, inputs, self.store, self.options, self.spread, self.bodies
-            )
-            graph.build()
-            graph.write_results(stem)
+        with new_pipeline(self.runner, self.flags) as pipeline:
+            self.graph(pipeline, plan, inputs, stem, self.store)
             result: Any = pipeline.run()
             raise _Translated(result.job)
-        finally:
-            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
 
 
 def described(job: Any) -> dict[str, Any]:

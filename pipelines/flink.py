@@ -11,10 +11,9 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import flink_cluster, jars, job_servers
+from beamjax.pipelines import flink_cluster, job_servers
 from beamjax.pipelines.cluster_options import ClusterOptions
 
-_HEAP = 1024
 _EMBEDDED = ("[local]", "[auto]")
 _LOG = logging.getLogger("beamjax")
 
@@ -31,8 +30,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
     """
     flink = options.view_as(FlinkRunnerOptions)
     given = options.get_all_options(drop_default=True)
-    theirs = ("job_endpoint", "flink_job_server_jar", "flink_submit_uber_jar")
-    if any(given.get(name) for name in theirs):
+    if job_servers.names_one(options, "flink"):
         return options
     named = options.view_as(ClusterOptions).flink_cluster
     if named is not None or "flink_master" not in given:
@@ -47,22 +45,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
                 f"flink_cluster: found {found} in {folder}, expected a running cluster; start one "
                 f"with `beamjax flink up --folder {named}`"
             )
-    return _own_job_server(options, flink.flink_master)
-
-
-def _own_job_server(options: PipelineOptions, master: str) -> PipelineOptions:
-    embedded = master in _EMBEDDED
-    if embedded:
-        options = job_servers.with_defaults(options, environment_type="LOOPBACK")
-    classpath = jars.classpath("flink")
-    server = job_servers.serve(
-        "Flink",
-        ("flink", master),
-        lambda ports, folder: jars.java(
-            _HEAP, [classpath], "org.apache.beam.runners.flink.FlinkJobServerDriver",
-            "--job-host=localhost", f"--job-port={ports[0]}", f"--artifact-port={ports[1]}",
-            f"--expansion-port={ports[2]}", f"--artifacts-dir={folder / 'artifacts'}",
-            f"--flink-master={'[local]' if embedded else master}",
-        ),
-    )  # fmt: skip
-    return job_servers.with_defaults(options, job_endpoint=server.endpoint)
+    embedded = flink.flink_master in _EMBEDDED
+    master = f"--flink-master={'[local]' if embedded else flink.flink_master}"
+    driver = "flink.FlinkJobServerDriver"
+    return job_servers.connected_to_java(options, "Flink", driver, master, embedded)

@@ -239,16 +239,13 @@ def _start(folder: Path, cluster: Cluster, settings: Settings) -> None:
             *_memory(settings),
         ]
         started.append(run(f"taskmanager-{number}", settings.heap, *arguments))
-    arguments = [
-        "org.apache.beam.runners.flink.FlinkJobServerDriver",
-        "--job-host=localhost",
-        f"--job-port={cluster.job_port}",
-        f"--artifact-port={artifact_port}",
-        f"--expansion-port={expansion_port}",
-        f"--artifacts-dir={folder / 'artifacts'}",
+    arguments = jars.job_server(
+        "flink.FlinkJobServerDriver",
+        (cluster.job_port, artifact_port, expansion_port),
+        folder,
         f"--flink-master=localhost:{cluster.rest_port}",
         f"--flink-conf-dir={configuration}",
-    ]
+    )
     started.append(run("jobserver", 512, *arguments))
     _wait(folder, cluster, started)
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from beamjax.pipelines import tools
@@ -88,6 +89,26 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
     entries = [str(path / "*") if path.name == "jars" else str(path) for path in classes]
     program = tools.require("java", "runner")
     return [program, *JAVA_OPTIONS, f"-Xmx{heap}m", "-cp", os.pathsep.join(entries), *arguments]
+
+
+def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str) -> list[str]:
+    """The main class of one of Beam's job servers and its arguments, as `java` takes them.
+
+    Args:
+      driver: the class, below `org.apache.beam.runners`.
+      ports: for jobs, for artifacts and for expansions.
+      folder: below which artifacts go.
+      *arguments: those that the others lack.
+    """
+    return [
+        f"org.apache.beam.runners.{driver}",
+        "--job-host=localhost",
+        f"--job-port={ports[0]}",
+        f"--artifact-port={ports[1]}",
+        f"--expansion-port={ports[2]}",
+        f"--artifacts-dir={folder / 'artifacts'}",
+        *arguments,
+    ]
 
 
 def _digest(path: Path) -> str:

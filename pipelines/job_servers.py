@@ -17,10 +17,11 @@ from typing import Any
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, PortableOptions
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import guard, processes
+from beamjax.pipelines import guard, jars, processes
 
 _SECONDS_TO_START = 90.0
 _ATTEMPTS = 3
+_HEAP = 1024  # MiB of a job server in Java
 
 
 @dataclass
@@ -80,6 +81,39 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
                 found.stop()
             _servers[key] = found = _start(name, command)
         return found
+
+
+def names_one(options: PipelineOptions, runner: str) -> bool:
+    """Whether options of Beam for a runner, "flink" or "spark", already say where it takes jobs."""
+    given = options.get_all_options(drop_default=True)
+    names = ("job_endpoint", f"{runner}_job_server_jar", f"{runner}_submit_uber_jar")
+    return any(given.get(name) for name in names)
+
+
+def connected_to_java(
+    options: PipelineOptions, name: str, driver: str, master: str, embedded: bool
+) -> PipelineOptions:
+    """Options with which a runner finds a job server of Beam in Java, which runs or is started.
+
+    Args:
+      options: of Beam.
+      name: "Flink" or "Spark".
+      driver: the class of the job server, below `org.apache.beam.runners`.
+      master: the argument that says where it runs jobs.
+      embedded: whether it runs them itself, and workers are threads of this process.
+
+    Raises:
+      OptionsError: there is no Java, or the job server does not start.
+    """
+    if embedded:
+        options = with_defaults(options, environment_type="LOOPBACK")
+    classpath = jars.classpath(name.lower())
+
+    def command(ports: list[int], folder: Path) -> list[str]:
+        return jars.java(_HEAP, [classpath], *jars.job_server(driver, ports, folder, master))
+
+    server = serve(name, (name, master), command)
+    return with_defaults(options, job_endpoint=server.endpoint)
 
 
 def stop_all() -> None:

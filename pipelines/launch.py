@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,18 +69,30 @@ class Launcher:
     def _run(
         self, plan: Plan, inputs: build.Inputs, stem: str, store: Store, monitor: Monitor
     ) -> dict[str, Value]:
-        inputs = replace(inputs, program=self.program)
-        pipeline = beam.Pipeline(runner=self.runner, options=self.flags)
-        try:
-            graph = build.Graph(
-                pipeline, plan, inputs, store, self.options, self.spread, self.bodies
-            )
-            graph.build()
-            graph.write_results(stem)
+        with new_pipeline(self.runner, self.flags) as pipeline:
+            graph = self.graph(pipeline, plan, inputs, stem, store)
             names = [step.name for step in plan.steps]
             with own_errors(store, type(self.runner).__name__, names, self.shared):
                 waiting.run(pipeline, self.flags, monitor.running)
             return graph.find_results(stem)
-        finally:
-            # Beam makes this folder at once, and removes it only if the pipeline gets to run.
-            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+
+    def graph(
+        self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store
+    ) -> build.Graph:
+        """Adds the steps of a plan to a pipeline, and writes their results."""
+        inputs = replace(inputs, program=self.program)
+        graph = build.Graph(pipeline, plan, inputs, store, self.options, self.spread, self.bodies)
+        graph.build()
+        graph.write_results(stem)
+        return graph
+
+
+@contextlib.contextmanager
+def new_pipeline(runner: Any, flags: PipelineOptions) -> Iterator[beam.Pipeline]:
+    """A pipeline that leaves no folder behind."""
+    pipeline = beam.Pipeline(runner=runner, options=flags)
+    try:
+        yield pipeline
+    finally:
+        # Beam makes this folder at once, and removes it only if the pipeline gets to run.
+        shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)

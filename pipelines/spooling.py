@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import itertools
 import json
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines import files, waiting
 from beamjax.pipelines.failures import own_errors
+from beamjax.pipelines.launch import new_pipeline
 from beamjax.pipelines.results import FILE_BYTES
 from beamjax.pipelines.runners import (
     beam_options,
@@ -33,7 +33,14 @@ from beamjax.pipelines.runners import (
 )
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
-from beamjax.source_base import LeafSpec, PyTreeDef, Source, StreamSource, open_spec
+from beamjax.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    StreamSource,
+    open_spec,
+)
 from beamjax.spool import spool
 
 SUFFIX = ".members"
@@ -85,16 +92,11 @@ def _write_pieces(
     if not pieces:
         return
     shared = shares_memory(runner, flags)
-    pipeline = beam.Pipeline(runner=runner, options=flags)
-    try:
-        with opened_streams(sources, shared) as specs:
-            dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
-            dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
-            with own_errors(store, type(runner).__name__, ["Read members"], shared):
-                waiting.run(pipeline, flags)
-    finally:
-        # Beam makes this folder at once, and removes it only if the pipeline gets to run.
-        shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+    with new_pipeline(runner, flags) as pipeline, opened_streams(sources, shared) as specs:
+        dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
+        dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
+        with own_errors(store, type(runner).__name__, ["Read members"], shared):
+            waiting.run(pipeline, flags)
 
 
 class WritePieces(StepFn):
@@ -147,7 +149,7 @@ def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
     return SpooledSource(store.root, parts, source.leaves, source.treedef)
 
 
-class SpooledSource(Source, kind="spooled"):
+class SpooledSource(HoldsLeaves, kind="spooled"):
     """Members in files that each hold consecutive ones, of all leaves.
 
     Args:
@@ -164,21 +166,12 @@ class SpooledSource(Source, kind="spooled"):
         leaves: Sequence[LeafSpec],
         treedef: PyTreeDef | None = None,
     ):
+        super().__init__(leaves, treedef)
         self.folder = folder
         self.parts = list(parts)
-        self._leaves = tuple(leaves)
-        self._treedef = treedef
         self._ends = list(itertools.accumulate(count for _, count in self.parts))
         # Shards are read one after the other: the next one is often in the same file.
         self._last: tuple[int, list[np.ndarray]] | None = None
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return super().treedef if self._treedef is None else self._treedef
 
     def __len__(self) -> int:
         return self._ends[-1]
