@@ -59,7 +59,13 @@ class Accumulator(Protocol):
 
 
 class SumAccumulator(Accumulator, Protocol):
-    """An accumulator that also gives means."""
+    """An accumulator that also gives means.
+
+    Attributes:
+        left_out: how many members are in none of the partials; means do not count them.
+    """
+
+    left_out: int
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
         """The sums of [lo, hi) over `count`, a vector of `dtype`."""

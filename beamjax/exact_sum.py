@@ -16,7 +16,7 @@ from beamjax import digit_bytes
 from beamjax.arrays import encode_arrays
 from beamjax.digits import BLOCK, NEGATIVE_INFINITY, NOT_A_NUMBER, POSITIVE_INFINITY, WIDTH, Digits
 from beamjax.errors import StructureError, WorkerError
-from beamjax.partials import check_partial, check_same, describe, described, fail
+from beamjax.partials import check_partial, check_same, describe, described, fail, left_out
 from beamjax.rounding import DIVISOR_LIMIT, append, divide, round_pair
 
 LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
@@ -51,6 +51,7 @@ class ExactSum:
         size: length of the vectors.
         dtype: of the vectors: float32, float64, complex64 or complex128. The real and imaginary
             parts of complex numbers are summed apart, as two coordinates.
+        left_out: how many members are in none of the vectors; means do not count them.
     """
 
     name: ClassVar[str] = "exact_sum"
@@ -81,6 +82,7 @@ class ExactSum:
         self._blocks: dict[int, Digits] = {}
         self._rows: np.ndarray | None = None
         self._waiting = 0
+        self.left_out = 0
         self._max_rows = min(MAX_ROWS, (1 << (52 - width)) - 2, BLOCK // max(self._length, 1))
 
     @property
@@ -125,6 +127,7 @@ class ExactSum:
                 f"exact sum: found digits of {other._width} bits to merge with, expected "
                 f"{self._width}; both must be made by the same version of beamjax."
             )
+        self.left_out += other.left_out
         for number, block in other._blocks.items():
             self._block(number).merge(block)
         if other._rows is not None and other._waiting:
@@ -149,6 +152,7 @@ class ExactSum:
 
         Args and result as for `total`. Counts of 2^26 and more take about a microsecond a value.
         """
+        count -= self.left_out
         if count == 0:
             return np.full(hi - lo, np.nan).astype(dtype)
         return self._rounded(lo, hi, dtype, count)
@@ -166,9 +170,11 @@ class ExactSum:
         }
 
     def encode(self) -> bytes:
-        """The state as bytes, which depend on the exact sum alone."""
+        """The state as bytes, which depend on the exact sum, and on who is left out, alone."""
         self.compact()
-        return encode_arrays(digit_bytes.pack(self._blocks), describe(self, width=self._width))
+        more = {"left_out": self.left_out} if self.left_out else {}
+        meta = describe(self, width=self._width, **more)
+        return encode_arrays(digit_bytes.pack(self._blocks), meta)
 
     @classmethod
     def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> ExactSum:
@@ -181,6 +187,7 @@ class ExactSum:
         if type(width) is not int or not 20 <= width <= 50:
             fail(f"digits of {width!r} bits", "20 to 50")
         same = cls(*described(meta), width=width)
+        same.left_out = left_out(meta)
         same._blocks = digit_bytes.unpack(arrays, same._length, LOWEST[same._real], width)
         return same
 

@@ -133,6 +133,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
     def compute(monitor: Monitor) -> Any:
         with kept:
             values = _values(plan, inputs, runner, options, monitor)
+            monitor.letters.tell()
             leaves = [
                 with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
                 for out, weak in zip(plan.outputs, weak_types, strict=True)
@@ -208,6 +209,12 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             "checkpoint: found a folder in the options of transform, where nobody drives rounds; "
             "leave it away, or use beamjax.run"
         )
+    for name in ("on_error", "on_nonfinite"):
+        if getattr(parsed, name) == "drop":
+            raise OptionsError(
+                f"{name}: found 'drop' in the options of transform, where nobody is told who was "
+                "dropped; drop elements of your own pipeline before, or use beamjax.run"
+            )
     arguments, key, restore = _stage.flatten_arguments(args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))

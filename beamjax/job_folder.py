@@ -3,6 +3,7 @@
     job.record        the program, the runner, the launching process
     state.record      running, done, failed or cancelled, and the error
     progress.record   written about every second while the job runs
+    dropped.arrays    the members that were dropped so far
     cancel.record     whoever writes it wants the job to end
     records/          what the workers of the pipeline under way have done
     result.record     structure and types of the result; it is written last
@@ -26,6 +27,7 @@ import numpy as np
 
 from beamjax import process_ids, records
 from beamjax.arrays import decode_array, encode_array
+from beamjax.dropping import Dropped, decode_lines, encode_lines
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.progress import Progress, WorkerRecord
 
@@ -33,7 +35,8 @@ FORMAT = 1
 SILENCE = 60.0
 """Seconds without a sign of a launching process on another machine after which it is lost."""
 _RECORDS = "records"
-_OWN = re.compile(r"(job|state|progress|cancel|result)\.record|result-\d+\.arrays")
+_DROPPED = "dropped.arrays"
+_OWN = re.compile(r"(job|state|progress|cancel|result)\.record|(result-\d+|dropped)\.arrays")
 
 
 def _files() -> Any:
@@ -202,6 +205,25 @@ class JobFolder:
         found = self.read("progress")
         path = f"{self.path}/progress{records.SUFFIX}"
         return Progress() if found is None else Progress.from_json(found, path)
+
+    def write_dropped(self, dropped: Sequence[Dropped]) -> None:
+        """Writes which members were dropped so far."""
+        lines = np.frombuffer(encode_lines(dropped), np.uint8)
+        self._write(_files().join(self.path, _DROPPED), encode_array(lines))
+
+    def dropped(self) -> tuple[Dropped, ...]:
+        """Undoes `write_dropped`.
+
+        Raises:
+          ArrayFormatError: the file is not what was written.
+        """
+        path = _files().join(self.path, _DROPPED)
+        if _DROPPED not in _files().names(self.path):
+            return ()
+        try:
+            return tuple(decode_lines(decode_array(_files().read(path)).tobytes(), path))
+        except ArrayFormatError as error:
+            raise ArrayFormatError(f"{path}: {error}") from None
 
     def request_cancel(self) -> None:
         """Asks the launching process and the workers to end the job."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from beamjax import records
 from beamjax.display import Display, display_for
+from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
 from beamjax.job_folder import JobFolder
 from beamjax.job_results import read_result, write_result
@@ -93,6 +94,11 @@ class Job:
     def progress(self) -> Progress:
         """How far the job is; while it runs, as of about the last second."""
         return self._folder.progress()
+
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        """The members that were dropped so far, by placement and index."""
+        return self._folder.dropped()
 
     def wait(self, timeout: float | None = None) -> JobState:
         """Waits for the end of the job.
@@ -216,6 +222,10 @@ class _Launched(Job):
     def progress(self) -> Progress:
         return self._monitor.progress()
 
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        return self._monitor.letters.dropped
+
     def wait(self, timeout: float | None = None) -> JobState:
         concurrent.futures.wait([self._outcome], timeout)
         return self.state
@@ -251,7 +261,7 @@ def launch_work(work: Work) -> Job:
     folder, keep = _folder_of(work, needed=True)
     assert folder is not None
     folder.begin(_describe(work))
-    monitor = Monitor(work.plan, folder)
+    monitor = _monitor(work, folder)
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
     here = settings()
 
@@ -275,11 +285,11 @@ def run_work(work: Work) -> Any:
     display = display_for(work.options, launched=False)
     folder, keep = _folder_of(work, needed=display is not None)
     if folder is None:
-        return work.compute(Monitor(work.plan))
+        return work.compute(_monitor(work))
     folder.begin(_describe(work))
     failed: BaseException | None = None
     try:
-        return _execute(work, Monitor(work.plan, folder), display, save=keep(None))
+        return _execute(work, _monitor(work, folder), display, save=keep(None))
     except BaseException as error:
         failed = error
         _tell_where(folder, keep, error)
@@ -315,6 +325,11 @@ def _tell_where(
 ) -> None:
     if keep(error):
         error.add_note(f"The folder of the job is kept: {folder.path}")
+
+
+def _monitor(work: Work, folder: JobFolder | None = None) -> Monitor:
+    options = work.options
+    return Monitor(work.plan, folder, DeadLetters(options.drop_limit, options.dead_letters))
 
 
 def _describe(work: Work) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
 from beamjax.meters import Reports
@@ -24,10 +25,20 @@ class Monitor:
     Args:
       plan: what is to be done.
       folder: of the job; without one, nobody can look on.
+      letters: for the members that are dropped.
+
+    Attributes:
+      folder, letters: as given.
     """
 
-    def __init__(self, plan: Plan, folder: JobFolder | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        folder: JobFolder | None = None,
+        letters: DeadLetters | None = None,
+    ):
         self.folder = folder
+        self.letters = DeadLetters() if letters is None else letters
         self._expected = expected(plan)
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -60,6 +71,13 @@ class Monitor:
         """Rounds of a loop are over."""
         with self._lock:
             self._rounds += count
+
+    def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int | None]) -> None:
+        """Members were dropped; see `DeadLetters.add`."""
+        if found:
+            self.letters.add(found, sizes)
+            if self.folder is not None:
+                self.folder.write_dropped(self.letters.dropped)
 
     # --- work in pipelines
 
@@ -142,6 +160,7 @@ class Monitor:
                 self._expected,
                 done=self._done + tally(found),
                 rounds=self._rounds,
+                dropped=len(self.letters),
                 step=_last_step(found, self._step),
                 workers=len(self._workers.union(record.worker for record in found)),
                 seconds=time.monotonic() - self._began,

@@ -11,6 +11,8 @@ from typing import Any
 from beamjax.errors import OptionsError
 
 REDUCTIONS = ("exact", "fast")
+ON_ERROR = ("raise", "drop")
+ON_NONFINITE = ("keep", "raise", "drop")
 KEEP = (None, "failed", "always")
 
 
@@ -55,6 +57,17 @@ class Options:
         same plan and inputs. None saves nothing.
       checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
         pipeline.
+      on_error: "raise" fails the run where a member can't be read, or a body raises an error for
+        it; "drop" leaves such members out: of all reductions of this pass and of those that follow
+        it, where means are over the rest. Their placed results are NaN, or 0 where there is no NaN.
+        What the program computes from the number of members by itself (`jnp.mean`, the gradient of
+        a mean) goes on with all of them.
+      on_nonfinite: "keep" computes with NaN and infinity, as JAX does; "raise" fails the run where
+        a member gives them to a reduction or as a placed result; "drop" leaves it out likewise.
+      drop_limit: the share of the members of a placement, from 0 to 1, that may be dropped before
+        the run fails. A run fails in any case if none is left.
+      dead_letters: a file, by path or URL, for a line of JSON for each dropped member: placement,
+        index, step, reason and message. A run without it tells how many there are in its log.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -74,12 +87,23 @@ class Options:
     local_devices: int | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
+    on_error: str = "raise"
+    on_nonfinite: str = "keep"
+    drop_limit: float = 0.1
+    dead_letters: str | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
-        return self.shard_size, self.platforms, self.callbacks, self.gather_limit
+        return (
+            self.shard_size,
+            self.platforms,
+            self.callbacks,
+            self.gather_limit,
+            self.on_error,
+            self.on_nonfinite,
+        )
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -147,6 +171,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "checkpoint_every": int,
     "device_memory_fraction": float,
     "local_devices": int,
+    "drop_limit": float,
 }
 
 
@@ -195,8 +220,29 @@ def _checked(options: Options) -> Options:
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")
+    _check_dropping(options)
     _check_machine(options)
+    if isinstance(options.dead_letters, os.PathLike):
+        options = replace(options, dead_letters=os.fspath(options.dead_letters))
     return replace(options, platforms=_platforms(options))
+
+
+def _check_dropping(options: Options) -> None:
+    for name, choices in (("on_error", ON_ERROR), ("on_nonfinite", ON_NONFINITE)):
+        found = getattr(options, name)
+        if found not in choices:
+            raise OptionsError(f"{name}: found {found!r}, expected one of {', '.join(choices)}")
+    limit = options.drop_limit
+    if type(limit) not in (int, float) or not 0 <= limit <= 1:
+        raise OptionsError(f"drop_limit: found {limit!r}, expected a share from 0 to 1")
+    path = options.dead_letters
+    if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
+        raise OptionsError(f"dead_letters: found {path!r}, expected the path or URL of a file")
+    if path is not None and "drop" not in (options.on_error, options.on_nonfinite):
+        raise OptionsError(
+            "dead_letters: found a file, but no members are dropped; add on_error='drop' or "
+            "on_nonfinite='drop'"
+        )
 
 
 def _check_machine(options: Options) -> None:

@@ -75,6 +75,18 @@ def described(meta: dict[str, Any]) -> tuple[np.dtype, int]:
     return dtype_from_name(meta.get("dtype")), size
 
 
+def left_out(meta: dict[str, Any]) -> int:
+    """How many members an encoded accumulator leaves out.
+
+    Raises:
+        ArrayFormatError: if that is no number.
+    """
+    count = meta.get("left_out", 0)
+    if type(count) is not int or not 0 <= count < MAX_SIZE:
+        fail(f"{count!r} members left out", f"a number from 0 to {MAX_SIZE - 1}")
+    return count
+
+
 def only_array(
     arrays: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray | None:

@@ -16,13 +16,15 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
+from beamjax.dropping import Guard
+
 
 @dataclass(frozen=True)
 class ValueType:
     """The type of one value.
 
     Attributes:
-      shape: of the raw data; for a placed value, of one member (without the member axis).
+      shape: of the raw data; for a placed value, of one member.
       dtype: name of the raw data's NumPy dtype.
       key_impl: implementation name if the value is an array of typed PRNG keys, else None.
       placement: name of the placement, or None for a server value.
@@ -61,8 +63,7 @@ class View:
 class Input:
     """One flat input of the program: an argument, or a closed-over constant.
 
-    An input may be read as a server value, by shards as a placed value or in views, in several of
-    these ways, or not at all.
+    It may be read as a server value, by shards as a placed value or in views, or not at all.
 
     Attributes:
       path: where it stands in the arguments, e.g. `args[0]['w']`, or `constant 3`.
@@ -166,7 +167,7 @@ class Map:
     The body takes `(start, count, *broadcasts, *operands)`, with the index of the shard's first
     member, the number of true members in it and operands padded to the shard size; it returns the
     placed results of the shard, one flat vector of partials per lane, and the arrays of each
-    combine.
+    combine. A `guard` has it take and return more.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Map:
     lanes: tuple[Lane, ...]
     functions: tuple[str, ...] = ()
     combines: tuple[Combine, ...] = ()
+    guard: Guard | None = None
 
     @property
     def reduced(self) -> tuple[str, ...]:
@@ -218,7 +220,6 @@ class Block:
     They read their own values and those of the blocks around them.
 
     Attributes:
-      steps: in order.
       outputs: names of the values that leave the block: made in it, or known outside.
     """
 
@@ -248,8 +249,7 @@ class Sliced:
     The entries lie along axis 0 of a server value, and of each member of a placed value.
 
     Attributes:
-      operand: name of the whole.
-      param: name under which a round reads its entry.
+      operand: name of the whole; `param` is that of its entry.
     """
 
     operand: str

@@ -58,6 +58,7 @@ class Progress:
       shards: likewise.
       rounds: of loops around placed operators that are over.
       rounds_total: how many there will be, or None if a condition decides.
+      dropped: members that were dropped, of all placements.
       step: name of the step that a worker last worked on.
       workers: processes that have told of their work.
       seconds: since the job began.
@@ -68,6 +69,7 @@ class Progress:
     shards: int | None = None
     rounds: int = 0
     rounds_total: int | None = None
+    dropped: int = 0
     step: str = ""
     workers: int = 0
     seconds: float = 0.0
@@ -113,6 +115,7 @@ _FIELDS: dict[str, Any] = {
     "shards": _COUNT,
     "rounds": int,
     "rounds_total": _COUNT,
+    "dropped": int,
     "step": str,
     "workers": int,
     "seconds": float,

@@ -180,7 +180,12 @@ class Recipe:
           StagingError: the function can't be pickled; names what in it.
         """
         arguments = [_abstract(argument) for argument in self.arguments]
-        options = Options(shard_size=self.options.shard_size, platforms=())
+        options = Options(
+            shard_size=self.options.shard_size,
+            platforms=(),
+            on_error=self.options.on_error,
+            on_nonfinite=self.options.on_nonfinite,
+        )
         try:
             recipe = _dumps(
                 (self.fn, arguments, self._skeleton(), options, self.unroll, dict(self.settings))

@@ -8,7 +8,15 @@ import numpy as np
 
 from beamjax.arrays import encode_arrays
 from beamjax.errors import StructureError
-from beamjax.partials import check_partial, check_same, describe, described, fail, only_array
+from beamjax.partials import (
+    check_partial,
+    check_same,
+    describe,
+    described,
+    fail,
+    left_out,
+    only_array,
+)
 
 OPERATIONS = {
     "sum": np.add,
@@ -28,6 +36,7 @@ class Running:
         lane: one of `OPERATIONS`.
         dtype: of the partials.
         size: their length.
+        left_out: how many members are in none of the partials; means do not count them.
     """
 
     name: ClassVar[str] = "running"
@@ -47,6 +56,7 @@ class Running:
         self._held = np.dtype(held)
         self._operation = OPERATIONS[lane]
         self._state: np.ndarray | None = None
+        self.left_out = 0
 
     @property
     def nbytes(self) -> int:
@@ -61,13 +71,15 @@ class Running:
     def merge(self, other: Running) -> None:
         """Applies the operation to what `other` holds; raises as `check_same`."""
         check_same(self, other)
+        self.left_out += other.left_out
         if other._state is not None:
             self._apply(other._state)
 
     def encode(self) -> bytes:
         """The state as bytes, for `decode`."""
         state = [] if self._state is None else [self._state]
-        return encode_arrays(state, describe(self, lane=self.lane))
+        more = {"left_out": self.left_out} if self.left_out else {}
+        return encode_arrays(state, describe(self, lane=self.lane, **more))
 
     @classmethod
     def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Running:
@@ -80,6 +92,7 @@ class Running:
         if not isinstance(lane, str) or lane not in OPERATIONS:
             fail(f"lane {lane!r}", f"one of {list(OPERATIONS)}")
         same = cls(lane, *described(meta))
+        same.left_out = left_out(meta)
         same._state = only_array(arrays, (same.size,), same._held)
         return same
 
@@ -93,6 +106,7 @@ class Running:
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
         """The sums of [lo, hi) over `count`, rounded to float64 and then to `dtype`."""
         with np.errstate(all="ignore"):
+            count -= self.left_out
             return (self.total(lo, hi, self._held) / np.float64(count)).astype(dtype)
 
     def _apply(self, vector: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,13 @@ import numpy as np
 
 from beamjax.accumulators import Accumulator
 from beamjax.bodies import load_body, with_x64
+from beamjax.dropping import Guard
 from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, Failure, WorkerError
+from beamjax.inputs import Reader
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
+from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class ShardExecutor:
         self.step = step
         self.device = device
         self.size = plan.shard_sizes[step.placement]
+        self._types = plan.values
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
         # What calls back to the host is given true members only, so that no call is for padding.
@@ -70,40 +75,93 @@ class ShardExecutor:
         self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
 
     def __call__(
-        self, shard: Shard, operands: Sequence[np.ndarray]
-    ) -> tuple[list[np.ndarray], list[Any]]:
+        self, shard: Shard, operands: Sequence[np.ndarray], lost: Mapping[int, str] | None = None
+    ) -> Computed:
         """Computes a shard.
 
         Args:
           shard: which.
           operands: one array of shape (shard.count, ...) for each operand of the step.
-
-        Returns:
-          The placed results, of shapes (shard.count, ...), and the partials: a vector for each
-          lane, then a list of arrays for each combine.
+          lost: why members could not be read, by their place in the shard.
 
         Raises:
           WorkerError: the computation failed; the message names step, shard and members.
         """
         with shard_errors(self.step, shard):
             arrays = list(map(np.asarray, operands))
-            if self._pads:
-                arrays = list(map(self._pad, arrays))
-            call = self._call
-            if shard.count < self.size and not self._pads:
-                call = load_body(self.step.body, self._body, shard.count)
-            with with_x64(self._x64), _on(self.device):
-                start, count = np.int32(shard.start), np.int32(shard.count)
-                outs = call(start, count, *self._broadcasts, *arrays)
-                arrays = [np.asarray(out) for out in outs]
+            if self.step.guard is not None:
+                return self._guarded(shard, arrays, lost or {}, self.step.guard)
+            return Computed(*self._split(shard, self._run(shard, [np.int32(shard.count)], arrays)))
+
+    def _run(
+        self, shard: Shard, heads: Sequence[Any], arrays: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Calls the body; `heads` are what it takes after the first member of the shard."""
+        call = self._call
+        if self._pads:
+            arrays = list(map(self._pad, arrays))
+        elif shard.count < self.size:
+            call = load_body(self.step.body, self._body, shard.count)
+        with with_x64(self._x64), _on(self.device):
+            outs = call(np.int32(shard.start), *heads, *self._broadcasts, *arrays)
+            return [np.asarray(out) for out in outs]
+
+    def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
+        """What a body gave as placed results and partials."""
         step = self.step
-        results = [x[: shard.count] for x in arrays[: len(step.results)]]
+        told = 1 if step.guard is not None and step.guard.tells else 0
+        results = [x[: shard.count] for x in arrays[: len(step.results) - told]]
         partials: list[Any] = arrays[len(results) :][: len(step.lanes)]
         rest = arrays[len(results) + len(partials) :]
         for combine in step.combines:
             partials.append(rest[: len(combine.leaves)])
             rest = rest[len(combine.leaves) :]
         return results, partials
+
+    def _guarded(
+        self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str], guard: Guard
+    ) -> Computed:
+        """Computes a shard of which members may be left out."""
+        kept = arrays.pop() if guard.reads else np.ones(shard.count, np.bool_)
+
+        def call(places: np.ndarray, counted: np.ndarray) -> list[np.ndarray]:
+            members = (shard.start + places).astype(np.int32)
+            if self._pads:
+                missing = np.zeros(self.size - shard.count, np.bool_)
+                members, counted = self._pad(members), np.concatenate([counted, missing])
+            plain = len(places) == shard.count and places[-1] == shard.count - 1
+            rows = arrays if plain and counted[: shard.count].all() else [x[places] for x in arrays]
+            return self._run(shard, [members, counted], rows)
+
+        outs, kept, dropped = compute_rest(self.step, shard.start, kept, lost, call)
+        if outs is not None:
+            results, partials = self._split(shard, outs)
+        else:
+            results, partials = self._of_nobody(shard, call)
+        if not kept.all():
+            results = [filled(x, kept) for x in results]
+        if guard.tells:
+            results.append(kept)
+        return Computed(results, partials, int((~kept).sum()), dropped)
+
+    def _of_nobody(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
+        """What comes out of a shard of which nobody is left."""
+        step = self.step
+        told = 1 if step.guard is not None and step.guard.tells else 0
+        types = [self._types[name] for name in step.results[: len(step.results) - told]]
+        results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
+        nothing: list[Any] = [None] * (len(step.lanes) + len(step.combines))
+        if shard.index or not nothing:
+            return results, nothing
+        # What reductions start from is counted with the first shard.
+        try:
+            outs = call(np.arange(shard.count), np.zeros(shard.count, np.bool_))
+        except Exception as error:
+            raise WorkerError(
+                f"all {shard.count} members of the first shard were dropped, expected one to be "
+                f"left; choose a larger shard_size ({message_of(error)})"
+            ) from error
+        return results, self._split(shard, outs)[1][: len(step.lanes)] + nothing[len(step.lanes) :]
 
     def trees(self) -> list[DyadicTree[list[np.ndarray]]]:
         """An empty tree for the partials of each combine."""
@@ -153,6 +211,45 @@ def new_accumulator(lane: Lane, size: int, mode: Any) -> Accumulator:
     return make_accumulator(lane.kind, np.dtype(lane.dtype), size, mode=mode)
 
 
+def read_shard(
+    plan: Plan, step: Map, reader: Reader, names: Sequence[str], shard: Shard
+) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    """Reads placed inputs of a shard.
+
+    Returns:
+      The inputs by name; and why members could not be read, by their place in the shard, where the
+      step may leave them out.
+    """
+    if step.guard is None or step.guard.on_error != "drop" or not names:
+        return reader.read(names, shard.start, shard.start + shard.count), {}
+    types = {name: plan.values[name] for name in names}
+    return read_rest(functools.partial(reader.read, names), types, shard.start, shard.count)
+
+
+def add_computed(
+    accumulators: Sequence[tuple[Lane, Any, np.ndarray | None]],
+    trees: Sequence[tuple[DyadicTree[list[np.ndarray]], list[np.ndarray] | None]],
+    shard: Shard,
+    left_out: int,
+) -> None:
+    """Adds what came out of a shard to the accumulators of lanes and to the trees of combines.
+
+    Args:
+      accumulators: with the lane and the partial of each; a partial is None if nobody is left.
+      trees: likewise.
+      shard: which.
+      left_out: how many of its members are not in the partials.
+    """
+    for lane, accumulator, partial in accumulators:
+        if lane.kind == "sum":
+            accumulator.left_out += left_out
+        if partial is not None:
+            accumulator.add(partial, shard.index)
+    for tree, arrays in trees:
+        if arrays is not None:
+            tree.add(arrays, shard.index)
+
+
 def join_shards(
     plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any]
 ) -> Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]:
@@ -190,10 +287,11 @@ def finish_tree(
     """The name and the value of each result, from a tree with all shards.
 
     Raises:
-      WorkerError: a shard was added twice.
+      WorkerError: a shard was added twice, or all members were dropped.
     """
     arrays = tree.fold()
-    assert arrays is not None, "a placement has a shard at least"
+    if arrays is None:
+        raise WorkerError(f"reduction by {combine.name!r}: all members were dropped")
     for name, array in zip(combine.results, arrays, strict=True):
         if name is not None:
             yield name, array

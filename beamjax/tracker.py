@@ -41,6 +41,11 @@ class Keeper(Protocol):
         """Saves the outputs of a run that is at its end."""
 
 
+def starts_anew(keeper: Keeper | None) -> bool:
+    """Whether a run starts at the beginning."""
+    return keeper is None or not (keeper.position or keeper.finished)
+
+
 class Tracker:
     """Follows a run into its loops and branches, and has it saved when that is due.
 

@@ -119,7 +119,8 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
         x = shard.masked(args[0], axis, lowest_value(lane, operand.dtype))
         place = function(x, axis, result.dtype)
         extreme = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
-        return [place + shard.start.astype(result.dtype), jnp.squeeze(extreme, axis)]
+        found = jnp.take(shard.indices(), place).astype(result.dtype)
+        return [found, jnp.squeeze(extreme, axis)]
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
         (i, x), (j, y) = left, right

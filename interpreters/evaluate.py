@@ -21,13 +21,15 @@ from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server
 from beamjax.shards import (
     Shard,
     ShardExecutor,
+    add_computed,
     finish_lane,
     finish_tree,
     new_accumulators,
+    read_shard,
     shard_errors,
     shards,
 )
-from beamjax.tracker import Keeper, Tracker
+from beamjax.tracker import Keeper, Tracker, starts_anew
 
 
 def evaluate(
@@ -54,7 +56,9 @@ def evaluate(
       WorkerError: a body failed; the message names step and shard.
       JobCancelledError: the job was cancelled.
     """
-    run = _Evaluation(plan, inputs, options, monitor or Monitor(plan), keeper)
+    monitor = monitor or Monitor(plan)
+    monitor.letters.begin(anew=starts_anew(keeper))
+    run = _Evaluation(plan, inputs, options, monitor, keeper)
     wanted = {out.value for out in plan.outputs if out.value is not None}
     if open_placements(plan):
         run.one_pass()
@@ -63,6 +67,10 @@ def evaluate(
         if keeper is not None:
             keeper.finish({name: run.value(name) for name in sorted(wanted)})
     return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
+
+
+Read = tuple[Shard, list[np.ndarray], Mapping[int, str], int]
+"""A shard, its operands, why members of it could not be read, and how many bytes were."""
 
 
 class _Evaluation:
@@ -224,16 +232,22 @@ class _Evaluation:
         trees = execute.trees()
         meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
         meter.start()
-        for shard, operands, nbytes in (
+        for shard, operands, lost, nbytes in (
             self.read(step) if n is not None else self.read_streams(step)
         ):
             meter.lap("read", nbytes)
-            results, partials = execute(shard, operands)
+            found = execute(shard, operands, lost)
             meter.lap("compute")
-            for name, array in zip(step.results, results, strict=True):
+            self.monitor.drop(found.dropped, self.plan.sizes)
+            for name, array in zip(step.results, found.results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
-            for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
-                accumulator.add(partial, shard.index)
+            lanes = len(step.lanes)
+            add_computed(
+                list(zip(step.lanes, accumulators, found.partials[:lanes], strict=True)),
+                list(zip(trees, found.partials[lanes:], strict=True)),
+                shard,
+                found.left_out,
+            )
             meter.lap("merge")
             meter.shard(shard.start, shard.count)
             meter.start()
@@ -245,27 +259,27 @@ class _Evaluation:
         for combine, tree in zip(step.combines, trees, strict=True):
             self.served.update(finish_tree(combine, tree))
 
-    def read(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray], int]]:
-        """The shards of a pass, their operands, and how many bytes were read."""
+    def read(self, step: Map) -> Iterator[Read]:
+        """The shards of a pass, and what is read of them."""
         read = [name for name in step.operands if name not in self.placed]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         for shard in shards(n, size):
             stop = shard.start + shard.count
             with shard_errors(step, shard):
-                fresh = self.reader.read(read, shard.start, stop)
+                fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]
                 for name in step.operands
             ]
-            yield shard, operands, sum(array.nbytes for array in fresh.values())
+            yield shard, operands, lost, sum(array.nbytes for array in fresh.values())
 
-    def read_streams(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray], int]]:
+    def read_streams(self, step: Map) -> Iterator[Read]:
         """The same of members that are counted as they are read."""
         size = self.plan.shard_sizes[step.placement]
         for block in self.streamed(size):
             shard = Shard(block.start // size, block.start, block.count)
             nbytes = sum(array.nbytes for array in block.values.values())
-            yield shard, [block.values[name] for name in step.operands], nbytes
+            yield shard, [block.values[name] for name in step.operands], {}, nbytes
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:

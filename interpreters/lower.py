@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
@@ -18,7 +17,9 @@ from beamjax.interpreters import callbacks, rules
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.flatten import HOST_CALLS
-from beamjax.interpreters.lanes import lane_vector, lanes_of
+from beamjax.interpreters.keeping import guard_of, with_kept_members
+from beamjax.interpreters.lanes import lanes_of
+from beamjax.interpreters.map_bodies import map_body, read
 from beamjax.interpreters.pieces import (
     BlockPiece,
     BranchPiece,
@@ -31,7 +32,7 @@ from beamjax.interpreters.pieces import (
 )
 from beamjax.interpreters.places import Along, Place, PlacedProgram
 from beamjax.interpreters.readings import draw_by_batch
-from beamjax.interpreters.rules import Combination, Fold
+from beamjax.interpreters.rules import Combination
 from beamjax.interpreters.sizing import shard_sizes
 from beamjax.options import Options
 from beamjax.plan import (
@@ -42,7 +43,6 @@ from beamjax.plan import (
     Combine,
     Gather,
     Input,
-    Lane,
     Loop,
     Map,
     Output,
@@ -90,11 +90,12 @@ class _Lowering:
         self.served_inputs: set[Var] = set()
         self.placed_inputs: set[Var] = set()
         self.counts: dict[str, int] = {}
+        self.guard = guard_of(options)
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(piece) for piece in self.pieces]
         outputs = tuple(self.output(atom) for atom in self.program.flat.outputs)
-        return Plan(
+        plan = Plan(
             name=name,
             sizes={k: None if is_unknown(n) else n for k, n in self.program.sizes.items()},
             shard_sizes=self.sizes,
@@ -109,6 +110,16 @@ class _Lowering:
             jax_version=jax.__version__,
             constants=tuple(self.program.flat.constants),
         )
+        if self.guard is None or not self.guard.drops:
+            return plan
+        return with_kept_members(plan, self.empty_pass)
+
+    def empty_pass(self, placement: str) -> Map:
+        """A pass that computes nothing."""
+        name, size = self.name(f"members_{placement}"), self.sizes[placement]
+        key = self.export(name, lambda members: lambda *heads: [], size, self.heads(size), [])
+        guard = self.guard and replace(self.guard, on_nonfinite="keep")
+        return Map(name, placement, key, (), (), (), (), guard=guard)
 
     # ------------------------------------------------------------------------------- values
 
@@ -235,7 +246,7 @@ class _Lowering:
         def body(*raw: jax.Array) -> list[jax.Array]:
             env = dict(zip(piece.inputs, map(wrap, raw, impls), strict=True))
             for eqn in piece.eqns:
-                args = [_read(env, atom) for atom in eqn.inputs]
+                args = [read(env, atom) for atom in eqn.inputs]
                 env.update(zip(eqn.outputs, rules.bind(eqn, args), strict=True))
             return [unwrap(env[var]) for var in piece.outputs]
 
@@ -259,10 +270,12 @@ class _Lowering:
             for e in piece.emissions
             if isinstance(e.reading, Combination)
         )
-        scalar = jax.ShapeDtypeStruct((), np.dtype("int32"))
-        arguments = [scalar, scalar, *(_argument(self.values[x]) for x in broadcasts)]
-        arguments += [_argument(self.values[x], size) for x in operands]
-        sized = functools.partial(self.map_body, piece, lanes)
+        types: list[tuple[ValueType, int | None]] = [(self.values[x], None) for x in broadcasts]
+        types += [(self.values[x], size) for x in operands]
+        impls = [value.key_impl for value, _ in types]
+        arguments = [*self.heads(size), *(_argument(*each) for each in types)]
+        guard = self.guard
+        sized = functools.partial(map_body, self.program, piece, lanes, impls, guard)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
             name,
@@ -274,49 +287,17 @@ class _Lowering:
             lanes,
             tuple(functions),
             combines,
+            guard,
         )
 
-    def map_body(
-        self, piece: MapPiece, lanes: tuple[Lane, ...], size: int
-    ) -> Callable[..., list[jax.Array]]:
-        """The function of a pass over one shard, on raw arrays; see `Map`."""
-        values, program = self.values, self.program
-        impls = [values[self.served(var)].key_impl for var in piece.broadcasts]
-        impls += [values[self.placed(var, along)].key_impl for var, along in piece.operands]
-
-        def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
-            shard = rules.Shard(start, size, lax.iota(np.dtype("int32"), size) < count)
-            wrapped = list(map(wrap, raw, impls))
-            served = dict(zip(piece.broadcasts, wrapped[: len(piece.broadcasts)], strict=True))
-            placed: dict[tuple[Var, int], Any] = {}
-            arrays = wrapped[len(piece.broadcasts) :]
-            for (var, along), x in zip(piece.operands, arrays, strict=True):
-                placed[var, along.axis] = jnp.moveaxis(x, 0, along.axis)
-            partials: dict[str, jax.Array] = {}
-            combined: list[jax.Array] = []
-            for emission in piece.emissions:
-                eqn, reading = emission.eqn, emission.reading
-                args = [
-                    _read(served, atom) if axis is None else _read_placed(placed, atom, axis)
-                    for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)
-                ]
-                if isinstance(reading, Combination):
-                    combined += map(unwrap, reading.partial(eqn, args, shard))
-                    continue
-                if isinstance(reading, Fold):
-                    partials[eqn.outputs[0].name] = reading.partial(eqn, args, shard)
-                    continue
-                outs = reading.emit(eqn, args, shard)
-                for var, axis, out in zip(eqn.outputs, reading.out_axes, outs, strict=True):
-                    if axis is not None:
-                        placed[var, axis] = out
-            results = []
-            for var in piece.results:
-                axis = program.places[var].axis
-                results.append(unwrap(jnp.moveaxis(placed[var, axis], axis, 0)))
-            return results + [lane_vector(lane, partials) for lane in lanes] + combined
-
-        return body
+    def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:
+        """What the body of a pass takes first: where its shard starts, and who is in it."""
+        integer = np.dtype("int32")
+        start = jax.ShapeDtypeStruct((), integer)
+        if self.guard is None:
+            return [start, start]
+        kept = jax.ShapeDtypeStruct((size,), np.dtype("bool"))
+        return [start, jax.ShapeDtypeStruct((size,), integer), kept]
 
     def combine(self, eqn: Eqn, reading: Combination) -> Combine:
         """A reduction by a function, whose body joins the partials of two ranges of members."""
@@ -335,7 +316,7 @@ class _Lowering:
             values = list(map(wrap, raw, impls))
             env = dict(zip(variables, values, strict=False))
             left, right = values[len(inputs) : -len(leaves)], values[-len(leaves) :]
-            outs = reading.combine(eqn, [_read(env, atom) for atom in served], left, right)
+            outs = reading.combine(eqn, [read(env, atom) for atom in served], left, right)
             return list(map(unwrap, outs))
 
         key = self.export(
@@ -384,11 +365,3 @@ def _why(user: Eqn) -> str:
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:
     shape = value.shape if members is None else (members, *value.shape)
     return jax.ShapeDtypeStruct(shape, np.dtype(value.dtype))
-
-
-def _read(env: Mapping[Var, Any], atom: Atom) -> Any:
-    return env[atom] if isinstance(atom, Var) else atom.val
-
-
-def _read_placed(env: Mapping[tuple[Var, int], Any], atom: Atom, axis: int) -> Any:
-    return env[atom, axis] if isinstance(atom, Var) else atom.val

@@ -47,7 +47,7 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
             changes = {"slice_sizes": put("slice_sizes", shard.size)}
         (rows,) = bind(eqn, args, **changes)
         where = indices(args).astype("int32") - shard.start
-        inside = (where >= 0) & (where < shard.count())
+        inside = shard.has(where)
         rows = jnp.take(rows, jnp.clip(where, 0, shard.size - 1), axis=axis, mode="clip")
         return _bits(rows, axis, inside)
 
@@ -80,7 +80,7 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
         if not drops:
             index, outside = jnp.clip(index, 0, n - 1), jnp.zeros_like(outside)
         where = index.astype("int32") - shard.start
-        inside = (where >= 0) & (where < shard.count()) & (index < n)
+        inside = shard.has(where) & (index < n)
         row = jnp.where(outside, shard.size, jnp.where(inside, where, 0))
         indices = indices.at[..., column].set(row.astype(indices.dtype))
         (rows,) = bind(eqn, [operand, indices])

@@ -27,16 +27,38 @@ class Shard:
     Attributes:
       start: index of its first member, an int32 scalar (traced).
       size: number of members in it, padding included (static).
-      mask: bool[size], False for padding.
+      mask: bool[size], False for padding, and for members that are left out.
+      members: int32[size], the index of each, of whom some stand for those that are left out; None
+        if nobody is, and padding comes last.
     """
 
     start: jax.Array
     size: int
     mask: jax.Array
+    members: jax.Array | None = None
 
     def indices(self) -> jax.Array:
         """int32[size]: the index of each member among all."""
+        if self.members is not None:
+            return self.members
         return self.start + lax.iota(np.dtype("int32"), self.size)
+
+    def has(self, places: jax.Array) -> jax.Array:
+        """Whether there are members at these places of the shard, which may be outside of it."""
+        inside = (places >= 0) & (places < self.size)
+        return inside & jnp.take(self.mask, jnp.clip(places, 0, self.size - 1))
+
+    def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[Shard, list[Any]]:
+        """The same shard, and values of it along these axes, with padding last."""
+        if self.members is None:
+            return self, list(args)
+        order = jnp.argsort(~self.mask, stable=True)
+        moved = [
+            x if axis is None else jnp.take(x, order, axis)
+            for x, axis in zip(args, axes, strict=True)
+        ]
+        mask = lax.iota(np.dtype("int32"), self.size) < self.count()
+        return Shard(self.start, self.size, mask, self.members[order]), moved
 
     def count(self) -> jax.Array:
         """An int32 scalar: the number of members, padding left out."""

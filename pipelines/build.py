@@ -13,6 +13,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
+from beamjax.dropping import Dropped
 from beamjax.machine import Machine
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
@@ -27,12 +28,19 @@ from beamjax.pipelines.combiners import (
 )
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Environment
-from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
+from beamjax.pipelines.results import (
+    WriteDropped,
+    WritePlaced,
+    WriteServed,
+    find_dropped,
+    find_placed,
+    read_served,
+)
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.values import Placed, Served, members
-from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer, combined
+from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
 from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server, size_name
 
 MAX_RANGES = 256
@@ -102,6 +110,8 @@ class Graph:
         self.bodies = {} if bodies is None else bodies
         self.machine = Machine.of(options)
         self.static = dict(inputs.static)
+        # Of each pass, the members that it drops.
+        self.dropped: list[beam.PCollection] = []
         # In which environment a server value is that a step computes.
         self.served: dict[str, beam.PCollection] = {}
         # All blocks with an output of the plan or a value that a later step needs.
@@ -159,13 +169,18 @@ class Graph:
             scattered,
             carried,
             self.options.reduction,
+            self.options.drop_limit,
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
         tags = [combined(number) for number in range(len(step.combines))]
+        drops = [DROPPED] if step.guard is not None and step.guard.drops else []
         outputs = blocks | step.name >> beam.ParDo(fn, *environments).with_outputs(
-            PARTIALS, *tags, main="blocks"
+            PARTIALS, *tags, *drops, main="blocks"
         )
+        for tag in drops:
+            outputs[tag].element_type = bytes
+            self.dropped.append(outputs[tag])
         outputs[PARTIALS].element_type = typehints.KV[str, bytes]
         if step.results:
             made = _Stream(outputs.blocks, (*carried, *step.results))
@@ -234,6 +249,14 @@ class Graph:
         for number, name in enumerate(placed):
             write_placed = WritePlaced(self.store, name, f"{stem}-placed-{number}")
             self.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
+        if self.dropped:
+            write_dropped = WriteDropped(self.store, stem)
+            listed = self.dropped | "Dropped" >> beam.Flatten()
+            together = listed | "Dropped/Key" >> beam.WithKeys(b"").with_output_types(
+                typehints.KV[bytes, bytes]
+            )
+            lines = together | "Dropped/Together" >> beam.GroupByKey()
+            lines | "Write dropped" >> beam.ParDo(write_dropped)
 
     def find_results(self, stem: str = "result") -> dict[str, Served | Placed]:
         """What `write_results` wrote, by name, once the pipeline is through.
@@ -247,13 +270,17 @@ class Graph:
             refs = read_served(self.store, f"{stem}-served-{number}")
             found |= {name: Served(self.store, ref=ref) for name, ref in refs.items()}
         written = files.names(self.store.root) if placed else []
-        plan = self._counted(found)
+        plan = self.counted(found)
         for number, name in enumerate(placed):
             stem_of = f"{stem}-placed-{number}"
             found[name] = members(find_placed(self.store, plan, name, stem_of, written))
         return found
 
-    def _counted(self, found: Mapping[str, Served | Placed]) -> Plan:
+    def find_dropped(self, stem: str = "result") -> list[Dropped]:
+        """The members that passes of this graph have dropped, once the pipeline is through."""
+        return find_dropped(self.store, stem) if self.dropped else []
+
+    def counted(self, found: Mapping[str, Served | Placed]) -> Plan:
         """The plan, with the numbers of members that were found in the pipeline."""
         sizes = dict(self.plan.sizes)
         for placement in open_placements(self.plan):
@@ -300,7 +327,10 @@ class Graph:
         combines: tuple[Combine, ...] = step.combines if isinstance(step, Map) else ()
         needed = [step.body, *(combine.body for combine in combines)] if served is not None else []
         bodies = {key: self._body(key) for key in needed}
-        values = {r.result: self.plan.values[r.result] for lane in lanes for r in lane.reductions}
+        needed_types = [r.result for lane in lanes for r in lane.reductions]
+        if isinstance(step, Map) and step.guard is not None:
+            needed_types += [*step.results, *step.operands]
+        values = {name: self.plan.values[name] for name in needed_types}
         nothing: Any = {
             "bodies": {},
             "recipe": None,

@@ -74,7 +74,9 @@ class Launcher:
             names = [step.name for step in plan.steps]
             with own_errors(store, type(self.runner).__name__, names, self.shared):
                 waiting.run(pipeline, self.flags, monitor.running)
-            return graph.find_results(stem)
+            found = graph.find_results(stem)
+            monitor.drop(graph.find_dropped(stem), graph.counted(found).sizes)
+            return found
 
     def graph(
         self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store

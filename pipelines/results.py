@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import encode_arrays
+from beamjax.arrays import decode_array, encode_array, encode_arrays
+from beamjax.dropping import Dropped, decode_lines
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
@@ -85,6 +87,41 @@ class WritePlaced(StepFn):
         members = np.concatenate([block.values[self.name] for block in run])
         name = file_name(self.stem, run[0].start, len(members))
         self.store.write(name, encode_arrays([members], {"value": self.name}))
+
+
+class WriteDropped(StepFn):
+    """Writes which members were dropped, all at once.
+
+    Args:
+      store: where to write.
+      stem: of the file's name.
+    """
+
+    yields = Any
+
+    def __init__(self, store: Store, stem: str):
+        self.store = store
+        self.stem = stem
+
+    def process(self, element: tuple[Any, Iterable[bytes]]) -> None:
+        lines = np.frombuffer(b"".join(sorted(element[1])), np.uint8)
+        self.store.write(f"{self.stem}-dropped{SUFFIX}", encode_array(lines))
+
+
+def find_dropped(store: Store, stem: str) -> list[Dropped]:
+    """The members that a pipeline has dropped.
+
+    Raises:
+      ArrayFormatError: the file is not what was written.
+    """
+    name = f"{stem}-dropped{SUFFIX}"
+    if name not in files.names(store.root):
+        return []
+    path = files.join(store.root, name)
+    try:
+        return decode_lines(decode_array(files.read(path)).tobytes(), path)
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
 
 
 def read_served(store: Store, stem: str) -> dict[str, Ref]:

@@ -38,6 +38,7 @@ from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.source_base import StreamSource
 from beamjax.sources import ArraySource, live_spec, register, release
+from beamjax.tracker import starts_anew
 
 RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
@@ -182,6 +183,8 @@ def drive(
 ) -> dict[str, np.ndarray]:
     """Runs a plan with its inputs; see `run_plan`."""
     if open_placements(plan):
+        if launcher.monitor is not None:
+            launcher.monitor.letters.begin(anew=True)
         return _run_one_pass(plan, inputs, launcher, sources)
     values: dict[str, Value] = {
         name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
@@ -190,6 +193,8 @@ def drive(
     values |= {name: Served(store, array) for name, array in inputs.server().items()}
     options = launcher.options
     keeper = DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
+    if launcher.monitor is not None:
+        launcher.monitor.letters.begin(anew=starts_anew(keeper))
     return Driver(plan, values, launcher, keeper).run()
 
 

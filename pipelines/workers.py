@@ -14,6 +14,7 @@ from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.bodies import run_server
+from beamjax.dropping import DeadLetters, encode_lines
 from beamjax.dyadic import DyadicTree
 from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
@@ -23,9 +24,19 @@ from beamjax.pipelines.step_metrics import StepMetrics
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan import Map, Server
 from beamjax.progress import Tally
-from beamjax.shards import Shard, ShardExecutor, new_accumulator, shard_errors, shards
+from beamjax.shards import (
+    Shard,
+    ShardExecutor,
+    add_computed,
+    new_accumulator,
+    read_shard,
+    shard_errors,
+    shards,
+)
+from beamjax.survivors import Computed
 
 PARTIALS = "partials"
+DROPPED = "dropped"
 
 
 def combined(number: int) -> str:
@@ -52,8 +63,9 @@ class MapShards(ComputeFn):
 
     Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
     earlier passes. Blocks with the results go out as the main output, partials of lanes as
-    `PARTIALS`, and those of combine number i as `combined(i)`. On a worker with several devices
-    shards are dealt to them; what comes out, and in which order, is the same.
+    `PARTIALS`, those of combine number i as `combined(i)`, and members that are dropped as
+    `DROPPED`. On a worker with several devices shards are dealt to them; what comes out, and in
+    which order, is the same.
 
     Args:
       task: with a `Map` as its step.
@@ -61,6 +73,7 @@ class MapShards(ComputeFn):
       scattered: server values that are read by shards: name and member axis by placed name.
       carried: names of placed values that go on in the blocks.
       mode: of the accumulators, "exact" or "fast".
+      drop_limit: the share of the members that may be dropped.
     """
 
     yields = Block
@@ -72,12 +85,14 @@ class MapShards(ComputeFn):
         scattered: Mapping[str, tuple[str, int]],
         carried: tuple[str, ...],
         mode: Any,
+        drop_limit: float = 1.0,
     ):
         self.task = task
         self.sources = sources
         self.scattered = dict(scattered)
         self.carried = carried
         self.mode = mode
+        self.drop_limit = drop_limit
         self.metrics = StepMetrics(task.step.name)
         self.dealer: Dealer[_Done] | None = None
 
@@ -85,6 +100,7 @@ class MapShards(ComputeFn):
         """Starts JAX and opens the sources."""
         super().setup()
         self.reader = self.sources.open()
+        self.letters = DeadLetters(self.drop_limit)
 
     def start_bundle(self) -> None:
         """Forgets what belongs to another bundle, one that failed included."""
@@ -107,17 +123,20 @@ class MapShards(ComputeFn):
         for shard, live in self._shards(element):
             meter = Meter(step.name, self.execute[0].size, self.recorder)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
-            read = self._read(shard, [name for name in step.operands if name not in known])
+            read, lost = self._read(shard, [name for name in step.operands if name not in known])
             meter.lap("read", sum(array.nbytes for array in read.values()))
-            job = functools.partial(self._compute, shard, known | read, meter)
+            job = functools.partial(self._compute, shard, known | read, lost, meter)
             for done in self.dealer.add(job):
                 yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
         """Sends the last blocks and the partials of the bundle."""
         for done in self.dealer.rest() if self.dealer else ():
-            for block in self._finish(done):
-                yield _windowed(block)
+            for made in self._finish(done):
+                if isinstance(made, beam.pvalue.TaggedOutput):
+                    yield beam.pvalue.TaggedOutput(made.tag, _windowed(made.value))
+                else:
+                    yield _windowed(made)
         for piece, accumulator in (self.accumulators or {}).items():
             partial = (key_of(piece), accumulator.encode())
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
@@ -130,21 +149,30 @@ class MapShards(ComputeFn):
             self.recorder.flush()
 
     def _compute(
-        self, shard: Shard, operands: Mapping[str, np.ndarray], meter: Meter, device: int
+        self,
+        shard: Shard,
+        operands: Mapping[str, np.ndarray],
+        lost: Mapping[int, str],
+        meter: Meter,
+        device: int,
     ) -> _Done:
         meter.resume()
-        found = self.execute[device](shard, [operands[name] for name in self.task.step.operands])
+        arrays = [operands[name] for name in self.task.step.operands]
+        found = self.execute[device](shard, arrays, lost)
         meter.lap("compute")
-        return _Done(shard, operands, meter, *found)
+        return _Done(shard, operands, meter, found)
 
-    def _finish(self, done: _Done) -> Iterator[Block]:
+    def _finish(self, done: _Done) -> Iterator[Any]:
         done.meter.resume()
-        self._add(done.shard, done.partials)
+        self._add(done.shard, done.found)
         done.meter.lap("merge")
         done.meter.shard(done.shard.start, done.shard.count)
         self.spent += done.meter.total
         values = {name: done.operands[name] for name in self.carried}
-        values |= dict(zip(self.task.step.results, done.results, strict=True))
+        values |= dict(zip(self.task.step.results, done.found.results, strict=True))
+        if done.found.dropped:
+            self.letters.add(done.found.dropped, self.task.plan.sizes)
+            yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
         if values:
             yield Block(done.shard.start, done.shard.count, self.execute[0].size, values)
 
@@ -166,21 +194,25 @@ class MapShards(ComputeFn):
         for shard in shards(plan.sizes[placement], size, *element):
             yield shard, {}
 
-    def _read(self, shard: Shard, names: list[str]) -> dict[str, np.ndarray]:
+    def _read(self, shard: Shard, names: list[str]) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         with shard_errors(self.task.step, shard):
-            return self.reader.read(names, shard.start, shard.start + shard.count)
+            return read_shard(self.task.plan, self.task.step, self.reader, names, shard)
 
-    def _add(self, shard: Shard, partials: list[Any]) -> None:
+    def _add(self, shard: Shard, found: Computed) -> None:
         lanes = self.task.step.lanes
         if self.accumulators is None:
             self.accumulators = {
                 piece: new_accumulator(lanes[piece.lane], piece.stop - piece.start, self.mode)
                 for piece in step_pieces(self.task.step)
             }
+        partials = found.partials
+        parts = []
         for piece, accumulator in self.accumulators.items():
-            accumulator.add(partials[piece.lane][piece.start : piece.stop], shard.index)
-        for tree, partial in zip(self.trees, partials[len(lanes) :], strict=True):
-            tree.add(partial, shard.index)
+            whole = partials[piece.lane]
+            part = None if whole is None else whole[piece.start : piece.stop]
+            parts.append((lanes[piece.lane], accumulator, part))
+        trees = zip(self.trees, partials[len(lanes) :], strict=True)
+        add_computed(parts, list(trees), shard, found.left_out)
 
 
 @dataclass(frozen=True)
@@ -190,8 +222,7 @@ class _Done:
     shard: Shard
     operands: Mapping[str, np.ndarray]
     meter: Meter
-    results: list[np.ndarray]
-    partials: list[Any]
+    found: Computed
 
 
 def _windowed(value: Any) -> WindowedValue:

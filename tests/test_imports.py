@@ -125,6 +125,7 @@ print("apache_beam" in sys.modules)
 TESTED_ELSEWHERE = {
     "_compat": "test_transformations",
     "_version": "test_api",
+    "map_bodies": "test_lower",
     "bodies": "test_workers",
     "checkpoint_folder": "test_keepers",
     "checkpoint_records": "test_keepers",

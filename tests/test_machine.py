@@ -279,11 +279,11 @@ def shards_by_device(monkeypatch):
     counts = {}
     on = bj.execution._evaluate.ShardExecutor.__call__
 
-    def counted(self, shard, operands):
+    def counted(self, shard, operands, lost):
         with bj.shards._on(self.device):
             (device,) = jax.numpy.zeros(()).devices()
         counts[device.id] = counts.get(device.id, 0) + 1
-        return on(self, shard, operands)
+        return on(self, shard, operands, lost)
 
     monkeypatch.setattr(bj.execution._evaluate.ShardExecutor, "__call__", counted)
     return counts

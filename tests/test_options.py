@@ -106,7 +106,7 @@ def test_options_are_hashable_whatever_beam_gets():
         "gather_limit", "job_folder", "keep_folder", "progress",
         "require_platform", "device_memory_fraction", "preallocate",
         "local_devices",
-        "checkpoint", "checkpoint_every",
+        "checkpoint", "checkpoint_every", "on_error", "on_nonfinite", "drop_limit", "dead_letters",
     }  # fmt: skip
 
 

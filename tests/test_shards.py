@@ -65,7 +65,8 @@ def executor():
 def test_a_shard(executor, count):
     _, step, execute = executor
     rows = np.asarray(X)[:count]
-    (result,), partials = execute(Shard(0, 0, count), [rows])
+    found = execute(Shard(0, 0, count), [rows])
+    (result,), partials = found.results, found.partials
     np.testing.assert_array_equal(result, rows * 2)
     found = {}
     for lane, partial in zip(step.lanes, partials, strict=True):
@@ -80,9 +81,10 @@ def test_a_shard(executor, count):
 def test_padding_is_not_seen(executor):
     _, _, execute = executor
     rows = np.asarray([[1.0, 2.0], [np.inf, np.nan]], "float32")
-    (result,), partials = execute(Shard(0, 0, 2), [rows])
+    found = execute(Shard(0, 0, 2), [rows])
+    (result,), partials = found.results, found.partials
     np.testing.assert_array_equal(result, rows * 2)
-    whole, _ = execute(Shard(0, 0, 8), [np.concatenate([rows[:1]] * 8)])
+    whole = execute(Shard(0, 0, 8), [np.concatenate([rows[:1]] * 8)]).results
     assert np.isfinite(whole[0]).all()
     assert any(np.isinf(p).any() for p in partials if p.dtype == np.float32)
 
@@ -93,7 +95,7 @@ def test_lanes_finish_to_results(executor):
     accumulators = new_accumulators(step, "exact")
     for shard in shards(11, 8):
         rows = np.asarray(X)[shard.start : shard.start + shard.count]
-        for accumulator, partial in zip(accumulators, execute(shard, [rows])[1], strict=True):
+        for accumulator, partial in zip(accumulators, execute(shard, [rows]).partials, strict=True):
             accumulator.add(partial, shard.index)
     found = {}
     for lane, accumulator in zip(step.lanes, accumulators, strict=True):
@@ -109,7 +111,7 @@ def test_pieces_of_a_lane(executor):
     plan, step, execute = executor
     lane = max(step.lanes, key=lambda lane: lane.size)
     number = step.lanes.index(lane)
-    (_, partials) = execute(Shard(0, 0, 8), [np.asarray(X)[:8]])
+    partials = execute(Shard(0, 0, 8), [np.asarray(X)[:8]]).partials
     whole, pieces = {}, {}
     for bounds, found in [((0, lane.size), whole), ((0, 1), pieces), ((1, lane.size), pieces)]:
         lo, hi = bounds

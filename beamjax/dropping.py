@@ -1,0 +1,214 @@
+"""Members that a pass can't be computed for: what becomes of them, and who is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from beamjax import records
+from beamjax.errors import ArrayFormatError, WorkerError
+
+_LOG = logging.getLogger("beamjax")
+MAX_MESSAGE = 2000
+"""Characters that are kept of an error."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a pass does with members that it can't be computed for.
+
+    The body of a guarded pass takes `(start, members, kept, *broadcasts, *operands)`: the index of
+    the first member of the shard, the index of each member, of whom some may stand for others, and
+    which of them count. It gives as its last array the flags of members of which all floats are
+    finite, if `on_nonfinite` is not "keep".
+
+    Attributes:
+      on_error: "raise" or "drop", for members that can't be read or computed.
+      on_nonfinite: "keep", "raise" or "drop", for members that give NaN or infinity.
+      reads: whether the last operand of the pass says who was kept by those before it.
+      tells: whether the last result of the pass says who is kept by it.
+    """
+
+    on_error: str
+    on_nonfinite: str
+    reads: bool = False
+    tells: bool = False
+
+    @property
+    def drops(self) -> bool:
+        """Whether members may be left out."""
+        return "drop" in (self.on_error, self.on_nonfinite)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A member that was left out of a pass, and of all that follow it.
+
+    Attributes:
+      placement: that it is a member of.
+      member: its index.
+      step: name of the pass.
+      reason: "error" or "nonfinite".
+      message: what was raised, or found.
+    """
+
+    placement: str
+    member: int
+    step: str
+    reason: str
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Any, path: str) -> Dropped:
+        """Undoes `to_json`.
+
+        Raises:
+          ArrayFormatError: the record at `path` is something else.
+        """
+        if not isinstance(record, dict):
+            raise ArrayFormatError(f"{path}: found {record!r:.200}, expected a dropped member")
+        return cls(**records.checked(record, _FIELDS, path))
+
+
+_FIELDS: dict[str, Any] = {
+    "placement": str,
+    "member": int,
+    "step": str,
+    "reason": str,
+    "message": str,
+}
+
+
+def encode_lines(dropped: Iterable[Dropped]) -> bytes:
+    """A line of JSON for each member."""
+    return b"".join(json.dumps(each.to_json()).encode() + b"\n" for each in dropped)
+
+
+def decode_lines(data: bytes, path: str) -> list[Dropped]:
+    """Undoes `encode_lines`.
+
+    Raises:
+      ArrayFormatError: the bytes at `path` are something else.
+    """
+    try:
+        found = [json.loads(line) for line in data.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise ArrayFormatError(f"{path}: {error}; expected lines of JSON") from None
+    return [Dropped.from_json(record, path) for record in found]
+
+
+class DeadLetters:
+    """The members that a run has dropped, each once, with a file that lists them.
+
+    Args:
+      limit: the share of the members of a placement that may be dropped.
+      path: of the file, a path or URL; None writes none.
+    """
+
+    def __init__(self, limit: float = 1.0, path: str | None = None):
+        self.limit = limit
+        self.path = path
+        self._found: dict[tuple[str, int], Dropped] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        """All of them, by placement and index."""
+        with self._lock:
+            return tuple(self._found[key] for key in sorted(self._found))
+
+    def add(self, found: Iterable[Dropped], sizes: Mapping[str, int | None]) -> None:
+        """Members were dropped.
+
+        Args:
+          found: they, in any order, and perhaps again.
+          sizes: the number of members of each placement, as far as it is known.
+
+        Raises:
+          WorkerError: there are too many.
+        """
+        with self._lock:
+            before = len(self._found)
+            for each in found:
+                self._found.setdefault((each.placement, each.member), each)
+            if len(self._found) == before:
+                return
+        self.write()
+        dropped = self.dropped
+        for placement, n in sizes.items():
+            own = [each for each in dropped if each.placement == placement]
+            if n is not None and own:
+                check_limit(own, n, self.limit)
+
+    def begin(self, *, anew: bool) -> None:
+        """Starts the file, or reads what a run that goes on from a checkpoint wrote into it.
+
+        Raises:
+          ArrayFormatError: the file is something else.
+        """
+        if self.path is None:
+            return
+        from beamjax.pipelines import files
+
+        folder, name = os.path.split(self.path)
+        if not anew and name in files.names(folder):
+            for each in decode_lines(bytes(files.read(self.path)), self.path):
+                self._found.setdefault((each.placement, each.member), each)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file, with all that are known."""
+        if self.path is None:
+            return
+        from beamjax.pipelines import files
+
+        files.write(self.path, encode_lines(self.dropped))
+
+    def tell(self) -> None:
+        """Says in the log how many there are."""
+        dropped = self.dropped
+        if dropped:
+            where = f"; {self.path} lists them" if self.path else ""
+            _LOG.warning("%s%s", _summary(dropped), where)
+
+
+def check_limit(dropped: list[Dropped], n: int, limit: float) -> None:
+    """Checks how many members of one placement were dropped.
+
+    Raises:
+      WorkerError: more than the share `limit` of the n members, or all of them.
+    """
+    count = len({each.member for each in dropped})
+    if count <= limit * n and count < n:
+        return
+    raise WorkerError(
+        f"{_summary(dropped)}. That is {count} of {n} members, and drop_limit={limit:g} allows "
+        f"{min(int(limit * n), n - 1)}: find out why they fail, or raise the option drop_limit"
+    )
+
+
+def _summary(dropped: Iterable[Dropped]) -> str:
+    listed = list(dropped)
+    first = min(listed, key=lambda each: (each.placement, each.member))
+    count = len({(each.placement, each.member) for each in listed})
+    members = "1 member was" if count == 1 else f"{count} members were"
+    return (
+        f"{members} dropped, the first is member {first.member} of {first.placement!r} in step "
+        f"{first.step!r}: {_last_line(first.message):.300}"
+    )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]

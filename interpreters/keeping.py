@@ -1,0 +1,160 @@
+"""Who was dropped, handed from each pass over a placement to the next one.
+
+Where members may be dropped, each pass tells who is kept by it, as a placed boolean, and reads what
+the pass before it told: a member that one pass left out is left out of all that follow. Loops carry
+the booleans, and branches return them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from beamjax.dropping import Guard
+from beamjax.options import Options
+from beamjax.plan import Block, Branch, Carried, Loop, Map, Plan, Step, ValueType, walk
+
+Kept = dict[str, str]
+"""For a placement, the name of the value that says who is kept so far."""
+
+
+def guard_of(options: Options) -> Guard | None:
+    """What options want of all passes."""
+    if options.on_error == "raise" and options.on_nonfinite == "keep":
+        return None
+    return Guard(options.on_error, options.on_nonfinite)
+
+
+def with_kept_members(plan: Plan, empty_pass: Callable[[str], Map]) -> Plan:
+    """The plan in which passes hand on who is kept.
+
+    Args:
+      plan: its passes have guards.
+      empty_pass: makes a pass over a placement that computes nothing; it is where a loop or a
+        branch comes first, and needs to know that all are kept.
+    """
+    return _Keeping(plan, empty_pass).plan
+
+
+class _Keeping:
+    def __init__(self, plan: Plan, empty_pass: Callable[[str], Map]):
+        self.empty_pass = empty_pass
+        self.values = dict(plan.values)
+        self.numbers = itertools.count()
+        steps = self.steps(plan.steps, {})
+        read = set(_read(steps))
+        self.plan = replace(plan, steps=_without_unread(steps, read), values=self.values)
+
+    def name(self, placement: str) -> str:
+        """A fresh name for who is kept."""
+        name = f"kept.{next(self.numbers)}@{placement}"
+        self.values[name] = ValueType((), "bool", None, placement)
+        return name
+
+    def steps(self, steps: Sequence[Step], kept: Kept) -> tuple[Step, ...]:
+        """Steps that hand on who is kept; `kept` is brought up to date."""
+        found: list[Step] = []
+        for step in steps:
+            match step:
+                case Map():
+                    found.append(self.map(step, kept))
+                case Loop() | Branch():
+                    found += self.first_passes(step, kept)
+                    through = self.loop if isinstance(step, Loop) else self.branch
+                    found.append(through(step, kept))  # type: ignore[arg-type]
+                case _:
+                    found.append(step)
+        return tuple(found)
+
+    def map(self, step: Map, kept: Kept) -> Map:
+        before = kept.get(step.placement)
+        after = kept[step.placement] = self.name(step.placement)
+        return replace(
+            step,
+            operands=step.operands if before is None else (*step.operands, before),
+            results=(*step.results, after),
+            guard=step.guard and replace(step.guard, reads=before is not None, tells=True),
+        )
+
+    def first_passes(self, step: Step, kept: Kept) -> list[Map]:
+        """Passes over the placements of a step with blocks that no pass was over so far."""
+        return [
+            self.map(self.empty_pass(placement), kept)
+            for placement in _placements([step])
+            if placement not in kept
+        ]
+
+    def loop(self, loop: Loop, kept: Kept) -> Loop:
+        placements = _placements([loop])
+        params = {placement: self.name(placement) for placement in placements}
+        condition = loop.condition
+        if condition is not None:
+            condition = replace(condition, steps=self.steps(condition.steps, {**kept, **params}))
+        inner = {**kept, **params}
+        steps = self.steps(loop.block.steps, inner)
+        carried = list(loop.carried)
+        for placement, param in params.items():
+            result = self.name(placement)
+            carried.append(Carried(kept[placement], param, result))
+            kept[placement] = result
+        first = len(loop.carried)
+        outputs = loop.block.outputs
+        told = tuple(inner[placement] for placement in placements)
+        block = Block(steps, (*outputs[:first], *told, *outputs[first:]))
+        return replace(loop, condition=condition, block=block, carried=tuple(carried))
+
+    def branch(self, branch: Branch, kept: Kept) -> Branch:
+        placements = _placements([branch])
+        blocks = []
+        for block in branch.blocks:
+            inner = dict(kept)
+            steps = self.steps(block.steps, inner)
+            told = tuple(inner[placement] for placement in placements)
+            blocks.append(Block(steps, (*block.outputs, *told)))
+        kept |= {placement: self.name(placement) for placement in placements}
+        results = (*branch.results, *(kept[placement] for placement in placements))
+        return replace(branch, blocks=tuple(blocks), results=results)
+
+
+def _placements(steps: Iterable[Step]) -> list[str]:
+    return list(dict.fromkeys(step.placement for step in walk(steps) if isinstance(step, Map)))
+
+
+def _read(steps: Iterable[Step]) -> Iterable[str]:
+    """Names of all placed values that steps read or hand on."""
+    for step in walk(steps):
+        match step:
+            case Map():
+                yield from step.operands
+            case Loop():
+                yield from (value.init for value in step.carried)
+                yield from step.block.outputs
+            case Branch():
+                for block in step.blocks:
+                    yield from block.outputs
+
+
+def _without_unread(steps: Sequence[Step], read: set[str]) -> tuple[Step, ...]:
+    """Steps whose passes tell who is kept only where somebody reads it."""
+    found: list[Step] = []
+    for step in steps:
+        match step:
+            case Map(guard=Guard(tells=True) as guard) if step.results[-1] not in read:
+                found.append(
+                    replace(step, results=step.results[:-1], guard=replace(guard, tells=False))
+                )
+            case Loop():
+                condition = step.condition and _with_steps(step.condition, read)
+                block = _with_steps(step.block, read)
+                found.append(replace(step, condition=condition, block=block))
+            case Branch():
+                blocks = tuple(_with_steps(block, read) for block in step.blocks)
+                found.append(replace(step, blocks=blocks))
+            case _:
+                found.append(step)
+    return tuple(found)
+
+
+def _with_steps(block: Block, read: set[str]) -> Block:
+    return replace(block, steps=_without_unread(block.steps, read))

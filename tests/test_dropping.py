@@ -1,0 +1,420 @@
+"""Members that fail, left out: against the program on the others, on every way to run workers."""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import beamjax as bj
+from beamjax.dropping import DeadLetters, Dropped, decode_lines, encode_lines
+from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
+from beamjax.source_base import LeafSpec, Source
+
+N = 21
+THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
+PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
+WAYS = {
+    "local": ("local", ()),
+    "one": ("DirectRunner", ()),
+    "threads": ("DirectRunner", THREADS),
+    "processes": ("DirectRunner", PROCESSES),
+}
+HERE = ["local", "one", "threads"]
+
+# The other workers are stopped where one fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def flags(**options):
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def run(fn, *args, way="local", **options):
+    runner, more = WAYS[way]
+    options = {"shard_size": 8, "drop_limit": 0.9, **options}
+    return bj.run(fn, *args, runner=runner, options=[*flags(**options), *more])
+
+
+def values(bad, fill=np.nan):
+    x = np.linspace(0.5, 4.0, N * 3).astype(np.float32).reshape(N, 3)
+    x[list(bad), 1] = fill
+    return x
+
+
+def raising(bad):
+    """A body that raises for members whose first number is in `bad`."""
+
+    def look(v):
+        if int(v[0]) in bad:
+            raise ValueError(f"bad member {int(v[0])}")
+        return v
+
+    out = jax.ShapeDtypeStruct((3,), "float32")
+    return lambda v: jax.pure_callback(look, out, v, vmap_method="sequential")
+
+
+def numbered():
+    x = np.random.default_rng(3).normal(size=(N, 3)).astype(np.float32)
+    x[:, 0] = np.arange(N)
+    return x
+
+
+def letters(path):
+    return [(each.member, each.reason) for each in decode_lines(path.read_bytes(), str(path))]
+
+
+# --- reductions of those who are left
+
+
+@bj.program(placements={"clients": N})
+def reductions(x):
+    y = bj.map_fn(lambda v: v * 2, x)
+    keys = jnp.arange(N) % 3
+    first = lambda a, b: (jnp.where(a[1] <= b[1], a[0], b[0]), jnp.minimum(a[1], b[1]))
+    return {
+        "mean": bj.reduce_mean(y),
+        "sum": bj.reduce_sum(y),
+        "max": bj.reduce_max(y),
+        "min": bj.reduce_min(y),
+        "prod": bj.reduce_prod(y),
+        "gram": x.T @ y,
+        "argmax": bj.reduce_argmax(-y),
+        "by key": bj.reduce_by_key(y, keys, 3),
+        "function": bj.reduce(first, (y, jnp.arange(N)), (jnp.zeros(3), jnp.int32(N))),
+        "count": jnp.sum(y[:, 0] > 3),
+    }
+
+
+def truth(x, kept):
+    y = (x * np.float32(2))[kept].astype(np.float64)
+    keys = (np.arange(N) % 3)[kept]
+    return {
+        "mean": y.mean(0),
+        "sum": y.sum(0),
+        "max": y.max(0),
+        "min": y.min(0),
+        "prod": y.prod(0),
+        "gram": x[kept].astype(np.float64).T @ y,
+        "argmax": np.flatnonzero(kept)[y.argmin(0)],
+        "by key": np.stack([y[keys == k].sum(0) for k in range(3)]),
+        "function": (y[0], np.flatnonzero(kept)[0]),
+        "count": (y[:, 0] > 3).sum(),
+    }
+
+
+def check(found, x, kept):
+    expected = truth(x, kept)
+    for name, want in expected.items():
+        for got, each in zip(jax.tree.leaves(found[name]), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(got, each, rtol=2e-6, err_msg=name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(bad=st.sets(st.integers(0, N - 1), max_size=N - 1), fill=st.sampled_from([np.nan, -np.inf]))
+def test_reductions_of_the_members_that_are_finite(bad, fill):
+    x = values(bad, fill)
+    kept = np.isin(np.arange(N), list(bad), invert=True)
+    check(run(reductions, x, on_nonfinite="drop", drop_limit=1), x, kept)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_run_workers_drops_the_same(way, tmp_path):
+    x, path = values({0, 5, 9, 20}), tmp_path / "dead.jsonl"
+    found = run(reductions, x, way=way, on_nonfinite="drop", dead_letters=path)
+    check(found, x, np.isin(np.arange(N), [0, 5, 9, 20], invert=True))
+    same = run(reductions, x, on_nonfinite="drop")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(same), strict=True):
+        assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+    assert letters(path) == [(k, "nonfinite") for k in (0, 5, 9, 20)]
+    first = json.loads(path.read_text().splitlines()[0])
+    assert set(first) == {"placement", "member", "step", "reason", "message"}
+
+
+def test_nobody_fails_and_nothing_changes(tmp_path):
+    x, path = values(()), tmp_path / "dead.jsonl"
+    found = run(reductions, x, on_error="drop", on_nonfinite="drop", dead_letters=path)
+    plain = run(reductions, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert path.read_bytes() == b""
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_members_for_which_a_body_raises(way, tmp_path):
+    x, path, bad = numbered(), tmp_path / "dead.jsonl", {3, 4, 16}
+    body = raising(bad)
+
+    @bj.program(clients=N)
+    def program(x):
+        y = bj.map_fn(body, x)
+        return y, bj.reduce_mean(y)
+
+    placed, mean = run(program, x, way=way, on_error="drop", dead_letters=path)
+    kept = np.isin(np.arange(N), list(bad), invert=True)
+    np.testing.assert_allclose(mean, x[kept].astype(np.float64).mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(placed[kept], x[kept])
+    assert np.isnan(placed[~kept]).all()
+    assert letters(path) == [(k, "error") for k in sorted(bad)]
+    assert "bad member 3" in path.read_text()
+
+
+def test_indices_of_members_that_fail_are_not_computed_again():
+    """A body that fails by the number of its member, which no operand tells it."""
+    body = raising({7})
+
+    @bj.program(clients=N)
+    def program(x):
+        rows = jnp.broadcast_to(jnp.arange(N, dtype=jnp.float32)[:, None], (N, 3))
+        return bj.reduce_sum(bj.map_fn(lambda i, v: body(i) + v, (rows, x)))
+
+    x = numbered()
+    found = run(program, x, on_error="drop")
+    rest = np.delete(np.arange(N), 7)
+    want = (np.repeat(rest[:, None], 3, 1) + x[rest].astype(np.float64)).sum(0)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+class Holed(Source, kind="test-holed"):
+    """Members of which some can't be read."""
+
+    def __init__(self, bad):
+        self.bad = sorted(bad)
+
+    @property
+    def leaves(self):
+        return (LeafSpec((3,), np.dtype("float32")),)
+
+    def __len__(self):
+        return N
+
+    def read(self, start, stop):
+        for k in self.bad:
+            if start <= k < stop:
+                raise SourceError(f"record {k} is damaged")
+        return [values(())[start:stop]]
+
+    def to_spec(self):
+        return {**self.spec_head(), "bad": self.bad}
+
+    @classmethod
+    def from_spec(cls, spec):
+        return cls(spec["bad"])
+
+
+@pytest.mark.parametrize("way", ["local", "one", "threads"])
+def test_members_that_cannot_be_read(way, tmp_path):
+    path, bad = tmp_path / "dead.jsonl", {0, 1, 13}
+    program = bj.program(clients=N)(lambda x: (bj.reduce_mean(x[0]), bj.reduce_max(x[0])))
+    mean, top = run(program, Holed(bad), way=way, on_error="drop", dead_letters=path)
+    rest = np.delete(values(()), sorted(bad), axis=0)
+    np.testing.assert_allclose(mean, rest.astype(np.float64).mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(top, rest.max(0))
+    assert letters(path) == [(k, "error") for k in sorted(bad)]
+    assert "record 13 is damaged" in path.read_text()
+    with pytest.raises(SourceError, match=r"members \d+ to \d+: record \d+ is damaged"):
+        run(program, Holed(bad), way=way)
+
+
+# --- raise, limits
+
+
+@pytest.mark.parametrize("way", HERE)
+def test_a_run_fails_where_a_member_is_not_finite(way):
+    message = r"shard 1 .*members 8 to 15: member 9, 12: found NaN or infinity .*expected finite"
+    with pytest.raises(WorkerError, match=message) as caught:
+        run(reductions, values({9, 12}), way=way, on_nonfinite="raise")
+    assert (caught.value.failure.shard, caught.value.failure.members) == (1, (8, 15))
+
+
+def test_nan_is_kept_by_default():
+    assert np.isnan(run(reductions, values({9}))["sum"][1])
+
+
+@pytest.mark.parametrize("way", HERE)
+@pytest.mark.parametrize(("limit", "allowed"), [(0.0, 0), (0.1, 2)])
+def test_too_many_members_fail(way, limit, allowed):
+    message = rf"3 members were dropped.* of 21 members, and drop_limit=.* allows {allowed}:"
+    with pytest.raises(WorkerError, match=r"members? w.* dropped, the first is member .*allows"):
+        run(reductions, values({2, 9, 12}), way=way, on_nonfinite="drop", drop_limit=limit)
+    found = [Dropped("clients", k, "map_0", "error", "x") for k in (2, 9, 12)]
+    with pytest.raises(WorkerError, match=message):
+        DeadLetters(limit).add(found, {"clients": N, "others": None})
+
+
+@pytest.mark.parametrize("way", ["local", "one"])
+@pytest.mark.parametrize("program", [reductions, bj.program(clients=N)(bj.reduce_mean)])
+def test_all_members_fail(way, program):
+    with pytest.raises(WorkerError, match=r"drop_limit=1 allows 20|first shard were dropped"):
+        run(program, values(range(N)), way=way, on_nonfinite="drop", drop_limit=1)
+
+
+# --- passes that follow each other
+
+
+def two_passes(x):
+    y = bj.map_fn(lambda v: jnp.log(v), x)
+    center = bj.reduce_mean(y)
+    z = bj.map_fn(lambda v, c: (v - c) ** 2, (x, bj.broadcast(center)))
+    return center, bj.reduce_mean(z), bj.reduce_mean(bj.map_fn(lambda v: v * 0 + 1, x))
+
+
+@pytest.mark.parametrize("way", HERE)
+def test_who_is_dropped_is_left_out_of_all_that_follows(way):
+    x = values({1, 15}, fill=-1)  # log gives NaN, the second pass would not
+    center, spread, one = run(bj.program(clients=N)(two_passes), x, way=way, on_nonfinite="drop")
+    rest = np.delete(x, [1, 15], axis=0).astype(np.float64)
+    np.testing.assert_allclose(center, np.log(rest).mean(0), rtol=1e-6)
+    np.testing.assert_allclose(spread, ((rest - np.log(rest).mean(0)) ** 2).mean(0), rtol=1e-5)
+    np.testing.assert_array_equal(one, np.ones(3, np.float32))
+
+
+def rounds(w, x):
+    """Member k gives NaN in round k, and in no other one."""
+
+    def one(state, number):
+        w, z = state
+        bad = jnp.where(jnp.arange(N) == number, jnp.nan, 1.0)
+        z = bj.map_fn(lambda z, v, b: (z + v) * b, (z, x, bad))
+        w = w + bj.reduce_mean(z)
+        return (w, z), bj.reduce_sum(jnp.ones(N))
+
+    return jax.lax.scan(one, (w, jnp.zeros_like(x)), jnp.arange(4))
+
+
+def rounds_truth(w, x):
+    z, kept = np.zeros(x.shape), np.ones(N, bool)
+    for number in range(4):
+        kept[number] = False
+        z = z + x
+        w = w + z[kept].mean(0)
+    return w
+
+
+@pytest.mark.parametrize("way", HERE)
+@pytest.mark.parametrize("more", [{}, {"rounds_per_graph": 1}, {"rounds_per_graph": 3}])
+def test_rounds_hand_on_who_was_dropped(way, more, tmp_path):
+    x, w, path = values(()), np.zeros(3, np.float32), tmp_path / "dead.jsonl"
+    fn = bj.program(clients=N)(rounds)
+    more = dict(more, on_nonfinite="drop", dead_letters=path)
+    (found, z), counts = run(fn, w, x, way=way, **more)
+    np.testing.assert_allclose(found, rounds_truth(w, x), rtol=1e-5)
+    np.testing.assert_array_equal(counts, np.float32([20, 19, 18, 17]))
+    assert np.isnan(z[:4]).all()
+    assert np.isfinite(z[4:]).all()
+    assert letters(path) == [(k, "nonfinite") for k in range(4)]
+
+
+def ways(k, x):
+    def first(x):
+        return bj.reduce_mean(bj.map_fn(jnp.log, x))
+
+    def none(x):
+        return jnp.zeros(3)
+
+    chosen = jax.lax.cond(k > 0, first, none, x)
+    again = jax.lax.while_loop(
+        lambda s: bj.reduce_sum(bj.map_fn(lambda v: v[0], x)) * s[0] < 100,
+        lambda s: (s[0] + 1, bj.reduce_mean(bj.map_fn(lambda v: v * 2, x))),
+        (jnp.float32(0), chosen),
+    )
+    return chosen, again
+
+
+@pytest.mark.parametrize("way", ["local", "one"])
+@pytest.mark.parametrize("k", [0, 1])
+def test_branches_and_conditions(way, k):
+    x = values({1, 15}, fill=-1)
+    fn = bj.program(clients=N)(ways)
+    chosen, (number, last) = run(fn, np.int32(k), x, way=way, on_nonfinite="drop")
+    rest = (np.delete(x, [1, 15], axis=0) if k else x).astype(np.float64)
+    want = np.log(rest).mean(0) if k else np.zeros(3)
+    np.testing.assert_allclose(chosen, want, rtol=1e-6)
+    np.testing.assert_allclose(last, (rest * 2).mean(0), rtol=1e-6)
+    assert number == np.ceil(100 / rest[:, 0].sum())
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_those_who_are_left(tmp_path, monkeypatch):
+    x, w, path = values(()), np.zeros(3, np.float32), tmp_path / "dead.jsonl"
+    fn = bj.program(clients=N)(rounds)
+    options = {"on_nonfinite": "drop", "dead_letters": path, "checkpoint": tmp_path / "saved"}
+    whole = run(fn, w, x, on_nonfinite="drop")
+    add, calls = DeadLetters.add, []
+
+    def stop(self, found, sizes):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return add(self, found, sizes)
+
+    monkeypatch.setattr(DeadLetters, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(fn, w, x, **options)
+    monkeypatch.undo()
+    assert len(letters(path)) == 2
+    again = run(fn, w, x, **options)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert letters(path) == [(k, "nonfinite") for k in range(4)]
+
+
+# --- who is told
+
+
+def test_a_job_knows_who_was_dropped(tmp_path, caplog):
+    options = {"on_nonfinite": "drop", "shard_size": 8, "job_folder": tmp_path / "job"}
+    job = bj.launch(reductions, values({2, 9}), runner="DirectRunner", options=options)
+    job.result()
+    assert [each.member for each in job.dropped] == [2, 9]
+    other = bj.open_job(tmp_path / "job")
+    assert other.dropped == job.dropped
+    assert job.progress().dropped == other.progress().dropped == 2
+    assert "2 members were dropped, the first is member 2 of 'clients'" in caplog.text
+
+
+@given(st.lists(st.builds(
+    Dropped, st.text(), st.integers(0, 2**40), st.text(), st.sampled_from(["error", "nonfinite"]),
+    st.text(),
+)))  # fmt: skip
+def test_lines_of_dropped_members(found):
+    assert decode_lines(encode_lines(found), "here") == found
+
+
+@given(st.binary(max_size=80))
+def test_hostile_lines(data):
+    with contextlib.suppress(ArrayFormatError):
+        assert all(isinstance(each, Dropped) for each in decode_lines(data, "here"))
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"3", b'{"member": 1}', b"\xff", b"[" * 10**5])
+def test_lines_that_are_something_else(data):
+    with pytest.raises(ArrayFormatError, match=r"^here: .*expected"):
+        decode_lines(data, "here")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_error": "keep"}, r"on_error: found 'keep', expected one of raise, drop"),
+        ({"on_nonfinite": 3}, r"on_nonfinite: found 3, expected one of keep, raise, drop"),
+        ({"drop_limit": 1.5}, r"drop_limit: found 1.5, expected a share from 0 to 1"),
+        ({"drop_limit": "many"}, r"drop_limit: found 'many', expected a number"),
+        ({"dead_letters": "x"}, r"dead_letters: found a file, but no members are dropped"),
+        ({"dead_letters": "", "on_error": "drop"}, r"dead_letters: found '', expected the path"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(OptionsError, match=message):
+        bj.run(reductions, values(()), runner="local", options=options)
+
+
+def test_a_users_own_pipeline_drops_nobody():
+    with pytest.raises(OptionsError, match=r"on_error: found 'drop' in the options of transform"):
+        bj.transform(reductions, values(()), options={"on_error": "drop"})
