@@ -153,7 +153,7 @@ class DeadLetters:
                 check_limit(own, n, self.limit)
 
     def begin(self, *, anew: bool) -> None:
-        """Starts the file, or reads what a run that goes on from a checkpoint wrote into it.
+        """Removes the file, or reads what a run that goes on from a checkpoint wrote into it.
 
         Raises:
           ArrayFormatError: the file is something else.
@@ -163,10 +163,13 @@ class DeadLetters:
         from beamjax.pipelines import files
 
         folder, name = os.path.split(self.path)
-        if not anew and name in files.names(folder):
-            for each in decode_lines(bytes(files.read(self.path)), self.path):
-                self._found.setdefault((each.placement, each.member), each)
-        self.write()
+        if name not in files.names(folder or "."):
+            return
+        if anew:
+            files.remove_files(folder, [name])
+            return
+        for each in decode_lines(bytes(files.read(self.path)), self.path):
+            self._found.setdefault((each.placement, each.member), each)
 
     def write(self) -> None:
         """Writes the file, with all that are known."""

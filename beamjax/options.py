@@ -67,7 +67,7 @@ class Options:
       drop_limit: the share of the members of a placement, from 0 to 1, that may be dropped before
         the run fails. A run fails in any case if none is left.
       dead_letters: a file, by path or URL, for a line of JSON for each dropped member: placement,
-        index, step, reason and message. A run without it tells how many there are in its log.
+        index, step, reason and message. There is no file if none is dropped.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 

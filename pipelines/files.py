@@ -15,6 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _TEMPORARY = ".tmp"
@@ -28,11 +29,7 @@ def is_url(path: str) -> bool:
 
 def join(folder: str, name: str) -> str:
     """Path of a file in a folder."""
-    if not is_url(folder):
-        return os.path.join(folder, name)
-    from apache_beam.io.filesystems import FileSystems
-
-    return FileSystems.join(folder, name)
+    return _remote().join(folder, name) if is_url(folder) else os.path.join(folder, name)
 
 
 def write(path: str, data: bytes, *, keep: bool = False, make: bool = True) -> None:
@@ -48,7 +45,7 @@ def write(path: str, data: bytes, *, keep: bool = False, make: bool = True) -> N
         Exception: whatever the file system raises.
     """
     if is_url(path):
-        _write_remote(path, data, keep)
+        _remote().write(path, data, keep)
         return
     if make:
         make_folder(os.path.dirname(path) or ".")
@@ -68,11 +65,7 @@ def read(path: str) -> memoryview:
         Exception: whatever the file system raises.
     """
     if is_url(path):
-        from apache_beam.io.filesystem import CompressionTypes
-        from apache_beam.io.filesystems import FileSystems
-
-        with FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED) as file:
-            return memoryview(file.read())
+        return _remote().read(path)
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < _MAP_BYTES:
             return memoryview(file.read())
@@ -85,11 +78,7 @@ def size(path: str) -> int:
     Raises:
         Exception: whatever the file system raises.
     """
-    if not is_url(path):
-        return os.path.getsize(path)
-    from apache_beam.io.filesystems import FileSystems
-
-    return FileSystems.get_filesystem(path).size(path)
+    return _remote().size(path) if is_url(path) else os.path.getsize(path)
 
 
 def names(folder: str) -> list[str]:
@@ -99,10 +88,7 @@ def names(folder: str) -> list[str]:
         Exception: whatever the file system raises.
     """
     if is_url(folder):
-        from apache_beam.io.filesystems import FileSystems
-
-        found = FileSystems.match([FileSystems.join(folder, "*")])[0].metadata_list
-        return [FileSystems.split(file.path)[1] for file in found]
+        return _remote().names(folder)
     try:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_file()]
@@ -116,13 +102,11 @@ def remove_files(folder: str, gone: Sequence[str]) -> None:
     Raises:
         Exception: whatever the file system raises.
     """
-    if not is_url(folder):
-        for name in gone:
-            Path(folder, name).unlink(missing_ok=True)
-    elif gone:
-        from apache_beam.io.filesystems import FileSystems
-
-        FileSystems.delete([FileSystems.join(folder, name) for name in gone])
+    if is_url(folder):
+        _remote().remove_files(folder, gone)
+        return
+    for name in gone:
+        Path(folder, name).unlink(missing_ok=True)
 
 
 def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
@@ -133,12 +117,7 @@ def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
     """
     suffixes = (*((suffix,) if isinstance(suffix, str) else suffix), _TEMPORARY)
     if is_url(folder):
-        from apache_beam.io.filesystems import FileSystems
-
-        found = FileSystems.match([FileSystems.join(folder, "*")])[0].metadata_list
-        paths = [file.path for file in found if file.path.endswith(suffixes)]
-        if paths:
-            FileSystems.delete(paths)
+        remove_files(folder, [name for name in names(folder) if name.endswith(suffixes)])
         return
     if not os.path.isdir(folder):
         return
@@ -162,27 +141,6 @@ def _write_local(path: str, data: bytes, keep: bool) -> None:
         raise
 
 
-def _write_remote(path: str, data: bytes, keep: bool) -> None:
-    from apache_beam.io.filesystem import CompressionTypes
-    from apache_beam.io.filesystems import FileSystems
-
-    exists = FileSystems.exists(path)
-    if exists and keep and FileSystems.get_filesystem(path).size(path) == len(data):
-        return
-    temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
-    with FileSystems.create(temporary, compression_type=CompressionTypes.UNCOMPRESSED) as file:
-        file.write(data)
-    try:
-        if exists:
-            FileSystems.delete([path])
-        FileSystems.rename([temporary], [path])
-    except Exception:
-        with contextlib.suppress(Exception):
-            FileSystems.delete([temporary])
-        if not (keep and FileSystems.exists(path)):  # another worker may have been faster
-            raise
-
-
 def link(source: str, target: str) -> None:
     """The same file under another name, copied only where there are no links.
 
@@ -192,7 +150,7 @@ def link(source: str, target: str) -> None:
         Exception: whatever the file systems raise.
     """
     if is_url(source) or is_url(target):
-        _copy_remote(source, target)
+        _remote().copy(source, target)
         return
     temporary = f"{target}.{uuid.uuid4().hex}{_TEMPORARY}"
     try:
@@ -216,21 +174,8 @@ def sync(paths: Iterable[str]) -> None:
                 os.close(handle)
 
 
-def _copy_remote(source: str, target: str) -> None:
-    from apache_beam.io.filesystem import CompressionTypes
-    from apache_beam.io.filesystems import FileSystems
+def _remote() -> ModuleType:
+    """What is at URLs; imports Beam."""
+    from beamjax.pipelines import remote_files
 
-    if FileSystems.get_scheme(source) == FileSystems.get_scheme(target):
-        with contextlib.suppress(Exception):  # not all file systems copy
-            FileSystems.copy([source], [target])
-            return
-    raw = CompressionTypes.UNCOMPRESSED
-    temporary = f"{target}.{uuid.uuid4().hex}{_TEMPORARY}"
-    with (
-        FileSystems.open(source, compression_type=raw) as file,
-        FileSystems.create(temporary, compression_type=raw) as copy,
-    ):
-        shutil.copyfileobj(file, copy, 2**20)
-    if FileSystems.exists(target):
-        FileSystems.delete([target])
-    FileSystems.rename([temporary], [target])
+    return remote_files

@@ -1,0 +1,109 @@
+"""Small whole files at URLs, by Beam's FileSystems; `files` is for paths and URLs alike.
+
+On object stores a file is there when it is written to its end, and a second one of its name takes
+its place at once. Elsewhere it is written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Sequence
+
+from apache_beam.io.filesystem import CompressionTypes
+from apache_beam.io.filesystems import FileSystems
+from apache_beam.options.pipeline_options import PipelineOptions
+
+TEMPORARY = ".tmp"
+OBJECT_STORES = ("gs", "s3", "azfs")
+_RAW = CompressionTypes.UNCOMPRESSED
+
+
+def join(folder: str, name: str) -> str:
+    """URL of a file in a folder."""
+    return _known().join(folder, name)
+
+
+def write(path: str, data: bytes, keep: bool) -> None:
+    """Writes a file, so that readers see all of it or nothing; see `files.write`."""
+    systems = _known()
+    if keep and systems.exists(path) and systems.get_filesystem(path).size(path) == len(data):
+        return
+    if systems.get_scheme(path) in OBJECT_STORES:
+        with systems.create(path, compression_type=_RAW) as file:
+            file.write(data)
+        return
+    temporary = _temporary(path)
+    with systems.create(temporary, compression_type=_RAW) as file:
+        file.write(data)
+    try:
+        _rename(temporary, path)
+    except Exception:
+        with contextlib.suppress(Exception):
+            systems.delete([temporary])
+        if not (keep and systems.exists(path)):  # another worker may have been faster
+            raise
+
+
+def read(path: str) -> memoryview:
+    """The whole content."""
+    with _known().open(path, compression_type=_RAW) as file:
+        return memoryview(file.read())
+
+
+def size(path: str) -> int:
+    """Bytes of a file."""
+    return _known().get_filesystem(path).size(path)
+
+
+def names(folder: str) -> list[str]:
+    """Names of the files in a folder; none if it is not there."""
+    systems = _known()
+    found = systems.match([systems.join(folder, "*")])[0].metadata_list
+    return [systems.split(file.path)[1] for file in found]
+
+
+def remove_files(folder: str, gone: Sequence[str]) -> None:
+    """Removes files of a folder, those that are still there."""
+    if gone:
+        systems = _known()
+        systems.delete([systems.join(folder, name) for name in gone])
+
+
+def copy(source: str, target: str) -> None:
+    """Copies a file, of which one or both are at a URL, by the file system if it can."""
+    systems = _known()
+    scheme = systems.get_scheme(target)
+    if systems.get_scheme(source) == scheme:
+        with contextlib.suppress(Exception):  # not all file systems copy
+            systems.copy([source], [target])
+            return
+    final = target if scheme in OBJECT_STORES else _temporary(target)
+    with (
+        systems.open(source, compression_type=_RAW) as file,
+        systems.create(final, compression_type=_RAW) as made,
+    ):
+        shutil.copyfileobj(file, made, 2**20)
+    if final != target:
+        _rename(final, target)
+
+
+def _rename(temporary: str, path: str) -> None:
+    if FileSystems.exists(path):
+        FileSystems.delete([path])
+    FileSystems.rename([temporary], [path])
+
+
+def _temporary(path: str) -> str:
+    return f"{path}.{uuid.uuid4().hex}{TEMPORARY}"
+
+
+def _known() -> type[FileSystems]:
+    """Beam's FileSystems, some of which need options, if only those by default.
+
+    A pipeline and a worker set its own there.
+    """
+    if FileSystems._pipeline_options is None:
+        FileSystems.set_options(PipelineOptions([]))
+    return FileSystems
