@@ -21,10 +21,7 @@ PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 N = 21
 
 # They are of Flask, Google and others.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("object stores"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def is_there(package):
