@@ -15,7 +15,6 @@ from apache_beam import typehints
 
 from beamjax.machine import Machine
 from beamjax.one_pass import open_placements
-from beamjax.options import Options
 from beamjax.pipelines import files
 from beamjax.pipelines.combiners import (
     Assemble,
@@ -25,6 +24,7 @@ from beamjax.pipelines.combiners import (
     PartsOfBlocks,
     PartsOfSource,
 )
+from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
@@ -78,8 +78,7 @@ class Graph:
       plan: what to run.
       inputs: its inputs.
       store: where values go that are too big for an element.
-      options: `reduction`.
-      spread: whether there are several workers to which shards must be dealt.
+      connection: to the runner that it is for.
       bodies: where bodies are that the store has from earlier graphs; those of this one are added.
     """
 
@@ -89,18 +88,17 @@ class Graph:
         plan: Plan,
         inputs: Inputs,
         store: Store,
-        options: Options,
-        spread: bool = True,
+        connection: Connection,
         bodies: dict[str, StoredBody] | None = None,
     ):
         self.root = root
         self.plan = plan
         self.inputs = inputs
         self.store = store
-        self.options = options
-        self.spread = spread
+        self.reduction = connection.options.reduction
+        self.spread = connection.spread
         self.bodies = {} if bodies is None else bodies
-        self.machine = Machine.of(options)
+        self.machine = Machine.of(connection.options)
         self.static = dict(inputs.static)
         # In which environment a server value is that a step computes.
         self.served: dict[str, beam.PCollection] = {}
@@ -158,7 +156,7 @@ class Graph:
             self._sources({name: where[name] for name in step.operands if name in where}),
             scattered,
             carried,
-            self.options.reduction,
+            self.reduction,
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))

@@ -6,6 +6,8 @@ import bisect
 import contextlib
 import itertools
 import json
+import os
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import apache_beam as beam
 import numpy as np
 from apache_beam import typehints
-from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.chunk_source import ChunkSource
@@ -21,16 +22,11 @@ from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines import files, waiting
+from beamjax.pipelines.connections import Connection, connect
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.launch import new_pipeline
 from beamjax.pipelines.results import FILE_BYTES
-from beamjax.pipelines.runners import (
-    beam_options,
-    make_runner,
-    opened_streams,
-    shares_memory,
-    temporary_store,
-)
+from beamjax.pipelines.runners import opened_streams, temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.source_base import (
@@ -53,8 +49,7 @@ def open_on_workers(sources: Sequence[StreamSource], runner: Any, options: Optio
     """Whether the workers of a runner can read sources themselves."""
     if not any(isinstance(source, ChunkSource) for source in sources):
         return True
-    runner = make_runner(runner)
-    return shares_memory(runner, beam_options(options, runner))
+    return connect(runner, options).shared
 
 
 @contextlib.contextmanager
@@ -68,35 +63,41 @@ def spooled(
     Raises:
       SourceError: a source can't be read, or has no member.
     """
-    runner = make_runner(runner)
-    flags = beam_options(options, runner)
-    shared = shares_memory(runner, flags)
-    with temporary_store(options) as store:
-        here = [isinstance(source, ChunkSource) and not shared for source in sources]
+    connection = connect(runner, options)
+    here = [isinstance(source, ChunkSource) and not connection.shared for source in sources]
+    with temporary_store(connection.options) as store, _folder_here(store) as folder:
         workers = [source for source, own in zip(sources, here, strict=True) if not own]
-        _write_pieces(store, workers, runner, flags)
+        _write_pieces(store, workers, connection)
         numbers = itertools.count()
         yield [
-            spool(source, files.join(store.root, f"source-{number}"))
+            spool(source, os.path.join(folder, f"source-{number}"))
             if own
             else _found(store, source, next(numbers))
             for number, (source, own) in enumerate(zip(sources, here, strict=True))
         ]
 
 
-def _write_pieces(
-    store: Store, sources: Sequence[StreamSource], runner: Any, flags: PipelineOptions
-) -> None:
+@contextlib.contextmanager
+def _folder_here(store: Store) -> Iterator[str]:
+    """A folder of this machine: that of a store, or one whose files are uploaded from here."""
+    if not files.is_url(store.root):
+        yield store.root
+        return
+    with tempfile.TemporaryDirectory(prefix="beamjax-") as folder:
+        yield folder
+
+
+def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Connection) -> None:
     """Has workers write all pieces of sources to the store."""
     pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
     if not pieces:
         return
-    shared = shares_memory(runner, flags)
-    with new_pipeline(runner, flags) as pipeline, opened_streams(sources, shared) as specs:
+    shared = connection.shared
+    with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
         dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
         dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
-        with own_errors(store, type(runner).__name__, ["Read members"], shared):
-            waiting.run(pipeline, flags)
+        with own_errors(store, type(connection.runner).__name__, ["Read members"], shared):
+            waiting.run(pipeline, connection.flags)
 
 
 class WritePieces(StepFn):
