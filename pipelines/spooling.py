@@ -35,6 +35,8 @@ from beamjax.source_base import (
     PyTreeDef,
     Source,
     StreamSource,
+    field,
+    natural,
     open_spec,
 )
 from beamjax.spool import spool
@@ -140,14 +142,23 @@ def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
     for piece in range(source.pieces):
         path = files.join(store.root, _list_name(number, piece))
         try:
-            parts += [(name, count) for name, count in json.loads(bytes(files.read(path)))]
+            parts += _parts(json.loads(bytes(files.read(path))))
         except OSError as error:
             raise SourceError(
                 f"{path}: cannot read ({error}); do the launcher and the workers see the same "
                 "files under this path?"
             ) from error
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
     check_count(source, sum(count for _, count in parts))
     return SpooledSource(store.root, parts, source.leaves, source.treedef)
+
+
+def _parts(listed: Any) -> list[Part]:
+    """Parts as JSON gives them back; TypeError or ValueError for anything else."""
+    if not all(isinstance(name, str) for name, _ in listed):
+        raise TypeError("the names of files are no texts")
+    return [(name, natural(count)) for name, count in listed]
 
 
 class SpooledSource(HoldsLeaves, kind="spooled"):
@@ -175,7 +186,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
         self._last: tuple[int, list[np.ndarray]] | None = None
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
@@ -198,7 +209,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> SpooledSource:
         leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        return cls(spec["folder"], [(name, count) for name, count in spec["parts"]], leaves)
+        return cls(field(spec, "folder", str), _parts(spec["parts"]), leaves)
 
     def _members(self, number: int) -> list[np.ndarray]:
         last = self._last
