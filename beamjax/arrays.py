@@ -345,7 +345,7 @@ def _read_array(
         dtype = dtype_from_name(record.get("dtype"))
     except ArrayFormatError as error:
         raise ArrayFormatError(f"{where}: {error}") from None
-    shape = _checked_shape(where, record.get("shape"), dtype)
+    shape = checked_shape(where, record.get("shape"), dtype)
     expected = {"offset": _aligned(position), "nbytes": math.prod(shape) * dtype.itemsize}
     for name, value in expected.items():
         found = record.get(name)
@@ -368,7 +368,12 @@ def _read_array(
     return flat.reshape(shape), offset + nbytes
 
 
-def _checked_shape(where: str, shape: object, dtype: np.dtype) -> tuple[int, ...]:
+def checked_shape(where: str, shape: object, dtype: np.dtype) -> tuple[int, ...]:
+    """A shape that was read, if there can be an array of it.
+
+    Raises:
+        ArrayFormatError: it is no list of sizes, or too big for NumPy.
+    """
     if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
         found = f"{len(shape)} dimensions" if isinstance(shape, list) else repr(shape)
         raise ArrayFormatError(

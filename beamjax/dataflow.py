@@ -49,7 +49,7 @@ def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
     """
     parsed = parse_options(options)
     plan, inputs = plan_of(fn, args, parsed)
-    from beamjax.pipelines import dataflow
+    from beamjax.pipelines.dry_run import described, first_job
 
-    job, files = dataflow.dry_run(plan, inputs, parsed)
-    return DryRun(dataflow.described(job), job.proto_pipeline, files)
+    job, files = first_job(plan, inputs, parsed)
+    return DryRun(described(job), job.proto_pipeline, files)

@@ -163,7 +163,7 @@ ad.primitive_jvps[map_p] = _map_jvp
 def _map_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     linear = [ad.is_undefined_primal(arg) for arg in args]
-    results = [
+    results: list[Any] = [
         ad.Zero(arg.aval.to_ct_aval()) if lin else None
         for arg, lin in zip(args, linear, strict=True)
     ]

@@ -109,9 +109,9 @@ def launch(
     """
     parsed = parse_options(options)
     if runner != LOCAL:
-        from beamjax.pipelines.runners import beam_options, make_runner
+        from beamjax.pipelines.connections import connect
 
-        beam_options(parsed, make_runner(runner))
+        connect(runner, parsed)
     return launch_work(_work(fn, args, runner, parsed))
 
 

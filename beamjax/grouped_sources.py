@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.source_base import LeafSpec, PyTreeDef, Source, describe_source, open_spec
+from beamjax.source_base import LeafSpec, PyTreeDef, Source, describe_source, natural, open_spec
 from beamjax.sources import ArraySource
 
 
@@ -59,7 +59,7 @@ class GroupedSource(Source, kind="grouped"):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> GroupedSource:
-        return cls(open_spec(spec["source"]), int(spec["rows"]))
+        return cls(open_spec(spec["source"]), natural(spec["rows"], 1))
 
 
 def _leaves(source: Source, rows: int) -> tuple[LeafSpec, ...]:

@@ -76,5 +76,11 @@ def _leaf(array: np.ndarray, kind: Any, x64: bool, path: str) -> Any:
     if array.dtype == jax.dtypes.float0:
         return array
     with with_x64(x64):
-        leaf = wrap(jax.numpy.asarray(array), kind["impl"])
+        try:
+            leaf = wrap(jax.numpy.asarray(array), kind["impl"])
+        except (TypeError, ValueError) as error:  # of JAX: no such keys, or not of such data
+            raise ArrayFormatError(
+                f"{path}: found {array.dtype}{list(array.shape)} as keys of {kind['impl']!r:.80} "
+                f"({error})"
+            ) from error
         return with_weak_type(leaf, kind["weak"], x64)

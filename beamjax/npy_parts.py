@@ -8,6 +8,7 @@ import gzip
 import itertools
 import math
 import os
+import tokenize
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ from beamjax.source_base import HoldsLeaves, LeafSpec, PyTreeDef, StreamSource, 
 
 CHUNK_BYTES = 1 << 22
 """Of a file, read at once."""
+_HEADER_BYTES = 1 << 20
 
 
 class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
@@ -67,7 +69,10 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> NpyParts:
         leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        return cls([list(map(str, paths)) for paths in spec["files"]], leaves)
+        files = [list(map(str, paths)) for paths in spec["files"]]
+        if len(files) != len(leaves) or not files or len(set(map(len, files))) > 1:
+            raise TypeError(f"found files {files!r:.80}, expected as many for each leaf")
+        return cls(files, leaves)
 
 
 def from_npy_parts(paths: Any) -> NpyParts:
@@ -142,7 +147,7 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
             version = np.lib.format.read_magic(opened)
             read = {(1, 0): np.lib.format.read_array_header_1_0}
             header = read.get(version, np.lib.format.read_array_header_2_0)
-            shape, in_columns, dtype = header(opened)
+            shape, in_columns, dtype = header(_Short(opened))
             if dtype.kind not in "biufc" or not shape or (in_columns and len(shape) > 1):
                 order = " in Fortran order" if in_columns else ""
                 raise SourceError(
@@ -150,7 +155,8 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
                     "(rows, ...) in C order."
                 )
             yield opened, shape, dtype
-    except (OSError, ValueError, EOFError, zlib.error) as error:
+    # Of many kinds: NumPy's headers are Python, which Python parses.
+    except (OSError, ValueError, EOFError, zlib.error, tokenize.TokenError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(
@@ -159,13 +165,34 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
         ) from error
 
 
+class _Short:
+    """A file at its beginning: a header that says that it is big is none."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+
+    def read(self, count: int = -1, /) -> bytes:
+        if not 0 <= count <= _HEADER_BYTES:
+            raise ValueError(f"a header of {count} bytes")
+        return self.file.read(count)
+
+
+def _read(file: BinaryIO, count: int) -> bytes:
+    """So many bytes, or all that there are: memory is taken for what was found."""
+    parts = []
+    while count > 0 and (part := file.read(min(count, CHUNK_BYTES))):
+        parts.append(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 def _rows(file: str, count: int) -> Iterator[np.ndarray]:
     """The rows of an .npy file, `count` at a time."""
     with _open_npy(file) as (opened, shape, dtype):
         each = math.prod(shape[1:]) * dtype.itemsize
         for start in range(0, shape[0], count):
             rows = min(count, shape[0] - start)
-            data = opened.read(rows * each)
+            data = _read(opened, rows * each)
             if len(data) != rows * each:
                 raise SourceError(
                     f"{file}: ends in row {start + len(data) // max(each, 1)}, expected {shape[0]} "

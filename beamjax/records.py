@@ -55,12 +55,12 @@ def checked(record: dict[str, Any], types: dict[str, Any], path: str) -> dict[st
       ArrayFormatError: a field is missing or has another type.
     """
     for name, kind in types.items():
-        value = record.get(name)
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if type(value) not in kinds:
+        if name not in record or type(record[name]) not in kinds:
+            found = f"{record[name]!r:.200}" if name in record else "nothing"
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ArrayFormatError(
-                f"{path}: found {value!r:.200} as {name!r}, expected {expected}; the file was not "
+                f"{path}: found {found} as {name!r}, expected {expected}; the file was not "
                 "written by this version of beamjax"
             )
     return {name: record[name] for name in types}

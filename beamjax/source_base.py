@@ -15,7 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,13 @@ from beamjax.errors import BeamjaxError, SourceError
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
+
+T = TypeVar("T")
+
+MAX_VALUES = 2**48
+"""Of a member, and of anything that a spec counts: numbers from there on are no real ones."""
+MAX_NDIM = 62
+"""Of a member: arrays of NumPy have 64 axes at most, and members are stacked twice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +66,14 @@ class LeafSpec:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LeafSpec:
         """Undoes `to_json`; KeyError, TypeError or ArrayFormatError for anything else."""
-        return cls(
-            tuple(int(size) for size in record["shape"]),
-            wire.dtype_from_name(record["dtype"]),
-            record["key_impl"],
-            str(record["path"]),
-        )
+        dtype = wire.dtype_from_name(record["dtype"])
+        shape = wire.checked_shape("leaf of a source", record["shape"], dtype)
+        if math.prod(max(size, 1) for size in shape) > MAX_VALUES or len(shape) > MAX_NDIM:
+            raise TypeError(f"found a member of shape {list(shape)}, which no array holds two of")
+        impl = record["key_impl"]
+        if impl is not None and not isinstance(impl, str):
+            raise TypeError(f"found keys of {impl!r:.80}, expected a name or None")
+        return cls(shape, dtype, impl, field(record, "path", str))
 
     def __str__(self) -> str:
         key = f" (keys, {self.key_impl})" if self.key_impl else ""
@@ -223,6 +232,29 @@ class HoldsLeaves(Source):
         return super().treedef if self._treedef is None else self._treedef
 
 
+def field(record: dict[str, Any], name: str, kind: type[T]) -> T:
+    """A field of a spec, if it has exactly this type; for `from_spec`.
+
+    Raises:
+        KeyError, TypeError: it is missing, or has another type; `open_spec` makes a SourceError.
+    """
+    value = record[name]
+    if type(value) is not kind:
+        raise TypeError(f"found {value!r:.80} as {name!r}, expected {kind.__name__}")
+    return value
+
+
+def natural(value: Any, least: int = 0) -> int:
+    """A number of members or the like in a spec.
+
+    Raises:
+        TypeError: it is none, or out of range.
+    """
+    if type(value) is not int or not least <= value < MAX_VALUES:
+        raise TypeError(f"found {value!r:.80}, expected a number from {least}")
+    return value
+
+
 def describe_source(source: Source, where: str) -> str:
     """`n members of leaf, leaf, ... (bytes) where`; without numbers if they are unknown."""
     leaves = ", ".join(f"{leaf.path} {leaf}".strip() for leaf in source.leaves[:4])
@@ -250,7 +282,7 @@ def open_spec(spec: dict[str, Any]) -> Source:
     if kind not in _KINDS and isinstance(module, str) and module not in ("", "__main__"):
         try:
             importlib.import_module(module)
-        except ImportError as error:
+        except (ImportError, TypeError, ValueError) as error:  # the last ones for odd names
             raise SourceError(
                 f"source of kind {kind!r}: cannot import its module {module!r} in process "
                 f"{os.getpid()} ({error}); install it on the workers."

@@ -27,6 +27,7 @@ from beamjax.source_base import (
     describe_source,
     live_spec,
     lookup,
+    natural,
     open_spec,
     register,
     release,
@@ -172,7 +173,7 @@ class NpySource(HoldsLeaves, kind="npy"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> NpySource:
         leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        return cls([str(file) for file in spec["files"]], leaves, int(spec["size"]))
+        return cls([str(file) for file in spec["files"]], leaves, natural(spec["size"]))
 
 
 def from_arrays(tree: Any) -> ArraySource:
@@ -329,7 +330,7 @@ def _map_file(file: str) -> np.ndarray:
     """The mapped array of a file, from the cache while the file has not changed."""
     try:
         status = os.stat(file)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _cannot_open(file, error) from error
     key = (file, status.st_mtime_ns, status.st_size)
     with _MAPPED_LOCK:
@@ -351,10 +352,11 @@ def _map_file(file: str) -> np.ndarray:
     return array
 
 
-def _cannot_open(file: str, error: OSError) -> SourceError:
+def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
+    reason = getattr(error, "strerror", None) or error
     return SourceError(
-        f"{file}: cannot open ({error.strerror or error}); expected a .npy file that the launcher "
-        "and all workers see under this path."
+        f"{file}: cannot open ({reason}); expected a .npy file that the launcher and all workers "
+        "see under this path."
     )
 
 

@@ -31,7 +31,7 @@ def hoist(
       that it took; or None.
     """
     jaxpr = closed.jaxpr
-    served = jaxpr.invars[:num_served]
+    served: list[Any] = jaxpr.invars[:num_served]
     wholes = {var for var in served if var.aval.shape[:1] == (n,)}
     if not wholes:
         return None

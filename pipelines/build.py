@@ -1,4 +1,4 @@
-"""A plan as a Beam graph. The only file that composes transforms.
+"""A plan as a Beam graph. With `outputs` the only file that composes transforms.
 
 Server values travel as references (`Environment`), as elements or singleton side inputs, placed
 values of earlier passes as `Block`s. Labels are the names of the plan's steps.
@@ -13,11 +13,8 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
-from beamjax.dropping import Dropped
 from beamjax.machine import Machine
 from beamjax.one_pass import open_placements
-from beamjax.options import Options
-from beamjax.pipelines import files
 from beamjax.pipelines.combiners import (
     Assemble,
     FinishCombine,
@@ -26,20 +23,12 @@ from beamjax.pipelines.combiners import (
     PartsOfBlocks,
     PartsOfSource,
 )
+from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Environment
-from beamjax.pipelines.results import (
-    WriteDropped,
-    WritePlaced,
-    WriteServed,
-    find_dropped,
-    find_placed,
-    read_served,
-)
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
-from beamjax.pipelines.values import Placed, Served, members
 from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
 from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server, size_name
 
@@ -86,8 +75,7 @@ class Graph:
       plan: what to run.
       inputs: its inputs.
       store: where values go that are too big for an element.
-      options: `reduction`.
-      spread: whether there are several workers to which shards must be dealt.
+      connection: to the runner that it is for.
       bodies: where bodies are that the store has from earlier graphs; those of this one are added.
     """
 
@@ -97,18 +85,17 @@ class Graph:
         plan: Plan,
         inputs: Inputs,
         store: Store,
-        options: Options,
-        spread: bool = True,
+        connection: Connection,
         bodies: dict[str, StoredBody] | None = None,
     ):
         self.root = root
         self.plan = plan
         self.inputs = inputs
         self.store = store
-        self.options = options
-        self.spread = spread
+        self.options = connection.options
+        self.spread = connection.spread
         self.bodies = {} if bodies is None else bodies
-        self.machine = Machine.of(options)
+        self.machine = Machine.of(self.options)
         self.static = dict(inputs.static)
         # Of each pass, the members that it drops.
         self.dropped: list[beam.PCollection] = []
@@ -234,71 +221,6 @@ class Graph:
         assemble = Assemble(self.store, types, {step.result: step.axis})
         environment = self._together(step.name, parts) | step.name >> beam.ParDo(assemble)
         self._serve(environment, [step.result])
-
-    def write_results(self, stem: str = "result") -> None:
-        """Writes where the outputs are that steps compute, for a launcher that waits for them.
-
-        Args:
-          stem: of the files' names; see `find_results`.
-        """
-        served, placed = self._results()
-        for number, (environment, names) in enumerate(served.items()):
-            label = f"Write {', '.join(names)}"
-            write_served = WriteServed(self.store, tuple(names), f"{stem}-served-{number}")
-            environment | label >> beam.ParDo(write_served)
-        for number, name in enumerate(placed):
-            write_placed = WritePlaced(self.store, name, f"{stem}-placed-{number}")
-            self.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
-        if self.dropped:
-            write_dropped = WriteDropped(self.store, stem)
-            listed = self.dropped | "Dropped" >> beam.Flatten()
-            together = listed | "Dropped/Key" >> beam.WithKeys(b"").with_output_types(
-                typehints.KV[bytes, bytes]
-            )
-            lines = together | "Dropped/Together" >> beam.GroupByKey()
-            lines | "Write dropped" >> beam.ParDo(write_dropped)
-
-    def find_results(self, stem: str = "result") -> dict[str, Served | Placed]:
-        """What `write_results` wrote, by name, once the pipeline is through.
-
-        Raises:
-          WorkerError: something is missing.
-        """
-        served, placed = self._results()
-        found: dict[str, Served | Placed] = {}
-        for number, _ in enumerate(served):
-            refs = read_served(self.store, f"{stem}-served-{number}")
-            found |= {name: Served(self.store, ref=ref) for name, ref in refs.items()}
-        written = files.names(self.store.root) if placed else []
-        plan = self.counted(found)
-        for number, name in enumerate(placed):
-            stem_of = f"{stem}-placed-{number}"
-            found[name] = members(find_placed(self.store, plan, name, stem_of, written))
-        return found
-
-    def find_dropped(self, stem: str = "result") -> list[Dropped]:
-        """The members that passes of this graph have dropped, once the pipeline is through."""
-        return find_dropped(self.store, stem) if self.dropped else []
-
-    def counted(self, found: Mapping[str, Served | Placed]) -> Plan:
-        """The plan, with the numbers of members that were found in the pipeline."""
-        sizes = dict(self.plan.sizes)
-        for placement in open_placements(self.plan):
-            n = found[size_name(placement)]
-            assert isinstance(n, Served)
-            sizes[placement] = int(n.array())
-        return replace(self.plan, sizes=sizes)
-
-    def _results(self) -> tuple[dict[beam.PCollection, list[str]], list[str]]:
-        """The outputs that steps compute: server values by environment, and placed ones."""
-        served: dict[beam.PCollection, list[str]] = {}
-        placed = []
-        for name in dict.fromkeys(out.value for out in self.plan.outputs if out.value is not None):
-            if self.plan.values[name].placement is not None:
-                placed.append(name)
-            elif name in self.served:
-                served.setdefault(self.served[name], []).append(name)
-        return served, placed
 
     def placed(self, name: str) -> beam.PCollection:
         """Blocks that hold a placed value that a step computes."""

@@ -1,15 +1,10 @@
-"""Google Cloud Dataflow: what its options must be, and a job as it would be sent.
-
-Nothing here reaches the network.
-"""
+"""Google Cloud Dataflow: what its options must be. Nothing here reaches the network."""
 
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from apache_beam.options.pipeline_options import (
@@ -23,13 +18,7 @@ from apache_beam.options.pipeline_options import (
 
 from beamjax.bodies import default_platform
 from beamjax.errors import OptionsError
-from beamjax.inputs import Inputs
 from beamjax.options import Options
-from beamjax.pipelines import build, files
-from beamjax.pipelines.launch import Launcher, new_pipeline
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.values import Value
-from beamjax.plan import Plan
 
 INSTALL = "pip install 'beamjax[dataflow]'"
 _ACCELERATOR = "worker_accelerator="
@@ -128,88 +117,3 @@ def _check_accelerator(options: Options, flags: PipelineOptions) -> None:
 
 def _hints(flags: PipelineOptions) -> list[str]:
     return flags.get_all_options().get("resource_hints") or []
-
-
-# --- a dry run
-
-
-@dataclass(frozen=True)
-class DryStore(Store):
-    """A store that writes nothing, and remembers what it was given. Workers get a plain one.
-
-    Attributes:
-      written: bytes of each file, by name.
-    """
-
-    written: dict[str, int] = field(default_factory=dict, compare=False)
-
-    def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
-        self.written[name] = len(data)
-
-    def sweep(self, live: Any) -> None:
-        """Does nothing."""
-
-    def cleanup(self) -> None:
-        """Does nothing."""
-
-    def __reduce__(self) -> Any:
-        return Store, (self.root, self.piece_bytes, self.lasts)
-
-
-class _Translated(Exception):
-    """The first pipeline of a run, which ends a dry run."""
-
-    def __init__(self, job: Any):
-        super().__init__("a dry run ends with its first pipeline")
-        self.job = job
-
-
-class DryLauncher(Launcher):
-    """Makes a job of the first graph it is given."""
-
-    def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
-        """Raises `_Translated`."""
-        with new_pipeline(self.runner, self.flags) as pipeline:
-            self.graph(pipeline, plan, inputs, stem, self.store)
-            result: Any = pipeline.run()
-            raise _Translated(result.job)
-
-
-def described(job: Any) -> dict[str, Any]:
-    """What Dataflow is sent of a job, besides its pipeline."""
-    from apache_beam.runners.dataflow.internal import apiclient
-
-    staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
-    try:
-        cloud = job.options.view_as(GoogleCloudOptions)
-        given, cloud.staging_location = cloud.staging_location, staging
-        job.google_cloud_options.staging_location = staging
-        client = apiclient.DataflowApplicationClient(job.options, staging)
-        client.create_job_description(job)
-        cloud.staging_location = given
-        return json.loads(job.json())
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def dry_run(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[str, int]]:
-    """The job of the first pipeline of a plan, and the bytes of each file that it is to read.
-
-    Raises:
-      OptionsError: as a run would.
-    """
-    from beamjax.pipelines import runners
-
-    runner = runners.make_runner("DataflowRunner")
-    options, flags = prepare(options, runners.beam_options(options, runner))
-    flags.view_as(TestOptions).dry_run = True
-    flags.view_as(GoogleCloudOptions).no_auth = True
-    store = DryStore(files.join(str(options.work_folder), "beamjax-dry-run"), lasts=False)
-    with runners.sources_for(inputs, store, False) as sources:
-        program = runners.store_program(plan, store, False)
-        launcher = DryLauncher(runner, flags, store, options, False, True, program)
-        try:
-            runners.drive(plan, inputs, sources, launcher)
-        except _Translated as done:
-            return done.job, store.written
-    raise OptionsError(f"{plan.name}: nothing in it is computed on workers, so there is no job")

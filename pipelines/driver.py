@@ -158,8 +158,8 @@ class Driver:
         if loop.rounds is None or not unroll.is_straight(loop.block.steps):
             self._one_by_one(loop, prefix, first, at[1:])
         else:
-            launcher = self.launcher
-            width = unroll.rounds_per_graph(self.plan, loop, launcher.options, launcher.shared)
+            found = self.launcher.connection
+            width = unroll.rounds_per_graph(self.plan, loop, found.options, found.shared)
             while first < loop.rounds:
                 stop = min(first + width, first + self.tracker.left, loop.rounds)
                 self.rounds(loop, range(first, stop), prefix)

@@ -139,6 +139,13 @@ class _Coder(Coder, Generic[T]):
         return self.element
 
 
+def _names(meta: dict[str, Any]) -> list[str]:
+    names = meta["names"]
+    if not isinstance(names, list) or not all(type(name) is str for name in names):
+        raise TypeError("the names are no texts")
+    return names
+
+
 class BlockCoder(_Coder[Block]):
     """Coder of `Block`."""
 
@@ -152,7 +159,9 @@ class BlockCoder(_Coder[Block]):
 
     def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Block:
         start, count, shard_size = meta["block"]
-        return Block(start, count, shard_size, dict(zip(meta["names"], arrays, strict=True)))
+        if not all(type(number) is int for number in meta["block"]):
+            raise TypeError("the block is not in numbers")
+        return Block(start, count, shard_size, dict(zip(_names(meta), arrays, strict=True)))
 
 
 class RefCoder(_Coder[Ref]):
@@ -184,7 +193,7 @@ class EnvironmentCoder(_Coder[Environment]):
             Ref.from_json(record, inline.tobytes())
             for record, inline in zip(meta["refs"], arrays, strict=True)
         ]
-        return Environment(dict(zip(meta["names"], refs, strict=True)))
+        return Environment(dict(zip(_names(meta), refs, strict=True)))
 
 
 class ArrayCoder(_Coder[np.ndarray]):

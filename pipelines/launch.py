@@ -6,15 +6,14 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.monitor import Monitor
-from beamjax.options import Options
 from beamjax.pipelines import build, waiting
+from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.failures import own_errors
+from beamjax.pipelines.outputs import Outputs
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
@@ -26,23 +25,15 @@ class Launcher:
     """Runs plans without control flow, each as one pipeline.
 
     Attributes:
-      runner: of Beam.
-      flags: Beam's options.
+      connection: to the runner.
       store: where values are, before and after.
-      options: `reduction`.
-      shared: whether workers are threads of this process.
-      spread: whether there are several workers to which shards must be dealt.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
       monitor: of the job.
     """
 
-    runner: Any
-    flags: PipelineOptions
+    connection: Connection
     store: Store
-    options: Options
-    shared: bool
-    spread: bool
     program: Ref | None = None
     bodies: dict[str, StoredBody] = field(default_factory=dict)
     monitor: Monitor | None = None
@@ -69,30 +60,32 @@ class Launcher:
     def _run(
         self, plan: Plan, inputs: build.Inputs, stem: str, store: Store, monitor: Monitor
     ) -> dict[str, Value]:
-        with new_pipeline(self.runner, self.flags) as pipeline:
-            graph = self.graph(pipeline, plan, inputs, stem, store)
+        connection = self.connection
+        with new_pipeline(connection) as pipeline:
+            outputs = self.outputs(pipeline, plan, inputs, stem, store)
             names = [step.name for step in plan.steps]
-            with own_errors(store, type(self.runner).__name__, names, self.shared):
-                waiting.run(pipeline, self.flags, monitor.running)
-            found = graph.find_results(stem)
-            monitor.drop(graph.find_dropped(stem), graph.counted(found).sizes)
+            with own_errors(store, type(connection.runner).__name__, names, connection.shared):
+                waiting.run(pipeline, connection.flags, monitor.running)
+            found = outputs.find()
+            monitor.drop(outputs.dropped(), outputs.sizes(found))
             return found
 
-    def graph(
+    def outputs(
         self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store
-    ) -> build.Graph:
-        """Adds the steps of a plan to a pipeline, and writes their results."""
+    ) -> Outputs:
+        """Adds the steps of a plan to a pipeline, which writes their outputs."""
         inputs = replace(inputs, program=self.program)
-        graph = build.Graph(pipeline, plan, inputs, store, self.options, self.spread, self.bodies)
+        graph = build.Graph(pipeline, plan, inputs, store, self.connection, self.bodies)
         graph.build()
-        graph.write_results(stem)
-        return graph
+        outputs = Outputs(graph, stem)
+        outputs.write()
+        return outputs
 
 
 @contextlib.contextmanager
-def new_pipeline(runner: Any, flags: PipelineOptions) -> Iterator[beam.Pipeline]:
+def new_pipeline(connection: Connection) -> Iterator[beam.Pipeline]:
     """A pipeline that leaves no folder behind."""
-    pipeline = beam.Pipeline(runner=runner, options=flags)
+    pipeline = beam.Pipeline(runner=connection.runner, options=connection.flags)
     try:
         yield pipeline
     finally:

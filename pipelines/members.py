@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays
+from beamjax.arrays import decode_arrays, dtype_from_name
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.store import Ref, Store
-from beamjax.source_base import LeafSpec, Source, open_spec
+from beamjax.source_base import LeafSpec, Source, field, natural, open_spec
 
 SUFFIX = ".members"
 _MEMBERS = re.compile(r"-(\d+)-(\d+)\.members")
@@ -94,9 +94,11 @@ class MembersSource(Source, kind="members"):
         self.check_range(start, stop)
         pieces = []
         while start < stop:
-            number = bisect.bisect_right(self.parts, start, key=lambda part: part[0]) - 1
-            first, count = self.parts[number]
+            at = bisect.bisect_right(self.parts, start, key=lambda part: part[0]) - 1
+            first, count = self.parts[at] if at >= 0 else (0, 0)
             end = min(stop, first + count)
+            if end <= start:
+                raise SourceError(f"{self!r}: found member {start} in no file")
             pieces.append(self._members(first, count)[start - first : end - first])
             start = end
         if len(pieces) == 1:
@@ -117,7 +119,9 @@ class MembersSource(Source, kind="members"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> MembersSource:
         leaf = LeafSpec.from_json(spec["leaf"])
-        return cls(spec["folder"], spec["stem"], spec["parts"], leaf, spec["size"])
+        folder, stem = field(spec, "folder", str), field(spec, "stem", str)
+        parts = [(natural(start), natural(count, 1)) for start, count in spec["parts"]]
+        return cls(folder, stem, parts, leaf, natural(spec["size"]))
 
     def _members(self, start: int, count: int) -> np.ndarray:
         name, last = file_name(self.stem, start, count), self._last
@@ -187,7 +191,7 @@ class EntrySource(Source, kind="entry"):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> EntrySource:
-        return cls(spec["base"], spec["index"])
+        return cls(field(spec, "base", dict), natural(spec["index"]))
 
     def _cuts(self, leaf: LeafSpec) -> bool:
         return bool(leaf.shape) and self.index < leaf.shape[0]
@@ -211,8 +215,21 @@ class StackedSource(Source, kind="stacked"):
     @functools.cached_property
     def entries(self) -> list[tuple[Source, int]]:
         """The sources of the stacked values and their leaves there, opened where they are read."""
-        listed = json.loads(bytes(files.read(self.path)))
-        return [(open_spec(spec), leaf) for spec, leaf in listed]
+        try:
+            listed = json.loads(bytes(files.read(self.path)))
+            entries = [(open_spec(spec), natural(leaf)) for spec, leaf in listed]
+        except OSError as error:
+            raise SourceError(f"{self.path}: cannot read the list of a stack ({error})") from error
+        except (RecursionError, TypeError, ValueError) as error:
+            if isinstance(error, SourceError):
+                raise
+            raise ArrayFormatError(f"{self.path}: found no list of a stack ({error})") from error
+        types = [(s.leaves[n].shape, s.leaves[n].dtype) for s, n in entries if n < len(s.leaves)]
+        if types != [(self.leaf.shape[1:], self.leaf.dtype)] * self.leaf.shape[0]:
+            raise ArrayFormatError(
+                f"{self.path}: found a stack of {types!r:.200}, expected {self.leaf}"
+            )
+        return entries
 
     @staticmethod
     def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:
@@ -230,10 +247,14 @@ class StackedSource(Source, kind="stacked"):
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
-        stacked = np.empty((stop - start, *self.leaf.shape), self.leaf.dtype)
+        shape = stop - start, *self.leaf.shape
+        stacked = None
         for i, (source, leaf) in enumerate(self.entries):
-            stacked[:, i] = source.read(start, stop)[leaf]
-        return [stacked]
+            array = source.read(start, stop)[leaf]
+            if stacked is None:  # What is there to be read may be less than what it should be.
+                stacked = np.empty(shape, self.leaf.dtype)
+            stacked[:, i] = array
+        return [np.empty(shape, self.leaf.dtype) if stacked is None else stacked]
 
     def to_spec(self) -> dict[str, Any]:
         leaf = self.leaf.to_json()
@@ -241,7 +262,10 @@ class StackedSource(Source, kind="stacked"):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> StackedSource:
-        return cls(spec["path"], LeafSpec.from_json(spec["leaf"]), spec["size"])
+        leaf = LeafSpec.from_json(spec["leaf"])
+        if not leaf.shape:
+            raise TypeError("a stack without an axis of its own")
+        return cls(field(spec, "path", str), leaf, natural(spec["size"]))
 
 
 class ScatteredSource(Source, kind="scattered"):
@@ -260,9 +284,8 @@ class ScatteredSource(Source, kind="scattered"):
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
-        (array,) = self.store.get(self.ref)
-        shape = np.moveaxis(array, self.axis, 0).shape
-        return (LeafSpec(shape[1:], array.dtype),)
+        ((name, shape),) = self.ref.leaves
+        return (LeafSpec((*shape[: self.axis], *shape[self.axis + 1 :]), dtype_from_name(name)),)
 
     def __len__(self) -> int:
         ((_, shape),) = self.ref.leaves
@@ -270,8 +293,12 @@ class ScatteredSource(Source, kind="scattered"):
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
-        (array,) = self.store.get(self.ref)
-        return [np.moveaxis(array, self.axis, 0)[start:stop]]
+        found = self.store.get(self.ref)
+        if [(x.dtype.name, x.shape) for x in found] != list(self.ref.leaves):
+            raise ArrayFormatError(
+                f"{self!r}: found {len(found)} arrays, expected one of {self.ref.leaves}"
+            )
+        return [np.moveaxis(found[0], self.axis, 0)[start:stop]]
 
     def to_spec(self) -> dict[str, Any]:
         return {
@@ -285,4 +312,7 @@ class ScatteredSource(Source, kind="scattered"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> ScatteredSource:
         ref = Ref.from_json(spec["ref"], base64.b64decode(spec["inline"]))
-        return cls(Store(spec["root"]), ref, spec["axis"])
+        axis = natural(spec["axis"])
+        if len(ref.leaves) != 1 or axis >= len(ref.leaves[0][1]):
+            raise TypeError(f"found axis {axis} of {ref.leaves}, expected one array with this axis")
+        return cls(Store(field(spec, "root", str)), ref, axis)

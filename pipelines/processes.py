@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,17 +69,22 @@ def start(
       folder: where its log and its pid file go.
       environment: what to add to the environment of this process.
     """
-    with open(folder / f"{name}.log", "wb") as log:
-        child = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-        )
-    _children[child.pid] = child
-    process = Process(name, folder, child.pid, _started(child.pid))
+    new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    # A Popen object would warn at the end of this process that its own still runs, as it shall.
+    pid = os.posix_spawnp(
+        command[0],
+        list(command),
+        {**os.environ, **(environment or {})},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.fspath(folder / f"{name}.log"), new, 0o666),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # which Python ignores, and its children would
+    )
+    _children.add(pid)
+    process = Process(name, folder, pid, _started(pid))
     record = json.dumps({"pid": process.pid, "started": process.started})
     _pid_file(folder, name).write_text(record, encoding="utf-8")
     return process
@@ -151,8 +155,8 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-# Popen objects of those that this process started: somebody must ask for their exit status.
-_children: dict[int, subprocess.Popen[bytes]] = {}
+# Those that this process started: somebody must ask for their exit status.
+_children: set[int] = set()
 
 
 def _pid_file(folder: Path, name: str) -> Path:
@@ -166,11 +170,23 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 def _started(pid: int) -> str:
     """When a process started, in any form that tells it from others; "" if it has ended."""
-    child = _children.get(pid)
-    if child is not None and child.poll() is not None:
-        del _children[pid]
+    if _has_ended(pid):
         return ""
     found = process_ids.started(pid)
-    if found is None and child is not None:  # it ended just now
-        child.poll()
+    if found is None:  # it ended just now
+        _has_ended(pid)
     return found or ""
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process of our own has; its number may then be that of another one."""
+    if pid not in _children:
+        return False
+    try:
+        ended = os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # somebody else has asked, or this process was forked since
+        _children.discard(pid)
+        return False
+    if ended:
+        _children.discard(pid)
+    return ended

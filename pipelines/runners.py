@@ -1,35 +1,24 @@
-"""Beam runners by name, and a plan run on one of them to its end."""
+"""A plan run on a Beam runner to its end."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import io
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
-import apache_beam as beam
 import numpy as np
-from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
-from apache_beam.runners.portability.flink_runner import FlinkRunner
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from apache_beam.runners.portability.portable_runner import PortableRunner
-from apache_beam.runners.portability.prism_runner import PrismRunner
-from apache_beam.runners.portability.spark_runner import SparkRunner
-from apache_beam.transforms import environments
 
-from beamjax.errors import JobCancelledError, OptionsError
+from beamjax.errors import JobCancelledError
 from beamjax.inputs import Inputs
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
-from beamjax.options import OWN, Options
-from beamjax.pipelines import build, dataflow, files, flink, prism, spark, uploads
+from beamjax.options import Options
+from beamjax.pipelines import build, files, uploads
 from beamjax.pipelines.checkpoint_folder import work_folder
+from beamjax.pipelines.connections import connect
 from beamjax.pipelines.driver import Driver
-from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
@@ -39,99 +28,6 @@ from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.source_base import StreamSource
 from beamjax.sources import ArraySource, live_spec, register, release
 from beamjax.tracker import starts_anew
-
-RUNNERS: dict[str, Callable[[], Any]] = {
-    # Beam's own name for it tries Prism first, and so means another runner on another machine.
-    "DirectRunner": FnApiRunner,
-    "FnApiRunner": FnApiRunner,
-    "PrismRunner": PrismRunner,
-    "FlinkRunner": FlinkRunner,
-    "SparkRunner": SparkRunner,
-}
-"""Runners that beamjax names by itself; any other name goes to Beam as it is."""
-
-CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
-    PrismRunner: prism.connected,
-    FlinkRunner: flink.connected,
-    SparkRunner: spark.connected,
-}
-"""How options for a runner come to say where its job server is."""
-
-IN_PROCESS = (environments.EmbeddedPythonEnvironment, environments.EmbeddedPythonGrpcEnvironment)
-
-
-def make_runner(runner: Any) -> Any:
-    """A runner for what a user gave.
-
-    Raises:
-      OptionsError: Beam does not know the name, or `runner` is something else.
-    """
-    if isinstance(runner, beam.runners.PipelineRunner):
-        return runner
-    if not isinstance(runner, str):
-        raise OptionsError(
-            f"runner: found {runner!r}, expected 'local', the name of a Beam runner or an instance"
-        )
-    for name, make in RUNNERS.items():
-        # Beam takes its names in any case, and without "Runner".
-        if runner.lower() in (name.lower(), name.lower().removesuffix("runner")):
-            return make()
-    if runner.lower() in ("dataflow", "dataflowrunner") and not find_spec("apitools"):
-        raise OptionsError(
-            f"runner: found {runner!r}, but its packages are missing; run {dataflow.INSTALL}"
-        )
-    try:
-        return beam.runners.create_runner(runner)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise OptionsError(
-            f"runner: found {runner!r}, expected 'local', {', '.join(map(repr, RUNNERS))} or "
-            f"another name that Beam knows ({error})"
-        ) from error
-
-
-def beam_options(options: Options, runner: Any) -> PipelineOptions:
-    """Beam's own options. A job server that the runner needs is started.
-
-    Raises:
-      OptionsError: a flag names another runner, or nobody knows it; or the runner can't be had.
-        Only Beam's in-memory runner has all its flags in Python; those of others are not checked.
-    """
-    if isinstance(options.beam, PipelineOptions):
-        found = options.beam
-    else:
-        # Never None: Beam would read the flags of this process instead.
-        found = PipelineOptions(list(options.beam))
-        if options.beam and isinstance(runner, FnApiRunner):
-            _check_flags(found)
-    named = found.view_as(StandardOptions).runner
-    if named is not None and not isinstance(runner, type(make_runner(named))):
-        raise OptionsError(
-            f"options: found runner {named!r}, but the run is on {type(runner).__name__}; give the "
-            f"runner as run(..., runner={named!r})"
-        )
-    for kind, connected in CONNECTED.items():
-        if isinstance(runner, kind):
-            return connected(found)
-    return found
-
-
-def _check_flags(options: PipelineOptions) -> None:
-    known = PipelineOptions([]).get_all_options()
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            found = options.get_all_options(retain_unknown_options=True)
-    except SystemExit:
-        reason = complaint.getvalue().strip().rpartition("error: ")[2]
-        raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
-    for name in found:
-        if name not in known:
-            close = difflib.get_close_matches(name, [*OWN, *known], 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise OptionsError(
-                f"options: found {name!r}, expected an option of beamjax ({', '.join(OWN)}) or one "
-                f"of Beam{hint}"
-            )
 
 
 def run_plan(
@@ -155,23 +51,15 @@ def run_plan(
       WorkerError: a body failed.
       JobCancelledError: the job was cancelled.
     """
-    runner = make_runner(runner)
-    flags = beam_options(options, runner)
-    if dataflow.is_dataflow(runner):
-        options, flags = dataflow.prepare(options, flags)
-    # A pipeline on a job server may outlive what a user's own program knows of it, but not this.
-    portable = isinstance(runner, PortableRunner)
-    shared = shares_memory(runner, flags) or (portable and loops_back(flags))
+    connection = connect(runner, options)
     folder = monitor.folder.path if monitor and monitor.folder else None
     with (
-        folder_of(options),
-        temporary_store(options, folder) as store,
-        sources_for(inputs, store, shared) as sources,
+        folder_of(connection.options),
+        temporary_store(connection.options, folder) as store,
+        sources_for(inputs, store, connection.shared) as sources,
     ):
-        program = store_program(plan, store, shared)
-        launcher = Launcher(
-            runner, flags, store, options, shared, spreads(runner, flags), program, monitor=monitor
-        )
+        program = store_program(plan, store, connection.shared)
+        launcher = Launcher(connection, store, program, monitor=monitor)
         try:
             return drive(plan, inputs, sources, launcher)
         finally:
@@ -191,7 +79,7 @@ def drive(
     }
     store = launcher.store
     values |= {name: Served(store, array) for name, array in inputs.server().items()}
-    options = launcher.options
+    options = launcher.connection.options
     keeper = DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
     if launcher.monitor is not None:
         launcher.monitor.letters.begin(anew=starts_anew(keeper))
@@ -217,7 +105,7 @@ def _run_one_pass(
     )
     streams = inputs.streams()
     assert streams is not None
-    with opened_streams(streams.sources, launcher.shared) as specs:
+    with opened_streams(streams.sources, launcher.connection.shared) as specs:
         bound = build.Inputs(static, sources, streams=Sources(specs, dict(streams.where)))
         found = launcher.run(plan, bound, "result")
         return {
@@ -335,21 +223,3 @@ def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:
     if plan.recipe is None or shared:
         return None
     return store.put([np.frombuffer(plan.recipe.pickled(), np.uint8)], "program")
-
-
-def shares_memory(runner: Any, options: PipelineOptions) -> bool:
-    """Whether the workers of a runner are threads of this process."""
-    if not isinstance(runner, FnApiRunner):
-        return False
-    mode = options.view_as(DirectOptions).direct_running_mode
-    if mode == "in_memory":
-        return isinstance(runner._default_environment, IN_PROCESS)
-    return mode == "multi_threading"
-
-
-def spreads(runner: Any, options: PipelineOptions) -> bool:
-    """Whether a runner has several workers to deal elements to."""
-    if isinstance(runner, FnApiRunner):
-        return options.view_as(DirectOptions).direct_num_workers != 1
-    # Prism gives its worker one bundle at a time.
-    return not isinstance(runner, PrismRunner)

@@ -6,6 +6,8 @@ import bisect
 import contextlib
 import itertools
 import json
+import os
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import apache_beam as beam
 import numpy as np
 from apache_beam import typehints
-from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.chunk_source import ChunkSource
@@ -21,16 +22,11 @@ from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines import files, waiting
+from beamjax.pipelines.connections import Connection, connect
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.launch import new_pipeline
 from beamjax.pipelines.results import FILE_BYTES
-from beamjax.pipelines.runners import (
-    beam_options,
-    make_runner,
-    opened_streams,
-    shares_memory,
-    temporary_store,
-)
+from beamjax.pipelines.runners import opened_streams, temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.source_base import (
@@ -39,6 +35,8 @@ from beamjax.source_base import (
     PyTreeDef,
     Source,
     StreamSource,
+    field,
+    natural,
     open_spec,
 )
 from beamjax.spool import spool
@@ -53,8 +51,7 @@ def open_on_workers(sources: Sequence[StreamSource], runner: Any, options: Optio
     """Whether the workers of a runner can read sources themselves."""
     if not any(isinstance(source, ChunkSource) for source in sources):
         return True
-    runner = make_runner(runner)
-    return shares_memory(runner, beam_options(options, runner))
+    return connect(runner, options).shared
 
 
 @contextlib.contextmanager
@@ -68,35 +65,41 @@ def spooled(
     Raises:
       SourceError: a source can't be read, or has no member.
     """
-    runner = make_runner(runner)
-    flags = beam_options(options, runner)
-    shared = shares_memory(runner, flags)
-    with temporary_store(options) as store:
-        here = [isinstance(source, ChunkSource) and not shared for source in sources]
+    connection = connect(runner, options)
+    here = [isinstance(source, ChunkSource) and not connection.shared for source in sources]
+    with temporary_store(connection.options) as store, _folder_here(store) as folder:
         workers = [source for source, own in zip(sources, here, strict=True) if not own]
-        _write_pieces(store, workers, runner, flags)
+        _write_pieces(store, workers, connection)
         numbers = itertools.count()
         yield [
-            spool(source, files.join(store.root, f"source-{number}"))
+            spool(source, os.path.join(folder, f"source-{number}"))
             if own
             else _found(store, source, next(numbers))
             for number, (source, own) in enumerate(zip(sources, here, strict=True))
         ]
 
 
-def _write_pieces(
-    store: Store, sources: Sequence[StreamSource], runner: Any, flags: PipelineOptions
-) -> None:
+@contextlib.contextmanager
+def _folder_here(store: Store) -> Iterator[str]:
+    """A folder of this machine: that of a store, or one whose files are uploaded from here."""
+    if not files.is_url(store.root):
+        yield store.root
+        return
+    with tempfile.TemporaryDirectory(prefix="beamjax-") as folder:
+        yield folder
+
+
+def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Connection) -> None:
     """Has workers write all pieces of sources to the store."""
     pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
     if not pieces:
         return
-    shared = shares_memory(runner, flags)
-    with new_pipeline(runner, flags) as pipeline, opened_streams(sources, shared) as specs:
+    shared = connection.shared
+    with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
         dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
         dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
-        with own_errors(store, type(runner).__name__, ["Read members"], shared):
-            waiting.run(pipeline, flags)
+        with own_errors(store, type(connection.runner).__name__, ["Read members"], shared):
+            waiting.run(pipeline, connection.flags)
 
 
 class WritePieces(StepFn):
@@ -139,14 +142,23 @@ def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
     for piece in range(source.pieces):
         path = files.join(store.root, _list_name(number, piece))
         try:
-            parts += [(name, count) for name, count in json.loads(bytes(files.read(path)))]
+            parts += _parts(json.loads(bytes(files.read(path))))
         except OSError as error:
             raise SourceError(
                 f"{path}: cannot read ({error}); do the launcher and the workers see the same "
                 "files under this path?"
             ) from error
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
     check_count(source, sum(count for _, count in parts))
     return SpooledSource(store.root, parts, source.leaves, source.treedef)
+
+
+def _parts(listed: Any) -> list[Part]:
+    """Parts as JSON gives them back; TypeError or ValueError for anything else."""
+    if not all(isinstance(name, str) for name, _ in listed):
+        raise TypeError("the names of files are no texts")
+    return [(name, natural(count)) for name, count in listed]
 
 
 class SpooledSource(HoldsLeaves, kind="spooled"):
@@ -174,7 +186,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
         self._last: tuple[int, list[np.ndarray]] | None = None
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
@@ -197,7 +209,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> SpooledSource:
         leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        return cls(spec["folder"], [(name, count) for name, count in spec["parts"]], leaves)
+        return cls(field(spec, "folder", str), _parts(spec["parts"]), leaves)
 
     def _members(self, number: int) -> list[np.ndarray]:
         last = self._last

@@ -84,14 +84,15 @@ class Ref:
         try:
             ref = cls(
                 record["key"],
-                tuple((name, tuple(shape)) for name, shape in record["leaves"]),
+                tuple(
+                    (name, wire.checked_shape(name, shape, wire.dtype_from_name(name)))
+                    for name, shape in record["leaves"]
+                ),
                 inline,
                 tuple((name, size) for name, size in record["files"]),
             )
-            sizes = [size for _, shape in ref.leaves for size in shape]
-            sizes += [size for _, size in ref.files]
+            sizes = [size for _, size in ref.files]
             plain = isinstance(ref.key, str) and all(type(s) is int and s >= 0 for s in sizes)
-            plain = plain and all(wire.dtype_from_name(name) for name, _ in ref.leaves)
             plain = plain and all(_SAFE_NAME.fullmatch(name) for name, _ in ref.files)
         except (KeyError, TypeError, ValueError):
             ref, plain = None, False

@@ -20,17 +20,11 @@ from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.inputs import Inputs
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
-from beamjax.pipelines import build, dataflow
+from beamjax.pipelines import build
+from beamjax.pipelines.connections import Connection, connection_of
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Block
-from beamjax.pipelines.runners import (
-    remove_store,
-    shares_memory,
-    source_specs,
-    spreads,
-    store_program,
-    stream_specs,
-)
+from beamjax.pipelines.runners import remove_store, source_specs, store_program, stream_specs
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.plan import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
@@ -84,8 +78,9 @@ class PlanTransform(beam.PTransform):
         """See `beamjax.transform`."""
         self._check_input(input_or_inputs)
         pipeline = input_or_inputs.pipeline
-        store = self._store(pipeline)
-        shared = shares_memory(pipeline.runner, pipeline.options)
+        connection = connection_of(pipeline, self.options)
+        shared = connection.shared
+        store = _store(pipeline, connection)
         sources, tokens = source_specs(self.given, store, shared)
         for token in tokens:
             weakref.finalize(pipeline, release, token)
@@ -99,8 +94,7 @@ class PlanTransform(beam.PTransform):
             for token in tokens:
                 weakref.finalize(pipeline, release, token)
             bound.streams = Sources(specs, dict(streams.where))
-        spread = spreads(pipeline.runner, pipeline.options)
-        graph = build.Graph(pipeline, self.plan, bound, store, self.options, spread)
+        graph = build.Graph(pipeline, self.plan, bound, store, connection)
         graph.build()
         leaves = [self._output(graph, i, output) for i, output in enumerate(self.plan.outputs)]
         return jax.tree_util.tree_unflatten(self.out_tree, leaves)
@@ -136,18 +130,6 @@ class PlanTransform(beam.PTransform):
                 "to one placement, of which the PCollection has no members; use beamjax.run, which "
                 "counts members first where it has to"
             )
-
-    def _store(self, pipeline: beam.Pipeline) -> Store:
-        """A store that lasts as long as the pipeline may run."""
-        folder = self.options.work_folder
-        if dataflow.is_dataflow(pipeline.runner):
-            folder = dataflow.work_folder(self.options, pipeline.options)
-        store = Store.temporary(folder)
-        if shares_memory(pipeline.runner, pipeline.options):
-            weakref.finalize(pipeline, remove_store, store)
-        elif folder is None:
-            atexit.register(remove_store, store)
-        return store
 
     def _form_blocks(self, members: beam.PCollection, bound: build.Inputs, store: Store) -> None:
         specs = [self.plan.inputs[i] for i in self.abstract]
@@ -373,6 +355,17 @@ class Load(StepFn):
     def process(self, element: Any) -> Iterator[np.ndarray]:
         ref = self.value if isinstance(self.value, Ref) else element.values[self.value]
         yield self.store.get(ref)[0]
+
+
+def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
+    """A store that lasts as long as the pipeline may run."""
+    folder = connection.options.work_folder
+    store = Store.temporary(folder)
+    if connection.shared:
+        weakref.finalize(pipeline, remove_store, store)
+    elif folder is None:
+        atexit.register(remove_store, store)
+    return store
 
 
 def _refuse_control_flow(plan: Plan) -> None:

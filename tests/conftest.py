@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import shutil
+import socket
 
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
@@ -71,3 +72,15 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     for line in cluster_runners.summary(config):
         terminalreporter.write_line(line, yellow=True, bold=True)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Fails whatever looks for the network."""
+
+    def refuse(*args, **kwargs):
+        raise OSError("the network was used")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("A_SECRET", "open-sesame")

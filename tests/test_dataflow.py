@@ -1,54 +1,35 @@
-"""Dataflow without Google's service: the job that would be sent, and options that are refused."""
+"""Dataflow without Google's service: options, and sources that workers there must reach."""
 
-import json
-import pickle
-import socket
+import tempfile
 from pathlib import Path
 
 import apache_beam as beam
-import cloudpickle
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from apache_beam.internal import pickler
+from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import (
     DebugOptions,
+    GoogleCloudOptions,
     PipelineOptions,
     SetupOptions,
 )
-from apache_beam.portability import common_urns
-from apache_beam.portability.api import beam_runner_api_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from apache_beam.utils import proto_utils
+from apache_beam.runners.runner import PipelineRunner
+from cloud import GPU, HINT, IMAGE, INSTALLED, L4, PLACE, with_dataflow
+from memory_files import FILES, InMemory
+from streams import Numbers, stream
 
 import beamjax as bj
-from beamjax import dataflow
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
-from beamjax.pipelines.combiners import FinishPieces
-from beamjax.pipelines.dataflow import DryStore, is_dataflow, prepare
+from beamjax.pipelines.dataflow import is_dataflow, prepare
 from beamjax.pipelines.store import Store
-from beamjax.pipelines.workers import MapShards
-
-try:
-    from apache_beam.runners.dataflow.internal import apiclient  # noqa: F401
-
-    INSTALLED = True
-except ImportError:
-    INSTALLED = False
-with_dataflow = pytest.mark.skipif(
-    not INSTALLED, reason="DATAFLOW IS NOT TESTED: pip install 'beamjax[dataflow]'"
-)
 
 N = 2000
 X = np.random.default_rng(0).normal(size=(N, 300)).astype(np.float32)
+NUMBERS = np.arange(11, dtype=np.float32)
 W = np.ones((300, 300), np.float32)
-L4 = "worker_accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
-HINT = "accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
-PLACE = {"project": "my-project", "region": "us-central1", "temp_location": "gs://bucket-x/t"}
-IMAGE = {"sdk_container_image": "gcr.io/my-project/beamjax:1"}
-GPU = {"machine_type": "g2-standard-4", "dataflow_service_options": L4, "require_platform": "gpu"}
 
 
 @bj.program(clients=N)
@@ -166,144 +147,61 @@ def test_a_transform_is_refused_too():
         pipeline | bj.transform(regression, W, X)
 
 
-# --- the job
+# --- sources of unknown length
+
+
+class DataflowRunner(PipelineRunner):
+    """Workers on other machines, which do not see the memory of this one; by its name."""
+
+    def run_pipeline(self, pipeline, options):
+        return FnApiRunner().run_pipeline(pipeline, PipelineOptions([]))
 
 
 @pytest.fixture
-def offline(monkeypatch):
-    """Fails whatever looks for the network."""
+def bucket(offline, monkeypatch):
+    """gs:// in the memory of this process: what is in it, in the end, and was ever."""
+    ever = []
+    create = InMemory.create
+    monkeypatch.setattr(InMemory, "create", lambda *a, **k: [ever.append(a[1]), create(*a, **k)][1])
+    real = FileSystems.get_filesystem
 
-    def refuse(*args, **kwargs):
-        raise OSError("the network was used")
+    def get_filesystem(path):
+        return InMemory(PipelineOptions([])) if path.startswith("gs://") else real(path)
 
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setenv("A_SECRET", "open-sesame")
-
-
-@pytest.fixture
-def job(offline):
-    return dataflow.dry_run(regression, W, X, options={**PLACE, **IMAGE, **GPU})
-
-
-@with_dataflow
-def test_the_machines(job):
-    environment = job.job["environment"]
-    (pool,) = [p for p in environment["workerPools"] if p["kind"] == "harness"]
-    assert pool["machineType"] == "g2-standard-4"
-    images = {image["containerImage"] for image in pool["sdkHarnessContainerImages"]}
-    assert images == {IMAGE["sdk_container_image"]}
-    assert environment["serviceOptions"] == [L4]
-    assert "no_use_multiple_sdk_containers" in environment["experiments"]
-    assert "use_multiple_sdk_containers" not in environment["experiments"]
-    assert hints(job) == [{}]  # an accelerator is asked for once
-    assert environment["sdkPipelineOptions"]["options"]["save_main_session"] is False
-    assert "packages" not in pool  # nothing is staged: all is in the image
+    monkeypatch.setattr(FileSystems, "get_filesystem", staticmethod(get_filesystem))
+    # With the packages of Google it asks the service, and again and again.
+    asks = "_warn_if_soft_delete_policy_enabled"
+    monkeypatch.setattr(GoogleCloudOptions, asks, lambda *_: None, raising=False)
+    FILES.clear()
+    return ever
 
 
-def hints(job):
-    return [dict(e.resource_hints) for e in job.pipeline.components.environments.values()]
+def centred(x):
+    """Reads the members twice, so that sources of unknown length are counted before."""
+    return bj.reduce_max(bj.map_fn(lambda v, m: v - m, (x, bj.broadcast(bj.reduce_mean(x)))))
 
 
-@with_dataflow
-def test_hints_go_to_all_steps(offline):
-    given = {**PLACE, **IMAGE, "require_platform": "gpu"}
-    flags = [f"--{k}={v}" for k, v in given.items()]
-    flags += [f"--resource_hint={HINT}", "--resource_hint=min_ram=16GB"]
-    job = dataflow.dry_run(regression, W, X, options=flags)
-    assert hints(job) == [
-        {
-            "beam:resources:accelerator:v1": HINT.removeprefix("accelerator=").encode(),
-            "beam:resources:min_ram_bytes:v1": b"16000000000",
-        }
-    ]
-    assert "serviceOptions" not in job.job["environment"]
-    assert "no_use_multiple_sdk_containers" in job.job["environment"]["experiments"]
+@pytest.mark.parametrize("count", [centred, bj.reduce_mean], ids=["counted", "one pass"])
+@pytest.mark.parametrize("make", [lambda: Numbers([5, 0, 6]), lambda: stream(NUMBERS)])
+def test_streams_go_to_workers_by_the_bucket(count, make, bucket, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = bj.program(clients=None)(count)
+    found = bj.run(program, make(), runner=DataflowRunner(), options={**PLACE, **IMAGE})
+    np.testing.assert_array_equal(found, bj.run(program, NUMBERS, runner="local"))
+    assert any(".members" in path for path in bucket) or count is bj.reduce_mean
+    assert all(path.startswith("gs://bucket-x/t/beamjax/") for path in bucket)
+    assert FILES == {}
+    assert list(tmp_path.iterdir()) == []
 
 
-@with_dataflow
-def test_steps_have_the_names_of_the_plan(job):
-    named = {name.partition("/")[0] for name in job.steps}
-    assert {"map_clients_0", "map_clients_1"} <= named
-    assert all(
-        name.startswith(("map_clients_", "Write ", "ref_AppliedPTransform")) for name in named
-    )
-
-
-@with_dataflow
-def test_what_is_big_is_in_files_and_nothing_is_secret(job):
-    assert sum(job.files.values()) > X.nbytes + W.nbytes
-    assert job.pipeline.ByteSize() < 1 << 20
-    for transform in job.pipeline.components.transforms.values():
-        assert len(transform.spec.payload) < 1 << 18
-    told = json.dumps(job.job).encode() + job.pipeline.SerializeToString()
-    found = functions(job)
-    assert b"open-sesame" not in told + b"".join(map(cloudpickle.dumps, found))
-    stores = [fn.task.store for fn in found if isinstance(fn, MapShards | FinishPieces)]
-    assert len(stores) == 4
-    # Workers read from the work folder; the store that wrote nothing stays here.
-    assert {type(store) for store in stores} == {Store}
-    assert {store.root for store in stores} == {"gs://bucket-x/t/beamjax/beamjax-dry-run"}
-
-
-def functions(job):
-    """The DoFns as a worker gets them."""
-    payloads = [
-        proto_utils.parse_Bytes(transform.spec.payload, beam_runner_api_pb2.ParDoPayload)
-        for transform in job.pipeline.components.transforms.values()
-        if transform.spec.urn == common_urns.primitives.PAR_DO.urn
-    ]
-    return [pickler.loads(payload.do_fn.payload)[0] for payload in payloads]
-
-
-@with_dataflow
-def test_bodies_and_callbacks_go_through_files(offline):
-    table = np.random.default_rng(1).normal(size=(500, 300)).astype(np.float32)
-
-    @bj.program(clients=N)
-    def told(x):
-        def body(v):
-            jax.debug.callback(lambda _: None, v[0])
-            return (jnp.asarray(table) @ v).sum()
-
-        return bj.reduce_sum(bj.map_fn(body, x))
-
-    job = dataflow.dry_run(told, X, options={**PLACE, **IMAGE})
-    assert job.pipeline.ByteSize() < 1 << 20
-    assert sum(job.files.values()) > X.nbytes + table.nbytes
-
-
-@with_dataflow
-def test_the_first_job_of_rounds(offline):
-    @bj.program(clients=N)
-    def rounds(w, x):
-        def step(w, _):
-            return w + bj.reduce_mean(bj.map_fn(lambda v: (v @ w).sum(), x)), None
-
-        return jax.lax.scan(step, w, length=3)[0]
-
-    job = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE, "rounds_per_graph": 2})
-    assert any("[0]/map_clients" in name for name in job.steps)
-    assert not any("[2]/map_clients" in name for name in job.steps)
-
-
-@with_dataflow
-def test_what_is_computed_here_alone_is_no_job(offline):
-    with pytest.raises(OptionsError, match="nothing in it is computed on workers"):
-        dataflow.dry_run(lambda x: x, X, options={**PLACE, **IMAGE})
-
-
-# --- the store of a dry run
-
-
-def test_a_dry_store_travels_as_a_plain_one(tmp_path):
-    store = DryStore(str(tmp_path / "x"), lasts=False)
-    ref = store.put([X], "members")
-    assert store.written == dict(ref.files)
-    assert not (tmp_path / "x").exists()
-    again = pickle.loads(pickle.dumps(store))
-    assert type(again) is Store
-    assert again == Store(store.root, store.piece_bytes, store.lasts)
+def test_a_stream_is_not_read_for_a_folder_that_workers_do_not_reach(bucket):
+    program = bj.program(clients=None)(centred)
+    options = {**PLACE, **IMAGE, "work_folder": "/tmp/x"}
+    source = bj.from_chunks(lambda: pytest.fail("it was read"), np.float32(0))
+    with pytest.raises(OptionsError, match="work_folder: found '/tmp/x'"):
+        bj.run(program, source, runner=DataflowRunner(), options=options)
+    assert not bucket
 
 
 # --- the image

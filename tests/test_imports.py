@@ -169,6 +169,7 @@ TESTED_ELSEWHERE = {
     "memberwise": "test_rules",
     "meters": "test_progress",
     "monitor": "test_progress",
+    "outputs": "test_run",
     "partials": "test_accumulators",
     "picks": "test_rules",
     "pieces": "test_split",

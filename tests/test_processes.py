@@ -45,6 +45,41 @@ def test_a_process_that_ended_by_itself_is_not_alive(sleeping):
     assert processes.wait_until(lambda: not sleeping.alive, 10)
 
 
+START = """
+import pathlib, sys
+from beamjax.pipelines import processes
+print(processes.start("server", sys.argv[2:], pathlib.Path(sys.argv[1])).pid)
+"""
+
+
+def test_a_process_outlives_the_one_that_started_it_without_a_warning(tmp_path):
+    strict = ["-X", "dev", "-W", "error::ResourceWarning", "-c", START, str(tmp_path), *SLEEP]
+    done = subprocess.run([sys.executable, *strict], capture_output=True, text=True, check=True)
+    (process,) = processes.known(tmp_path)
+    try:
+        assert done.stdout == f"{process.pid}\n"
+        assert "ResourceWarning" not in done.stderr
+        assert process.alive
+        assert processes.wait_until(lambda: "here" in process.log.read_text(), 20)
+        assert os.getsid(process.pid) == process.pid
+    finally:
+        process.stop()
+    assert not process.alive
+
+
+def test_what_a_process_gets(tmp_path):
+    told = "import os, signal, sys; print(sys.stdin.read() == '', os.environ['BEAMJAX_TOLD'], "
+    told += "signal.getsignal(signal.SIGPIPE), file=sys.stderr)"
+    command = [sys.executable, "-c", told]
+    process = processes.start("told", command, tmp_path, {"BEAMJAX_TOLD": "this"})
+    assert processes.wait_until(lambda: not process.alive, 20)
+    plain = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                           env={**os.environ, "BEAMJAX_TOLD": "this"})  # fmt: skip
+    assert process.log.read_text() == plain.stderr
+    with pytest.raises(FileNotFoundError):
+        processes.start("none", ["/no/such/command"], tmp_path)
+
+
 def test_another_process_with_the_same_pid_is_left_alone(sleeping, tmp_path):
     mistaken = processes.Process("old", tmp_path, sleeping.pid, "12345")
     assert not mistaken.alive

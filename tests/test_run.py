@@ -281,7 +281,7 @@ def test_a_run_that_fails_leaves_nothing(empty_tmp, broken, monkeypatch):
     if broken == "source":
         monkeypatch.setattr(bj.sources.ArraySource, "read", None)
     else:
-        monkeypatch.setattr("beamjax.pipelines.build.Graph.write_results", None)
+        monkeypatch.setattr("beamjax.pipelines.outputs.Outputs.write", None)
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
     before = live_sources()
     with pytest.raises((bj.WorkerError, TypeError), match="NoneType"):

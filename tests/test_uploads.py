@@ -1,11 +1,9 @@
 """Placed inputs in a store that workers elsewhere reach: a file system of Beam, here in memory."""
 
-import io
-
 import ml_dtypes
 import numpy as np
 import pytest
-from apache_beam.io.filesystem import BeamIOError, FileMetadata, FileSystem
+from memory_files import FILES
 
 import beamjax as bj
 from beamjax.grouped_sources import grouped
@@ -15,72 +13,6 @@ from beamjax.source_base import open_spec
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
-FILES = {}
-
-
-class InMemory(FileSystem):
-    """Files of this process, `inmemory://folder/name`."""
-
-    @classmethod
-    def scheme(cls):
-        return "inmemory"
-
-    def join(self, basepath, *paths):
-        return "/".join([basepath.rstrip("/"), *paths])
-
-    def split(self, path):
-        return tuple(path.rsplit("/", 1))
-
-    def mkdirs(self, path):
-        pass
-
-    def has_dirs(self):
-        return False
-
-    def _list(self, dir_or_prefix):
-        for path, data in list(FILES.items()):
-            if path.startswith(dir_or_prefix):
-                yield FileMetadata(path, len(data))
-
-    def create(self, path, mime_type="", compression_type=None):
-        class File(io.BytesIO):
-            def close(self):
-                if not self.closed:
-                    FILES[path] = self.getvalue()
-                super().close()
-
-        return File()
-
-    def open(self, path, mime_type="", compression_type=None):
-        if path not in FILES:
-            raise BeamIOError(path)
-        return io.BytesIO(FILES[path])
-
-    def exists(self, path):
-        return path in FILES
-
-    def size(self, path):
-        return len(FILES[path])
-
-    def delete(self, paths):
-        for path in paths:
-            FILES.pop(path, None)
-
-    def rename(self, sources, destinations):
-        for old, new in zip(sources, destinations, strict=True):
-            FILES[new] = FILES.pop(old)
-
-    def copy(self, sources, destinations):
-        raise NotImplementedError
-
-    def last_updated(self, path):
-        raise NotImplementedError
-
-    def checksum(self, path):
-        raise NotImplementedError
-
-    def metadata(self, path):
-        return FileMetadata(path, self.size(path))
 
 
 @pytest.fixture
@@ -136,9 +68,9 @@ def test_rounds_read_what_was_written_before_the_first(store, monkeypatch):
     """It is not swept away between the pipelines of a run."""
     import jax
 
-    from beamjax.pipelines import runners
+    from beamjax.pipelines import connections
 
-    monkeypatch.setattr(runners, "shares_memory", lambda *_: False)
+    monkeypatch.setattr(connections, "shares_memory", lambda *_: False)
 
     @bj.program(clients=N)
     def rounds(w, x):

@@ -1,0 +1,190 @@
+"""A Beam runner with its options, and what follows from them: the one place that asks."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.runners.portability.flink_runner import FlinkRunner
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.portability.portable_runner import PortableRunner
+from apache_beam.runners.portability.prism_runner import PrismRunner
+from apache_beam.runners.portability.spark_runner import SparkRunner
+from apache_beam.transforms import environments
+
+from beamjax.errors import OptionsError
+from beamjax.options import OWN, Options
+from beamjax.pipelines import dataflow, flink, prism, spark
+from beamjax.pipelines.job_servers import loops_back
+
+RUNNERS: dict[str, Callable[[], Any]] = {
+    # Beam's own name for it tries Prism first, and so means another runner on another machine.
+    "DirectRunner": FnApiRunner,
+    "FnApiRunner": FnApiRunner,
+    "PrismRunner": PrismRunner,
+    "FlinkRunner": FlinkRunner,
+    "SparkRunner": SparkRunner,
+}
+"""Runners that beamjax names by itself; any other name goes to Beam as it is."""
+
+CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
+    PrismRunner: prism.connected,
+    FlinkRunner: flink.connected,
+    SparkRunner: spark.connected,
+}
+"""How options for a runner come to say where its job server is."""
+
+IN_PROCESS = (environments.EmbeddedPythonEnvironment, environments.EmbeddedPythonGrpcEnvironment)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A runner as pipelines are made for it.
+
+    Attributes:
+      runner: of Beam.
+      options: of beamjax; on Dataflow with a `work_folder` that workers there reach.
+      flags: of Beam.
+      shared: whether workers are threads of this process, and see its memory, as long as the
+        pipelines run.
+      spread: whether there are several workers to which shards must be dealt.
+    """
+
+    runner: Any
+    options: Options
+    flags: PipelineOptions
+    shared: bool
+    spread: bool
+
+
+def connect(runner: Any, options: Options) -> Connection:
+    """A connection for pipelines that beamjax makes and waits for.
+
+    A job server that the runner needs is started, unless this process has it from before.
+
+    Args:
+      runner: a name or an instance of a Beam runner.
+      options: of the run.
+
+    Raises:
+      OptionsError: the runner is unknown or can't be had, or an option does not fit it.
+    """
+    runner = make_runner(runner)
+    flags = beam_options(options, runner)
+    if dataflow.is_dataflow(runner):
+        options, flags = dataflow.prepare(options, flags)
+    # A pipeline on a job server may outlive what a user's own program knows of it, but not these.
+    loopback = isinstance(runner, PortableRunner) and loops_back(flags)
+    shared = shares_memory(runner, flags) or loopback
+    return Connection(runner, options, flags, shared, spreads(runner, flags))
+
+
+def connection_of(pipeline: beam.Pipeline, options: Options) -> Connection:
+    """The connection of a user's own pipeline, which may run when this process knows nothing of it.
+
+    Raises:
+      OptionsError: workers on Dataflow do not reach the `work_folder`.
+    """
+    runner, flags = pipeline.runner, pipeline.options
+    if dataflow.is_dataflow(runner):
+        options = replace(options, work_folder=dataflow.work_folder(options, flags))
+    return Connection(runner, options, flags, shares_memory(runner, flags), spreads(runner, flags))
+
+
+def make_runner(runner: Any) -> Any:
+    """A runner for what a user gave.
+
+    Raises:
+      OptionsError: Beam does not know the name, or `runner` is something else.
+    """
+    if isinstance(runner, beam.runners.PipelineRunner):
+        return runner
+    if not isinstance(runner, str):
+        raise OptionsError(
+            f"runner: found {runner!r}, expected 'local', the name of a Beam runner or an instance"
+        )
+    for name, make in RUNNERS.items():
+        # Beam takes its names in any case, and without "Runner".
+        if runner.lower() in (name.lower(), name.lower().removesuffix("runner")):
+            return make()
+    if runner.lower() in ("dataflow", "dataflowrunner") and not find_spec("apitools"):
+        raise OptionsError(
+            f"runner: found {runner!r}, but its packages are missing; run {dataflow.INSTALL}"
+        )
+    try:
+        return beam.runners.create_runner(runner)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise OptionsError(
+            f"runner: found {runner!r}, expected 'local', {', '.join(map(repr, RUNNERS))} or "
+            f"another name that Beam knows ({error})"
+        ) from error
+
+
+def beam_options(options: Options, runner: Any) -> PipelineOptions:
+    """Beam's own options. A job server that the runner needs is started.
+
+    Raises:
+      OptionsError: a flag names another runner, or nobody knows it; or the runner can't be had.
+        Only Beam's in-memory runner has all its flags in Python; those of others are not checked.
+    """
+    if isinstance(options.beam, PipelineOptions):
+        found = options.beam
+    else:
+        # Never None: Beam would read the flags of this process instead.
+        found = PipelineOptions(list(options.beam))
+        if options.beam and isinstance(runner, FnApiRunner):
+            _check_flags(found)
+    named = found.view_as(StandardOptions).runner
+    if named is not None and not isinstance(runner, type(make_runner(named))):
+        raise OptionsError(
+            f"options: found runner {named!r}, but the run is on {type(runner).__name__}; give the "
+            f"runner as run(..., runner={named!r})"
+        )
+    for kind, connected in CONNECTED.items():
+        if isinstance(runner, kind):
+            return connected(found)
+    return found
+
+
+def _check_flags(options: PipelineOptions) -> None:
+    known = PipelineOptions([]).get_all_options()
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            found = options.get_all_options(retain_unknown_options=True)
+    except SystemExit:
+        reason = complaint.getvalue().strip().rpartition("error: ")[2]
+        raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
+    for name in found:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*OWN, *known], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise OptionsError(
+                f"options: found {name!r}, expected an option of beamjax ({', '.join(OWN)}) or one "
+                f"of Beam{hint}"
+            )
+
+
+def shares_memory(runner: Any, options: PipelineOptions) -> bool:
+    """Whether the workers of a runner are threads of this process."""
+    if not isinstance(runner, FnApiRunner):
+        return False
+    mode = options.view_as(DirectOptions).direct_running_mode
+    if mode == "in_memory":
+        return isinstance(runner._default_environment, IN_PROCESS)
+    return mode == "multi_threading"
+
+
+def spreads(runner: Any, options: PipelineOptions) -> bool:
+    """Whether a runner has several workers to deal elements to."""
+    if isinstance(runner, FnApiRunner):
+        return options.view_as(DirectOptions).direct_num_workers != 1
+    # Prism gives its worker one bundle at a time.
+    return not isinstance(runner, PrismRunner)

@@ -1,0 +1,101 @@
+"""A job as Dataflow would be sent it. Nothing here reaches the network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+from apache_beam.options.pipeline_options import GoogleCloudOptions, TestOptions
+
+from beamjax.errors import OptionsError
+from beamjax.inputs import Inputs
+from beamjax.options import Options
+from beamjax.pipelines import build, files
+from beamjax.pipelines.connections import connect
+from beamjax.pipelines.launch import Launcher, new_pipeline
+from beamjax.pipelines.runners import drive, sources_for, store_program
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.values import Value
+from beamjax.plan import Plan
+
+
+@dataclass(frozen=True)
+class DryStore(Store):
+    """A store that writes nothing, and remembers what it was given. Workers get a plain one.
+
+    Attributes:
+      written: bytes of each file, by name.
+    """
+
+    written: dict[str, int] = field(default_factory=dict, compare=False)
+
+    def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
+        self.written[name] = len(data)
+
+    def sweep(self, live: Any) -> None:
+        """Does nothing."""
+
+    def cleanup(self) -> None:
+        """Does nothing."""
+
+    def __reduce__(self) -> Any:
+        return Store, (self.root, self.piece_bytes, self.lasts)
+
+
+class _Translated(Exception):
+    """The first pipeline of a run, which ends a dry run."""
+
+    def __init__(self, job: Any):
+        super().__init__("a dry run ends with its first pipeline")
+        self.job = job
+
+
+class DryLauncher(Launcher):
+    """Makes a job of the first graph it is given."""
+
+    def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
+        """Raises `_Translated`."""
+        with new_pipeline(self.connection) as pipeline:
+            self.outputs(pipeline, plan, inputs, stem, self.store)
+            result: Any = pipeline.run()
+            raise _Translated(result.job)
+
+
+def described(job: Any) -> dict[str, Any]:
+    """What Dataflow is sent of a job, besides its pipeline."""
+    from apache_beam.runners.dataflow.internal import apiclient
+
+    staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
+    try:
+        cloud = job.options.view_as(GoogleCloudOptions)
+        given, cloud.staging_location = cloud.staging_location, staging
+        job.google_cloud_options.staging_location = staging
+        client = apiclient.DataflowApplicationClient(job.options, staging)
+        client.create_job_description(job)
+        cloud.staging_location = given
+        return json.loads(job.json())
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[str, int]]:
+    """The job of the first pipeline of a plan, and the bytes of each file that it is to read.
+
+    Raises:
+      OptionsError: as a run would.
+    """
+    connection = connect("DataflowRunner", options)
+    connection.flags.view_as(TestOptions).dry_run = True
+    connection.flags.view_as(GoogleCloudOptions).no_auth = True
+    folder = str(connection.options.work_folder)
+    store = DryStore(files.join(folder, "beamjax-dry-run"), lasts=False)
+    with sources_for(inputs, store, connection.shared) as sources:
+        program = store_program(plan, store, connection.shared)
+        try:
+            drive(plan, inputs, sources, DryLauncher(connection, store, program))
+        except _Translated as done:
+            return done.job, store.written
+    raise OptionsError(f"{plan.name}: nothing in it is computed on workers, so there is no job")

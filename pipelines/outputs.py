@@ -1,0 +1,99 @@
+"""What a launcher that waits wants of a graph: its outputs, and the members that it dropped.
+
+With `build` the only file that composes transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import apache_beam as beam
+from apache_beam import typehints
+
+from beamjax.dropping import Dropped
+from beamjax.one_pass import open_placements
+from beamjax.pipelines import files
+from beamjax.pipelines.build import Graph
+from beamjax.pipelines.results import (
+    WriteDropped,
+    WritePlaced,
+    WriteServed,
+    find_dropped,
+    find_placed,
+    read_served,
+)
+from beamjax.pipelines.values import Placed, Served, members
+from beamjax.plan import size_name
+
+
+class Outputs:
+    """The outputs of a graph, in files of its store.
+
+    Args:
+      graph: with all its steps.
+      stem: of the files' names.
+    """
+
+    def __init__(self, graph: Graph, stem: str):
+        self.graph = graph
+        self.stem = stem
+        plan = graph.plan
+        # Server values by environment, and placed ones.
+        self._served: dict[beam.PCollection, list[str]] = {}
+        self._placed: list[str] = []
+        for name in dict.fromkeys(out.value for out in plan.outputs if out.value is not None):
+            if plan.values[name].placement is not None:
+                self._placed.append(name)
+            elif name in graph.served:
+                self._served.setdefault(graph.served[name], []).append(name)
+
+    def write(self) -> None:
+        """Adds the transforms that write them."""
+        graph, stem = self.graph, self.stem
+        for number, (environment, names) in enumerate(self._served.items()):
+            label = f"Write {', '.join(names)}"
+            write_served = WriteServed(graph.store, tuple(names), f"{stem}-served-{number}")
+            environment | label >> beam.ParDo(write_served)
+        for number, name in enumerate(self._placed):
+            write_placed = WritePlaced(graph.store, name, f"{stem}-placed-{number}")
+            graph.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
+        if graph.dropped:
+            # Together, so that only what bundles that count have dropped is written.
+            listed = graph.dropped | "Dropped" >> beam.Flatten()
+            keyed = listed | "Dropped/Key" >> beam.WithKeys(b"").with_output_types(
+                typehints.KV[bytes, bytes]
+            )
+            lines = keyed | "Dropped/Together" >> beam.GroupByKey()
+            lines | "Write dropped" >> beam.ParDo(WriteDropped(graph.store, stem))
+
+    def find(self) -> dict[str, Served | Placed]:
+        """What was written, by name, once the pipeline is through.
+
+        Raises:
+          WorkerError: something is missing.
+        """
+        store, found = self.graph.store, dict[str, Served | Placed]()
+        for number, _ in enumerate(self._served):
+            refs = read_served(store, f"{self.stem}-served-{number}")
+            found |= {name: Served(store, ref=ref) for name, ref in refs.items()}
+        written = files.names(store.root) if self._placed else []
+        plan = replace(self.graph.plan, sizes=self.sizes(found))
+        for number, name in enumerate(self._placed):
+            stem = f"{self.stem}-placed-{number}"
+            found[name] = members(find_placed(store, plan, name, stem, written))
+        return found
+
+    def dropped(self) -> list[Dropped]:
+        """The members that the graph has dropped, once the pipeline is through."""
+        return find_dropped(self.graph.store, self.stem) if self.graph.dropped else []
+
+    def sizes(self, found: Mapping[str, Served | Placed]) -> dict[str, int]:
+        """The numbers of members, those that were found in the pipeline included."""
+        plan = self.graph.plan
+        sizes = dict(plan.sizes)
+        for placement in open_placements(plan):
+            n = found[size_name(placement)]
+            assert isinstance(n, Served)
+            sizes[placement] = int(n.array())
+        return sizes

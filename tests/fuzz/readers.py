@@ -1,0 +1,444 @@
+"""All readers of bytes from outside, in one table: the tests and the long runs go through it.
+
+A reader may refuse with an error of beamjax, and with nothing else; it may not unpickle, and takes
+no more memory than the bytes that it is given are worth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import export
+
+import beamjax as bj
+from beamjax import arrays, checkpoints, job_results, records
+from beamjax.accumulators import decode_accumulator, make_accumulator
+from beamjax.bodies import default_platform, load_body
+from beamjax.errors import BeamjaxError, WorkerError
+from beamjax.grouped_sources import grouped
+from beamjax.job_folder import JobFolder
+from beamjax.pipelines import elements, results, spooling
+from beamjax.pipelines.failures import recorded_error
+from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
+from beamjax.pipelines.store import Ref, Store, clear_cache
+from beamjax.plan import Body
+from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
+from beamjax.source_base import LeafSpec, StreamSource, open_spec
+
+X = np.arange(12, dtype=np.float32).reshape(6, 2)
+LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Something that reads bytes.
+
+    Attributes:
+      seeds: from a folder, in which they may write files, to bytes that are right.
+      read: the bytes, with the same folder.
+    """
+
+    seeds: Callable[[Path], list[bytes]]
+    read: Callable[[bytes, Path], Any]
+
+
+def _unpickled(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("something was unpickled")
+
+
+@contextlib.contextmanager
+def no_pickle() -> Iterator[None]:
+    """Makes it a failure to unpickle."""
+    with contextlib.ExitStack() as stack:
+        for module in (pickle, cloudpickle):
+            for name in ("load", "loads"):
+                stack.enter_context(mock.patch.object(module, name, _unpickled))
+        yield
+
+
+def accepts(reader: Reader, data: bytes, folder: Path) -> bool:
+    """Whether a reader takes bytes; any other error than one of beamjax is raised."""
+    try:
+        reader.read(data, folder)
+    except BeamjaxError:
+        return False
+    return True
+
+
+# --- arrays and elements
+
+
+def _array_seeds(_: Path) -> list[bytes]:
+    several = [X, np.int8(3), np.zeros((0, 3)), np.zeros(3, ml_dtypes.bfloat16)]
+    float0 = np.zeros((2, 3), jax.dtypes.float0)
+    return [
+        arrays.encode_arrays(several, {"a": [1, None]}),
+        arrays.encode_arrays([float0, X.T], {}),
+        arrays.encode_arrays([], {"deep": {"a": {}}}),
+    ]
+
+
+def _accumulator_seeds(_: Path) -> list[bytes]:
+    found = []
+    for lane, dtype, mode in (
+        ("sum", "float32", "exact"), ("sum", "complex64", "exact"), ("sum", "float32", "fast"),
+        ("prod", "float32", "exact"), ("max", "float64", "exact"), ("max", "complex64", "exact"),
+        ("any", "bool", "exact"), ("sum", "int32", "exact"),
+    ):  # fmt: skip
+        accumulator = make_accumulator(lane, np.dtype(dtype), 5, mode=mode)  # type: ignore[arg-type]
+        found.append(accumulator.encode())
+        for shard in (0, 1, 3):
+            accumulator.add(np.arange(5).astype(dtype), shard)
+        found.append(accumulator.encode())
+    return found
+
+
+def _ref(folder: Path, inline: bool) -> tuple[Store, Ref]:
+    store = Store(str(folder))
+    big = np.zeros(1 << 14)  # too big for a reference
+    return store, store.put([X] if inline else [X, big])
+
+
+def _element_seeds(folder: Path) -> list[bytes]:
+    refs = {"a": _ref(folder, True)[1], "b": _ref(folder, False)[1]}
+    return [
+        elements.BlockCoder().encode(elements.Block(8, 6, 8, {"x": X, "y": X[:, 0]})),
+        elements.EnvironmentCoder().encode(elements.Environment(refs)),
+        elements.RefCoder().encode(refs["b"]),
+        elements.ArrayCoder().encode(X),
+    ]
+
+
+def _element(data: bytes, _: Path) -> None:
+    """Any of the coders; the one that fits its name goes all the way."""
+    refusals = []
+    for coder in (
+        elements.BlockCoder(),
+        elements.EnvironmentCoder(),
+        elements.RefCoder(),
+        elements.ArrayCoder(),
+    ):
+        try:
+            coder.estimate_size(coder.decode(data))
+        except BeamjaxError as error:
+            refusals.append(error)
+    if len(refusals) == 4:
+        raise refusals[0]
+
+
+# --- the store
+
+
+def _ref_seeds(folder: Path) -> list[bytes]:
+    _, ref = _ref(folder, False)
+    return [json.dumps(ref.to_json()).encode()]
+
+
+def _stored(data: bytes, folder: Path) -> None:
+    """A value that a reference leads to."""
+    value = _json(data)
+    clear_cache()
+    Store(str(folder)).get(Ref.from_json(value))
+
+
+def _store_file_seeds(folder: Path) -> list[bytes]:
+    _, ref = _ref(folder, False)
+    return [(folder / name).read_bytes() for name, _ in ref.files]
+
+
+def _store_file(data: bytes, folder: Path) -> None:
+    """A file of a store, of any size."""
+    store, ref = _ref(folder, False)
+    name = ref.files[0][0]
+    with _replaced(folder / name, data):
+        files = tuple((file, len(data) if file == name else size) for file, size in ref.files)
+        store.get(dataclasses.replace(ref, files=files), cache=False)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path, data: bytes) -> Iterator[None]:
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def _served_seeds(folder: Path) -> list[bytes]:
+    return [_element_seeds(folder)[1]]
+
+
+def _served(data: bytes, folder: Path) -> None:
+    """Where results of a pipeline are."""
+    (folder / f"out{results.SUFFIX}").write_bytes(data)
+    store = Store(str(folder))
+    clear_cache()
+    for ref in results.read_served(store, "out").values():
+        store.get(ref)
+
+
+# --- sources
+
+
+def _json(data: bytes) -> Any:
+    """What a file with JSON holds; how that is parsed is not ours to test."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise WorkerError("no JSON") from None
+
+
+def _specs(folder: Path) -> list[dict[str, Any]]:
+    store, ref = _ref(folder, True)
+    stored = store.put([np.zeros((1 << 14, 2), np.float32)])
+    npy = bj.from_arrays({"x": X, "k": np.arange(6)}).spill(str(folder / "npy"))
+    name = "stem-0-6.members"
+    (folder / name).write_bytes(arrays.encode_arrays([X], {}))
+    members = MembersSource(str(folder), "stem", [(0, 6)], LEAF, 6)
+    stack = StackedSource.write(str(folder), [(members.to_spec(), 0), (npy.to_spec(), 1)])
+    np.save(folder / "part-0.npy", X)
+    np.save(folder / "part-1.npy", X[:2])
+    (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
+    sources = [
+        npy,
+        grouped(npy, 2),
+        members,
+        EntrySource(members.to_spec(), 1),
+        StackedSource(str(folder / stack), LeafSpec((2, 2), np.dtype("float32")), 6),
+        ScatteredSource(store, ref, 1),
+        ScatteredSource(store, stored, 0),
+        spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
+        bj.from_npy_parts(str(folder / "part-*.npy")),
+    ]
+    return [source.to_spec() for source in sources]
+
+
+def _spec_seeds(folder: Path) -> list[bytes]:
+    return [json.dumps(spec).encode() for spec in _specs(folder)]
+
+
+def _use(spec: Any) -> None:
+    source = open_spec(spec)
+    for leaf in source.leaves:
+        assert leaf.nbytes >= 0
+    if isinstance(source, StreamSource):
+        for piece in range(min(source.pieces, 2)):
+            next(iter(source.chunks(piece)), None)
+        return
+    source.read(0, min(len(source), 4))
+
+
+def _spec(data: bytes, _: Path) -> None:
+    _use(_json(data))
+
+
+def _stack_seeds(folder: Path) -> list[bytes]:
+    specs = _specs(folder)
+    return [json.dumps([[specs[2], 0], [specs[0], 1]]).encode()]
+
+
+def _stack(data: bytes, folder: Path) -> None:
+    """The list of a stack of placed values."""
+    (folder / "list").write_bytes(data)
+    leaf = LeafSpec((2, 2), np.dtype("float32"))
+    StackedSource(str(folder / "list"), leaf, 6).read(0, 4)
+
+
+def _pieces_seeds(_: Path) -> list[bytes]:
+    return [json.dumps([["a.spooled", 6], ["a.spooled", 6]]).encode()]
+
+
+class _Stream(StreamSource, kind="fuzz-stream"):
+    leaves = (LEAF,)
+    pieces = 1
+    chunks = to_spec = None  # type: ignore[assignment]
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> _Stream:
+        return cls()
+
+
+def _pieces(data: bytes, folder: Path) -> None:
+    """The list of the files of a source of unknown length, and what is read by it."""
+    _specs(folder)
+    (folder / spooling._list_name(0, 0)).write_bytes(data)
+    source = spooling._found(Store(str(folder)), _Stream(), 0)
+    source.read(0, min(len(source), 4))
+
+
+def _members_file_seeds(_: Path) -> list[bytes]:
+    return [arrays.encode_arrays([X], {"value": "x"})]
+
+
+def _members_file(data: bytes, folder: Path) -> None:
+    """Files of members, of both kinds."""
+    (folder / "stem-0-6.members").write_bytes(data)
+    (folder / "a.spooled").write_bytes(data)
+    MembersSource(str(folder), "stem", [(0, 6)], LEAF, 6).read(0, 6)
+    spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]).read(0, 6)
+
+
+def _npy_seeds(folder: Path) -> list[bytes]:
+    np.save(folder / "x.npy", X)
+    np.save(folder / "y.npy", np.arange(6, dtype=object), allow_pickle=True)
+    return [(folder / name).read_bytes() for name in ("x.npy", "y.npy")]
+
+
+def _npy(data: bytes, folder: Path) -> None:
+    """A user's file, of an array or of a part of one."""
+    path = folder / "user.npy"
+    path.write_bytes(data)
+    bj.from_npy(path).read(0, 1)
+
+
+def _npy_part(data: bytes, folder: Path) -> None:
+    path = folder / "user.npy"
+    path.write_bytes(data)
+    for _ in bj.from_npy_parts([str(path)]).chunks(0):
+        pass
+
+
+# --- checkpoints and jobs
+
+
+def _checkpoint_seeds(_: Path) -> list[bytes]:
+    stored = checkpoints.Stored("a" * 40, "float32", (6, 2), (("b" * 40 + ".arrays", 10),))
+    members = checkpoints.Members("c" * 32, ((0, 4), (4, 2)))
+    values = {
+        "a": checkpoints.Array(X),
+        "b": stored,
+        "c": checkpoints.Scattered(checkpoints.Entry(stored, 0, 2), 0),
+        "d": checkpoints.Stack((members, checkpoints.Rows(checkpoints.Given("e")))),
+    }
+    stacks: dict[str, tuple[Any, ...]] = {"s": (members, checkpoints.Array(X[0]))}
+    plan, inputs = {"name": "x", "steps": "y"}, {"args[0]": "z"}
+    position = (("scan_0", 3), ("cond_1", 0))
+    found = checkpoints.Checkpoint(plan, inputs, position, False, values, stacks)
+    return [checkpoints.encode(found)]
+
+
+def _job_seeds(folder: Path) -> list[bytes]:
+    job = JobFolder(str(folder / "job"))
+    job.begin({"name": "total", "runner": "local"})
+    progress = Progress(Tally(members=3, shards=1), 6, 2, 0, None, "map_clients_0", 1, 2.5)
+    job.write_progress(progress)
+    tree = {"a": (jnp.ones(3), [jnp.zeros((), "int8")]), "k": jax.random.key(0)}
+    job_results.write_result(job, tree, False)
+    job.end("done")
+    return [(folder / "job" / f"{name}.record").read_bytes() for name in _JOB]
+
+
+_JOB = ("job", "state", "progress", "result")
+
+
+def _job(data: bytes, folder: Path) -> None:
+    """Each record of a job, and the result that one of them describes."""
+    job = JobFolder(str(folder / "job"))
+    refusals = []
+    reads = (job.describe, job.state, job.progress, lambda: job_results.read_result(job))
+    for name, read in zip(_JOB, reads, strict=True):
+        with _replaced(folder / "job" / f"{name}.record", data):
+            try:
+                read()
+            except BeamjaxError as error:
+                refusals.append(error)
+    if len(refusals) == len(_JOB):
+        raise refusals[0]
+
+
+def _leaf_seeds(folder: Path) -> list[bytes]:
+    _job_seeds(folder)
+    return [path.read_bytes() for path in sorted((folder / "job").glob("result-*.arrays"))]
+
+
+def _leaf(data: bytes, folder: Path) -> None:
+    """A leaf of a result; the last is the data of a key."""
+    job = JobFolder(str(folder / "job"))
+    refusals = []
+    for path in sorted((folder / "job").glob("result-*.arrays")):
+        with _replaced(path, data):
+            try:
+                job_results.read_result(job)
+            except BeamjaxError as error:
+                refusals.append(error)
+    if len(refusals) == 3:
+        raise refusals[0]
+
+
+def _worker_seeds(_: Path) -> list[bytes]:
+    count = StepCount(8, ((0, 16, 1), (24, 30, 2)), Tally(members=22, shards=3, compute=0.5))
+    record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count})
+    return [records.encode(record.to_json())]
+
+
+def _worker(data: bytes, _: Path) -> None:
+    """What a worker tells of itself."""
+    tally([WorkerRecord.from_json(records.decode(data, "file"), "file")])
+
+
+def _error_seeds(_: Path) -> list[bytes]:
+    try:
+        raise WorkerError("step 'a': no")
+    except WorkerError as error:
+        return [records.encode(records.error_record(error, "map_clients_0"))]
+
+
+def _error(data: bytes, folder: Path) -> None:
+    """What a worker tells of its error; one that can't be read is none."""
+    records.error_of(records.decode(data, "file"), "file")
+    errors = folder / "errors"
+    errors.mkdir(exist_ok=True)
+    (errors / "error-1.record").write_bytes(data)
+    assert recorded_error(Store(str(errors))) is not None
+
+
+# --- bodies
+
+
+def _body_seeds(_: Path) -> list[bytes]:
+    exported = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(X)
+    return [bytes(exported.serialize())]
+
+
+def _body(data: bytes, _: Path) -> None:
+    """An exported body, as far as it is read before it is compiled."""
+    key = "fuzzed"
+    body = Body("lambda", {default_platform(): data})
+    with mock.patch.dict("beamjax.bodies._loaded", clear=True):
+        load_body(key, body)
+
+
+READERS: dict[str, Reader] = {
+    "arrays": Reader(_array_seeds, lambda data, _: arrays.decode_arrays(data)),
+    "accumulator": Reader(_accumulator_seeds, lambda data, _: decode_accumulator(data)),
+    "element": Reader(_element_seeds, _element),
+    "reference": Reader(_ref_seeds, _stored),
+    "stored": Reader(_store_file_seeds, _store_file),
+    "served": Reader(_served_seeds, _served),
+    "spec": Reader(_spec_seeds, _spec),
+    "stack": Reader(_stack_seeds, _stack),
+    "pieces": Reader(_pieces_seeds, _pieces),
+    "members": Reader(_members_file_seeds, _members_file),
+    "npy": Reader(_npy_seeds, _npy),
+    "npy part": Reader(_npy_seeds, _npy_part),
+    "checkpoint": Reader(_checkpoint_seeds, lambda data, _: checkpoints.decode(data)),
+    "job": Reader(_job_seeds, _job),
+    "leaf": Reader(_leaf_seeds, _leaf),
+    "worker": Reader(_worker_seeds, _worker),
+    "error": Reader(_error_seeds, _error),
+    "body": Reader(_body_seeds, _body),
+}
+"""By name; a new reader of bytes goes in here."""
