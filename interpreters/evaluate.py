@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from beamjax.at_work import AtWork, Table, bounded
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.inputs import Inputs
@@ -42,7 +43,7 @@ def evaluate(
     Args:
       plan: what to run.
       inputs: its inputs.
-      options: `reduction` is the only one that matters here.
+      options: `reduction` and `shard_timeout` are those that matter here.
       monitor: of the job.
       keeper: of checkpoints, if there are to be any.
 
@@ -55,14 +56,9 @@ def evaluate(
       JobCancelledError: the job was cancelled.
     """
     run = _Evaluation(plan, inputs, options, monitor or Monitor(plan), keeper)
-    wanted = {out.value for out in plan.outputs if out.value is not None}
-    if open_placements(plan):
-        run.one_pass()
-    elif keeper is None or not keeper.finished:
-        run.steps(plan.steps, keeper.position if keeper else ())
-        if keeper is not None:
-            keeper.finish({name: run.value(name) for name in sorted(wanted)})
-    return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
+    if options.shard_timeout is None:
+        return run.outputs()
+    return bounded(run.outputs, run.table)
 
 
 class _Evaluation:
@@ -83,10 +79,28 @@ class _Evaluation:
         self.stacks: dict[str, list[np.ndarray]] = {}
         self.reader = inputs.reader()
         self.streams = inputs.streams()
+        self.keeper = keeper
         self.tracker = Tracker(keeper)
+        self.table = Table()
         if keeper is not None:
             self.bind(keeper.values)
             self.stacks.update(keeper.stacks)
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Runs all steps; the outputs that are values of the plan, by name."""
+        keeper = self.keeper
+        wanted = {out.value for out in self.plan.outputs if out.value is not None}
+        if open_placements(self.plan):
+            self.one_pass()
+        elif keeper is None or not keeper.finished:
+            self.steps(self.plan.steps, keeper.position if keeper else ())
+            if keeper is not None:
+                keeper.finish({name: self.value(name) for name in sorted(wanted)})
+        return {n: array for n, array in (self.served | self.placed).items() if n in wanted}
+
+    def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> AtWork:
+        """A context in which something may take as long as a shard may."""
+        return self.table.at(doing, step, shard, self.options.shard_timeout)
 
     def one_pass(self) -> None:
         """Runs all steps of a plan whose members are counted as they are read."""
@@ -212,7 +226,8 @@ class _Evaluation:
         return self.reader.read([name], start, stop)[name]
 
     def server(self, step: Server) -> None:
-        self.served.update(run_server(self.plan, step, self.served))
+        with self.at_work("computing", step):
+            self.served.update(run_server(self.plan, step, self.served))
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
@@ -228,12 +243,14 @@ class _Evaluation:
             self.read(step) if n is not None else self.read_streams(step)
         ):
             meter.lap("read", nbytes)
-            results, partials = execute(shard, operands)
+            with self.at_work("computing", step, shard):
+                results, partials = execute(shard, operands)
             meter.lap("compute")
             for name, array in zip(step.results, results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
-            for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
-                accumulator.add(partial, shard.index)
+            with self.at_work("merging", step, shard):
+                for accumulator, partial in zip([*accumulators, *trees], partials, strict=True):
+                    accumulator.add(partial, shard.index)
             meter.lap("merge")
             meter.shard(shard.start, shard.count)
             meter.start()
@@ -243,7 +260,8 @@ class _Evaluation:
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
         for combine, tree in zip(step.combines, trees, strict=True):
-            self.served.update(finish_tree(combine, tree))
+            with self.at_work("merging", step):
+                self.served.update(finish_tree(combine, tree))
 
     def read(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray], int]]:
         """The shards of a pass, their operands, and how many bytes were read."""
@@ -251,7 +269,7 @@ class _Evaluation:
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         for shard in shards(n, size):
             stop = shard.start + shard.count
-            with shard_errors(step, shard):
+            with self.at_work("reading", step, shard), shard_errors(step, shard):
                 fresh = self.reader.read(read, shard.start, stop)
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]

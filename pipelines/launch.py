@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,15 +11,21 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.portability.prism_runner import PrismRunner
+from apache_beam.runners.portability.spark_runner import SparkRunner
 
 from beamjax.monitor import Monitor
 from beamjax.options import Options
-from beamjax.pipelines import build, waiting
+from beamjax.pipelines import build, lost_workers, waiting
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
 from beamjax.plan import Plan
+
+_KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
+"""Runners that wait for a worker process that died, and start no other one for it."""
 
 
 @dataclass
@@ -72,9 +79,25 @@ class Launcher:
         with new_pipeline(self.runner, self.flags) as pipeline:
             graph = self.graph(pipeline, plan, inputs, stem, store)
             names = [step.name for step in plan.steps]
-            with own_errors(store, type(self.runner).__name__, names, self.shared):
-                waiting.run(pipeline, self.flags, monitor.running)
+            lost = functools.partial(lost_workers.lost_worker, store, plan.steps)
+            lost_workers.begin_pipeline(store, self.shared)
+            try:
+                with own_errors(store, type(self.runner).__name__, names, self.shared, lost):
+                    self._wait(pipeline, store, plan, monitor)
+            finally:
+                lost_workers.end_pipeline(store)
             return graph.find_results(stem)
+
+    def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan, monitor: Monitor) -> None:
+        look = lost_workers.Look(store, plan.steps, isinstance(self.runner, _KEEP_WORKERS))
+        in_memory = isinstance(self.runner, FnApiRunner)
+        if not in_memory:
+            waiting.run(pipeline, self.flags, monitor.running, look)
+        elif self.shared and self.options.shard_timeout is None:
+            waiting.run(pipeline, self.flags, monitor.running)
+        else:
+            end = functools.partial(lost_workers.end_workers, store)
+            waiting.run_apart(pipeline, look, None if self.shared else end)
 
     def graph(
         self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store

@@ -133,7 +133,9 @@ class MapShards(ComputeFn):
         self, shard: Shard, operands: Mapping[str, np.ndarray], meter: Meter, device: int
     ) -> _Done:
         meter.resume()
-        found = self.execute[device](shard, [operands[name] for name in self.task.step.operands])
+        arrays = [operands[name] for name in self.task.step.operands]
+        with self.task.at_work("computing", shard):
+            found = self.execute[device](shard, arrays)
         meter.lap("compute")
         return _Done(shard, operands, meter, *found)
 
@@ -167,7 +169,7 @@ class MapShards(ComputeFn):
             yield shard, {}
 
     def _read(self, shard: Shard, names: list[str]) -> dict[str, np.ndarray]:
-        with shard_errors(self.task.step, shard):
+        with self.task.at_work("reading", shard), shard_errors(self.task.step, shard):
             return self.reader.read(names, shard.start, shard.start + shard.count)
 
     def _add(self, shard: Shard, partials: list[Any]) -> None:
@@ -180,7 +182,8 @@ class MapShards(ComputeFn):
         for piece, accumulator in self.accumulators.items():
             accumulator.add(partials[piece.lane][piece.start : piece.stop], shard.index)
         for tree, partial in zip(self.trees, partials[len(lanes) :], strict=True):
-            tree.add(partial, shard.index)
+            with self.task.at_work("merging", shard):
+                tree.add(partial, shard.index)
 
 
 @dataclass(frozen=True)
@@ -214,5 +217,6 @@ class RunServer(ComputeFn):
         task, step = self.task, self.task.step
         known = (element, *served) if isinstance(element, Environment) else served
         arrays = task.arrays(task.refs(step.inputs, known))
-        made = run_server(task.with_bodies(), step, arrays)
+        with task.at_work("computing"):
+            made = run_server(task.with_bodies(), step, arrays)
         yield Environment({name: task.store.put([out], name) for name, out in made.items()})
