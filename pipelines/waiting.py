@@ -119,7 +119,8 @@ def _worker_threads() -> Iterator[Look]:
       What says that one has ended, but the pipeline has not. It can't tell the threads of several
       pipelines, and says nothing then.
     """
-    before, seen = set(threading.enumerate()), set()
+    before = set(threading.enumerate())
+    seen: set[threading.Thread] = set()
     since, mixed = float("inf"), False
 
     def ended() -> BeamjaxError | None:
