@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import jax
 
-_EVENTS = (
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",
-)
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
 
 
-class _Spent(threading.local):
-    seconds = 0.0
+class CompileClock:
+    """What one thread spends on making executables.
+
+    Attributes:
+      seconds: that it has traced, lowered and compiled.
+      since: when it began to compile what it is compiling, by `time.monotonic`; else None.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.since: float | None = None
+
+    def now(self) -> float:
+        """`seconds`, with those of what is being compiled; for any thread to ask."""
+        since = self.since
+        return self.seconds + (0.0 if since is None else time.monotonic() - since)
 
 
-_spent = _Spent()
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.clock = CompileClock()
+
+
+_local = _Local()
 _lock = threading.Lock()
 _listening = False
 
 
 def _listen(event: str, duration_secs: float, **_: Any) -> None:
     if event in _EVENTS:
-        _spent.seconds += duration_secs
+        clock = _local.clock
+        clock.seconds += duration_secs
+        # JAX tells of compiling at its end only, but it compiles at once what it has lowered.
+        clock.since = time.monotonic() if event == _LOWERED else None
+
+
+def compile_clock() -> CompileClock:
+    """The clock of this thread, which runs from the first call of this in the process."""
+    global _listening
+    if not _listening:
+        with _lock:
+            if not _listening:
+                jax.monitoring.register_event_duration_secs_listener(_listen)
+                _listening = True
+    return _local.clock
 
 
 def compile_seconds() -> float:
@@ -34,10 +66,4 @@ def compile_seconds() -> float:
     Only differences mean anything. What is traced within something else counts twice, so a
     difference may exceed the time between its two ends.
     """
-    global _listening
-    if not _listening:
-        with _lock:
-            if not _listening:
-                jax.monitoring.register_event_duration_secs_listener(_listen)
-                _listening = True
-    return _spent.seconds
+    return compile_clock().seconds

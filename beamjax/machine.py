@@ -145,7 +145,7 @@ class Machine:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.launcher != PROCESS and not _compat.backends_started():
+        if not self.is_here and not _compat.backends_started():
             self._make_settings()
 
     def _make_settings(self) -> None:
@@ -167,6 +167,11 @@ class Machine:
         if self.preallocate is not None:
             found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true" if self.preallocate else "false"
         return found
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the one that launched the run."""
+        return self.launcher == PROCESS
 
     def check(self) -> tuple[Any, ...]:
         """Starts JAX and checks what the worker is, once a process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -52,6 +53,8 @@ class Options:
       preallocate: whether JAX takes this memory at once. None as before.
       local_devices: how many devices of a worker compute, each a shard at a time. None means all
         of an accelerator, and one of a CPU. The bits do not depend on it.
+      shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
+        fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
         around placed operators, and from which it goes on if it was stopped. It is for one run: the
         same plan and inputs. None saves nothing.
@@ -85,6 +88,7 @@ class Options:
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
     local_devices: int | None = None
+    shard_timeout: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
     on_error: str = "raise"
@@ -172,6 +176,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "device_memory_fraction": float,
     "local_devices": int,
     "drop_limit": float,
+    "shard_timeout": float,
 }
 
 
@@ -256,6 +261,11 @@ def _check_machine(options: Options) -> None:
     count = options.local_devices
     if count is not None and (type(count) is not int or count < 1):
         raise OptionsError(f"local_devices: found {count!r}, expected a number from 1, or None")
+    limit = options.shard_timeout
+    if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
+        raise OptionsError(
+            f"shard_timeout: found {limit!r}, expected a number of seconds above 0, or None"
+        )
 
 
 def _platforms(options: Options) -> tuple[str, ...] | None:

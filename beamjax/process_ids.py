@@ -26,6 +26,21 @@ def is_alive(process: dict[str, Any]) -> bool | None:
     return found is not None and process.get("started") == found
 
 
+def descends(pid: int) -> bool:
+    """Whether this process has started another one, or its parent; False if that can't be seen."""
+    for _ in range(_GENERATIONS):
+        words = _stat(pid)
+        if not words:
+            return False
+        pid = int(words[1])
+        if pid == os.getpid():
+            return True
+    return False
+
+
+_GENERATIONS = 4
+
+
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -35,15 +50,21 @@ def _boot() -> str:
 
 def started(pid: int) -> str | None:
     """When a process started, in any unit; None if there is none, or it is dead but not gone."""
-    try:
-        # After the name in parentheses, which may hold anything: state, then 18 more, then start.
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        words = stat.rpartition(")")[2].split()
+    words = _stat(pid)
+    if words:
         return None if words[0] in "ZX" else words[19]
-    except OSError:
-        pass
     if Path("/proc/self/stat").exists():
         return None
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     return None if not found or found[0].startswith("Z") else " ".join(found[1:])
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state and parent on; empty elsewhere."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # After the name in parentheses, which may hold anything.
+    return stat.rpartition(")")[2].split()

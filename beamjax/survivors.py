@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.dropping import MAX_MESSAGE, Dropped
-from beamjax.errors import WorkerError
+from beamjax.errors import JobCancelledError, WorkerError
 from beamjax.plan import Map, ValueType
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
@@ -68,6 +68,8 @@ def compute_rest(
     while kept.any():
         try:
             outs = call(*_stand_ins(kept))
+        except JobCancelledError:
+            raise
         except Exception:
             failed = failing(kept, call) if guard.on_error == "drop" else {}
             if not failed:
@@ -116,6 +118,8 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
         mask[places] = True
         try:
             call(*_stand_ins(mask))
+        except JobCancelledError:  # nobody's failure
+            raise
         except Exception as error:
             if len(places) == 1:
                 found[int(places[0])] = message_of(error)
@@ -163,6 +167,8 @@ def read_rest(
     def search(first: int, last: int) -> None:
         try:
             pieces.append(read(first, last))
+        except JobCancelledError:
+            raise
         except Exception as error:
             if last - first > 1:
                 middle = (first + last) // 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from beamjax.at_work import AtWork, Table, bounded
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.inputs import Inputs
@@ -44,7 +45,7 @@ def evaluate(
     Args:
       plan: what to run.
       inputs: its inputs.
-      options: `reduction` is the only one that matters here.
+      options: `reduction` and `shard_timeout` are those that matter here.
       monitor: of the job.
       keeper: of checkpoints, if there are to be any.
 
@@ -59,14 +60,9 @@ def evaluate(
     monitor = monitor or Monitor(plan)
     monitor.letters.begin(anew=starts_anew(keeper))
     run = _Evaluation(plan, inputs, options, monitor, keeper)
-    wanted = {out.value for out in plan.outputs if out.value is not None}
-    if open_placements(plan):
-        run.one_pass()
-    elif keeper is None or not keeper.finished:
-        run.steps(plan.steps, keeper.position if keeper else ())
-        if keeper is not None:
-            keeper.finish({name: run.value(name) for name in sorted(wanted)})
-    return {name: array for name, array in (run.served | run.placed).items() if name in wanted}
+    if options.shard_timeout is None:
+        return run.outputs()
+    return bounded(run.outputs, run.table)
 
 
 Read = tuple[Shard, list[np.ndarray], Mapping[int, str], int]
@@ -91,10 +87,28 @@ class _Evaluation:
         self.stacks: dict[str, list[np.ndarray]] = {}
         self.reader = inputs.reader()
         self.streams = inputs.streams()
+        self.keeper = keeper
         self.tracker = Tracker(keeper)
+        self.table = Table()
         if keeper is not None:
             self.bind(keeper.values)
             self.stacks.update(keeper.stacks)
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Runs all steps; the outputs that are values of the plan, by name."""
+        keeper = self.keeper
+        wanted = {out.value for out in self.plan.outputs if out.value is not None}
+        if open_placements(self.plan):
+            self.one_pass()
+        elif keeper is None or not keeper.finished:
+            self.steps(self.plan.steps, keeper.position if keeper else ())
+            if keeper is not None:
+                keeper.finish({name: self.value(name) for name in sorted(wanted)})
+        return {n: array for n, array in (self.served | self.placed).items() if n in wanted}
+
+    def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> AtWork:
+        """A context in which something may take as long as a shard may."""
+        return self.table.at(doing, step, shard, self.options.shard_timeout)
 
     def one_pass(self) -> None:
         """Runs all steps of a plan whose members are counted as they are read."""
@@ -220,7 +234,8 @@ class _Evaluation:
         return self.reader.read([name], start, stop)[name]
 
     def server(self, step: Server) -> None:
-        self.served.update(run_server(self.plan, step, self.served))
+        with self.at_work("computing", step):
+            self.served.update(run_server(self.plan, step, self.served))
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
@@ -236,18 +251,20 @@ class _Evaluation:
             self.read(step) if n is not None else self.read_streams(step)
         ):
             meter.lap("read", nbytes)
-            found = execute(shard, operands, lost)
+            with self.at_work("computing", step, shard):
+                found = execute(shard, operands, lost)
             meter.lap("compute")
             self.monitor.drop(found.dropped, self.plan.sizes)
             for name, array in zip(step.results, found.results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
             lanes = len(step.lanes)
-            add_computed(
-                list(zip(step.lanes, accumulators, found.partials[:lanes], strict=True)),
-                list(zip(trees, found.partials[lanes:], strict=True)),
-                shard,
-                found.left_out,
-            )
+            with self.at_work("merging", step, shard):
+                add_computed(
+                    list(zip(step.lanes, accumulators, found.partials[:lanes], strict=True)),
+                    list(zip(trees, found.partials[lanes:], strict=True)),
+                    shard,
+                    found.left_out,
+                )
             meter.lap("merge")
             meter.shard(shard.start, shard.count)
             meter.start()
@@ -257,7 +274,8 @@ class _Evaluation:
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
         for combine, tree in zip(step.combines, trees, strict=True):
-            self.served.update(finish_tree(combine, tree))
+            with self.at_work("merging", step):
+                self.served.update(finish_tree(combine, tree))
 
     def read(self, step: Map) -> Iterator[Read]:
         """The shards of a pass, and what is read of them."""
@@ -265,7 +283,7 @@ class _Evaluation:
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         for shard in shards(n, size):
             stop = shard.start + shard.count
-            with shard_errors(step, shard):
+            with self.at_work("reading", step, shard), shard_errors(step, shard):
                 fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]

@@ -262,7 +262,8 @@ class Graph:
             "steps": (),
         }
         plan = replace(self.plan, values=values, **nothing)
-        return Task(plan, step, bodies, static, self.store, self.machine)
+        limit = self.options.shard_timeout
+        return Task(plan, step, bodies, static, self.store, self.machine, limit)
 
     def _body(self, key: str) -> StoredBody:
         if key not in self.bodies:

@@ -168,9 +168,13 @@ class FinishCombine(ComputeFn):
         for environment in element[1]:
             for name, ref in environment.values.items():
                 level, index = map(int, name.split("|"))
-                tree.add(task.store.get(ref, cache=False), index, level)
-        values = finish_tree(combine, tree)
-        yield Environment({name: task.store.put([array], name) for name, array in values})
+                arrays = task.store.get(ref, cache=False)
+                with task.at_work("merging"):
+                    tree.add(arrays, index, level)
+        with task.at_work("merging"):
+            values = dict(finish_tree(combine, tree))
+        refs = {name: task.store.put([array], name) for name, array in values.items()}
+        yield Environment(refs)
 
 
 def partials_of_tree(tree: DyadicTree[list[np.ndarray]], store: Store) -> Environment:

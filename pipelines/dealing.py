@@ -7,11 +7,13 @@ one job has to fit into its memory, and others wait for it with what they read.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 AHEAD = 2
 """Jobs that a device has at most: one that it computes, and others that wait."""
@@ -60,12 +62,38 @@ class Dealer(Generic[T]):
             self._jobs.pop().cancel()
 
 
-_threads: dict[Hashable, ThreadPoolExecutor] = {}
+class _DeviceThread:
+    """Runs calls one after the other; unlike a pool of Python's, it lets the process end."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="beamjax-device", daemon=True).start()
+
+    def submit(self, function: Callable[[int], T], index: int) -> Future[T]:
+        """Has the thread call a function of a device some time."""
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(function, index)))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._do(*self._calls.get())
+
+    def _do(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+_threads: dict[Hashable, _DeviceThread] = {}
 _lock = threading.Lock()
 
 
-def _thread(device: Hashable) -> ThreadPoolExecutor:
+def _thread(device: Hashable) -> _DeviceThread:
     with _lock:
         if device not in _threads:
-            _threads[device] = ThreadPoolExecutor(1, "beamjax-device")
+            _threads[device] = _DeviceThread()
         return _threads[device]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.at_work import Table, bounded
 from beamjax.bodies import default_platform, run_server
 from beamjax.errors import BeamjaxError
 from beamjax.liveness import Position
@@ -247,11 +248,24 @@ class Driver:
         for step in steps:
             if isinstance(step, Server) and self._runs_here(steps):
                 known = {name: self.served(name).array() for name in step.inputs}
-                made = run_server(self.plan, step, known)
+                made = self._run_server(step, known)
                 self.values |= {name: Served(self.store, out) for name, out in made.items()}
             elif isinstance(step, Scatter) and step.result in needed:
                 operand = self.served(step.operand)
                 self.values[step.result] = scattered(operand, step.name, step.axis, self.store)
+
+    def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Runs a step in this process, in the time that a shard may take."""
+        limit = self.launcher.connection.options.shard_timeout
+        if limit is None:
+            return run_server(self.plan, step, known)
+        table = Table()
+
+        def run() -> dict[str, np.ndarray]:
+            with table.at("computing", step, None, limit):
+                return run_server(self.plan, step, known)
+
+        return bounded(run, table)
 
     def served(self, name: str) -> Served:
         """A server value that is known."""

@@ -93,7 +93,13 @@ _TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)
 
 
 @contextlib.contextmanager
-def own_errors(store: Store, runner: str, steps: list[str], here: bool) -> Iterator[None]:
+def own_errors(
+    store: Store,
+    runner: str,
+    steps: list[str],
+    here: bool,
+    lost: Callable[[], BeamjaxError | None] = lambda: None,
+) -> Iterator[None]:
     """Makes errors of beamjax again of those that a runner raises.
 
     Args:
@@ -101,6 +107,7 @@ def own_errors(store: Store, runner: str, steps: list[str], here: bool) -> Itera
       runner: its name, for messages.
       steps: names of those in the pipeline, for messages.
       here: whether workers are threads of this process, and errors have their causes.
+      lost: looks for a worker process that died before it could leave a record.
 
     Raises:
       BeamjaxError: of the type that was raised on the worker.
@@ -115,6 +122,9 @@ def own_errors(store: Store, runner: str, steps: list[str], here: bool) -> Itera
             raise found from (error if here else records.WorkerTraceback(traced))
         if isinstance(error, BeamjaxError):
             raise
+        died = lost()
+        if died is not None:
+            raise died from error
         told = _TOLD.search(str(error))
         kind = getattr(errors, told[1], None) if told else None
         if told is not None and kind is not None:

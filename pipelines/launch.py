@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import apache_beam as beam
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.portability.prism_runner import PrismRunner
+from apache_beam.runners.portability.spark_runner import SparkRunner
 
 from beamjax.monitor import Monitor
-from beamjax.pipelines import build, waiting
+from beamjax.pipelines import build, lost_workers, waiting
 from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.outputs import Outputs
@@ -18,6 +22,9 @@ from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
 from beamjax.plan import Plan
+
+_KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
+"""Runners that wait for a worker process that died, and start no other one for it."""
 
 
 @dataclass
@@ -64,11 +71,29 @@ class Launcher:
         with new_pipeline(connection) as pipeline:
             outputs = self.outputs(pipeline, plan, inputs, stem, store)
             names = [step.name for step in plan.steps]
-            with own_errors(store, type(connection.runner).__name__, names, connection.shared):
-                waiting.run(pipeline, connection.flags, monitor.running)
+            lost = functools.partial(lost_workers.lost_worker, store, plan.steps)
+            lost_workers.begin_pipeline(store, connection.shared)
+            name = type(connection.runner).__name__
+            try:
+                with own_errors(store, name, names, connection.shared, lost):
+                    self._wait(pipeline, store, plan, monitor)
+            finally:
+                lost_workers.end_pipeline(store)
             found = outputs.find()
             monitor.drop(outputs.dropped(), outputs.sizes(found))
             return found
+
+    def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan, monitor: Monitor) -> None:
+        connection = self.connection
+        runner, flags, shared = connection.runner, connection.flags, connection.shared
+        look = lost_workers.Look(store, plan.steps, isinstance(runner, _KEEP_WORKERS))
+        if not isinstance(runner, FnApiRunner):
+            waiting.run(pipeline, flags, monitor.running, look)
+        elif shared and connection.options.shard_timeout is None:
+            waiting.run(pipeline, flags, monitor.running)
+        else:
+            end = functools.partial(lost_workers.end_workers, store)
+            waiting.run_apart(pipeline, look, None if shared else end)
 
     def outputs(
         self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store

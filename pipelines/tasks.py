@@ -16,14 +16,16 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.typehints.decorators import IOTypeHints
 
+from beamjax.at_work import AtWork
 from beamjax.inputs import Reader
 from beamjax.machine import Machine
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
+from beamjax.pipelines.lost_workers import table_of
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
-from beamjax.shards import ShardExecutor
+from beamjax.shards import Shard, ShardExecutor
 from beamjax.sources import open_spec
 
 MAX_EXECUTORS = 8
@@ -71,6 +73,7 @@ class Task(Generic[AnyStep]):
       static: server values that are known before the pipeline starts.
       store: where references lead.
       machine: what a worker must be that computes it.
+      limit: seconds that a shard may take; None for any time.
     """
 
     plan: Plan
@@ -79,6 +82,7 @@ class Task(Generic[AnyStep]):
     static: Mapping[str, Ref]
     store: Store
     machine: Machine = field(default_factory=Machine)
+    limit: float | None = None
 
     def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
         """References to the server values of these names, from earlier steps or static."""
@@ -90,6 +94,11 @@ class Task(Generic[AnyStep]):
     def arrays(self, refs: Mapping[str, Ref]) -> dict[str, np.ndarray]:
         """The server values behind references."""
         return {name: self.store.get(ref)[0] for name, ref in refs.items()}
+
+    def at_work(self, doing: str, shard: Shard | None = None) -> AtWork:
+        """A context in which this thread does something for the step; see `Table.at`."""
+        table = table_of(self.store, self.machine.is_here)
+        return table.at(doing, self.step, shard, self.limit)
 
     def with_bodies(self) -> Plan:
         """The plan with the bodies of this step, loaded from the store."""
@@ -161,6 +170,7 @@ class ComputeFn(StepFn):
 
     def setup(self) -> None:
         """Starts JAX."""
+        table_of(self.task.store, self.task.machine.is_here)
         self.task.machine.check()
 
 

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.portable_runner import PipelineResult
 
-from beamjax.errors import WorkerError
+from beamjax.at_work import SECONDS_TO_STOP
+from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.pipelines import flink_cluster
 from beamjax.pipelines.cluster_options import ClusterOptions
+from beamjax.restaging import settings, with_settings
 
 _SECONDS_BETWEEN_LOOKS = 5.0
+_SECONDS_BETWEEN_LOOKS_AT_WORK = 0.5
+_SHORTEST_PAUSE = 0.02
 _SECONDS_TO_CANCEL = 10.0
+_SECONDS_TO_END = 15.0  # from the end of the first worker to that of the pipeline
+_WORKER_THREAD = "run_worker"  # how Beam names the thread that waits for a worker process
+
+Look = Callable[[], BeamjaxError | None]
+"""Looks at the workers of a pipeline, and gives an error if it has to end."""
 
 
 def run(
     pipeline: beam.Pipeline,
     flags: PipelineOptions,
     running: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    look: Look | None = None,
 ) -> None:
     """Runs a pipeline and waits for it.
 
@@ -30,9 +41,11 @@ def run(
       pipeline: what to run.
       flags: its options; `pipeline_timeout` and `flink_cluster` among them.
       running: makes a context of the result of Beam, which is entered while the pipeline runs.
+      look: is asked while the pipeline runs, and ends it.
 
     Raises:
       WorkerError: the time is over, or workers are gone.
+      BeamjaxError: what `look` gave.
       RuntimeError: the runner says that the pipeline failed.
     """
     result = pipeline.run()
@@ -41,14 +54,98 @@ def run(
             result.wait_until_finish()
             return
         try:
-            _wait(result, flags)
+            _wait(result, flags, look)
         except BaseException:
             # Whoever gives up here wants no workers that go on.
             _in_thread(result.cancel).join(_SECONDS_TO_CANCEL)
             raise
 
 
-def _wait(result: PipelineResult, flags: PipelineOptions) -> None:
+def run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | None) -> None:
+    """Runs a pipeline on Beam's in-memory runner, and gives up where that would wait for ever.
+
+    It runs in a thread, as does all that the runner starts from there, which dies with the process.
+
+    Args:
+      pipeline: what to run.
+      look: is asked while the pipeline runs.
+      end: ends the workers; None where they are threads of this process, which nobody can end.
+
+    Raises:
+      BeamjaxError: what `look` gave.
+      Exception: what Beam raises.
+    """
+    here = settings()
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with with_settings(here):
+                pipeline.run().wait_until_finish()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="beamjax pipeline", daemon=True)
+    with _worker_threads() as ended:
+        thread.start()
+        pause = _SHORTEST_PAUSE
+        try:
+            while thread.is_alive():
+                thread.join(pause)
+                pause = min(1.2 * pause, _SECONDS_BETWEEN_LOOKS_AT_WORK)
+                trouble = look() or ended() if thread.is_alive() else None
+                if trouble is not None:
+                    raise trouble
+        except BaseException:
+            if end is not None:
+                end()
+            thread.join(SECONDS_TO_STOP if end is None else _SECONDS_TO_CANCEL)
+            raise
+    if failure:
+        raise look() or failure[0]
+
+
+_apart: set[object] = set()
+"""The pipelines that run apart at this time."""
+
+
+@contextlib.contextmanager
+def _worker_threads() -> Iterator[Look]:
+    """Watches the threads in which Beam waits for its worker processes.
+
+    Beam waits for ever if a process dies that had not yet asked for work.
+
+    Yields:
+      What says that one has ended, but the pipeline has not. It can't tell the threads of several
+      pipelines, and says nothing then.
+    """
+    before = set(threading.enumerate())
+    seen: set[threading.Thread] = set()
+    since, mixed = float("inf"), False
+
+    def ended() -> BeamjaxError | None:
+        nonlocal since, mixed
+        mixed = mixed or len(_apart) > 1
+        seen.update(t for t in threading.enumerate() if t.name == _WORKER_THREAD)
+        if mixed or all(thread.is_alive() for thread in seen - before):
+            return None
+        since = min(since, time.monotonic())
+        if time.monotonic() - since < _SECONDS_TO_END:
+            return None
+        return WorkerError(
+            "a worker process ended before the pipeline did, and did not say why; what it wrote to "
+            "stderr may. Can it import what it needs, and is there memory for so many workers?"
+        )
+
+    me = object()
+    _apart.add(me)
+    try:
+        yield ended
+    finally:
+        _apart.discard(me)
+
+
+def _wait(result: PipelineResult, flags: PipelineOptions, look: Look | None) -> None:
     options = flags.view_as(ClusterOptions)
     left = float("inf") if options.pipeline_timeout is None else options.pipeline_timeout
     failure: list[BaseException] = []
@@ -66,13 +163,16 @@ def _wait(result: PipelineResult, flags: PipelineOptions) -> None:
                 f"the pipeline was cancelled: it took longer than {options.pipeline_timeout} s "
                 "(option pipeline_timeout); are there workers, and do they reach the runner?"
             )
-        step = min(_SECONDS_BETWEEN_LOOKS, left)
+        step = min(_SECONDS_BETWEEN_LOOKS if look is None else _SECONDS_BETWEEN_LOOKS_AT_WORK, left)
         thread.join(step)
         left -= step
         if thread.is_alive() and options.flink_cluster:
             trouble = flink_cluster.trouble(options.flink_cluster)
             if trouble:
                 raise WorkerError(trouble)
+        found = look() if look is not None and thread.is_alive() else None
+        if found is not None:
+            raise found
     if failure:
         raise RuntimeError(str(failure[0])) from failure[0]
 

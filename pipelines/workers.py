@@ -158,7 +158,8 @@ class MapShards(ComputeFn):
     ) -> _Done:
         meter.resume()
         arrays = [operands[name] for name in self.task.step.operands]
-        found = self.execute[device](shard, arrays, lost)
+        with self.task.at_work("computing", shard):
+            found = self.execute[device](shard, arrays, lost)
         meter.lap("compute")
         return _Done(shard, operands, meter, found)
 
@@ -195,7 +196,7 @@ class MapShards(ComputeFn):
             yield shard, {}
 
     def _read(self, shard: Shard, names: list[str]) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        with shard_errors(self.task.step, shard):
+        with self.task.at_work("reading", shard), shard_errors(self.task.step, shard):
             return read_shard(self.task.plan, self.task.step, self.reader, names, shard)
 
     def _add(self, shard: Shard, found: Computed) -> None:
@@ -211,8 +212,9 @@ class MapShards(ComputeFn):
             whole = partials[piece.lane]
             part = None if whole is None else whole[piece.start : piece.stop]
             parts.append((lanes[piece.lane], accumulator, part))
-        trees = zip(self.trees, partials[len(lanes) :], strict=True)
-        add_computed(parts, list(trees), shard, found.left_out)
+        trees = list(zip(self.trees, partials[len(lanes) :], strict=True))
+        with self.task.at_work("merging", shard):
+            add_computed(parts, trees, shard, found.left_out)
 
 
 @dataclass(frozen=True)
@@ -245,5 +247,6 @@ class RunServer(ComputeFn):
         task, step = self.task, self.task.step
         known = (element, *served) if isinstance(element, Environment) else served
         arrays = task.arrays(task.refs(step.inputs, known))
-        made = run_server(task.with_bodies(), step, arrays)
+        with task.at_work("computing"):
+            made = run_server(task.with_bodies(), step, arrays)
         yield Environment({name: task.store.put([out], name) for name, out in made.items()})

@@ -1,24 +1,26 @@
 """Errors of workers as records, and as what a user catches, on every way to run workers."""
 
+import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
-import jax
+import faults
 import numpy as np
 import pytest
 
 import beamjax as bj
 from beamjax import records
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure, SourceError, WorkerError
-from beamjax.pipelines import files
+from beamjax.pipelines import files, waiting
 from beamjax.pipelines.failures import own_errors, record_error, recorded_error
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.shards import Shard, shard_errors
-
-N = 20
-THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
-PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
 @pytest.fixture
@@ -169,29 +171,113 @@ def test_the_error_of_a_shard_knows_where_it_was():
     assert caught.value.failure == Failure("map_0", 2, (16, 18))
 
 
-# --- every way to run workers
+# --- every way to run workers, and every way to fail there
 
 
-def failing():
-    """Local functions travel to other processes by value."""
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A fault, and what a user gets for it.
 
-    def refuse(v):
-        if v[0] == 9:
-            raise ValueError("member nine")
-        return v
+    Attributes:
+      fault: which, of `faults.fault`.
+      place: a program with it.
+      ways: to run workers for which this holds.
+      told: in the message, after step, shard and members.
+      options: of the run.
+    """
 
-    out = jax.ShapeDtypeStruct((3,), "float32")
-    body = lambda v: jax.pure_callback(refuse, out, v, vmap_method="sequential")
-    return bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    fault: str
+    place: Callable[..., Any]
+    ways: tuple[str, ...]
+    told: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@pytest.mark.parametrize("flags", [[], THREADS, PROCESSES], ids=["one", "threads", "processes"])
-def test_an_error_of_a_body_on_every_way_to_run_workers(flags):
-    x = np.repeat(np.arange(N, dtype=np.float32)[:, None], 3, axis=1)
-    with pytest.raises(WorkerError, match="member nine") as caught:
-        bj.run(failing(), x, options=["--shard_size=8", *flags])
+EVERY = tuple(faults.WAYS)
+APART = ("processes",)  # where the launching process lives on if a worker does not
+BODY, SOURCE = faults.in_body, faults.in_source
+SOON = {"shard_timeout": 3}
+
+ATTEMPTS = {
+    "a body raises": Attempt("raises", BODY, EVERY, ".*ValueError: member nine"),
+    "a body hangs": Attempt("hangs", BODY, EVERY, "computing took longer than 3 s", SOON),
+    "a body segfaults": Attempt(
+        "segfaults", BODY, APART, r"while computing, the worker .* crashed: .*Segmentation fault"
+    ),
+    "a body is killed": Attempt(
+        "killed", BODY, APART, r"while computing, the worker .* died without a trace"
+    ),
+    # Beam's in-memory runner does not try again.
+    "a body is killed once": Attempt(
+        "killed once", BODY, APART, r"while computing, the worker .* died without a trace"
+    ),
+    "a source raises": Attempt("raises", SOURCE, EVERY, "ValueError: member nine"),
+    "a source hangs": Attempt("hangs", SOURCE, EVERY, "reading took longer than 3 s", SOON),
+    "a source segfaults": Attempt(
+        "segfaults", SOURCE, APART, r"while reading, the worker .* crashed: .*Segmentation fault"
+    ),
+}
+CELLS = [(name, way) for name, attempt in ATTEMPTS.items() for way in attempt.ways]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("name", "way"), CELLS)
+def test_a_failure_names_its_cause_on_every_way_to_run_workers(name, way, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__), os.pathsep)
+    attempt = ATTEMPTS[name]
+    runner, flags = faults.WAYS[way]
+    program, x = attempt.place(attempt.fault, tmp_path)
+    where = r"step 'map_clients_0' .*shard 1 of placement 'clients', members 8 to 15: "
+    try:
+        options = {"shard_size": 8, "work_folder": str(tmp_path), **flags, **attempt.options}
+        with pytest.raises(WorkerError, match=f"(?s)^{where}{attempt.told}") as caught:
+            bj.run(program, x, runner=runner, options=options)
+    finally:
+        (tmp_path / "over").touch()
+    assert caught.type is WorkerError
     found = caught.value.failure
-    assert (found.step, found.shard, found.members) == ("map_clients_0", 1, (8, 15))
-    assert "member nine" in found.traceback
-    assert str(os.getpid()) in found.worker or flags is PROCESSES
-    assert caught.value.__cause__ is not None
+    assert (found.step, found.shard, found.members) == faults.WHERE
+    pids = (tmp_path / "been here").read_text().split()
+    assert len(set(pids)) == 1
+    assert (pids[0] == str(os.getpid())) == (way != "processes")
+    assert not found.worker or pids[0] in found.worker
+    if attempt.fault in ("raises", "hangs") and (way, attempt.fault) != ("local", "raises"):
+        assert "in go_wrong" in found.traceback
+    assert {path.name for path in tmp_path.iterdir()} == {"been here", "over"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("way", EVERY)
+def test_a_limit_that_nothing_exceeds_changes_nothing(way, tmp_path):
+    runner, flags = faults.WAYS[way]
+    program, x = faults.in_body("none", tmp_path)
+    options = {"shard_size": 8, **flags, **SOON}
+    np.testing.assert_array_equal(bj.run(program, x, runner=runner, options=options), faults.TOTAL)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_program_with_a_body_that_hangs_comes_to_its_end(way, tmp_path):
+    command = [sys.executable, faults.__file__, "hangs", way, str(tmp_path), json.dumps(SOON)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "computing took longer than 3 s" in done.stderr
+
+
+@pytest.mark.parametrize("way", ["local", "one", "threads"])
+def test_a_crash_in_the_launching_process_ends_it(way, tmp_path):
+    command = [sys.executable, faults.__file__, "segfaults", way, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert not (tmp_path / "out.npy").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_workers_that_cannot_start_are_an_error(tmp_path, monkeypatch):
+    # The module that Python imports first in a worker ends it.
+    monkeypatch.setattr(waiting, "_SECONDS_TO_END", 1.0)
+    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(0.3)\nos._exit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    runner, flags = faults.WAYS["processes"]
+    program, x = faults.in_body("none", tmp_path)
+    with pytest.raises(WorkerError, match="a worker process ended before the pipeline did"):
+        bj.run(program, x, runner=runner, options=flags)

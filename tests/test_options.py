@@ -30,6 +30,8 @@ from beamjax.options import OWN, Options, parse_options
         (["--callbacks=false"], Options(callbacks=False)),
         ({"callbacks": False}, Options(callbacks=False)),
         (["--progress=true"], Options(progress=True)),
+        (["--shard_timeout=2.5"], Options(shard_timeout=2.5)),
+        ({"shard_timeout": 60}, Options(shard_timeout=60)),
         ({"job_folder": pathlib.Path("a/b")}, Options(job_folder="a/b")),
         (
             ["--job_folder=a/b", "--keep_folder=failed"],
@@ -78,6 +80,11 @@ def test_beams_own_options_are_handed_on():
         ({"rounds_per_graph": 0}, "rounds_per_graph: found 0, expected a number from 1"),
         ({"rounds_per_graph": True}, "rounds_per_graph: found True"),
         (Options(rounds_per_graph=2.0), r"rounds_per_graph: found 2\.0"),
+        ({"shard_timeout": 0}, "shard_timeout: found 0, expected a number of seconds above 0, or"),
+        ({"shard_timeout": float("nan")}, "shard_timeout: found nan"),
+        ({"shard_timeout": float("inf")}, "shard_timeout: found inf"),
+        ({"shard_timeout": True}, "shard_timeout: found True"),
+        (["--shard_timeout=soon"], "shard_timeout: found 'soon', expected a number"),
         ({"progress": "yes"}, "progress: found 'yes', expected True, False or None"),
         (["--keep_folder=never"], "keep_folder: found 'never', expected 'failed', 'always' or"),
         (["--platforms=cpu,npu"], r"platforms: found \['cpu', 'npu'\]"),
@@ -105,7 +112,7 @@ def test_options_are_hashable_whatever_beam_gets():
         "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
         "gather_limit", "job_folder", "keep_folder", "progress",
         "require_platform", "device_memory_fraction", "preallocate",
-        "local_devices",
+        "local_devices", "shard_timeout",
         "checkpoint", "checkpoint_every", "on_error", "on_nonfinite", "drop_limit", "dead_letters",
     }  # fmt: skip
 

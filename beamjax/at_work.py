@@ -1,0 +1,285 @@
+"""What the threads of this process are at for a run, and a watchdog for what takes too long.
+
+A worker that is killed tells nobody. So what its threads are at is also in a small file in the
+folder of the run, see `working_files`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from types import TracebackType
+from typing import TypeVar
+
+import jax
+
+from beamjax.compile_time import compile_clock
+from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
+from beamjax.plan import Map, Server
+from beamjax.restaging import settings, with_settings
+from beamjax.shards import Shard, shard_errors
+from beamjax.working_files import Entry, WorkingFile
+
+SECONDS_TO_STOP = 1.0
+"""For a thread of this process to end that was told to."""
+
+T = TypeVar("T")
+
+
+class Table:
+    """What the threads of this process are at for one run.
+
+    Args:
+      folder: where the file goes; None, or a folder that is not there, for none.
+      on_late: what to do about work that takes too long, besides noting it.
+    """
+
+    def __init__(
+        self, folder: str | None = None, on_late: Callable[[BeamjaxError], None] | None = None
+    ):
+        self.late: BeamjaxError | None = None
+        self._on_late = on_late
+        self._given_up = False
+        self._file: WorkingFile | None = None
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                self._file = WorkingFile(folder)
+
+    def at(
+        self, doing: str, step: Map | Server, shard: Shard | None = None, limit: float | None = None
+    ) -> AtWork:
+        """A context in which this thread does something.
+
+        Args:
+          doing: one of `DOING`.
+          step: of the plan.
+          shard: of the step, if it has any.
+          limit: seconds that this may take, without those in which JAX compiles.
+
+        Raises, at its begin or end:
+          WorkerError: it took longer.
+          JobCancelledError: nobody waits for it any more.
+        """
+        return AtWork(self, doing, step, shard, limit)
+
+    def give_up(self) -> None:
+        """Has threads stop when they next begin or end something."""
+        self._given_up = True
+
+    def check(self) -> None:
+        """Raises `JobCancelledError` if nobody waits for what this thread does."""
+        if self._given_up or self.late is not None:
+            raise JobCancelledError("the run has ended before this work did")
+
+    @property
+    def has_file(self) -> bool:
+        """Whether others can see what is in it."""
+        return self._file is not None
+
+    def leave(self) -> None:
+        """Says that the process ends in good order."""
+        if self._file is not None:
+            self._file.leave()
+
+    def note_late(self, error: BeamjaxError) -> None:
+        """Something takes too long."""
+        self.late = error
+        if self._on_late is not None:
+            self._on_late(error)
+
+    def begin(self, work: AtWork) -> int | None:
+        """Writes what a thread is at; the slot in the file, if there is any."""
+        if self._file is None:
+            return None
+        shard = work.shard
+        members = (shard.start, shard.start + shard.count - 1) if shard else None
+        entry = Entry(work.doing, work.thread, time.time(), work.step.name, work.number, members)
+        return self._file.begin(entry)
+
+    def end(self, slot: int | None) -> None:
+        """Frees a slot."""
+        if self._file is not None:
+            self._file.end(slot)
+
+
+class AtWork:
+    """One thing that a thread does, see `Table.at`."""
+
+    def __init__(
+        self, table: Table, doing: str, step: Map | Server, shard: Shard | None,
+        limit: float | None,
+    ):  # fmt: skip
+        self.table = table
+        self.doing = doing
+        self.step = step
+        self.shard = shard
+        self.limit = limit
+
+    def __enter__(self) -> None:
+        self.table.check()
+        self.thread = threading.get_ident()
+        self._slot = self.table.begin(self)
+        if self.limit is not None:
+            self._clock = compile_clock()
+            self._clock.since = None
+            self._compiled = self._clock.seconds
+            self._began = time.monotonic()
+            _watch(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.table.end(self._slot)
+        if self.limit is None:
+            return
+        _watched.pop(id(self), None)
+        self.table.check()
+        if error is None and self.is_late():
+            raise self.error()
+
+    def is_late(self, share: float = 1.0) -> bool:
+        """Whether this takes longer than a share of what it may; for any thread to ask."""
+        spent = time.monotonic() - self._began
+        return spent - (self._clock.now() - self._compiled) > share * (self.limit or 0.0)
+
+    def error(self, others: Sequence[AtWork] = ()) -> BeamjaxError:
+        """That this takes too long, while threads of this process are at other work."""
+        waiting = ""
+        if others:
+            listed = ", ".join(f"{other.step.name!r} shard {other.number}" for other in others[:8])
+            waiting = f" (at the same time, other threads of the process were at {listed})"
+        told = WorkerError(
+            f"{self.doing} took longer than {self.limit:g} s, the option shard_timeout{waiting}. "
+            "Does a loop not end, or a call wait for something? `error.failure.traceback` shows "
+            "where it was. If it only needs longer, give a larger shard_timeout, or a smaller "
+            "shard_size"
+        )
+        found = placed_error(self.step, self.shard, told)
+        stacks = "\n".join(filter(None, (work.stack() for work in (*others, self))))
+        if found.failure is not None:
+            found.failure = replace(found.failure, traceback=stacks, time=time.time())
+        return found
+
+    @property
+    def number(self) -> int | None:
+        """Of the shard."""
+        return self.shard.index if self.shard is not None else None
+
+    def stack(self) -> str:
+        """Where its thread is now; "" if it is gone."""
+        frame = sys._current_frames().get(self.thread)
+        if frame is None:
+            return ""
+        lines = "".join(traceback.format_stack(frame))
+        what = f"{self.doing} {self.step.name!r}, shard {self.number}"
+        return f"{what} (most recent call last):\n{lines}"
+
+    def in_user_code(self) -> bool:
+        """Whether its thread is in Python code of a user, and does not wait for JAX."""
+        frame = sys._current_frames().get(self.thread)
+        return frame is not None and not frame.f_code.co_filename.startswith(_OURS)
+
+
+def placed_error(step: Map | Server, shard: Shard | None, error: BeamjaxError) -> BeamjaxError:
+    """The error as it is told where the step and the shard are known, with its `failure`."""
+    if isinstance(step, Map) and shard is not None:
+        try:
+            with shard_errors(step, shard):
+                raise error
+        except BeamjaxError as found:
+            return found.with_traceback(None)
+    told = type(error)(f"step {step.name!r}: {error}")
+    told.failure = Failure(step.name)
+    return told
+
+
+def bounded(function: Callable[[], T], table: Table) -> T:
+    """Calls a function in a thread, and gives up when work of its table takes too long.
+
+    Args:
+      function: what it does is in the table. It is called with the settings of JAX of here.
+      table: of this call alone.
+
+    Raises:
+      WorkerError: something took too long. The thread is stopped where it next runs Python; from
+        what is in C nobody can stop it, but it does not keep the process from ending.
+      Exception: what the function raises.
+    """
+    here = settings()
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            with with_settings(here):
+                outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="beamjax run", daemon=True)
+    thread.start()
+    try:
+        while not outcome.done():
+            wait([outcome], _LONGEST_PAUSE)
+            if table.late is not None:
+                thread.join(SECONDS_TO_STOP)
+                break
+    except BaseException:
+        table.give_up()
+        raise
+    if table.late is not None:
+        raise table.late
+    return outcome.result()
+
+
+# --- the watchdog
+
+_watched: dict[int, AtWork] = {}
+_starting = threading.Lock()
+_watchdog: threading.Thread | None = None
+_LONGEST_PAUSE = 0.5
+_OURS = tuple(os.path.dirname(str(module)) for module in (__file__, jax.__file__))
+
+
+def _watch(work: AtWork) -> None:
+    global _watchdog
+    _watched[id(work)] = work
+    if _watchdog is None or not _watchdog.is_alive():
+        with _starting:
+            if _watchdog is None or not _watchdog.is_alive():
+                _watchdog = threading.Thread(target=_look, name="beamjax watchdog", daemon=True)
+                _watchdog.start()
+
+
+def _look() -> None:
+    while True:
+        works = list(_watched.values())
+        limits = (work.limit or 0.0 for work in works)
+        time.sleep(max(0.02, min(_LONGEST_PAUSE, *(limit / 4 for limit in limits), 1.0)))
+        for work in works:
+            if work.table.late is None and id(work) in _watched and work.is_late():
+                with contextlib.suppress(Exception):
+                    _tell(work, works)
+
+
+def _tell(late: AtWork, works: Sequence[AtWork]) -> None:
+    """Tells of work that is late, or of the one that it may wait for in JAX's own threads."""
+    suspects = [work for work in works if work.table is late.table and work.is_late(0.5)]
+    found = next((work for work in suspects if work.in_user_code()), late)
+    late.table.note_late(found.error([work for work in suspects if work is not found]))
+    _interrupt(found)
+
+
+def _interrupt(work: AtWork) -> None:
+    """Has the thread raise an error where it next runs Python; what is in C is left alone."""
+    if id(work) in _watched:
+        error = ctypes.py_object(JobCancelledError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(work.thread), error)

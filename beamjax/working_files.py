@@ -1,0 +1,172 @@
+"""The small file in which a worker process says what its threads are at, for when it has died.
+
+It is mapped to memory: a thread says what it is at without a call of the file system, and if the
+process is killed the file still says so.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import mmap
+import os
+import struct
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from beamjax import process_ids
+
+PREFIX = "working-"
+SLOTS = 64
+"""Threads that one file has room for; others go without."""
+DOING = ("", "reading", "computing", "merging")
+"""What a thread may be at, by its number in the file; 0 is nothing."""
+
+_MARK = "workers-wanted"
+_HEADER_BYTES = 1024
+_LEFT_AT = _HEADER_BYTES - 1  # where a byte says that the process ended in good order
+# What it is, of which thread, since when, shard, first and last member, bytes of the name; a name.
+_SLOT = struct.Struct("<B7xQdqqqH462x")
+_NAME = struct.Struct("<462s")
+_NAME_AT = _SLOT.size - _NAME.size
+_FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT.size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a thread was at by the file of its process.
+
+    Attributes:
+      doing: one of `DOING`.
+      thread: its number, as `threading.get_ident` gives it.
+      since: when it began, in seconds since the epoch.
+      step: name of the step.
+      shard: number of the shard, None where the step has none.
+      members: first and last one.
+    """
+
+    doing: str
+    thread: int
+    since: float
+    step: str
+    shard: int | None
+    members: tuple[int, int] | None
+
+
+class WorkingFile:
+    """The file of this process in the folder of a run.
+
+    Args:
+      folder: where somebody has called `invite`.
+
+    Raises:
+      OSError: nobody has, or not on this machine, or the file cannot be made.
+    """
+
+    def __init__(self, folder: str):
+        self._memory = _make(folder)
+        self._free = collections.deque(range(SLOTS))
+
+    def begin(self, entry: Entry) -> int | None:
+        """Writes what a thread is at; the slot, or None if there is no room."""
+        try:
+            slot = self._free.popleft()
+        except IndexError:
+            return None
+        at = _HEADER_BYTES + slot * _SLOT.size
+        shard = -1 if entry.shard is None else entry.shard
+        name = entry.step.encode(errors="replace")[: _NAME.size]
+        where = shard, *(entry.members or (-1, -1))
+        _SLOT.pack_into(self._memory, at, 0, entry.thread, entry.since, *where, len(name))
+        _NAME.pack_into(self._memory, at + _NAME_AT, name)
+        # Last, so that nobody finds half of it.
+        self._memory[at] = DOING.index(entry.doing)
+        return slot
+
+    def end(self, slot: int | None) -> None:
+        """The thread is at it no more."""
+        if slot is not None:
+            self._memory[_HEADER_BYTES + slot * _SLOT.size] = 0
+            self._free.append(slot)
+
+    def leave(self) -> None:
+        """The process ends in good order."""
+        self._memory[_LEFT_AT] = 1
+
+
+@dataclass(frozen=True)
+class WorkingProcess:
+    """What the file of a process says.
+
+    Attributes:
+      process: as `process_ids.this_process` tells of it.
+      left: whether it ended in good order.
+      entries: what its threads are at, those first that began first.
+    """
+
+    process: dict[str, Any]
+    left: bool
+    entries: tuple[Entry, ...]
+
+
+def read_file(path: str) -> WorkingProcess | None:
+    """Reads such a file; None if it is none. What it says is bounded, and checked."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_FILE_BYTES + 1)
+        process = json.loads(data[:_LEFT_AT].rstrip(b"\0"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if len(data) != _FILE_BYTES or not _is_process(process):
+        return None
+    slots = (_read_slot(data, _HEADER_BYTES + slot * _SLOT.size) for slot in range(SLOTS))
+    entries = sorted((entry for entry in slots if entry), key=lambda entry: entry.since)
+    return WorkingProcess(process, bool(data[_LEFT_AT]), tuple(entries))
+
+
+def _is_process(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and type(found.get("pid")) is int
+        and all(type(found.get(name)) is str for name in ("host", "boot", "started"))
+    )
+
+
+def _read_slot(data: bytes, at: int) -> Entry | None:
+    doing, thread, since, shard, first, last, length = _SLOT.unpack_from(data, at)
+    (name,) = _NAME.unpack_from(data, at + _NAME_AT)
+    text = name[:length].decode(errors="replace")
+    plain = 0 < doing < len(DOING) and length <= _NAME.size and text.isprintable()
+    # Comparisons with NaN are false.
+    if not plain or not 0 < since < 1e11 or shard < -1 or (shard >= 0 and not 0 <= first <= last):
+        return None
+    members = (first, last) if shard >= 0 else None
+    return Entry(DOING[doing], thread, since, text, shard if shard >= 0 else None, members)
+
+
+def invite(folder: str) -> None:
+    """Asks the workers on this machine for their files in a folder; from others they are no use."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, _MARK), "w") as file:
+        json.dump(_machine(process_ids.this_process()), file)
+
+
+def _machine(process: dict[str, Any]) -> dict[str, Any]:
+    return {name: process[name] for name in ("host", "boot")}
+
+
+def _make(folder: str) -> mmap.mmap:
+    """The mapped file of this process, if somebody on this machine wants it in the folder."""
+    process = process_ids.this_process()
+    with open(os.path.join(folder, _MARK)) as file:
+        if file.read(_HEADER_BYTES) != json.dumps(_machine(process)):
+            raise OSError(f"{folder}: made on another machine")
+    name = f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    handle = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # All of it is written, since a hole in a file may lack its place on the disk later.
+        os.write(handle, json.dumps(process).encode().ljust(_FILE_BYTES, b"\0"))
+        return mmap.mmap(handle, _FILE_BYTES)
+    finally:
+        os.close(handle)

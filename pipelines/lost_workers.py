@@ -1,0 +1,256 @@
+"""What the workers of a pipeline are at: how they say it, and who reads it when one is lost."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from beamjax import process_ids, working_files
+from beamjax.at_work import Table, placed_error
+from beamjax.errors import BeamjaxError, Failure, WorkerError
+from beamjax.pipelines import files
+from beamjax.pipelines.failures import record_error
+from beamjax.pipelines.store import Store
+from beamjax.plan import Map, Step
+from beamjax.shards import Shard
+from beamjax.working_files import Entry, WorkingProcess
+
+MAX_TABLES = 64
+MAX_TRACE = 16_000
+"""Bytes of what Python tells of a crash that are read."""
+_TOLD_LINES = 8
+_CRASH = "crash-"
+
+_tables: collections.OrderedDict[str, Table] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+# --- on workers
+
+
+def table_of(store: Store, here: bool) -> Table:
+    """The table of this process for the run with this store.
+
+    Args:
+      store: of the run.
+      here: whether this process has launched the run, which then sees the table itself. Any other
+        one leaves a file in the store, and ends where something takes too long.
+    """
+    with _lock:
+        if store.root not in _tables:
+            _tables[store.root] = _make_table(store, here)
+            if len(_tables) > MAX_TABLES:
+                _tables.popitem(last=False)
+        return _tables[store.root]
+
+
+def _make_table(store: Store, here: bool) -> Table:
+    if here:
+        return Table(on_late=lambda error: record_error(store, error))
+    folder = None if files.is_url(store.root) else store.root
+
+    def end_process(error: BeamjaxError) -> None:
+        record_error(store, error)
+        os._exit(1)  # The runner sees a dead worker, and tries again if it does that.
+
+    table = Table(folder, end_process)
+    if table.has_file:
+        _trace_crashes(store.root)
+    return table
+
+
+@atexit.register
+def _leave() -> None:
+    for table in list(_tables.values()):
+        table.leave()
+
+
+_trace: Any = None
+
+
+def _trace_crashes(folder: str) -> None:
+    """Has Python write its stack into the folder of the latest run, should native code crash."""
+    global _trace
+    if faulthandler.is_enabled() and _trace is None:
+        return  # somebody else wants it elsewhere
+    with contextlib.suppress(OSError):
+        path = os.path.join(folder, f"{_CRASH}{os.getpid()}")
+        former, _trace = _trace, open(path, "w")  # noqa: SIM115
+        faulthandler.enable(_trace)
+        if former is not None:
+            former.close()
+
+
+# --- in the launching process
+
+
+def begin_pipeline(store: Store, here: bool) -> None:
+    """Asks workers to say what they are at; what those said that are dead by now is removed.
+
+    Args:
+      store: of the run.
+      here: whether workers are threads of this process, which die with it and need no file.
+    """
+    with _lock:
+        _tables.pop(store.root, None)
+    if not here and not files.is_url(store.root):
+        working_files.invite(store.root)
+        for path, _ in _dead(store):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def end_pipeline(store: Store) -> None:
+    """Has threads of this process stop that are left at work when a pipeline is over."""
+    table = _tables.get(store.root)
+    if table is not None:
+        table.give_up()
+
+
+def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
+    """The error of a worker process on this machine that died at its work; None if none did.
+
+    Args:
+      store: of the run.
+      steps: of the pipeline.
+    """
+    found = [working for _, working in _dead(store) if not working.left]
+    if not found:
+        return None
+    # The last one is what the runner gave up on, if it tried again.
+    working = max(found, key=lambda working: max((e.since for e in working.entries), default=0))
+    trace = _read_trace(store, working)
+    error = _error_of(working, trace, steps)
+    failure = error.failure or Failure()
+    process = working.process
+    error.failure = replace(
+        failure,
+        worker=f"{process['host']}, process {process['pid']}",
+        traceback=trace,
+        others=len(found) - 1,
+        time=max((entry.since for entry in working.entries), default=0.0),
+    )
+    return error
+
+
+class Look:
+    """Looks at the workers of a pipeline while it runs, see `waiting.Look`.
+
+    Args:
+      store: of the run.
+      steps: of the pipeline.
+      keeps: whether a worker process that died is an error, since the runner starts no other one.
+    """
+
+    def __init__(self, store: Store, steps: Sequence[Step], keeps: bool):
+        self.store = store
+        self.steps = steps
+        self.keeps = keeps
+        self._lost = False
+
+    def __call__(self) -> BeamjaxError | None:
+        """What is wrong with the workers, if anything is."""
+        table = _tables.get(self.store.root)
+        if table is not None and table.late is not None:
+            return table.late
+        found = lost_worker(self.store, self.steps) if self.keeps else None
+        # At the second look, so that a runner that learns of it by itself can end in its own way.
+        lost, self._lost = self._lost, found is not None
+        return found if lost else None
+
+
+def end_workers(store: Store) -> None:
+    """Kills the worker processes that this process has started and that have files in the store."""
+    for _, working in _processes(store):
+        pid = working.process["pid"]
+        if process_ids.is_alive(working.process) and process_ids.descends(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _dead(store: Store) -> list[tuple[str, WorkingProcess]]:
+    return [found for found in _processes(store) if process_ids.is_alive(found[1].process) is False]
+
+
+def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:
+    if files.is_url(store.root):
+        return []
+    found = []
+    with contextlib.suppress(OSError):
+        for name in files.names(store.root):
+            path = os.path.join(store.root, name)
+            if name.startswith(working_files.PREFIX) and (working := working_files.read_file(path)):
+                found.append((path, working))
+    return found
+
+
+def _read_trace(store: Store, working: WorkingProcess) -> str:
+    """What Python wrote when a process crashed; "" if it did not."""
+    path = os.path.join(store.root, f"{_CRASH}{working.process['pid']}")
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(MAX_TRACE).decode(errors="replace")
+    return ""
+
+
+def _error_of(working: WorkingProcess, trace: str, steps: Sequence[Step]) -> BeamjaxError:
+    entry = _culprit(working.entries, trace)
+    others = [f"{other.step!r} shard {other.shard}" for other in working.entries if other != entry]
+    told = f"the worker process {working.process['pid']} on {working.process['host']} "
+    told += "crashed" if trace else "died without a trace"
+    if entry is None:
+        told += ", at no shard"
+    if others:
+        told += f" (its other threads were at {', '.join(others[:8])})"
+    if trace:
+        told += ": " + "\n".join(_crashed_thread(trace).splitlines()[:_TOLD_LINES])
+    else:
+        told += (
+            ", as one does that is killed. Out of memory is the usual reason: the log of the "
+            "system says so then, and a smaller shard_size or fewer workers help"
+        )
+    if entry is None:
+        return WorkerError(told)
+    return _placed(entry, steps, WorkerError(f"while {entry.doing}, {told}"))
+
+
+def _placed(entry: Entry, steps: Sequence[Step], error: WorkerError) -> BeamjaxError:
+    for step in steps:
+        if step.name == entry.step and isinstance(step, Map) and entry.members is not None:
+            first, last = entry.members
+            shard = Shard(entry.shard or 0, first, last - first + 1)
+            return placed_error(step, shard, error)
+    where = f"step {entry.step!r}"
+    if entry.members is not None:
+        where += f", shard {entry.shard}, members {entry.members[0]} to {entry.members[1]}"
+    told = WorkerError(f"{where}: {error}")
+    told.failure = Failure(entry.step, entry.shard, entry.members)
+    return told
+
+
+_CURRENT = re.compile(r"(?s)^(Fatal[^\n]*)?.*?^Current thread (0x[0-9a-f]+)[^\n]*\n(.*?)(?=^\S|\Z)",
+                      re.M)  # fmt: skip
+
+
+def _crashed_thread(trace: str) -> str:
+    """The reason of a crash, and the stack of the thread that had it if Python knows that."""
+    found = _CURRENT.search(trace)
+    return trace if found is None else f"{found[1] or 'a fatal error'}\n{found[3]}"
+
+
+def _culprit(entries: Sequence[Entry], trace: str) -> Entry | None:
+    """Which work it was: of the thread that crashed, or else of the one that was longest at it."""
+    found = _CURRENT.search(trace)
+    if found is not None:
+        for entry in entries:
+            if entry.thread == int(found[2], 16):
+                return entry
+    return entries[0] if entries else None

@@ -1,0 +1,135 @@
+"""Bodies that hang, crash or are killed on Prism and Flink: the named cause, or the same bits.
+
+Run by `pytest -n0 --clusters tests/test_cluster_failures.py`; see `cluster_runners`.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import faults
+import jax
+import numpy as np
+import pytest
+from cluster_runners import params, starter
+
+import beamjax as bj
+from beamjax.errors import WorkerError
+from beamjax.pipelines import flink_cluster, job_servers, processes
+
+WHERE = r"step 'map_clients_0' .*shard 1 of placement 'clients', members 8 to 15: "
+
+
+@pytest.fixture(scope="module")
+def started():
+    with contextlib.ExitStack() as stack:
+        yield starter(stack)
+
+
+@pytest.fixture
+def runner(request, started):
+    return started(request.param)
+
+
+def attempt(runner, fault, folder, **options):
+    """Runs a program with a fault in its body."""
+    program, x = faults.in_body(fault, folder)
+    flags = runner.flags(shard_size=8, work_folder=str(folder), **options)
+    try:
+        return bj.run(program, x, runner=runner.name, options=flags)
+    finally:
+        (folder / "over").touch()
+
+
+def healthy(runner):
+    """Whether the runner has all its workers, soon."""
+    folder = runner.options.get("flink_cluster")
+    return folder is None or processes.wait_until(
+        lambda: flink_cluster.status(folder)["healthy"], 60
+    )
+
+
+@pytest.mark.parametrize("runner", params("prism", "flink"), indirect=True)
+def test_a_body_that_hangs(runner, tmp_path):
+    with pytest.raises(WorkerError, match=f"(?s)^{WHERE}computing took longer than 3 s") as caught:
+        attempt(runner, "hangs", tmp_path, shard_timeout=3)
+    found = caught.value.failure
+    assert (found.step, found.shard, found.members) == faults.WHERE
+    assert "in go_wrong" in found.traceback
+    assert {path.name for path in tmp_path.iterdir()} == {"been here", "over"}
+    assert healthy(runner)
+    (tmp_path / "next").mkdir()
+    np.testing.assert_array_equal(attempt(runner, "none", tmp_path / "next"), faults.TOTAL)
+
+
+@pytest.mark.flink
+@pytest.mark.parametrize("fault", ["hangs once", "segfaults once", "killed once"])
+def test_a_fault_that_passes_is_healed(fault, started, tmp_path):
+    runner = started("flink")
+    found = attempt(runner, fault, tmp_path, shard_timeout=10)
+    np.testing.assert_array_equal(found, faults.TOTAL)
+    assert (tmp_path / "been here").exists()
+    assert healthy(runner)
+
+
+@pytest.mark.flink
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("segfaults", "while computing, the worker .* crashed.*Segmentation fault"),
+        ("killed", "while computing, the worker .* died without a trace"),
+    ],
+)
+def test_a_worker_that_always_dies(fault, told, started, tmp_path):
+    runner = started("flink")
+    with pytest.raises(WorkerError, match=f"(?s)^{WHERE}{told}") as caught:
+        attempt(runner, fault, tmp_path)
+    found = caught.value.failure
+    assert (found.step, found.shard, found.members) == faults.WHERE
+    pids = (tmp_path / "been here").read_text().split()
+    assert len(pids) > 1
+    assert any(pid in found.worker for pid in pids)
+    assert healthy(runner)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.prism
+def test_prism_that_is_killed_in_a_run(started, tmp_path):
+    runner = started("prism")
+
+    def end_prism(v):
+        if v[0] == 9:
+            for server in job_servers._servers.values():
+                children = f"/proc/{server.process.pid}/task/{server.process.pid}/children"
+                with open(children) as file:
+                    os.kill(int(file.read().split()[0]), signal.SIGKILL)
+            time.sleep(1)
+        return v
+
+    out = jax.ShapeDtypeStruct((3,), "float32")
+    body = lambda v: jax.pure_callback(end_prism, out, v, vmap_method="sequential")
+    program = bj.program(clients=faults.N)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="PrismRunner failed in the pipeline of map_clients_0"):
+        bj.run(program, faults.X, runner=runner.name, options=runner.flags(shard_size=8))
+    assert time.monotonic() - start < 100
+    (tmp_path / "next").mkdir()
+    np.testing.assert_array_equal(attempt(runner, "none", tmp_path / "next"), faults.TOTAL)
+
+
+@pytest.mark.parametrize("runner", params("prism"), indirect=True)
+def test_threads_of_a_run_that_failed_are_over(runner, tmp_path):
+    with pytest.raises(WorkerError, match="took longer than 3 s"):
+        attempt(runner, "hangs", tmp_path, shard_timeout=3)
+
+    def left():
+        stacks = [sys._current_frames().get(thread.ident) for thread in threading.enumerate()]
+        return [
+            frame for frame in stacks if frame and re.search("faults", frame.f_code.co_filename)
+        ]
+
+    assert processes.wait_until(lambda: not left(), 20)

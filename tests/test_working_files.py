@@ -1,0 +1,172 @@
+"""Files in which worker processes say what they are at: whole, bounded, and of this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from beamjax import process_ids, working_files
+from beamjax.working_files import DOING, PREFIX, SLOTS, Entry, WorkingFile, invite, read_file
+
+
+@pytest.fixture
+def folder(tmp_path):
+    invite(str(tmp_path))
+    return tmp_path
+
+
+def read(folder):
+    (path,) = folder.glob(f"{PREFIX}*")
+    return read_file(str(path))
+
+
+def entry(shard=3, members=(24, 31), step="map_clients_0", doing="computing", since=5.0):
+    return Entry(doing, threading.get_ident(), since, step, shard, members)
+
+
+@pytest.mark.parametrize("doing", DOING[1:])
+@pytest.mark.parametrize(
+    "given",
+    [entry(), entry(None, None), entry(0, (0, 0)), entry(2**40, (2**60, 2**61), step="lüp[3]/a")],
+)
+def test_an_entry_is_there_until_it_ends(folder, doing, given):
+    given = Entry(doing, given.thread, given.since, given.step, given.shard, given.members)
+    file = WorkingFile(str(folder))
+    assert read(folder).entries == ()
+    slot = file.begin(given)
+    assert read(folder).entries == (given,)
+    file.end(slot)
+    found = read(folder)
+    assert (found.entries, found.left) == ((), False)
+    assert found.process == process_ids.this_process()
+    file.leave()
+    assert read(folder).left
+
+
+def test_entries_in_the_order_in_which_they_began(folder):
+    file = WorkingFile(str(folder))
+    for since in (3.0, 1.0, 2.0):
+        file.begin(entry(since=since))
+    assert [found.since for found in read(folder).entries] == [1.0, 2.0, 3.0]
+
+
+def test_more_threads_than_there_is_room_for_go_without(folder):
+    file = WorkingFile(str(folder))
+    slots = [file.begin(entry()) for _ in range(SLOTS + 3)]
+    assert slots[SLOTS:] == [None] * 3
+    assert len(read(folder).entries) == SLOTS
+    for slot in slots:
+        file.end(slot)
+    assert read(folder).entries == ()
+
+
+def test_threads_that_share_a_file(folder):
+    file = WorkingFile(str(folder))
+
+    def work(number):
+        for shard in range(300):
+            slot = file.begin(entry(shard, (number, number)))
+            file.end(slot)
+        file.begin(entry(number, (number, number)))
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found.shard for found in read(folder).entries) == list(range(8))
+
+
+def test_the_name_of_a_step_is_cut_to_what_there_is_room_for(folder):
+    WorkingFile(str(folder)).begin(entry(step="é" * 1000))
+    (found,) = read(folder).entries
+    assert found.step.startswith("é" * 200)
+    assert len(found.step.encode()) < 600
+
+
+def test_nobody_wants_the_file(tmp_path):
+    with pytest.raises(OSError, match="workers-wanted"):
+        WorkingFile(str(tmp_path))
+    with pytest.raises(OSError, match="No such file"):
+        WorkingFile(str(tmp_path / "gone"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mark", ["", "{", '{"host": "elsewhere", "boot": "b"}', "x" * 9999])
+def test_somebody_wants_it_on_another_machine(folder, mark):
+    (folder / working_files._MARK).write_text(mark)
+    with pytest.raises(OSError, match="another machine"):
+        WorkingFile(str(folder))
+    assert list(folder.glob(f"{PREFIX}*")) == []
+
+
+def test_what_a_killed_process_was_at_stays(folder):
+    code = (
+        "import os, signal, sys\n"
+        "from beamjax.working_files import Entry, WorkingFile\n"
+        "file = WorkingFile(sys.argv[1])\n"
+        "file.begin(Entry('reading', 7, 5.0, 'a', 2, (4, 5)))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    found = read(folder)
+    assert found.entries == (Entry("reading", 7, 5.0, "a", 2, (4, 5)),)
+    assert not found.left
+    assert process_ids.is_alive(found.process) is False
+
+
+# --- bytes of others
+
+
+def whole(process=None, slots=b""):
+    process = process_ids.this_process() if process is None else process
+    head = json.dumps(process).encode().ljust(working_files._HEADER_BYTES, b"\0")
+    return (head + slots).ljust(working_files._FILE_BYTES, b"\0")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        whole()[:-1],
+        whole() + b"\0",
+        whole([]),
+        whole({}),
+        whole({**process_ids.this_process(), "pid": "1"}),
+        whole({**process_ids.this_process(), "pid": True}),
+        whole({**process_ids.this_process(), "started": None}),
+        whole("[" * 1000),
+        b"[" * working_files._FILE_BYTES,
+        b"\xff" * working_files._FILE_BYTES,
+        b"\0" * working_files._FILE_BYTES,
+    ],
+    ids=range(13),
+)
+def test_bytes_that_are_no_such_file(tmp_path, data):
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    assert read_file(str(path)) is None
+    assert read_file(str(tmp_path / "none")) is None
+    os.mkdir(tmp_path / "folder")
+    assert read_file(str(tmp_path / "folder")) is None
+
+
+@given(st.binary(max_size=4 * working_files._SLOT.size))
+def test_any_bytes_in_slots_give_plain_entries(tmp_path_factory, slots):
+    path = tmp_path_factory.getbasetemp() / "hostile"
+    path.write_bytes(whole(slots=slots))
+    for found in read_file(str(path)).entries:
+        assert found.doing in DOING[1:]
+        assert found.step.isprintable()
+        assert len(found.step) < 600
+        assert 0 < found.since < 1e11
+        assert (found.shard is None) == (found.members is None)
+        assert found.members is None or 0 <= found.members[0] <= found.members[1]
