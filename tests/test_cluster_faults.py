@@ -125,6 +125,12 @@ def expected():
 # --- processes of a Flink cluster
 
 
+def kill(pid):
+    """Kills a process, and waits until it is gone: before that, `up` finds nothing to mend."""
+    os.kill(pid, signal.SIGKILL)
+    assert processes.wait_until(lambda: process_ids.started(pid) is None, 10)
+
+
 def pool_of(folder, worker):
     """The number of the pool with this worker process, and of its task manager."""
     pools = [one for one in processes.known(folder) if one.name.startswith("workers-")]
@@ -142,8 +148,8 @@ def test_a_kill_inside_a_round_costs_no_bits(kind, cluster, expected, tmp_path):
         pids = {one.name: one.pid for one in processes.known(folder)}
         pids |= {"worker": worker, "pool": pids[f"workers-{number}"]}
         killed = pids[kind if kind in pids else f"{kind}-{number}"]
-        os.kill(killed, signal.SIGKILL)
-        if kind != "taskmanager":  # whose worker waits on, for nobody
+        kill(killed)
+        if kind == "pool":  # its worker ends with it; that of a task manager waits on, for nobody
             assert processes.wait_until(lambda: process_ids.started(worker) is None, 10)
         gate.reached.unlink()
         gate.opened.touch()
@@ -159,7 +165,7 @@ def test_up_starts_what_died_and_leaves_the_rest(cluster):
     folder = Path(cluster.options["flink_cluster"])
     before = {one.name: one for one in processes.known(folder)}
     for name in ("taskmanager-1", "workers-0"):
-        os.kill(before[name].pid, signal.SIGKILL)
+        kill(before[name].pid)
     assert not flink_cluster.status(folder)["healthy"]
     mend(cluster)
     assert flink_cluster.status(folder)["healthy"]
