@@ -158,11 +158,12 @@ class Run:
 class Cluster:
     """A Flink cluster in a folder, as `beamjax flink up` starts it."""
 
-    def __init__(self, folder: Path, slots: int):
+    def __init__(self, folder: Path, slots: int, attempts: int | None):
         from beamjax.pipelines import flink_cluster
 
         self.folder = folder
-        self.settings = flink_cluster.Settings(taskmanagers=2, slots=slots)
+        given = {} if attempts is None else {"attempts": attempts}
+        self.settings = flink_cluster.Settings(taskmanagers=2, slots=slots, **given)
         self.flags = {"flink_cluster": str(folder), "parallelism": 2}
 
     def up(self) -> None:
@@ -387,6 +388,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kills-per-run", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
     parser.add_argument("--kinds", default=",".join(kinds), help="separated by commas")
+    parser.add_argument("--attempts", type=int, help="of Flink (default: as beamjax flink up)")
     parser.add_argument("--slots", type=int, default=1, help="of each of two task managers")
     parser.add_argument("--steps", type=int, default=1500, help="of each client in a round")
     parser.add_argument("--limit", type=float, default=300, help="seconds until a run is hung")
@@ -401,7 +403,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def soaked(flags: argparse.Namespace, folder: Path) -> list[Attempt]:
     """All attempts, told as they end; stops the cluster in any case."""
-    cluster = Cluster(folder / "cluster", flags.slots)
+    cluster = Cluster(folder / "cluster", flags.slots, flags.attempts)
     attempts: list[Attempt] = []
     rng = random.Random(flags.seed)
     try:

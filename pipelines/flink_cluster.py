@@ -40,7 +40,9 @@ class Settings:
       taskmanagers: how many there are.
       slots: of each: tasks at a time.
       heap: of each, in MiB.
-      attempts: how often Flink starts failed tasks again before the pipeline fails.
+      attempts: how often Flink starts failed tasks again before the pipeline fails. It counts all
+        tasks of a pipeline together, from its beginning: a pool that dies costs one for each task
+        that has workers there, and as many again if it is not back after `delay`.
       delay: seconds before each of these. Shorter than Flink takes to notice that a task manager
         is gone (about 8 s), it wastes attempts.
     """
@@ -48,7 +50,7 @@ class Settings:
     taskmanagers: int = 2
     slots: int = 1
     heap: int = 512
-    attempts: int = 3
+    attempts: int = 8
     delay: int = 10
 
 

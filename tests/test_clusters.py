@@ -1,6 +1,7 @@
 """Programs on Prism, Flink and Spark: the same bits as in this process, and errors that say where.
 
-Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`.
+Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`. Kills are in
+`test_cluster_faults`.
 """
 
 import concurrent.futures
