@@ -362,7 +362,7 @@ def draws(rng: random.Random, flags: argparse.Namespace, usual: dict[bool, float
 
 def strays(folder: Path) -> Iterator[str]:
     """Processes that were started below this one and still live, by their environment."""
-    for path in Path("/proc").glob("[0-9]*"):
+    for path in Path("/proc").glob("[0-9]*"):  # nothing where there is no such folder
         try:
             environment = (path / "environ").read_bytes()
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -370,6 +370,17 @@ def strays(folder: Path) -> Iterator[str]:
             continue
         if int(path.name) != os.getpid() and f"TMPDIR={folder}".encode() in environment:
             yield f"process {path.name}: {command[:100]}"
+
+
+def lasting_strays(folder: Path) -> list[str]:
+    """Those that are still there when all had time to end.
+
+    What cancels the pipelines of a killed launcher looks for more of them for half a minute.
+    """
+    end = time.monotonic() + 45
+    while (found := list(strays(folder))) and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -437,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["TMPDIR"] = str(folder / "tmp")
         start = time.monotonic()
         attempts = soaked(flags, folder)
-        found = list(strays(folder)) if Path("/proc/self").exists() else []
+        found = lasting_strays(folder)
         print(f"\nprocesses left: {found or 'none'}")
         print(f"temporary files of what was killed: {leftovers(folder / 'tmp') or 'none'}")
         bad = [attempt for attempt in attempts if attempt.outcome.isupper()]

@@ -271,7 +271,7 @@ def test_a_prism_that_is_killed_fails_the_run_and_not_the_next_one(started, expe
         (server,) = job_servers._servers.values()
         os.killpg(server.process.pid, signal.SIGKILL)
         gate.opened.touch()
-        with pytest.raises(WorkerError):
+        with pytest.raises(WorkerError, match="Prism"):
             run.result(SECONDS)
     rounds, options = training(lambda value, member, number: value), {"shard_size": 8}
     found = bj.run(rounds, *ARGUMENTS, runner=runner.name, options=runner.flags(**options))
