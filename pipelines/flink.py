@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from apache_beam.options.pipeline_options import (
@@ -11,7 +12,7 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import flink_cluster, job_servers
+from beamjax.pipelines import flink_cluster, job_servers, orphans
 from beamjax.pipelines.cluster_options import ClusterOptions
 
 _EMBEDDED = ("[local]", "[auto]")
@@ -39,7 +40,10 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         found = "nothing" if cluster is None else flink_cluster.trouble(folder)
         if cluster is not None and not found:
             _LOG.info("beamjax: on the Flink cluster in %s", folder)
-            return job_servers.with_defaults(options, **cluster.flags, flink_cluster=str(folder))
+            # Flink goes on without a launcher that was killed; nobody would read what it makes.
+            address = f"http://localhost:{cluster.rest_port}"
+            flags = {"job_name": orphans.watched(address, os.getpid()), **cluster.flags}
+            return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))
         if named is not None:
             raise OptionsError(
                 f"flink_cluster: found {found} in {folder}, expected a running cluster; start one "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import sys
@@ -28,6 +29,29 @@ WORKERS = "beamjax-workers"
 """The name by which every task manager knows its own pool."""
 _SECONDS_TO_START = 120.0
 _RECORD = "cluster.json"
+_LOG = logging.getLogger("beamjax")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a cluster is started.
+
+    Attributes:
+      taskmanagers: how many there are.
+      slots: of each: tasks at a time.
+      heap: of each, in MiB.
+      attempts: how often Flink starts failed tasks again before the pipeline fails. It counts all
+        tasks of a pipeline together, from its beginning: a pool that dies costs one for each task
+        that has workers there, and as many again if it is not back after `delay`.
+      delay: seconds before each of these. Shorter than Flink takes to notice that a task manager
+        is gone (about 8 s), it wastes attempts.
+    """
+
+    taskmanagers: int = 2
+    slots: int = 1
+    heap: int = 512
+    attempts: int = 8
+    delay: int = 10
 
 
 @dataclass(frozen=True)
@@ -35,16 +59,14 @@ class Cluster:
     """What is needed to use a cluster; in a file of its folder.
 
     Attributes:
-      taskmanagers: how many there are.
-      slots: of each.
+      settings: how it was started.
       job_port: where the job server takes jobs.
       rest_port: where Flink tells its state, also to a browser.
       pool_port: where each pool listens at its address.
       pools: addresses of the pools: one for each task manager, or one for all.
     """
 
-    taskmanagers: int
-    slots: int
+    settings: Settings
     job_port: int
     rest_port: int
     pool_port: int
@@ -58,30 +80,10 @@ class Cluster:
             "job_endpoint": f"localhost:{self.job_port}",
             "environment_type": "EXTERNAL",
             "environment_config": f"{host}:{self.pool_port}",
-            "parallelism": self.taskmanagers * self.slots,
+            "parallelism": self.settings.taskmanagers * self.settings.slots,
             # A worker that dies costs its own task, not the whole pipeline.
             "execution_mode_for_batch": "BATCH_FORCED",
         }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a cluster is started.
-
-    Attributes:
-      taskmanagers: how many there are.
-      slots: of each: tasks at a time.
-      heap: of each, in MiB.
-      attempts: how often Flink starts failed tasks again before the pipeline fails.
-      delay: seconds before each of these. Shorter than Flink takes to notice that a task manager
-        is gone (about 8 s), it wastes attempts.
-    """
-
-    taskmanagers: int = 2
-    slots: int = 1
-    heap: int = 512
-    attempts: int = 3
-    delay: int = 10
 
 
 def default_folder() -> Path:
@@ -93,6 +95,7 @@ def read(folder: Path | str) -> Cluster | None:
     """The cluster that was started in a folder; it may have ended since."""
     try:
         record = json.loads((Path(folder) / _RECORD).read_text(encoding="utf-8"))
+        record["settings"] = Settings(**record["settings"])
         return Cluster(**{**record, "pools": tuple(record["pools"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -112,16 +115,16 @@ def status(folder: Path | str) -> dict[str, Any]:
     }
     if cluster is None:
         return found
-    registered = _overview(cluster).get("taskmanagers", 0)
+    registered, expected = len(_registered(cluster)), cluster.settings.taskmanagers
     pools = [host for host in cluster.pools if processes.listens(host, cluster.pool_port)]
     serves = processes.listens(LOOPBACK, cluster.job_port)
-    healthy = serves and registered == cluster.taskmanagers and len(pools) == len(cluster.pools)
+    healthy = serves and registered == expected and len(pools) == len(cluster.pools)
     return found | {
         "healthy": healthy and all(one["alive"] for one in found["processes"].values()),
         "job_endpoint": f"localhost:{cluster.job_port}",
         "dashboard": f"http://localhost:{cluster.rest_port}",
-        "taskmanagers": {"registered": registered, "expected": cluster.taskmanagers},
-        "slots": cluster.slots,
+        "taskmanagers": {"registered": registered, "expected": expected},
+        "slots": cluster.settings.slots,
         "pools": {"listening": len(pools), "expected": len(cluster.pools)},
         "flags": cluster.flags,
     }
@@ -143,6 +146,9 @@ def trouble(folder: Path | str) -> str | None:
 def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
     """Starts a cluster and waits until it takes jobs; a healthy one of this size is left as it is.
 
+    Where task managers or pools of one have ended, these alone are started again, unless it was
+    started with other settings. What runs on the others goes on.
+
     Args:
       folder: for its settings, logs and pid files; made for this user only.
       settings: how to start it.
@@ -157,19 +163,24 @@ def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
     with tools.locked(folder):
         found = read(folder)
         if found is not None and status(folder)["healthy"]:
-            if (found.taskmanagers, found.slots) == (settings.taskmanagers, settings.slots):
+            has = found.settings
+            if (has.taskmanagers, has.slots) == (settings.taskmanagers, settings.slots):
                 return found
             raise OptionsError(
-                f"{folder}: found a running cluster of {found.taskmanagers} task managers with "
-                f"{found.slots} slots, expected {settings.taskmanagers} with {settings.slots}; "
+                f"{folder}: found a running cluster of {has.taskmanagers} task managers with "
+                f"{has.slots} slots, expected {settings.taskmanagers} with {settings.slots}; "
                 "stop it with `beamjax flink down`, or give another --folder"
             )
+        if found is not None and found.settings == settings and not trouble(folder):
+            with contextlib.suppress(OptionsError):
+                _mend(folder, found)
+                return found
         _stop(folder)
         if os.stat(folder).st_mode & 0o077:
             os.chmod(folder, 0o700)
         cluster = _plan(settings)
         try:
-            _start(folder, cluster, settings)
+            _start(folder, cluster)
         except BaseException:
             _stop(folder)
             raise
@@ -204,16 +215,15 @@ def _plan(settings: Settings) -> Cluster:
         pools = [LOOPBACK]
     (pool_port,) = processes.free_ports(1, pools)
     job_port, rest_port = processes.free_ports(2)
-    return Cluster(
-        settings.taskmanagers, settings.slots, job_port, rest_port, pool_port, tuple(pools)
-    )
+    return Cluster(settings, job_port, rest_port, pool_port, tuple(pools))
 
 
-def _start(folder: Path, cluster: Cluster, settings: Settings) -> None:
+def _start(folder: Path, cluster: Cluster) -> None:
+    settings = cluster.settings
     classpath = jars.classpath("flink")
     classes = jars.not_staging(classpath)
     rpc_port, artifact_port, expansion_port = processes.free_ports(3)
-    configuration = _configuration(folder, cluster, settings, rpc_port)
+    configuration = _configuration(folder, cluster, rpc_port)
 
     def run(name: str, heap: int, *arguments: str) -> Process:
         front = [classes] if name == "jobserver" else []
@@ -227,7 +237,7 @@ def _start(folder: Path, cluster: Cluster, settings: Settings) -> None:
         started.append(processes.start(f"workers-{number}", pool, folder))
     entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"
     started.append(run("jobmanager", 512, entry, f"--configDir={configuration}"))
-    for number in range(cluster.taskmanagers):
+    for number in range(settings.taskmanagers):
         hosts = folder / f"hosts-{number}"
         names = f"{LOOPBACK} localhost {socket.gethostname()}\n"
         pool_host = cluster.pools[number % len(cluster.pools)]
@@ -250,14 +260,39 @@ def _start(folder: Path, cluster: Cluster, settings: Settings) -> None:
     _wait(folder, cluster, started)
 
 
-def _wait(folder: Path, cluster: Cluster, started: list[Process]) -> None:
+def _mend(folder: Path, cluster: Cluster) -> None:
+    """Starts again what has ended, and waits until the cluster is as it was."""
+    before = _registered(cluster)
+    ended = [process for process in processes.known(folder) if not process.alive]
+    for process in ended:
+        _LOG.warning("beamjax: starting %s of %s again", process.name, folder)
+    _wait(folder, cluster, [processes.start_again(process) for process in ended], before)
+
+
+def _wait(
+    folder: Path,
+    cluster: Cluster,
+    started: list[Process],
+    before: frozenset[str] = frozenset(),
+) -> None:
+    """Waits until a cluster takes jobs.
+
+    Args:
+      folder: of the cluster.
+      cluster: what was started.
+      started: its processes that were started now.
+      before: task managers that Flink knew before. It takes a while to forget those that ended.
+    """
     pools = [process for process in started if process.name.startswith("workers")]
+    new = sum(process.name.startswith("taskmanager") for process in started)
 
     def ready() -> bool:
+        registered = _registered(cluster)
         return (
             all(READY in processes.tail(pool.log) for pool in pools)
             and processes.listens(LOOPBACK, cluster.job_port)
-            and _overview(cluster).get("taskmanagers", 0) == cluster.taskmanagers
+            and len(registered) == cluster.settings.taskmanagers
+            and len(registered - before) == new
         )
 
     def failed() -> list[Process]:
@@ -278,7 +313,8 @@ def _wait(folder: Path, cluster: Cluster, started: list[Process]) -> None:
         )
 
 
-def _configuration(folder: Path, cluster: Cluster, settings: Settings, rpc_port: int) -> Path:
+def _configuration(folder: Path, cluster: Cluster, rpc_port: int) -> Path:
+    settings = cluster.settings
     configuration = folder / "configuration"
     configuration.mkdir(exist_ok=True)
     values = {
@@ -288,7 +324,7 @@ def _configuration(folder: Path, cluster: Cluster, settings: Settings, rpc_port:
         "jobmanager.memory.process.size": "1024m",
         "taskmanager.host": "localhost",
         "taskmanager.bind-host": "localhost",
-        "taskmanager.numberOfTaskSlots": cluster.slots,
+        "taskmanager.numberOfTaskSlots": settings.slots,
         "rest.address": "localhost",
         "rest.bind-address": "localhost",
         "rest.port": cluster.rest_port,
@@ -327,10 +363,11 @@ def _memory(settings: Settings) -> list[str]:
     return [argument for key, value in values.items() for argument in ("-D", f"{key}={value}")]
 
 
-def _overview(cluster: Cluster) -> dict[str, Any]:
-    """What Flink tells of itself; nothing while it does not."""
+def _registered(cluster: Cluster) -> frozenset[str]:
+    """The task managers that Flink knows, by the names that it gives them."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    address = f"http://localhost:{cluster.rest_port}/overview"
-    with contextlib.suppress(OSError, ValueError), direct.open(address, timeout=5) as answer:
-        return dict(json.load(answer))
-    return {}
+    address = f"http://localhost:{cluster.rest_port}/taskmanagers"
+    troubles = (OSError, ValueError, KeyError, TypeError)
+    with contextlib.suppress(*troubles), direct.open(address, timeout=5) as answer:
+        return frozenset(one["id"] for one in json.load(answer)["taskmanagers"])
+    return frozenset()

@@ -31,12 +31,14 @@ class Process:
       folder: where they are.
       pid: its number, and that of its group.
       started: when it was started, as the operating system tells it; "" if it was gone at once.
+      command: what it runs.
     """
 
     name: str
     folder: Path
     pid: int
     started: str
+    command: tuple[str, ...] = ()
 
     @property
     def log(self) -> Path:
@@ -84,10 +86,17 @@ def start(
         setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # which Python ignores, and its children would
     )
     _children.add(pid)
-    process = Process(name, folder, pid, _started(pid))
-    record = json.dumps({"pid": process.pid, "started": process.started})
-    _pid_file(folder, name).write_text(record, encoding="utf-8")
+    process = Process(name, folder, pid, _started(pid), tuple(command))
+    record = {"pid": process.pid, "started": process.started, "command": process.command}
+    _pid_file(folder, name).write_text(json.dumps(record), encoding="utf-8")
     return process
+
+
+def start_again(process: Process) -> Process:
+    """Starts what has ended by the same command; the log of the old one is kept as `*.log.old`."""
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(process.log, f"{process.log}.old")
+    return start(process.name, process.command, process.folder)
 
 
 def known(folder: Path) -> list[Process]:
@@ -96,7 +105,8 @@ def known(folder: Path) -> list[Process]:
     for path in sorted(folder.glob("*.pid")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Process(path.stem, folder, int(record["pid"]), str(record["started"])))
+            pid, started, command = (record[key] for key in ("pid", "started", "command"))
+            found.append(Process(path.stem, folder, int(pid), str(started), tuple(command)))
     return found
 
 

@@ -65,7 +65,7 @@ def start_cluster(stack):
     from beamjax.pipelines import flink_cluster
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-")))
-    settings = flink_cluster.Settings(taskmanagers=2, slots=2, attempts=3, delay=10)
+    settings = flink_cluster.Settings(taskmanagers=2, slots=2)
     stack.callback(flink_cluster.down, folder)
     watcher = subprocess.Popen([sys.executable, "-c", WATCHER, str(folder)])
     stack.callback(watcher.wait)

@@ -1,5 +1,6 @@
 """Settings for all tests: eight CPU devices, and no dtype or rank changes that nobody asked for."""
 
+import contextlib
 import gc
 import os
 import platform
@@ -46,6 +47,16 @@ def pytest_runtest_setup(item):
     """Compiles large tables without optimizations, in half of the time."""
     table = item.get_closest_marker("table") is not None
     jax.config.update("jax_disable_most_optimizations", table)
+
+
+@pytest.fixture(scope="session")
+def started():
+    """Gives runners that are servers by their names; each is started once."""
+    with contextlib.ExitStack() as stack:
+        yield cluster_runners.starter(stack)
+        from beamjax.pipelines import job_servers
+
+        job_servers.stop_all()
 
 
 def pytest_addoption(parser):

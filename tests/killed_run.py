@@ -1,8 +1,8 @@
 """A run in a process of its own, for tests that kill it: `python killed_run.py folder runner out`.
 
-With `-` as the folder nothing is saved. It tells on stdout of every round that is saved. A fourth
-argument, `name:count`, has the process kill itself in that function of `pipelines.files`, before it
-does its work for the count-th time.
+With `-` as the folder nothing is saved. `FlinkRunner=folder` is the runner on the cluster there. It
+tells on stdout of every round that is saved. A fourth argument, `name:count`, has the process kill
+itself in that function of `pipelines.files`, before it does its work for the count-th time.
 """
 
 import json
@@ -88,7 +88,9 @@ def main():
         print(checkpoint.position, flush=True)
 
     CheckpointFolder.save = told
-    options = None if folder == "-" else {"checkpoint": folder}
+    runner, _, cluster = runner.partition("=")
+    options = {} if folder == "-" else {"checkpoint": folder}
+    options |= {"flink_cluster": cluster} if cluster else {}
     found = bits(bj.run(rounds, *arguments(), runner=runner, options=options))
     with open(out, "w", encoding="utf-8") as file:
         json.dump(found, file)

@@ -1,16 +1,14 @@
 """Programs on Prism, Flink and Spark: the same bits as in this process, and errors that say where.
 
-Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`.
+Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`. Kills are in
+`test_cluster_faults`.
 """
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -19,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cluster_runners import params, starter
+from cluster_runners import params
 from programs import CASES, X
 from test_run import MORE, assert_close, assert_same_bits, built, by_jit, by_local
 
@@ -37,13 +35,6 @@ EVERY = params("prism", "flink")
 ALL = params("prism", "flink", "flink-embedded", "spark")
 N = 12
 MEMBERS = np.arange(N, dtype=np.float32)
-
-
-@pytest.fixture(scope="session")
-def started():
-    with contextlib.ExitStack() as stack:
-        yield starter(stack)
-        job_servers.stop_all()
 
 
 @pytest.fixture
@@ -200,24 +191,6 @@ def test_a_pipeline_that_takes_too_long_is_cancelled(runner, tmp_path):
     assert time.monotonic() - start < 100
 
 
-@pytest.mark.flink
-def test_a_worker_that_dies_is_replaced(started, tmp_path):
-    runner = started("flink")
-    fallen = tmp_path / "fallen"
-
-    def die_once(v):
-        if v == 5 and not fallen.exists():
-            fallen.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return np.float32(v)
-
-    found = on(runner, calling(die_once), MEMBERS, shard_size=8)
-    assert found == MEMBERS.sum()
-    assert fallen.exists()
-    folder = runner.options["flink_cluster"]
-    assert processes.wait_until(lambda: flink_cluster.status(folder)["healthy"], 30)
-
-
 # --- the cluster
 
 
@@ -260,23 +233,6 @@ def test_a_cluster_that_does_not_run_is_an_error(tmp_path):
 
 
 # --- Prism
-
-
-@pytest.mark.prism
-def test_prism_ends_with_a_launcher_that_is_killed(started):
-    started("prism")
-    code = (
-        "import os, signal\n"
-        "from apache_beam.options.pipeline_options import PipelineOptions\n"
-        "from beamjax.pipelines import job_servers, prism\n"
-        "prism.connected(PipelineOptions([]))\n"
-        "(server,) = job_servers._servers.values()\n"
-        "print(server.endpoint, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    port = int(done.stdout.split(":")[1])
-    assert processes.wait_until(lambda: not processes.listens("localhost", port), 10)
 
 
 @pytest.mark.prism

@@ -149,7 +149,7 @@ TESTED_ELSEWHERE = {
     "flat_program": "test_flatten",
     "flatten": "test_run",
     "flink": "test_clusters",
-    "flink_cluster": "test_clusters",
+    "flink_cluster": "test_cluster_faults",
     "flink_command": "test_cli",
     "folds": "test_rules",
     "guard": "test_processes",

@@ -87,6 +87,23 @@ def test_another_process_with_the_same_pid_is_left_alone(sleeping, tmp_path):
     assert sleeping.alive
 
 
+def test_a_process_that_ended_is_started_again_by_its_command(sleeping, tmp_path):
+    assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
+    sleeping.log.write_text("its last words")
+    os.kill(sleeping.pid, signal.SIGKILL)
+    assert processes.wait_until(lambda: not sleeping.alive, 10)
+    (old,) = processes.known(tmp_path)
+    new = processes.start_again(old)
+    try:
+        assert new.alive
+        assert new.pid != old.pid
+        assert processes.known(tmp_path) == [new]
+        assert processes.wait_until(lambda: "here" in processes.tail(new.log), 20)
+        assert (tmp_path / "sleeper.log.old").read_text() == "its last words"
+    finally:
+        new.stop()
+
+
 def test_pid_files_that_are_broken_are_passed_over(tmp_path):
     for number, text in enumerate(["", "{", "[]", '{"pid": "x", "started": ""}', '{"pid": 1}']):
         (tmp_path / f"{number}.pid").write_text(text)

@@ -1,0 +1,466 @@
+"""Kills on a Flink cluster: a run ends with the same bits, or with an error that says why.
+
+    python benchmarks/faults.py --kills=20 --seed=0 --kinds=worker,pool,taskmanager,launcher
+
+Starts a cluster of its own and runs one training again and again, each time with a SIGKILL at a
+random moment of a random kind of process:
+
+    worker        what computes the shards of a task manager; its pool starts another one
+    pool          the pool itself, which `beamjax flink up` starts again some seconds later
+    taskmanager   one of Flink, which comes back the same way
+    launcher      the process that called beamjax.run, with checkpoints; it is called again
+
+Exits with 1 if a run gave other bits, did not end, or ended with an error that is not beamjax's, or
+if something is left of a run that ended by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SAME, NAMED = "same bits", "named error"
+WRONG, HUNG, UNNAMED, AGAIN = "WRONG", "HUNG", "UNNAMED ERROR", "ROUNDS RUN AGAIN"
+"""How an attempt ends; those in capitals must not be."""
+MEMBERS, FEATURES, ROWS, ROUNDS, SHARD = 64, 128, 256, 6, 8
+AWAY = (1.0, 6.0)
+"""Seconds at least and at most until what does not come back by itself is started again."""
+
+# --- the run, in a process of its own
+
+
+def training(steps: int) -> Any:
+    """Rounds of local SGD as one function: server state, state of each client, exact reductions."""
+    import jax
+    import jax.numpy as jnp
+
+    import beamjax as bj
+
+    def train(w: Any, momentum: Any, x: Any, y: Any) -> Any:
+        def step(_: Any, state: Any) -> Any:
+            w, momentum = state
+            momentum = 0.9 * momentum + x.T @ (x @ w - y) / ROWS
+            return w - 1e-4 * momentum, momentum
+
+        new, momentum = jax.lax.fori_loop(0, steps, step, (w, momentum))
+        return new - w, momentum, jnp.mean((x @ new - y) ** 2)
+
+    @bj.program(placements={"clients": MEMBERS})
+    def one_round(w: Any, momentum: Any, x: Any, y: Any) -> Any:
+        moves, momentum, loss = bj.map_fn(train, (bj.broadcast(w), momentum, x, y))
+        told = bj.reduce_mean(loss), bj.reduce_max(loss)
+        return w + bj.reduce_mean(moves), momentum, told
+
+    def rounds(w: Any, momentum: Any, x: Any, y: Any) -> Any:
+        def body(state: Any, _: Any) -> Any:
+            w, momentum, told = one_round(*state, x, y)
+            return (w, momentum), told
+
+        return jax.lax.scan(body, (w, momentum), None, length=ROUNDS)
+
+    return rounds
+
+
+def arguments() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((MEMBERS, ROWS, FEATURES), np.float32)
+    y = rng.standard_normal((MEMBERS, ROWS), np.float32)
+    return np.zeros(FEATURES, np.float32), np.zeros((MEMBERS, FEATURES), np.float32), x, y
+
+
+def launch(steps: int, runner: str, options: dict[str, Any]) -> None:
+    """What a killed launcher is: one call of `run`; tells on stdout how it ended."""
+    import jax
+
+    import beamjax as bj
+    from beamjax.errors import BeamjaxError
+
+    rounds = training(steps)
+    print(json.dumps({"begins": True}), flush=True)
+    try:
+        found = bj.run(
+            rounds, *arguments(), runner=runner, options={"shard_size": SHARD, **options}
+        )
+    except BeamjaxError as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        digest.update(f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes())
+    told: dict[str, Any] = {"bits": digest.hexdigest()}
+    if runner == "local":
+        by_jit = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(rounds)(*arguments()))]
+        pairs = zip(leaves, by_jit, strict=True)
+        told["differs"] = max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
+    print(json.dumps(told))
+
+
+class Run:
+    """A launcher as a child process, which may be killed and started again."""
+
+    def __init__(self, steps: int, runner: str, options: dict[str, Any], errors: Path):
+        self.call = f"faults.launch({steps}, {runner!r}, {options!r})"
+        self.errors = errors
+        self.begun = threading.Event()
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, and waits until it has imported what it needs."""
+        folder = str(Path(__file__).resolve().parent)
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        env = {"JAX_PLATFORMS": "cpu"} | os.environ | {"PYTHONPATH": path}
+        command = [sys.executable, "-c", f"import faults; {self.call}"]
+        with open(self.errors, "ab") as errors:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+            )
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def ends_within(self, seconds: float) -> bool:
+        try:
+            self.process.wait(max(seconds, 0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def told(self) -> dict[str, Any]:
+        """How it ended, as `launch` says it; nothing if it did not."""
+        lines = self.process.communicate()[0].splitlines()
+        return dict(json.loads(lines[-1])) if lines else {}
+
+
+# --- the cluster
+
+
+class Cluster:
+    """A Flink cluster in a folder, as `beamjax flink up` starts it."""
+
+    def __init__(self, folder: Path, slots: int, attempts: int | None):
+        from beamjax.pipelines import flink_cluster
+
+        self.folder = folder
+        given = {} if attempts is None else {"attempts": attempts}
+        self.settings = flink_cluster.Settings(taskmanagers=2, slots=slots, **given)
+        self.flags = {"flink_cluster": str(folder), "parallelism": 2}
+
+    def up(self) -> None:
+        from beamjax.pipelines import flink_cluster
+
+        self.rest_port = flink_cluster.up(self.folder, self.settings).rest_port
+
+    def down(self) -> None:
+        from beamjax.pipelines import flink_cluster
+
+        flink_cluster.down(self.folder)
+
+    def strike(self, kind: str, number: int) -> str:
+        """Kills a process of the cluster; its name."""
+        from beamjax.pipelines import processes
+
+        name = f"{'taskmanager' if kind == 'taskmanager' else 'workers'}-{number}"
+        process = next(one for one in processes.known(self.folder) if one.name == name)
+        pid = process.pid
+        if kind == "worker":
+            # The pool tells of each process that it has started for its workers.
+            told = [line for line in process.log.read_text().splitlines() if ", process " in line]
+            pid = int(told[-1].rpartition(" ")[2])
+        os.kill(pid, signal.SIGKILL)
+        return f"{name}, process {pid}"
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        return {one["jid"]: one for one in self._ask("/jobs/overview")["jobs"]}
+
+    def tasks_again(self, jobs: Sequence[str]) -> int:
+        """How many tasks of these jobs Flink has started again."""
+        return sum(
+            task["attempt"]
+            for job in jobs
+            for vertex in self._ask(f"/jobs/{job}")["vertices"]
+            for task in self._ask(f"/jobs/{job}/vertices/{vertex['id']}")["subtasks"]
+        )
+
+    def _ask(self, path: str) -> Any:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(f"http://localhost:{self.rest_port}{path}", timeout=10) as answer:
+            return json.load(answer)
+
+
+# --- attempts
+
+
+@dataclass
+class Kill:
+    """What is to be killed and when, in seconds from the call of `run`."""
+
+    kind: str
+    moment: float
+    away: float
+    number: int
+
+
+@dataclass
+class Attempt:
+    """A run with its kills, and how it ended."""
+
+    kills: list[Kill]
+    struck: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    tasks_again: int = 0
+    outcome: str = ""
+    message: str = ""
+
+    def line(self, number: int) -> str:
+        kinds = "+".join(kill.kind for kill in self.kills)
+        moments = "+".join(f"{kill.moment:.1f}" for kill in self.kills)
+        cells = f"{number:3}  {kinds:12} {moments:>7} {self.seconds:8.1f} {self.tasks_again:12}"
+        struck = ", ".join(self.struck) or "nothing: it had ended"
+        return f"{cells}   {self.outcome:12} {struck} {self.message}".rstrip()
+
+
+HEADER = f"{'':3}  {'kind':12} {'at, s':>7} {'ended, s':>8} {'tasks again':>12}   outcome"
+
+
+@dataclass
+class Soak:
+    """What all attempts share.
+
+    Attributes:
+      cluster: that all run on.
+      folder: for checkpoints and logs.
+      steps: of each client and round.
+      limit: seconds after which a run counts as hung.
+      bits: what each has to give.
+      usual: seconds of an undisturbed run, with checkpoints and without.
+      saved: how often an undisturbed run saves its state.
+    """
+
+    cluster: Cluster
+    folder: Path
+    steps: int
+    limit: float
+    bits: str = ""
+    usual: dict[bool, float] = field(default_factory=dict)
+    saved: int = 0
+
+    def attempt(self, kills: list[Kill]) -> Attempt:
+        """A run in which some processes are killed."""
+        attempt = Attempt(sorted(kills, key=lambda kill: kill.moment))
+        saving = any(kill.kind == "launcher" for kill in kills)
+        known = set(self.cluster.jobs())
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            checkpoint = Path(name) / "checkpoint"
+            options = self.cluster.flags | ({"checkpoint": str(checkpoint)} if saving else {})
+            run = Run(self.steps, "FlinkRunner", options, self.folder / "runs.log")
+            begun = time.monotonic()
+            try:
+                for kill in attempt.kills:
+                    if run.ends_within(kill.moment - (time.monotonic() - begun)):
+                        break
+                    attempt.struck.append(self.strike(kill, run, checkpoint))
+                ended = run.ends_within(self.limit - (time.monotonic() - begun))
+            finally:
+                run.process.kill()
+            attempt.seconds = time.monotonic() - begun
+            attempt.outcome, attempt.message = self.judge(run, ended, checkpoint)
+        if not attempt.struck and attempt.outcome == SAME:
+            self.usual[saving] = attempt.seconds  # Java gets warm, and the machine less busy
+        self.cluster.up()  # if the run was faster than what should have been started again
+        attempt.tasks_again = self.cluster.tasks_again(sorted(set(self.cluster.jobs()) - known))
+        return attempt
+
+    def strike(self, kill: Kill, run: Run, checkpoint: Path) -> str:
+        if kill.kind == "launcher":
+            run.kill()
+            saved = last_saved(checkpoint)
+            run.start()
+            return f"process {run.process.pid}, {saved} of {self.saved} saved"
+        struck = self.cluster.strike(kill.kind, kill.number)
+        if kill.kind != "worker":
+            threading.Timer(kill.away, self.cluster.up).start()
+        return struck
+
+    def judge(self, run: Run, ended: bool, checkpoint: Path) -> tuple[str, str]:
+        told = run.told()
+        if not ended:
+            return HUNG, f"after {self.limit:.0f} s"
+        if "error" in told:
+            return NAMED, told["error"].splitlines()[0][:150]
+        if "bits" not in told:
+            return UNNAMED, f"see {self.folder / 'runs.log'}"
+        if told["bits"] != self.bits:
+            return WRONG, told["bits"]
+        if checkpoint.exists() and last_saved(checkpoint) != self.saved:
+            return AGAIN, f"{last_saved(checkpoint)} saved"
+        return SAME, ""
+
+
+def last_saved(checkpoint: Path) -> int:
+    """How many checkpoints a run has made, the one that was killed before it included."""
+    return max((int(path.stem) for path in checkpoint.glob("*.checkpoint")), default=0)
+
+
+def reference(soak: Soak) -> None:
+    """The bits that are right, by this process alone, and the time of undisturbed runs."""
+    run = Run(soak.steps, "local", {}, soak.folder / "runs.log")
+    told = run.told()
+    if not told.get("differs", 1.0) < 1e-4:
+        sys.exit(f"runner='local' and jit differ: {told}; see {soak.folder / 'runs.log'}")
+    soak.bits = told["bits"]
+    print(f"runner='local' against jit: largest relative difference {told['differs']:.1e}")
+    for saving in (False, False, True):  # the first one has a cold Java
+        with tempfile.TemporaryDirectory(dir=soak.folder) as name:
+            checkpoint = Path(name) / "checkpoint"
+            options = soak.cluster.flags | ({"checkpoint": str(checkpoint)} if saving else {})
+            run = Run(soak.steps, "FlinkRunner", options, soak.folder / "runs.log")
+            begun = time.monotonic()
+            ended = run.ends_within(soak.limit)
+            soak.usual[saving] = time.monotonic() - begun
+            run.process.kill()
+            soak.saved = last_saved(checkpoint)
+            outcome, message = soak.judge(run, ended, checkpoint)
+            if outcome != SAME:
+                sys.exit(f"without any kill: {outcome} {message}; see {soak.folder / 'runs.log'}")
+    print(
+        f"undisturbed on Flink: {soak.usual[False]:.1f} s as one pipeline, "
+        f"{soak.usual[True]:.1f} s with {soak.saved} checkpoints"
+    )
+
+
+def draws(rng: random.Random, flags: argparse.Namespace, usual: dict[bool, float]) -> list[Kill]:
+    kinds = [rng.choice(flags.kinds) for _ in range(flags.kills_per_run)]
+    span = usual["launcher" in kinds]
+    return [
+        Kill(kind, rng.uniform(0, span), rng.uniform(*AWAY), rng.randrange(2)) for kind in kinds
+    ]
+
+
+# --- what is left
+
+
+def strays(folder: Path) -> Iterator[str]:
+    """Processes that were started below this one and still live, by their environment."""
+    for path in Path("/proc").glob("[0-9]*"):  # nothing where there is no such folder
+        try:
+            environment = (path / "environ").read_bytes()
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if int(path.name) != os.getpid() and f"TMPDIR={folder}".encode() in environment:
+            yield f"process {path.name}: {command[:100]}"
+
+
+def lasting_strays(folder: Path) -> list[str]:
+    """Those that are still there when all had time to end.
+
+    What cancels the pipelines of a killed launcher looks for more of them for half a minute.
+    """
+    end = time.monotonic() + 45
+    while (found := list(strays(folder))) and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Temporary files; not the empty folders of Beam, which leaves one for each pipeline."""
+    found = (path for path in folder.iterdir() if path.is_file() or any(path.iterdir()))
+    return sorted(path.name for path in found)
+
+
+# --- command
+
+
+def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    kinds = ["worker", "pool", "taskmanager", "launcher"]
+    parser.add_argument("--kills", type=int, default=20, help="in all")
+    parser.add_argument("--kills-per-run", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
+    parser.add_argument("--kinds", default=",".join(kinds), help="separated by commas")
+    parser.add_argument("--attempts", type=int, help="of Flink (default: as beamjax flink up)")
+    parser.add_argument("--slots", type=int, default=1, help="of each of two task managers")
+    parser.add_argument("--steps", type=int, default=1500, help="of each client in a round")
+    parser.add_argument("--limit", type=float, default=300, help="seconds until a run is hung")
+    flags = parser.parse_args(argv)
+    flags.kinds = flags.kinds.split(",")
+    if not set(flags.kinds) <= set(kinds):
+        parser.error(f"--kinds: found {flags.kinds}, expected some of {kinds}")
+    if min(flags.kills, flags.kills_per_run) < 1:
+        parser.error("--kills, --kills-per-run: expected 1 or more")
+    return flags
+
+
+def soaked(flags: argparse.Namespace, folder: Path) -> list[Attempt]:
+    """All attempts, told as they end; stops the cluster in any case."""
+    cluster = Cluster(folder / "cluster", flags.slots, flags.attempts)
+    attempts: list[Attempt] = []
+    rng = random.Random(flags.seed)
+    try:
+        cluster.up()
+        soak = Soak(cluster, folder, flags.steps, flags.limit)
+        reference(soak)
+        left = leftovers(folder / "tmp")
+        if left:
+            sys.exit(f"without any kill: {left} are left in the temporary folder")
+        print(f"\n{HEADER}", flush=True)
+        while sum(len(attempt.struck) for attempt in attempts) < flags.kills:
+            attempt = soak.attempt(draws(rng, flags, soak.usual))
+            attempts.append(attempt)
+            print(attempt.line(len(attempts)), flush=True)
+            if attempt.outcome == HUNG:  # the next one must not find what this one left
+                cluster.down()
+                cluster.up()
+    finally:
+        cluster.down()
+    return attempts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from overhead import machine
+
+    flags = parse_flags(argv)
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    with tempfile.TemporaryDirectory(prefix="beamjax-faults-") as name:
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        os.environ["TMPDIR"] = str(folder / "tmp")
+        start = time.monotonic()
+        attempts = soaked(flags, folder)
+        found = lasting_strays(folder)
+        print(f"\nprocesses left: {found or 'none'}")
+        print(f"temporary files of what was killed: {leftovers(folder / 'tmp') or 'none'}")
+        bad = [attempt for attempt in attempts if attempt.outcome.isupper()]
+        if bad:
+            print((folder / "runs.log").read_text(errors="replace")[-8000:])
+    told = collections.Counter(attempt.outcome for attempt in attempts)
+    kills = sum(len(attempt.struck) for attempt in attempts)
+    told_text = ", ".join(f"{count} {outcome}" for outcome, count in told.items())
+    print(f"{kills} kills in {len(attempts)} runs, {time.monotonic() - start:.0f} s: {told_text}")
+    print(f"load average at the end {os.getloadavg()[0]:.1f}")
+    return 1 if bad or found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

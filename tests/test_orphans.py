@@ -1,0 +1,99 @@
+"""Pipelines whose launcher is killed are cancelled, and those of others are not."""
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from beamjax.pipelines import orphans, processes
+
+LAUNCHER = """
+import os, signal, sys
+from beamjax.pipelines import orphans
+print(orphans.watched(sys.argv[1], os.getpid()), flush=True)
+input()
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def flink():
+    """What a job manager answers, by path, and what it was asked to cancel."""
+    jobs, cancelled = [], []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"jobs": jobs})
+
+        def do_PATCH(self):
+            cancelled.append(self.path)
+            self.answer({})
+
+        def answer(self, value):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(value).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    server.jobs, server.cancelled = jobs, cancelled
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def launcher(flink, end):
+    """A launcher that is under watch and ends soon; the name of its pipelines."""
+    command = [sys.executable, "-c", LAUNCHER, f"http://127.0.0.1:{flink.server_port}", end]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    name = process.stdout.readline().strip()
+    flink.jobs += [
+        {"jid": "1", "name": name, "state": "RUNNING"},
+        {"jid": "2", "name": name, "state": "FINISHED"},
+        {"jid": "3", "name": "beamjax-of-another", "state": "RUNNING"},
+    ]
+    return process, name
+
+
+def test_a_launcher_that_is_killed(flink):
+    process, name = launcher(flink, "killed")
+    time.sleep(1.2)
+    assert flink.cancelled == []
+    process.communicate("\n")
+    assert processes.wait_until(lambda: flink.cancelled, 20)
+    assert set(flink.cancelled) == {"/jobs/1?mode=cancel"}
+    # What comes later was on its way.
+    flink.jobs[:] = [{"jid": "4", "name": name, "state": "RUNNING"}]
+    assert processes.wait_until(lambda: "/jobs/4?mode=cancel" in flink.cancelled, 20)
+
+
+def test_a_launcher_that_ends_leaves_no_watch(flink):
+    process, _ = launcher(flink, "of its own accord")
+    process.communicate("\n")
+    time.sleep(1.5)
+    assert process.returncode == 0
+    assert flink.cancelled == []
+
+
+def test_what_is_forked_has_pipelines_of_its_own(monkeypatch):
+    started = []
+    monkeypatch.setattr(orphans.subprocess, "Popen", lambda *a, **_: started.append(a[0]))
+    monkeypatch.setattr(orphans.atexit, "register", lambda *_: None)
+    orphans.watched.cache_clear()
+    try:
+        first, again = (orphans.watched("http://x", 11) for _ in range(2))
+        assert first == again != orphans.watched("http://x", 12)
+    finally:
+        orphans.watched.cache_clear()
+    assert [command[4] for command in started] == ["11", "12"]
