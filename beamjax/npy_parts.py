@@ -171,8 +171,8 @@ class _Short:
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
 
-    def read(self, count: int) -> bytes:
-        if count > _HEADER_BYTES:
+    def read(self, count: int = -1, /) -> bytes:
+        if not 0 <= count <= _HEADER_BYTES:
             raise ValueError(f"a header of {count} bytes")
         return self.file.read(count)
 
