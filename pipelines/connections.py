@@ -164,9 +164,9 @@ def _check_ipython() -> None:
         importlib.import_module("apache_beam.runners.interactive.interactive_environment")
     except Exception as error:  # of many kinds, with versions of pandas that Beam does not know
         raise OptionsError(
-            f"runner: this is IPython or a notebook, where Beam makes no pipeline without further "
-            f"packages ({type(error).__name__}: {error}); run pip install 'apache-beam[interactive]', or use "
-            "runner='local', which needs no Beam"
+            "runner: this is IPython or a notebook, where Beam makes no pipeline without further "
+            f"packages ({type(error).__name__}: {error}); run "
+            "pip install 'apache-beam[interactive]', or use runner='local', which needs no Beam"
         ) from error
 
 
