@@ -212,7 +212,10 @@ class _Evaluation:
         return self.reader.read([name], start, stop)[name]
 
     def server(self, step: Server) -> None:
+        meter = Meter(step.name, 1, self.monitor)
         self.served.update(run_server(self.plan, step, self.served))
+        meter.lap("compute")
+        meter.apart()
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
@@ -239,11 +242,14 @@ class _Evaluation:
             meter.start()
         for name in step.results:
             self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
+        meter.start()
         for lane, accumulator in zip(step.lanes, accumulators, strict=True):
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
         for combine, tree in zip(step.combines, trees, strict=True):
             self.served.update(finish_tree(combine, tree))
+        meter.lap("merge")
+        meter.apart()
 
     def read(self, step: Map) -> Iterator[tuple[Shard, list[np.ndarray], int]]:
         """The shards of a pass, their operands, and how many bytes were read."""

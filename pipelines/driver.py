@@ -20,6 +20,7 @@ import numpy as np
 from beamjax.bodies import default_platform, run_server
 from beamjax.errors import BeamjaxError
 from beamjax.liveness import Position
+from beamjax.meters import Meter
 from beamjax.pipelines import build, unroll
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.tasks import Sources
@@ -247,7 +248,10 @@ class Driver:
         for step in steps:
             if isinstance(step, Server) and self._runs_here(steps):
                 known = {name: self.served(name).array() for name in step.inputs}
+                meter = Meter(step.name, 1, self.launcher.monitor)
                 made = run_server(self.plan, step, known)
+                meter.lap("compute")
+                meter.apart()
                 self.values |= {name: Served(self.store, out) for name, out in made.items()}
             elif isinstance(step, Scatter) and step.result in needed:
                 operand = self.served(step.operand)
