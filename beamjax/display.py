@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import sys
 import time
 from typing import Any, Protocol
@@ -13,6 +15,7 @@ DELAY = 2.0
 """Seconds after which a bar appears that nobody asked for."""
 EVERY = 10.0
 """Seconds between two lines."""
+NOTEBOOK_COLUMNS = 140
 
 
 class Display(Protocol):
@@ -35,13 +38,18 @@ def display_for(options: Options, launched: bool) -> Display | None:
     wish = options.progress
     if wish is False or (wish is None and launched):
         return None
-    if sys.stderr is not None and (sys.stderr.isatty() or _in_notebook()):
-        return Bar(0.0 if wish else DELAY)
+    delay = 0.0 if wish else DELAY
+    if _in_notebook():
+        return NotebookBar(delay)
+    if sys.stderr is not None and sys.stderr.isatty():
+        return Bar(delay)
     return Lines() if wish else None
 
 
 def _in_notebook() -> bool:
-    return "ipykernel" in sys.modules
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return "IPKernelApp" in getattr(shell, "config", ())
 
 
 class Lines:
@@ -92,16 +100,24 @@ class Bar:
             total=progress.members or None,
             words=_details(progress),
         )
-        self._bar.refresh()
+        self._show()
 
     def close(self) -> None:
         """Leaves the last state of the bar."""
         if self._bar is not None:
             self._bar.stop()
 
+    def _show(self) -> None:
+        self._bar.refresh()
+
     def _start(self) -> None:
-        from rich import progress as rich_progress
         from rich.console import Console
+
+        self._make(Console(stderr=True))
+        self._bar.start()
+
+    def _make(self, console: Any) -> None:
+        from rich import progress as rich_progress
 
         self._bar = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}", markup=False),
@@ -109,11 +125,37 @@ class Bar:
             rich_progress.TaskProgressColumn(),
             rich_progress.TimeRemainingColumn(),
             rich_progress.TextColumn("{task.fields[words]}", markup=False),
-            console=Console(stderr=True),
+            console=console,
             auto_refresh=False,
         )
         self._task = self._bar.add_task("starting", total=None, words="")
-        self._bar.start()
+
+
+class NotebookBar(Bar):
+    """The same as an output of a cell, which is updated; that of `rich` needs `ipywidgets`."""
+
+    def close(self) -> None:
+        """Leaves the last state of the bar."""
+
+    def _start(self) -> None:
+        from rich.console import Console
+
+        console = Console(
+            file=io.StringIO(), width=NOTEBOOK_COLUMNS, force_jupyter=False, color_system=None
+        )
+        self._make(console)
+        self._handle: Any = None
+
+    def _show(self) -> None:
+        display = importlib.import_module("IPython.display").display
+        console = self._bar.console
+        with console.capture() as captured:
+            console.print(self._bar.get_renderable())
+        shown = {"text/plain": captured.get().rstrip()}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
 
 
 def in_words(progress: Progress) -> str:

@@ -41,6 +41,9 @@ class Listener(Protocol):
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
         """A shard of a step is done: its first member, its members, its bytes and seconds."""
 
+    def spend(self, step: str, spent: Tally) -> None:
+        """A step took these seconds, which are not those of a shard."""
+
     def tick(self) -> None:
         """Time has passed.
 
@@ -100,6 +103,13 @@ class Meter:
             self.listener.add(self.step, self.size, start, count, spent)
             self.listener.tick()
 
+    def apart(self) -> None:
+        """What was measured since the start is of the step, but of no shard: a merge, say."""
+        spent = Tally(**self._laps)
+        self.total += spent
+        if self.listener is not None:
+            self.listener.spend(self.step, spent)
+
 
 class Recorder:
     """Writes what this process did in one pipeline into the folder of the job.
@@ -134,6 +144,13 @@ class Recorder:
             self._sizes[step] = size
             self._spent[step] = self._spent.get(step, Tally()) + spent
             self._step = step
+
+    def spend(self, step: str, spent: Tally) -> None:
+        """A step took these seconds, which are not those of a shard."""
+        with self._lock:
+            self._ranges.setdefault(step, [])
+            self._sizes.setdefault(step, 1)
+            self._spent[step] = self._spent.get(step, Tally()) + spent
 
     def tick(self) -> None:
         """Writes a record if the last one is old.

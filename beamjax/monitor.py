@@ -58,6 +58,11 @@ class Monitor:
             self._done += replace(spent, members=count, shards=1)
             self._step = step
 
+    def spend(self, step: str, spent: Tally) -> None:
+        """A step took these seconds in this process, which are not those of a shard."""
+        with self._lock:
+            self._done += spent
+
     def tick(self) -> None:
         """Time has passed.
 

@@ -26,8 +26,8 @@ class Tally:
       bytes_read: of placed inputs.
       read: seconds of reading them.
       compile: seconds of making executables.
-      compute: seconds of running them, transfers included.
-      merge: seconds of adding up what shards are reduced to.
+      compute: seconds of running them, transfers included, on the server too.
+      merge: seconds of adding up what shards are reduced to, wherever that is done.
     """
 
     members: int = 0
@@ -184,7 +184,7 @@ class StepCount:
     """What one worker did of one step.
 
     Attributes:
-      size: members in a full shard.
+      size: members in a full shard; 1 if the worker had none.
       ranges: of members, in any order; ranges may overlap.
       spent: bytes and seconds; its counts are not used.
     """
@@ -279,7 +279,7 @@ def tally(found: Iterable[WorkerRecord]) -> Tally:
     for record in found:
         for name, count in record.counts.items():
             ranges.setdefault(name, []).extend(count.ranges)
-            sizes[name] = count.size
+            sizes[name] = max(sizes.get(name, 1), count.size)  # 1 from who had no shard of it
             total += replace(count.spent, members=0, shards=0, retries=0)
     for name, several in ranges.items():
         for start, stop, times in merged(several):

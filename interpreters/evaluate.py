@@ -234,8 +234,11 @@ class _Evaluation:
         return self.reader.read([name], start, stop)[name]
 
     def server(self, step: Server) -> None:
+        meter = Meter(step.name, 1, self.monitor)
         with self.at_work("computing", step):
             self.served.update(run_server(self.plan, step, self.served))
+        meter.lap("compute")
+        meter.apart()
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
@@ -270,12 +273,15 @@ class _Evaluation:
             meter.start()
         for name in step.results:
             self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
+        meter.start()
         for lane, accumulator in zip(step.lanes, accumulators, strict=True):
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
         for combine, tree in zip(step.combines, trees, strict=True):
             with self.at_work("merging", step):
                 self.served.update(finish_tree(combine, tree))
+        meter.lap("merge")
+        meter.apart()
 
     def read(self, step: Map) -> Iterator[Read]:
         """The shards of a pass, and what is read of them."""

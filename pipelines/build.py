@@ -183,9 +183,10 @@ class Graph:
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
         finish = FinishPieces(self._task(step))
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
+        reports = self.store.reports
         parts = (
             partials
-            | f"{step.name}/Merge" >> beam.CombinePerKey(MergeAccumulators())
+            | f"{step.name}/Merge" >> beam.CombinePerKey(MergeAccumulators(step.name, reports))
             | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
         )
         results = [r.result for lane in step.lanes for r in lane.reductions]

@@ -13,7 +13,9 @@ from apache_beam.coders.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.dyadic import DyadicTree
+from beamjax.meters import Reports
 from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan import Gather, Lane, Map, Plan, ValueType, size_name
@@ -75,7 +77,15 @@ class MergeAccumulators(beam.CombineFn):
     """Merges encoded accumulators of one piece.
 
     An accumulator of the CombineFn is None, a live accumulator, or its bytes.
+
+    Args:
+      step: whose piece it is.
+      reports: where the job is told how long it takes; None if nobody wants to know.
     """
+
+    def __init__(self, step: str, reports: Reports | None = None):
+        super().__init__()
+        self.times = StepTimes(step, "merge", reports)
 
     def default_type_hints(self) -> IOTypeHints:
         return IOTypeHints.empty().with_input_types(bytes).with_output_types(bytes)
@@ -96,9 +106,11 @@ class MergeAccumulators(beam.CombineFn):
         return merged
 
     def compact(self, accumulator: Any) -> Any:
+        self.times.tell_beam()
         return accumulator if accumulator is None else _encoded(accumulator)
 
     def extract_output(self, accumulator: Any) -> bytes:
+        self.times.tell_beam()
         return _encoded(accumulator)
 
     def _merge(self, accumulator: Any, other: Any) -> Any:
@@ -106,9 +118,14 @@ class MergeAccumulators(beam.CombineFn):
             return accumulator
         if accumulator is None:
             return other
-        live = decode_accumulator(accumulator) if isinstance(accumulator, bytes) else accumulator
-        live.merge(decode_accumulator(other) if isinstance(other, bytes) else other)
+        with self.times.measured():
+            live = _live(accumulator)
+            live.merge(_live(other))
         return live
+
+
+def _live(accumulator: Any) -> Any:
+    return decode_accumulator(accumulator) if isinstance(accumulator, bytes) else accumulator
 
 
 class FinishPieces(StepFn):
@@ -122,19 +139,24 @@ class FinishPieces(StepFn):
     def __init__(self, task: Task[Map]):
         self.task = task
         self.whole = len(step_pieces(task.step)) == 1
+        self.times = StepTimes(task.step.name, "merge", task.store.reports)
 
     def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
         key, data = element
         piece = Piece.from_key(key)
         plan, step = self._plan(served), self.task.step
-        found = finish_lane(
-            plan, step, step.lanes[piece.lane], decode_accumulator(data), (piece.start, piece.stop)
-        )
+        lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
+        with self.times.measured():
+            found = list(finish_lane(plan, step, lane, decode_accumulator(data), where))
         values = {}
         for name, offset, part in found:
             array = part.reshape(plan.values[name].shape) if self.whole else part
             values[name if self.whole else f"{name}|{offset}"] = self.task.store.put([array], name)
         yield Environment(values)
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.tell()
 
     def _plan(self, served: tuple[Environment, ...]) -> Plan:
         """The plan, with the number of members also where it is found in the pipeline."""
@@ -158,6 +180,7 @@ class FinishCombine(ComputeFn):
     def __init__(self, task: Task[Map], number: int):
         self.task = task
         self.number = number
+        self.times = StepTimes(task.step.name, "merge", task.store.reports)
 
     def process(
         self, element: tuple[Any, Iterable[Environment]], *served: Environment
@@ -165,16 +188,21 @@ class FinishCombine(ComputeFn):
         task, combine = self.task, self.task.step.combines[self.number]
         known = task.arrays(task.refs(combine.inputs, served))
         tree = DyadicTree(join_shards(task.with_bodies(), task.step, combine, known))
-        for environment in element[1]:
-            for name, ref in environment.values.items():
-                level, index = map(int, name.split("|"))
-                arrays = task.store.get(ref, cache=False)
-                with task.at_work("merging"):
-                    tree.add(arrays, index, level)
-        with task.at_work("merging"):
-            values = dict(finish_tree(combine, tree))
+        with self.times.measured():
+            for environment in element[1]:
+                for name, ref in environment.values.items():
+                    level, index = map(int, name.split("|"))
+                    arrays = task.store.get(ref, cache=False)
+                    with task.at_work("merging"):
+                        tree.add(arrays, index, level)
+            with task.at_work("merging"):
+                values = dict(finish_tree(combine, tree))
         refs = {name: task.store.put([array], name) for name, array in values.items()}
         yield Environment(refs)
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.tell()
 
 
 def partials_of_tree(tree: DyadicTree[list[np.ndarray]], store: Store) -> Environment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from apache_beam.runners.portability.portable_runner import PortableRunner
 from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.runners.portability.spark_runner import SparkRunner
 from apache_beam.transforms import environments
+from apache_beam.utils.interactive_utils import is_in_ipython
 
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options
@@ -76,6 +78,7 @@ def connect(runner: Any, options: Options) -> Connection:
     Raises:
       OptionsError: the runner is unknown or can't be had, or an option does not fit it.
     """
+    _check_ipython()
     runner = make_runner(runner)
     flags = beam_options(options, runner)
     if dataflow.is_dataflow(runner):
@@ -151,6 +154,20 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
         if isinstance(runner, kind):
             return connected(found)
     return found
+
+
+def _check_ipython() -> None:
+    """OptionsError where Beam would fail as soon as a pipeline is made."""
+    if not is_in_ipython():
+        return
+    try:
+        importlib.import_module("apache_beam.runners.interactive.interactive_environment")
+    except Exception as error:  # of many kinds, with versions of pandas that Beam does not know
+        raise OptionsError(
+            "runner: this is IPython or a notebook, where Beam makes no pipeline without further "
+            f"packages ({type(error).__name__}: {error}); run "
+            "pip install 'apache-beam[interactive]', or use runner='local', which needs no Beam"
+        ) from error
 
 
 def _check_flags(options: PipelineOptions) -> None:

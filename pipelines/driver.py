@@ -21,6 +21,7 @@ from beamjax.at_work import Table, bounded
 from beamjax.bodies import default_platform, run_server
 from beamjax.errors import BeamjaxError
 from beamjax.liveness import Position
+from beamjax.meters import Meter
 from beamjax.pipelines import build, unroll
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.tasks import Sources
@@ -248,7 +249,10 @@ class Driver:
         for step in steps:
             if isinstance(step, Server) and self._runs_here(steps):
                 known = {name: self.served(name).array() for name in step.inputs}
+                meter = Meter(step.name, 1, self.launcher.monitor)
                 made = self._run_server(step, known)
+                meter.lap("compute")
+                meter.apart()
                 self.values |= {name: Served(self.store, out) for name, out in made.items()}
             elif isinstance(step, Scatter) and step.result in needed:
                 operand = self.served(step.operand)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from apache_beam.metrics import Metrics
 
+from beamjax.meters import Meter, Reports, recorder_for
 from beamjax.progress import SECONDS, Tally
 
 NAMESPACE = "beamjax"
@@ -29,3 +33,46 @@ class StepMetrics:
             counter.inc(getattr(bundle, name))
         for name, distribution in self._times.items():
             distribution.update(round(1000 * getattr(bundle, name)))
+
+
+class StepTimes:
+    """Seconds of a step that are not those of a shard: Beam and the job are told of them.
+
+    The metrics have the names of those of the shards, and count in other transforms of Beam.
+
+    Args:
+      step: name of the step.
+      kind: what they are, "compute" or "merge". Compiling is told apart.
+      reports: where the job is told; None if nobody wants to know.
+    """
+
+    def __init__(self, step: str, kind: str, reports: Reports | None):
+        self.step = step
+        self.kind = kind
+        self.reports = reports
+        self.spent = Tally()
+        names = ("compile", kind)
+        self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in names}
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """What is done here counts."""
+        meter = Meter(self.step, 1, recorder_for(self.reports))
+        yield
+        meter.lap(self.kind)
+        meter.apart()
+        self.spent += meter.total
+
+    def tell_beam(self) -> None:
+        """Adds what was measured since the last time to the metrics, if it is anything."""
+        if self.spent != Tally():
+            for name, distribution in self._times.items():
+                distribution.update(round(1000 * getattr(self.spent, name)))
+            self.spent = Tally()
+
+    def tell(self) -> None:
+        """The same, and writes the record of this process; for the end of a bundle."""
+        self.tell_beam()
+        recorder = recorder_for(self.reports)
+        if recorder is not None:
+            recorder.flush()

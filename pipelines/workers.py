@@ -20,7 +20,7 @@ from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
 from beamjax.pipelines.dealing import Dealer
 from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.step_metrics import StepMetrics
+from beamjax.pipelines.step_metrics import StepMetrics, StepTimes
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan import Map, Server
 from beamjax.progress import Tally
@@ -242,11 +242,17 @@ class RunServer(ComputeFn):
 
     def __init__(self, task: Task[Server]):
         self.task = task
+        self.times = StepTimes(task.step.name, "compute", task.store.reports)
 
     def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
         task, step = self.task, self.task.step
         known = (element, *served) if isinstance(element, Environment) else served
         arrays = task.arrays(task.refs(step.inputs, known))
-        with task.at_work("computing"):
-            made = run_server(task.with_bodies(), step, arrays)
+        plan = task.with_bodies()
+        with self.times.measured(), task.at_work("computing"):
+            made = run_server(plan, step, arrays)
         yield Environment({name: task.store.put([out], name) for name, out in made.items()})
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.tell()

@@ -75,7 +75,7 @@ def test_pieces_of_a_step_and_their_keys():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::71])
 def test_any_order_and_grouping_gives_the_same_bits(order):
-    combine = MergeAccumulators()
+    combine = MergeAccumulators("step")
     for cut in range(7):
         halves = []
         for numbers in (order[:cut], order[cut:]):
@@ -88,7 +88,7 @@ def test_any_order_and_grouping_gives_the_same_bits(order):
 
 
 def test_merging_does_not_change_what_was_merged():
-    combine = MergeAccumulators()
+    combine = MergeAccumulators("step")
     first, second = EACH[0], EACH[1]
     before = bytes(first), bytes(second)
     merged = combine.merge_accumulators([first, second])
@@ -97,7 +97,7 @@ def test_merging_does_not_change_what_was_merged():
 
 
 def test_an_empty_accumulator_stays_empty():
-    combine = MergeAccumulators()
+    combine = MergeAccumulators("step")
     assert combine.merge_accumulators([None, None]) is None
     assert combine.compact(None) is None
 
@@ -106,7 +106,7 @@ def test_the_coder_of_accumulators():
     coder = AccumulatorCoder()
     live = decode_accumulator(EACH[0])
     assert coder.is_deterministic()
-    assert MergeAccumulators().get_accumulator_coder().encode(live) == EACH[0]
+    assert MergeAccumulators("step").get_accumulator_coder().encode(live) == EACH[0]
     assert coder.decode(coder.encode(EACH[0])) == EACH[0]
     assert coder.decode(coder.encode(None)) is None
     assert coder.estimate_size(EACH[0]) == len(EACH[0])
@@ -116,7 +116,7 @@ def test_the_coder_of_accumulators():
 
 def test_bytes_that_are_no_accumulator():
     with pytest.raises(ArrayFormatError):
-        MergeAccumulators().merge_accumulators([EACH[0], EACH[1][:-3]])
+        MergeAccumulators("step").merge_accumulators([EACH[0], EACH[1][:-3]])
 
 
 @pytest.mark.parametrize("repeat", [0, 1])
@@ -130,7 +130,7 @@ def test_in_a_pipeline(repeat):
 
     with beam.Pipeline(runner=FnApiRunner(), options=options) as p:
         pairs = p | beam.Create([("0:0:4", data) for data in EACH])
-        merged = pairs | beam.CombinePerKey(MergeAccumulators())
+        merged = pairs | beam.CombinePerKey(MergeAccumulators("step"))
         assert merged.element_type == beam.typehints.Tuple[str, bytes]
         assert_that(merged, check)
 

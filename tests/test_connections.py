@@ -1,5 +1,8 @@
 """Runners by name, Beam's options, and what workers of a runner see."""
 
+import sys
+import types
+
 import apache_beam as beam
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from apache_beam.transforms import environments
 import beamjax as bj
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
+from beamjax.pipelines import connections
 from beamjax.pipelines.connections import (
     beam_options,
     connect,
@@ -112,6 +116,17 @@ def test_who_shares_memory_and_who_has_several_workers(runner, flags, shared, se
 
 
 # --- a connection
+
+
+def test_what_beam_lacks_in_a_notebook_is_told(monkeypatch):
+    monkeypatch.setattr(connections, "is_in_ipython", lambda: True)
+    module = "apache_beam.runners.interactive.interactive_environment"
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(OptionsError, match=r"pip install 'apache-beam\[interactive\]'"):
+        bj.run(total, X)
+    np.testing.assert_array_equal(bj.run(total, X, runner="local"), X.sum(0))
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    assert connect("DirectRunner", parse_options(None)).shared
 
 
 def test_a_run_on_threads():

@@ -1,14 +1,16 @@
 """What people see on stderr while a job runs."""
 
+import functools
 import io
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import beamjax as bj
 from beamjax import display
-from beamjax.display import Bar, Lines, display_for, in_words
+from beamjax.display import Bar, Lines, NotebookBar, display_for, in_words
 from beamjax.options import Options
 from beamjax.progress import Progress, Tally
 
@@ -86,6 +88,61 @@ def test_a_bar_appears_after_its_delay(in_terminal, monkeypatch):
     assert "map_clients_0" in terminal.getvalue()
     assert "50%" in terminal.getvalue()
     assert "1,500 of 3,000 members" in terminal.getvalue()
+
+
+class Outputs:
+    """What IPython shows of a cell: each output once, as it is in the end."""
+
+    def __init__(self):
+        self.shown = []
+
+    def display(self, data, raw, display_id):
+        assert raw
+        assert display_id
+        self.shown.append(data["text/plain"])
+        return types.SimpleNamespace(update=functools.partial(self.update, len(self.shown) - 1))
+
+    def update(self, number, data, raw):
+        assert raw
+        self.shown[number] = data["text/plain"]
+
+
+@pytest.fixture
+def in_notebook(monkeypatch):
+    """Makes this process the kernel of a notebook."""
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    ipython, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    outputs = Outputs()
+    ipython.get_ipython = lambda: shell
+    module.display = outputs.display
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return outputs
+
+
+def test_a_notebook_has_one_output_that_changes(in_notebook, capfd):
+    bar = display_for(Options(progress=True), launched=False)
+    assert type(bar) is NotebookBar
+    bar.update(Progress(step="map_clients_0", members=3000))
+    assert "0 of 3,000 members" in in_notebook.shown[0]
+    bar.update(HALF)
+    bar.close()
+    (shown,) = in_notebook.shown
+    assert shown.startswith("map_clients_0 ━")
+    assert "50%" in shown
+    assert shown.endswith(TEXT.partition(": ")[2])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_short_run_in_a_notebook_is_silent(in_notebook):
+    bj.run(total, np.ones((20, 3), np.float32), runner="local")
+    assert in_notebook.shown == []
+
+
+def test_ipython_in_a_terminal_is_no_notebook(in_notebook, in_terminal, monkeypatch):
+    in_terminal()
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
+    assert type(display_for(Options(), launched=False)) is Bar
 
 
 def test_a_bar_of_unknown_length(in_terminal):

@@ -1,7 +1,9 @@
 """What workers count: sums that hold each shard once, whatever was computed again or at once."""
 
 import itertools
+import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,10 +13,12 @@ import beamjax as bj
 from beamjax import records
 from beamjax.errors import ArrayFormatError, JobCancelledError
 from beamjax.execution import _stage, plan_for
+from beamjax.interpreters import evaluate
 from beamjax.job_folder import JobFolder
 from beamjax.meters import Meter, Recorder, Reports, recorder_for
 from beamjax.monitor import Monitor
 from beamjax.options import Options
+from beamjax.pipelines import combiners, workers
 from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, expected, merged, tally
 from beamjax.shards import shards
 
@@ -141,6 +145,38 @@ def test_what_was_done_in_the_end(fn, members, done, runner):
         assert found.step.rpartition("/")[2].startswith("map_clients")
         read = bj.open_job(job.folder).progress()
         assert (read.done, read.rounds, read.step) == (found.done, found.rounds, found.step)
+
+
+@bj.program(clients=N)
+def served(x):
+    return jnp.sqrt(bj.reduce_sum(x)) + bj.reduce(lambda a, b: a * b, x)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("run_server", "compute"), ("finish_lane", "merge"), ("finish_tree", "merge")],
+)
+def test_steps_on_the_server_and_merges_are_timed(name, kind, runner, monkeypatch):
+    for module in (evaluate, workers, combiners):
+        if hasattr(module, name):
+            real = getattr(module, name)
+            slow = lambda *args, real=real: [time.sleep(0.5), real(*args)][1]
+            monkeypatch.setattr(module, name, slow)
+    with bj.launch(served, X, runner=runner, options={"shard_size": 8}) as job:
+        job.result()
+        done = job.progress().done
+        assert 0.5 <= getattr(done, kind) < 0.5 + done.compile + 5
+        assert (done.members, done.shards) == (N, 3)
+        assert bj.open_job(job.folder).progress().done == done
+
+
+def test_who_only_merges_says_nothing_of_the_size_of_shards():
+    apart = StepCount(1, (), Tally(merge=2.0))
+    shards = StepCount(8, ((0, 16, 1),), Tally(merge=1.0))
+    for counts in ((apart, shards), (shards, apart)):
+        found = tally([WorkerRecord(str(i), 1.0, "", {"a": c}) for i, c in enumerate(counts)])
+        assert found == Tally(members=16, shards=2, merge=3.0)
 
 
 def test_bundles_that_run_twice_are_retries():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import random
 import re
@@ -128,7 +129,7 @@ def guided(name: str, folder: pathlib.Path, seconds: float, seed: int) -> None:
         if time.monotonic() > end:
             _tell(harness.report("atheris"), folder)
             shutil.rmtree(harness.work, ignore_errors=True)
-            sys.exit(0)
+            os._exit(0)  # libFuzzer takes SystemExit for a crash
 
     def other(data: bytes, limit: int, seed: int) -> bytes:
         rng = random.Random(seed)
