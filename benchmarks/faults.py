@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import hashlib
 import json
 import os
 import random
@@ -34,90 +33,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 SAME, NAMED = "same bits", "named error"
 WRONG, HUNG, UNNAMED, AGAIN = "WRONG", "HUNG", "UNNAMED ERROR", "ROUNDS RUN AGAIN"
 """How an attempt ends; those in capitals must not be."""
-MEMBERS, FEATURES, ROWS, ROUNDS, SHARD = 64, 128, 256, 6, 8
 AWAY = (1.0, 6.0)
 """Seconds at least and at most until what does not come back by itself is started again."""
 
 # --- the run, in a process of its own
 
 
-def training(steps: int) -> Any:
-    """Rounds of local SGD as one function: server state, state of each client, exact reductions."""
-    import jax
-    import jax.numpy as jnp
-
-    import beamjax as bj
-
-    def train(w: Any, momentum: Any, x: Any, y: Any) -> Any:
-        def step(_: Any, state: Any) -> Any:
-            w, momentum = state
-            momentum = 0.9 * momentum + x.T @ (x @ w - y) / ROWS
-            return w - 1e-4 * momentum, momentum
-
-        new, momentum = jax.lax.fori_loop(0, steps, step, (w, momentum))
-        return new - w, momentum, jnp.mean((x @ new - y) ** 2)
-
-    @bj.program(placements={"clients": MEMBERS})
-    def one_round(w: Any, momentum: Any, x: Any, y: Any) -> Any:
-        moves, momentum, loss = bj.map_fn(train, (bj.broadcast(w), momentum, x, y))
-        told = bj.reduce_mean(loss), bj.reduce_max(loss)
-        return w + bj.reduce_mean(moves), momentum, told
-
-    def rounds(w: Any, momentum: Any, x: Any, y: Any) -> Any:
-        def body(state: Any, _: Any) -> Any:
-            w, momentum, told = one_round(*state, x, y)
-            return (w, momentum), told
-
-        return jax.lax.scan(body, (w, momentum), None, length=ROUNDS)
-
-    return rounds
-
-
-def arguments() -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((MEMBERS, ROWS, FEATURES), np.float32)
-    y = rng.standard_normal((MEMBERS, ROWS), np.float32)
-    return np.zeros(FEATURES, np.float32), np.zeros((MEMBERS, FEATURES), np.float32), x, y
-
-
-def launch(steps: int, runner: str, options: dict[str, Any]) -> None:
-    """What a killed launcher is: one call of `run`; tells on stdout how it ended."""
-    import jax
-
-    import beamjax as bj
-    from beamjax.errors import BeamjaxError
-
-    rounds = training(steps)
-    print(json.dumps({"begins": True}), flush=True)
-    try:
-        found = bj.run(
-            rounds, *arguments(), runner=runner, options={"shard_size": SHARD, **options}
-        )
-    except BeamjaxError as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
-        sys.exit(1)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        digest.update(f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes())
-    told: dict[str, Any] = {"bits": digest.hexdigest()}
-    if runner == "local":
-        by_jit = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(rounds)(*arguments()))]
-        pairs = zip(leaves, by_jit, strict=True)
-        told["differs"] = max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
-    print(json.dumps(told))
-
-
 class Run:
     """A launcher as a child process, which may be killed and started again."""
 
     def __init__(self, steps: int, runner: str, options: dict[str, Any], errors: Path):
-        self.call = f"faults.launch({steps}, {runner!r}, {options!r})"
+        self.call = f"faults_job.launch({steps}, {runner!r}, {options!r})"
         self.errors = errors
         self.begun = threading.Event()
         self.start()
@@ -127,7 +56,7 @@ class Run:
         folder = str(Path(__file__).resolve().parent)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         env = {"JAX_PLATFORMS": "cpu"} | os.environ | {"PYTHONPATH": path}
-        command = [sys.executable, "-c", f"import faults; {self.call}"]
+        command = [sys.executable, "-c", f"import faults_job; {self.call}"]
         with open(self.errors, "ab") as errors:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
@@ -147,7 +76,7 @@ class Run:
         self.process.communicate()
 
     def told(self) -> dict[str, Any]:
-        """How it ended, as `launch` says it; nothing if it did not."""
+        """How it ended, as `faults_job.launch` says it; nothing if it did not."""
         lines = self.process.communicate()[0].splitlines()
         return dict(json.loads(lines[-1])) if lines else {}
 

@@ -75,7 +75,7 @@ def test_a_process_that_was_left_is_found(faults, tmp_path):
 
 
 def test_the_run_is_right_without_any_kill():
-    command = [sys.executable, "-c", "import faults; faults.launch(2, 'local', {})"]
+    command = [sys.executable, "-c", "import faults_job; faults_job.launch(2, 'local', {})"]
     path = {"PYTHONPATH": str(SCRIPT.parent), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | path)
     assert done.returncode == 0, done.stderr
