@@ -75,6 +75,8 @@ def _leaf(array: np.ndarray, kind: Any, x64: bool, path: str) -> Any:
     kind = records.checked(kind if isinstance(kind, dict) else {}, types, path)
     if array.dtype == jax.dtypes.float0:
         return array
+    if kind["impl"] and kind["weak"]:
+        raise ArrayFormatError(f"{path}: found keys of a weak type, expected numbers or keys")
     with with_x64(x64):
         try:
             leaf = wrap(jax.numpy.asarray(array), kind["impl"])

@@ -56,6 +56,10 @@ def tree_from_json(record: Any, path: str) -> PyTreeDef:
         return jax.tree_util.tree_structure(_example(record, path))
     except RecursionError:
         raise ArrayFormatError(f"{path}: found a tree that is too deep") from None
+    except ValueError as error:  # of JAX, which sorts the keys of a dict
+        if isinstance(error, ArrayFormatError):
+            raise
+        raise ArrayFormatError(f"{path}: found no structure of a tree ({error})") from error
 
 
 def _example(record: Any, path: str) -> Any:

@@ -225,7 +225,8 @@ class StackedSource(Source, kind="stacked"):
                 raise
             raise ArrayFormatError(f"{self.path}: found no list of a stack ({error})") from error
         types = [(s.leaves[n].shape, s.leaves[n].dtype) for s, n in entries if n < len(s.leaves)]
-        if types != [(self.leaf.shape[1:], self.leaf.dtype)] * self.leaf.shape[0]:
+        each = self.leaf.shape[1:], self.leaf.dtype
+        if len(types) != self.leaf.shape[0] or any(found != each for found in types):
             raise ArrayFormatError(
                 f"{self.path}: found a stack of {types!r:.200}, expected {self.leaf}"
             )

@@ -18,7 +18,7 @@ import pytest
 from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
 import beamjax as bj
-from beamjax import process_ids, records
+from beamjax import job_results, process_ids, records
 from beamjax.errors import (
     ArrayFormatError,
     JobCancelledError,
@@ -514,3 +514,10 @@ def test_processes_are_told_apart():
         time.sleep(0.1)
     assert process_ids.is_alive(here | {"pid": child.pid}) is False
     child.wait()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "no such", "x" * 300])
+def test_a_result_of_keys_that_there_are_not(impl):
+    for data, weak in ((np.zeros(2, np.uint32), True), (np.zeros((), np.uint32), False)):
+        with pytest.raises(ArrayFormatError, match=r"^p: found .*keys of"):
+            job_results._leaf(data, {"impl": impl, "weak": weak}, False, "p")

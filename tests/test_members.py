@@ -191,3 +191,10 @@ def test_views_open_nothing_until_they_are_read(tmp_path):
         source.to_spec()
         with pytest.raises((SourceError, OSError), match=r"nowhere|No such file"):
             source.read(0, 1)
+
+
+def test_a_stack_that_is_said_to_be_huge_takes_no_memory(tmp_path):
+    name = StackedSource.write(str(tmp_path), [])
+    leaf = LeafSpec((2**47,), np.dtype("float32"))
+    with pytest.raises(ArrayFormatError, match=r"found a stack of \[\], expected float32"):
+        StackedSource(str(tmp_path / name), leaf, 6).read(0, 1)

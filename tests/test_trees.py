@@ -50,7 +50,8 @@ def test_other_nodes_are_told_by_name(tree):
         tree_from_json(record, "p")
 
 
-@pytest.mark.parametrize("record", [3, "x", [], {}, {"list": None}, {"dict": [["a"]]}, {"of": []}])
+@pytest.mark.parametrize("record", [3, "x", [], {}, {"list": None}, {"dict": [["a"]]}, {"of": []},
+                                    {"dict": [["a", "*"], [1, "*"]]}])  # fmt: skip
 def test_what_is_no_structure(record):
     with pytest.raises(ArrayFormatError, match=r"^p: found"):
         tree_from_json(record, "p")
