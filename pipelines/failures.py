@@ -6,12 +6,14 @@ process looks for such records, and raises the first of them, whatever the runne
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
 import re
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,9 @@ from beamjax.pipelines.store import Store
 
 _STEM = "error-"
 _TOLD_CHARACTERS = 4000
+_SECONDS_BETWEEN_LOOKS = 10.0
+OFTEN = 3
+"""Failures of one shard after which it is not tried again, whatever the runner thinks."""
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,13 +76,52 @@ def recorded_error(store: Store) -> BeamjaxError | None:
 
     Its `failure.others` counts the others, and its message says so.
     """
-    found = []
+    return _first([_read(store, name) for name in _names(store)])
+
+
+class RepeatedError:
+    """Looks for what fails again and again, so that nobody waits until a runner has had enough.
+
+    Args:
+      store: of the run.
+    """
+
+    def __init__(self, store: Store):
+        self.store = store
+        self._every = _SECONDS_BETWEEN_LOOKS if files.is_url(store.root) else 0.0
+        self._looked = float("-inf")
+        self._found: dict[str, BeamjaxError | None] = {}
+
+    def __call__(self) -> BeamjaxError | None:
+        """The first error, if a shard, or a step without shards, failed often enough."""
+        if time.monotonic() - self._looked < self._every:
+            return None
+        self._looked = time.monotonic()
+        for name in _names(self.store):
+            if name not in self._found:
+                self._found[name] = _read(self.store, name)
+        known = [error.failure for error in self._found.values() if error and error.failure]
+        counts = collections.Counter((failure.step, failure.shard) for failure in known)
+        often = max(counts.values(), default=0) >= OFTEN
+        return _first(list(self._found.values())) if often else None
+
+
+def _names(store: Store) -> list[str]:
     with contextlib.suppress(Exception):
-        for name in files.names(store.root):
-            if name.startswith(_STEM) and name.endswith(records.SUFFIX):
-                path = files.join(store.root, name)
-                with contextlib.suppress(Exception):
-                    found.append(records.error_of(records.decode(files.read(path), path), path))
+        names = files.names(store.root)
+        return [name for name in names if name.startswith(_STEM) and name.endswith(records.SUFFIX)]
+    return []
+
+
+def _read(store: Store, name: str) -> BeamjaxError | None:
+    path = files.join(store.root, name)
+    with contextlib.suppress(Exception):
+        return records.error_of(records.decode(files.read(path), path), path)
+    return None
+
+
+def _first(errors: Sequence[BeamjaxError | None]) -> BeamjaxError | None:
+    found = [error for error in errors if error is not None]
     if not found:
         return None
     first = min(found, key=lambda error: error.failure.time if error.failure else 0.0)

@@ -18,7 +18,7 @@ from beamjax import process_ids, working_files
 from beamjax.at_work import Table, placed_error
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.pipelines import files
-from beamjax.pipelines.failures import record_error
+from beamjax.pipelines.failures import RepeatedError, record_error
 from beamjax.pipelines.store import Store
 from beamjax.plan import Map, Step
 from beamjax.shards import Shard
@@ -156,12 +156,16 @@ class Look:
         self.steps = steps
         self.keeps = keeps
         self._lost = False
+        self._repeated = RepeatedError(store)
 
     def __call__(self) -> BeamjaxError | None:
         """What is wrong with the workers, if anything is."""
         table = _tables.get(self.store.root)
         if table is not None and table.late is not None:
             return table.late
+        repeated = self._repeated()
+        if repeated is not None:
+            return repeated
         found = lost_worker(self.store, self.steps) if self.keeps else None
         # At the second look, so that a runner that learns of it by itself can end in its own way.
         lost, self._lost = self._lost, found is not None

@@ -17,7 +17,7 @@ import beamjax as bj
 from beamjax import records
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure, SourceError, WorkerError
 from beamjax.pipelines import files, waiting
-from beamjax.pipelines.failures import own_errors, record_error, recorded_error
+from beamjax.pipelines.failures import RepeatedError, own_errors, record_error, recorded_error
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.shards import Shard, shard_errors
@@ -74,6 +74,18 @@ def test_no_record_no_error(store):
     assert recorded_error(store) is None
     store.put([np.zeros(3)])
     assert recorded_error(store) is None
+
+
+def test_what_fails_again_and_again(store):
+    look = RepeatedError(store)
+    assert look() is None
+    for shard in (3, 4, 3, 5, None, 6):
+        record_error(store, raised(WorkerError(f"shard {shard}"), Failure("a", shard)))
+        assert look() is None
+    record_error(store, raised(WorkerError("once more"), Failure("a", 3)))
+    found = look()
+    assert str(found).startswith("shard 3 (the first of 7 failures")
+    assert found.failure.others == 6
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "fields"])
