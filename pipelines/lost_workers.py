@@ -18,7 +18,7 @@ from beamjax import process_ids, working_files
 from beamjax.at_work import Table, placed_error
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.pipelines import files
-from beamjax.pipelines.failures import RepeatedError, record_error
+from beamjax.pipelines.failures import OFTEN, RepeatedError, record_error
 from beamjax.pipelines.store import Store
 from beamjax.plan import Map, Step
 from beamjax.shards import Shard
@@ -148,7 +148,8 @@ class Look:
     Args:
       store: of the run.
       steps: of the pipeline.
-      keeps: whether a worker process that died is an error, since the runner starts no other one.
+      keeps: whether a worker process that died is an error, since the runner starts no other one;
+        else it is one where several died at one shard.
     """
 
     def __init__(self, store: Store, steps: Sequence[Step], keeps: bool):
@@ -166,7 +167,9 @@ class Look:
         repeated = self._repeated()
         if repeated is not None:
             return repeated
-        found = lost_worker(self.store, self.steps) if self.keeps else None
+        if not self.keeps:
+            return lost_worker(self.store, self.steps) if _deaths(self.store) >= OFTEN else None
+        found = lost_worker(self.store, self.steps)
         # At the second look, so that a runner that learns of it by itself can end in its own way.
         lost, self._lost = self._lost, found is not None
         return found if lost else None
@@ -183,6 +186,12 @@ def end_workers(store: Store) -> None:
 
 def _dead(store: Store) -> list[tuple[str, WorkingProcess]]:
     return [found for found in _processes(store) if process_ids.is_alive(found[1].process) is False]
+
+
+def _deaths(store: Store) -> int:
+    """How many worker processes died at the shard at which most did."""
+    places = [(e.step, e.shard) for _, working in _dead(store) for e in working.entries]
+    return max(collections.Counter(places).values(), default=0)
 
 
 def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:

@@ -3,7 +3,6 @@
 Run by `pytest -n0 --clusters tests/test_cluster_failures.py`; see `cluster_runners`.
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -15,19 +14,14 @@ import faults
 import jax
 import numpy as np
 import pytest
-from cluster_runners import params, starter
+from cluster_runners import params
+from test_run import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import WorkerError
 from beamjax.pipelines import flink_cluster, job_servers, processes
 
 WHERE = r"step 'map_clients_0' .*shard 1 of placement 'clients', members 8 to 15: "
-
-
-@pytest.fixture(scope="module")
-def started():
-    with contextlib.ExitStack() as stack:
-        yield starter(stack)
 
 
 @pytest.fixture
@@ -64,6 +58,37 @@ def test_a_body_that_hangs(runner, tmp_path):
     assert healthy(runner)
     (tmp_path / "next").mkdir()
     np.testing.assert_array_equal(attempt(runner, "none", tmp_path / "next"), faults.TOTAL)
+
+
+@pytest.mark.parametrize("runner", params("prism", "flink"), indirect=True)
+def test_members_that_fail_are_dropped(runner, tmp_path):
+    """In two passes: the second one is told of those whom the first one drops."""
+
+    def refuse(v):
+        if v[0] in (9, 12):
+            raise ValueError("no such member")
+        return v
+
+    out = jax.ShapeDtypeStruct((3,), "float32")
+    call = lambda v: jax.pure_callback(refuse, out, v, vmap_method="sequential")
+
+    @bj.program(clients=faults.N)
+    def program(x):
+        mean = bj.reduce_mean(bj.map_fn(call, x))
+        return mean, bj.reduce_sum(bj.map_fn(lambda v, m: v / (v - m), (x, bj.broadcast(mean))))
+
+    options = {"on_error": "drop", "on_nonfinite": "drop", "drop_limit": 0.5, "shard_size": 8}
+    expected = bj.run(program, faults.X, runner="local", options=options)
+    letters = tmp_path / "dead.jsonl"
+    job = bj.launch(
+        program, faults.X, runner=runner.name,
+        options=runner.flags(**options, dead_letters=str(letters)),
+    )  # fmt: skip
+    assert_same_bits(job.result(), expected)
+    rest = np.delete(faults.X, [9, 12], axis=0)
+    np.testing.assert_allclose(expected[0], rest.mean(0), rtol=1e-6)
+    assert [(each.member, each.reason) for each in job.dropped] == [(9, "error"), (12, "error")]
+    assert len(letters.read_text().splitlines()) == 2
 
 
 @pytest.mark.flink

@@ -146,6 +146,10 @@ def test_a_look_says_it_at_the_second_time(store):
     assert look() is None
     assert re.match(WHERE, str(look()))
     assert patient() is patient() is None
+    finish(store, "segfaults")
+    assert patient() is None
+    finish(store, "segfaults")
+    assert re.match(WHERE, str(patient()))
 
 
 def test_workers_are_ended(store):
