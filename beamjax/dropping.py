@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import os
@@ -118,6 +119,7 @@ class DeadLetters:
         self.limit = limit
         self.path = path
         self._found: dict[tuple[str, int], Dropped] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -139,18 +141,28 @@ class DeadLetters:
         Raises:
           WorkerError: there are too many.
         """
+        if not self._add(found):
+            return
+        self.write()
+        for placement, n in sizes.items():
+            count = self._counts[placement]
+            if n is None or not count or (count <= self.limit * n and count < n):
+                continue
+            dropped = [each for each in self.dropped if each.placement == placement]
+            raise WorkerError(
+                f"{_summary(dropped)}. That is {count} of {n} members, and drop_limit="
+                f"{self.limit:g} allows {min(int(self.limit * n), n - 1)}: find out why they fail, "
+                "or raise the option drop_limit"
+            )
+
+    def _add(self, found: Iterable[Dropped]) -> bool:
+        """Whether there are new ones among them."""
         with self._lock:
             before = len(self._found)
             for each in found:
-                self._found.setdefault((each.placement, each.member), each)
-            if len(self._found) == before:
-                return
-        self.write()
-        dropped = self.dropped
-        for placement, n in sizes.items():
-            own = [each for each in dropped if each.placement == placement]
-            if n is not None and own:
-                check_limit(own, n, self.limit)
+                if self._found.setdefault((each.placement, each.member), each) is each:
+                    self._counts[each.placement] += 1
+            return len(self._found) > before
 
     def begin(self, *, anew: bool) -> None:
         """Removes the file, or reads what a run that goes on from a checkpoint wrote into it.
@@ -168,8 +180,7 @@ class DeadLetters:
         if anew:
             files.remove_files(folder, [name])
             return
-        for each in decode_lines(bytes(files.read(self.path)), self.path):
-            self._found.setdefault((each.placement, each.member), each)
+        self._add(decode_lines(bytes(files.read(self.path)), self.path))
 
     def write(self) -> None:
         """Writes the file, with all that are known."""
@@ -185,21 +196,6 @@ class DeadLetters:
         if dropped:
             where = f"; {self.path} lists them" if self.path else ""
             _LOG.warning("%s%s", _summary(dropped), where)
-
-
-def check_limit(dropped: list[Dropped], n: int, limit: float) -> None:
-    """Checks how many members of one placement were dropped.
-
-    Raises:
-      WorkerError: more than the share `limit` of the n members, or all of them.
-    """
-    count = len({each.member for each in dropped})
-    if count <= limit * n and count < n:
-        return
-    raise WorkerError(
-        f"{_summary(dropped)}. That is {count} of {n} members, and drop_limit={limit:g} allows "
-        f"{min(int(limit * n), n - 1)}: find out why they fail, or raise the option drop_limit"
-    )
 
 
 def _summary(dropped: Iterable[Dropped]) -> str:

@@ -12,6 +12,8 @@ import numpy as np
 from beamjax.at_work import AtWork, Table, bounded
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
+from beamjax.dropping import DeadLetters, Dropped
+from beamjax.errors import WorkerError
 from beamjax.inputs import Inputs
 from beamjax.liveness import Position, step_index
 from beamjax.meters import Meter
@@ -248,6 +250,7 @@ class _Evaluation:
             self.placed[name] = np.empty((n or 0, *value.shape), np.dtype(value.dtype))
         accumulators = new_accumulators(step, self.options.reduction)
         trees = execute.trees()
+        letters = DeadLetters(self.options.drop_limit)
         meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
         meter.start()
         for shard, operands, lost, nbytes in (
@@ -257,7 +260,7 @@ class _Evaluation:
             with self.at_work("computing", step, shard):
                 found = execute(shard, operands, lost)
             meter.lap("compute")
-            self.monitor.drop(found.dropped, self.plan.sizes)
+            self.drop(letters, found.dropped)
             for name, array in zip(step.results, found.results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
             lanes = len(step.lanes)
@@ -271,6 +274,7 @@ class _Evaluation:
             meter.lap("merge")
             meter.shard(shard.start, shard.count)
             meter.start()
+        self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:
             self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
         meter.start()
@@ -282,6 +286,14 @@ class _Evaluation:
                 self.served.update(finish_tree(combine, tree))
         meter.lap("merge")
         meter.apart()
+
+    def drop(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
+        """Adds members to those that a pass drops; of too many, all are told."""
+        try:
+            letters.add(found, self.plan.sizes)
+        except WorkerError:
+            self.monitor.drop(letters.dropped, self.plan.sizes)
+            raise
 
     def read(self, step: Map) -> Iterator[Read]:
         """The shards of a pass, and what is read of them."""

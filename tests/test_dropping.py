@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax.dropping import DeadLetters, Dropped, decode_lines, encode_lines
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
+from beamjax.monitor import Monitor
 from beamjax.source_base import LeafSpec, Source
 
 N = 21
@@ -250,6 +251,14 @@ def test_too_many_members_fail(way, limit, allowed):
         DeadLetters(limit).add(found, {"clients": N, "others": None})
 
 
+def test_those_who_were_too_many_are_listed(tmp_path):
+    path = tmp_path / "dead.jsonl"
+    options = {"on_nonfinite": "drop", "drop_limit": 0.1, "dead_letters": path}
+    with pytest.raises(WorkerError, match="3 of 21 members"):
+        run(reductions, values({2, 3, 4, 20}), **options)
+    assert letters(path) == [(k, "nonfinite") for k in (2, 3, 4)]
+
+
 @pytest.mark.parametrize("way", ["local", "one"])
 @pytest.mark.parametrize("program", [reductions, bj.program(clients=N)(bj.reduce_mean)])
 def test_all_members_fail(way, program):
@@ -347,15 +356,14 @@ def test_a_run_goes_on_from_a_checkpoint_with_those_who_are_left(tmp_path, monke
     fn = bj.program(clients=N)(rounds)
     options = {"on_nonfinite": "drop", "dead_letters": path, "checkpoint": tmp_path / "saved"}
     whole = run(fn, w, x, on_nonfinite="drop")
-    add, calls = DeadLetters.add, []
+    drop = Monitor.drop
 
     def stop(self, found, sizes):
-        calls.append(1)
-        if len(calls) == 3:
+        if found and len(self.letters) == 2:
             raise KeyboardInterrupt
-        return add(self, found, sizes)
+        drop(self, found, sizes)
 
-    monkeypatch.setattr(DeadLetters, "add", stop)
+    monkeypatch.setattr(Monitor, "drop", stop)
     with pytest.raises(KeyboardInterrupt):
         run(fn, w, x, **options)
     monkeypatch.undo()
