@@ -17,6 +17,7 @@ from beamjax.monitor import Monitor
 from beamjax.pipelines import build, lost_workers, waiting
 from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.failures import own_errors
+from beamjax.pipelines.loopback import loopback_only
 from beamjax.pipelines.outputs import Outputs
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StoredBody
@@ -89,11 +90,13 @@ class Launcher:
         look = lost_workers.Look(store, plan.steps, isinstance(runner, _KEEP_WORKERS))
         if not isinstance(runner, FnApiRunner):
             waiting.run(pipeline, flags, monitor.running, look)
-        elif shared and connection.options.shard_timeout is None:
-            waiting.run(pipeline, flags, monitor.running)
-        else:
-            end = functools.partial(lost_workers.end_workers, store)
-            waiting.run_apart(pipeline, look, None if shared else end)
+            return
+        with loopback_only():
+            if shared and connection.options.shard_timeout is None:
+                waiting.run(pipeline, flags, monitor.running)
+            else:
+                end = functools.partial(lost_workers.end_workers, store)
+                waiting.run_apart(pipeline, look, None if shared else end)
 
     def outputs(
         self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store

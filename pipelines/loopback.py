@@ -1,0 +1,66 @@
+"""Servers of Beam's in-memory runner at loopback addresses.
+
+Where its workers are processes, or threads that it talks to by gRPC, Beam opens servers for them at
+all addresses of the machine, and has no option for that. Who reaches them can take the place of a
+worker. Its workers look for them at "localhost" in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from apache_beam.runners.portability import local_job_service
+from apache_beam.runners.portability.fn_api_runner import worker_handlers
+
+EVERYWHERE, HERE = "[::]:", "localhost:"
+_MODULES: tuple[Any, ...] = (worker_handlers, local_job_service)
+"""Where Beam makes these servers."""
+_lock = threading.Lock()
+_users = 0
+
+
+class _Instead:
+    """An object, but for what a subclass has of its own."""
+
+    def __init__(self, original: Any):
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _Server(_Instead):
+    """A server of gRPC that is not for others."""
+
+    def add_insecure_port(self, address: str) -> int:
+        port: int = self._original.add_insecure_port(address.replace(EVERYWHERE, HERE))
+        return port
+
+
+class _Grpc(_Instead):
+    """The package grpc, which makes such servers."""
+
+    def server(self, *args: Any, **kwargs: Any) -> _Server:
+        return _Server(self._original.server(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """A context in which Beam's in-memory runner opens servers at loopback addresses only."""
+    global _users
+    with _lock:
+        if not _users:
+            for module in _MODULES:
+                module.grpc = _Grpc(module.grpc)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                for module in _MODULES:
+                    module.grpc = module.grpc._original
