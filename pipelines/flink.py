@@ -12,7 +12,7 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import flink_cluster, job_servers, orphans
+from beamjax.pipelines import flink_cluster, jars, job_servers, orphans
 from beamjax.pipelines.cluster_options import ClusterOptions
 
 _EMBEDDED = ("[local]", "[auto]")
@@ -50,6 +50,8 @@ def connected(options: PipelineOptions) -> PipelineOptions:
                 f"with `beamjax flink up --folder {named}`"
             )
     embedded = flink.flink_master in _EMBEDDED
-    master = f"--flink-master={'[local]' if embedded else flink.flink_master}"
+    arguments = [f"--flink-master={'[local]' if embedded else flink.flink_master}"]
+    if embedded:
+        arguments.append(f"--flink-conf-dir={jars.SOURCES / 'flink-local'}")
     driver = "flink.FlinkJobServerDriver"
-    return job_servers.connected_to_java(options, "Flink", driver, master, embedded)
+    return job_servers.connected_to_java(options, "Flink", driver, arguments, embedded)

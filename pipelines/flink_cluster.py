@@ -221,13 +221,14 @@ def _plan(settings: Settings) -> Cluster:
 def _start(folder: Path, cluster: Cluster) -> None:
     settings = cluster.settings
     classpath = jars.classpath("flink")
-    classes = jars.not_staging(classpath)
-    rpc_port, artifact_port, expansion_port = processes.free_ports(3)
+    loopback = jars.own_classes(classpath, "ServerFactory")
+    job_server = jars.own_classes(classpath, "ServerFactory", "ClasspathScanningResourcesDetector")
+    rpc_port, artifact_port = processes.free_ports(2)
     configuration = _configuration(folder, cluster, rpc_port)
 
     def run(name: str, heap: int, *arguments: str) -> Process:
-        front = [classes] if name == "jobserver" else []
-        command = jars.java(heap, [*front, classpath], *arguments)
+        front = job_server if name == "jobserver" else loopback
+        command = jars.java(heap, [front, classpath], *arguments)
         return processes.start(name, command, folder)
 
     started = []
@@ -251,7 +252,7 @@ def _start(folder: Path, cluster: Cluster) -> None:
         started.append(run(f"taskmanager-{number}", settings.heap, *arguments))
     arguments = jars.job_server(
         "flink.FlinkJobServerDriver",
-        (cluster.job_port, artifact_port, expansion_port),
+        (cluster.job_port, artifact_port),
         folder,
         f"--flink-master=localhost:{cluster.rest_port}",
         f"--flink-conf-dir={configuration}",

@@ -21,7 +21,8 @@ JAVA_OPTIONS = (
 )
 """What Flink 1.16 and Spark 3.2 need of Java 17, and times in their logs."""
 
-_SOURCES = Path(__file__).parent / "java"
+SOURCES = Path(__file__).parent / "java"
+"""What is given to Maven, to Java's compiler, and to Flink."""
 _LOG = logging.getLogger("beamjax")
 
 
@@ -34,7 +35,7 @@ def classpath(name: str) -> Path:
     Raises:
       OptionsError: there is no Maven or no JDK, or Maven cannot fetch them.
     """
-    pom = _SOURCES / f"{name}.xml"
+    pom = SOURCES / f"{name}.xml"
     purpose = f"the jars of {name.capitalize()}"
     folder = tools.cache_folder(f"{name}-{_digest(pom)}")
     jars = folder / "jars"
@@ -55,21 +56,25 @@ def classpath(name: str) -> Path:
     return jars
 
 
-def not_staging(jars: Path) -> Path:
-    """A folder of classes, for the front of a job server's classpath, so that it sends no jars.
+def own_classes(jars: Path, *names: str) -> Path:
+    """A folder of classes that stand before Beam's of the same names, for the front of a classpath.
+
+    Args:
+      jars: from `classpath`.
+      *names: of files in the folder `java`, which say what they are for.
 
     Raises:
       OptionsError: there is no JDK, or it cannot compile them.
     """
-    source = _SOURCES / "ClasspathScanningResourcesDetector.java"
-    folder = jars.parent / f"classes-{_digest(source)}"
+    sources = [SOURCES / f"{name}.java" for name in names]
+    folder = jars.parent / f"classes-{_digest(*sources)}"
     with tools.locked(jars.parent):
         if not folder.exists():
-            purpose = "the job server of Flink"
+            purpose = f"the servers of Beam ({', '.join(names)})"
             made = jars.parent / "compiled"
             shutil.rmtree(made, ignore_errors=True)
             javac = tools.require("javac", purpose)
-            command = [javac, "-nowarn", "-cp", f"{jars}/*", "-d", str(made), str(source)]
+            command = [javac, "-nowarn", "-cp", f"{jars}/*", "-d", str(made), *map(str, sources)]
             tools.run(command, purpose)
             os.replace(made, folder)
     return folder
@@ -80,7 +85,7 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
 
     Args:
       heap: in MiB.
-      classes: folders of jars or of classes, as `classpath` and `not_staging` give them.
+      classes: folders of jars or of classes, as `classpath` and `own_classes` give them.
       *arguments: options of Java, the main class, and its arguments.
 
     Raises:
@@ -96,7 +101,7 @@ def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str)
 
     Args:
       driver: the class, below `org.apache.beam.runners`.
-      ports: for jobs, for artifacts and for expansions.
+      ports: for jobs and for artifacts. Nobody asks it to expand transforms.
       folder: below which artifacts go.
       *arguments: those that the others lack.
     """
@@ -105,11 +110,11 @@ def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str)
         "--job-host=localhost",
         f"--job-port={ports[0]}",
         f"--artifact-port={ports[1]}",
-        f"--expansion-port={ports[2]}",
+        "--expansion-port=-1",
         f"--artifacts-dir={folder / 'artifacts'}",
         *arguments,
     ]
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+def _digest(*paths: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]

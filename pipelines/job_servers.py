@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,12 @@ def names_one(options: PipelineOptions, runner: str) -> bool:
 
 
 def connected_to_java(
-    options: PipelineOptions, name: str, driver: str, master: str, embedded: bool
+    options: PipelineOptions,
+    name: str,
+    driver: str,
+    arguments: Sequence[str],
+    embedded: bool,
+    java_options: Sequence[str] = (),
 ) -> PipelineOptions:
     """Options with which a runner finds a job server of Beam in Java, which runs or is started.
 
@@ -99,8 +104,9 @@ def connected_to_java(
       options: of Beam.
       name: "Flink" or "Spark".
       driver: the class of the job server, below `org.apache.beam.runners`.
-      master: the argument that says where it runs jobs.
+      arguments: of the job server, that say where it runs jobs, and how.
       embedded: whether it runs them itself, and workers are threads of this process.
+      java_options: of its Java.
 
     Raises:
       OptionsError: there is no Java, or the job server does not start.
@@ -108,11 +114,13 @@ def connected_to_java(
     if embedded:
         options = with_defaults(options, environment_type="LOOPBACK")
     classpath = jars.classpath(name.lower())
+    loopback = jars.own_classes(classpath, "ServerFactory")
 
     def command(ports: list[int], folder: Path) -> list[str]:
-        return jars.java(_HEAP, [classpath], *jars.job_server(driver, ports, folder, master))
+        called = jars.job_server(driver, ports, folder, *arguments)
+        return jars.java(_HEAP, [loopback, classpath], *java_options, *called)
 
-    server = serve(name, (name, master), command)
+    server = serve(name, (name, *arguments), command)
     return with_defaults(options, job_endpoint=server.endpoint)
 
 

@@ -6,6 +6,13 @@ from apache_beam.options.pipeline_options import PipelineOptions, SparkRunnerOpt
 
 from beamjax.pipelines import job_servers
 
+_LOOPBACK = (
+    "-Dspark.driver.bindAddress=127.0.0.1",
+    "-Dspark.driver.host=127.0.0.1",
+    "-Dspark.ui.enabled=false",
+)
+"""Has Spark in one process listen for itself alone."""
+
 
 def connected(options: PipelineOptions) -> PipelineOptions:
     """Options with which a `SparkRunner` finds its job server, which is started if need be.
@@ -16,10 +23,12 @@ def connected(options: PipelineOptions) -> PipelineOptions:
     if job_servers.names_one(options, "spark"):
         return options
     master = options.view_as(SparkRunnerOptions).spark_master_url
+    embedded = master.startswith("local")
     return job_servers.connected_to_java(
         options,
         "Spark",
         "spark.SparkJobServerDriver",
-        f"--spark-master-url={master}",
-        embedded=master.startswith("local"),
+        [f"--spark-master-url={master}"],
+        embedded,
+        _LOOPBACK if embedded else (),
     )

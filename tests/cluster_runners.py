@@ -26,7 +26,7 @@ flink_cluster.down(sys.argv[1])
 """
 """Stops a cluster where a session of tests is killed and cannot."""
 
-NEEDS = {"prism": ["go"], "flink": ["java", "javac", "mvn"], "spark": ["java", "mvn"]}
+NEEDS = {"prism": ["go"], "flink": ["java", "javac", "mvn"], "spark": ["java", "javac", "mvn"]}
 SECONDS = 200.0
 
 

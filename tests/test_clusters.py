@@ -11,6 +11,7 @@ import re
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import apache_beam as beam
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cluster_runners import params
+from listeners import IS_TOLD, Watch, for_others
 from programs import CASES, X
 from test_run import MORE, assert_close, assert_same_bits, built, by_jit, by_local
 
@@ -56,6 +58,32 @@ def calling(host, n=N):
         return bj.reduce_sum(bj.map_fn(body, x))
 
     return program
+
+
+# --- who listens
+
+
+@pytest.mark.skipif(not IS_TOLD, reason="looks into /proc")
+@pytest.mark.parametrize("runner", params("flink", "flink-embedded", "spark"), indirect=True)
+def test_nobody_else_reaches_the_servers_in_java(runner):
+    """Those of the cluster, and those that Beam opens for workers while a pipeline runs."""
+    fn, args = built(next(iter(CASES)))
+    on(runner, fn, *args)
+    folder = runner.options.get("flink_cluster")
+    if folder is not None:
+        pids = [process.pid for process in processes.known(Path(folder))]
+    else:
+        servers = job_servers._servers.items()
+        pids = [server.process.pid for key, server in servers if key[0] in ("Flink", "Spark")]
+    with Watch(*pids, *(child for pid in pids for child in children_of(pid)), every=0.05) as watch:
+        on(runner, fn, *args)
+    assert watch.found
+    assert not for_others(watch.found)
+
+
+def children_of(pid):
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        yield from path.read_text().split()
 
 
 # --- programs x runners
