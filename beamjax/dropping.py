@@ -7,11 +7,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from beamjax import records
+from beamjax.arrays import decode_array, encode_array
 from beamjax.errors import ArrayFormatError, WorkerError
 
 _LOG = logging.getLogger("beamjax")
@@ -107,6 +110,24 @@ def decode_lines(data: bytes, path: str) -> list[Dropped]:
     return [Dropped.from_json(record, path) for record in found]
 
 
+def encode_file(lines: bytes) -> bytes:
+    """Such lines as a file with checksums."""
+    return encode_array(np.frombuffer(lines, np.uint8))
+
+
+def decode_file(data: bytes | memoryview, path: str) -> list[Dropped]:
+    """The members in what `encode_file` wrote.
+
+    Raises:
+      ArrayFormatError: the bytes at `path` are something else.
+    """
+    try:
+        lines = decode_array(data).tobytes()
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
+    return decode_lines(lines, path)
+
+
 class DeadLetters:
     """The members that a run has dropped, each once, with a file that lists them.
 
@@ -198,10 +219,8 @@ class DeadLetters:
             _LOG.warning("%s%s", _summary(dropped), where)
 
 
-def _summary(dropped: Iterable[Dropped]) -> str:
-    listed = list(dropped)
-    first = min(listed, key=lambda each: (each.placement, each.member))
-    count = len({(each.placement, each.member) for each in listed})
+def _summary(dropped: Sequence[Dropped]) -> str:
+    first, count = dropped[0], len(dropped)
     members = "1 member was" if count == 1 else f"{count} members were"
     return (
         f"{members} dropped, the first is member {first.member} of {first.placement!r} in step "

@@ -27,7 +27,7 @@ import numpy as np
 
 from beamjax import process_ids, records
 from beamjax.arrays import decode_array, encode_array
-from beamjax.dropping import Dropped, decode_lines, encode_lines
+from beamjax.dropping import Dropped, decode_file, encode_file, encode_lines
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.progress import Progress, WorkerRecord
 
@@ -208,8 +208,7 @@ class JobFolder:
 
     def write_dropped(self, dropped: Sequence[Dropped]) -> None:
         """Writes which members were dropped so far."""
-        lines = np.frombuffer(encode_lines(dropped), np.uint8)
-        self._write(_files().join(self.path, _DROPPED), encode_array(lines))
+        self._write(_files().join(self.path, _DROPPED), encode_file(encode_lines(dropped)))
 
     def dropped(self) -> tuple[Dropped, ...]:
         """Undoes `write_dropped`.
@@ -220,10 +219,7 @@ class JobFolder:
         path = _files().join(self.path, _DROPPED)
         if _DROPPED not in _files().names(self.path):
             return ()
-        try:
-            return tuple(decode_lines(decode_array(_files().read(path)).tobytes(), path))
-        except ArrayFormatError as error:
-            raise ArrayFormatError(f"{path}: {error}") from None
+        return tuple(decode_file(_files().read(path), path))
 
     def request_cancel(self) -> None:
         """Asks the launching process and the workers to end the job."""

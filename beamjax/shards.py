@@ -62,6 +62,9 @@ class ShardExecutor:
         self.device = device
         self.size = plan.shard_sizes[step.placement]
         self._types = plan.values
+        # Who is kept is told by the guard, not by the body.
+        told = step.guard is not None and step.guard.tells
+        self._made = step.results[:-1] if told else step.results
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
         # What calls back to the host is given true members only, so that no call is for padding.
@@ -109,8 +112,7 @@ class ShardExecutor:
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """What a body gave as placed results and partials."""
         step = self.step
-        told = 1 if step.guard is not None and step.guard.tells else 0
-        results = [x[: shard.count] for x in arrays[: len(step.results) - told]]
+        results = [x[: shard.count] for x in arrays[: len(self._made)]]
         partials: list[Any] = arrays[len(results) :][: len(step.lanes)]
         rest = arrays[len(results) + len(partials) :]
         for combine in step.combines:
@@ -147,8 +149,7 @@ class ShardExecutor:
     def _of_nobody(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
         """What comes out of a shard of which nobody is left."""
         step = self.step
-        told = 1 if step.guard is not None and step.guard.tells else 0
-        types = [self._types[name] for name in step.results[: len(step.results) - told]]
+        types = [self._types[name] for name in self._made]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
         nothing: list[Any] = [None] * (len(step.lanes) + len(step.combines))
         if shard.index or not nothing:

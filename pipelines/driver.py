@@ -215,8 +215,7 @@ class Driver:
         self._rounds_over(len(numbers))
 
     def _rounds_over(self, count: int) -> None:
-        if self.launcher.monitor is not None:
-            self.launcher.monitor.rounds(count)
+        self.launcher.monitor.rounds(count)
 
     def _bind(self, loop: Loop, carried: Sequence[Value]) -> None:
         params = (value.param for value in loop.carried)

@@ -12,6 +12,7 @@ from apache_beam.options.pipeline_options import GoogleCloudOptions, TestOptions
 
 from beamjax.errors import OptionsError
 from beamjax.inputs import Inputs
+from beamjax.monitor import Monitor
 from beamjax.options import Options
 from beamjax.pipelines import build, files
 from beamjax.pipelines.connections import connect
@@ -95,7 +96,7 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
     with sources_for(inputs, store, connection.shared) as sources:
         program = store_program(plan, store, connection.shared)
         try:
-            drive(plan, inputs, sources, DryLauncher(connection, store, program))
+            drive(plan, inputs, sources, DryLauncher(connection, store, Monitor(plan), program))
         except _Translated as done:
             return done.job, store.written
     raise OptionsError(f"{plan.name}: nothing in it is computed on workers, so there is no job")

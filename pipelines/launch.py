@@ -35,16 +35,16 @@ class Launcher:
     Attributes:
       connection: to the runner.
       store: where values are, before and after.
+      monitor: of the job.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
-      monitor: of the job.
     """
 
     connection: Connection
     store: Store
+    monitor: Monitor
     program: Ref | None = None
     bodies: dict[str, StoredBody] = field(default_factory=dict)
-    monitor: Monitor | None = None
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
@@ -61,13 +61,10 @@ class Launcher:
           WorkerError: a body failed, or the runner did.
           JobCancelledError: the job was cancelled.
         """
-        monitor = self.monitor or Monitor(plan)
-        with monitor.pipeline(stem) as reports:
-            return self._run(plan, inputs, stem, replace(self.store, reports=reports), monitor)
+        with self.monitor.pipeline(stem) as reports:
+            return self._run(plan, inputs, stem, replace(self.store, reports=reports))
 
-    def _run(
-        self, plan: Plan, inputs: build.Inputs, stem: str, store: Store, monitor: Monitor
-    ) -> dict[str, Value]:
+    def _run(self, plan: Plan, inputs: build.Inputs, stem: str, store: Store) -> dict[str, Value]:
         connection = self.connection
         with new_pipeline(connection) as pipeline:
             outputs = self.outputs(pipeline, plan, inputs, stem, store)
@@ -77,23 +74,23 @@ class Launcher:
             name = type(connection.runner).__name__
             try:
                 with own_errors(store, name, names, connection.shared, lost):
-                    self._wait(pipeline, store, plan, monitor)
+                    self._wait(pipeline, store, plan)
             finally:
                 lost_workers.end_pipeline(store)
             found = outputs.find()
-            monitor.drop(outputs.dropped(), outputs.sizes(found))
+            self.monitor.drop(outputs.dropped(), outputs.sizes(found))
             return found
 
-    def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan, monitor: Monitor) -> None:
-        connection = self.connection
+    def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
+        connection, running = self.connection, self.monitor.running
         runner, flags, shared = connection.runner, connection.flags, connection.shared
         look = lost_workers.Look(store, plan.steps, isinstance(runner, _KEEP_WORKERS))
         if not isinstance(runner, FnApiRunner):
-            waiting.run(pipeline, flags, monitor.running, look)
+            waiting.run(pipeline, flags, running, look)
             return
         with loopback_only():
             if shared and connection.options.shard_timeout is None:
-                waiting.run(pipeline, flags, monitor.running)
+                waiting.run(pipeline, flags, running)
             else:
                 end = functools.partial(lost_workers.end_workers, store)
                 waiting.run_apart(pipeline, look, None if shared else end)

@@ -123,7 +123,7 @@ def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
       store: of the run.
       steps: of the pipeline.
     """
-    found = [working for _, working in _dead(store) if not working.left]
+    found = _lost(store)
     if not found:
         return None
     # The last one is what the runner gave up on, if it tried again.
@@ -188,9 +188,14 @@ def _dead(store: Store) -> list[tuple[str, WorkingProcess]]:
     return [found for found in _processes(store) if process_ids.is_alive(found[1].process) is False]
 
 
+def _lost(store: Store) -> list[WorkingProcess]:
+    """Those that did not end in good order."""
+    return [working for _, working in _dead(store) if not working.left]
+
+
 def _deaths(store: Store) -> int:
     """How many worker processes died at the shard at which most did."""
-    places = [(e.step, e.shard) for _, working in _dead(store) for e in working.entries]
+    places = [(e.step, e.shard) for working in _lost(store) for e in working.entries]
     return max(collections.Counter(places).values(), default=0)
 
 

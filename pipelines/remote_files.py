@@ -7,7 +7,9 @@ its place at once. Elsewhere it is written under a temporary name and renamed.
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -17,6 +19,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 TEMPORARY = ".tmp"
 OBJECT_STORES = ("gs", "s3", "azfs")
+_ATTEMPTS = 5  # at a name that others write too
 _RAW = CompressionTypes.UNCOMPRESSED
 
 
@@ -37,13 +40,7 @@ def write(path: str, data: bytes, keep: bool) -> None:
     temporary = _temporary(path)
     with systems.create(temporary, compression_type=_RAW) as file:
         file.write(data)
-    try:
-        _rename(temporary, path)
-    except Exception:
-        with contextlib.suppress(Exception):
-            systems.delete([temporary])
-        if not (keep and systems.exists(path)):  # another worker may have been faster
-            raise
+    _replace(temporary, path, len(data) if keep else None)
 
 
 def read(path: str) -> memoryview:
@@ -86,13 +83,31 @@ def copy(source: str, target: str) -> None:
     ):
         shutil.copyfileobj(file, made, 2**20)
     if final != target:
-        _rename(final, target)
+        _replace(final, target, None)
 
 
-def _rename(temporary: str, path: str) -> None:
-    if FileSystems.exists(path):
-        FileSystems.delete([path])
-    FileSystems.rename([temporary], [path])
+def _replace(temporary: str, path: str, kept: int | None) -> None:
+    """Renames, where a name that is taken may be refused and others may do the same at once.
+
+    A file of `kept` bytes that another writer has put there meanwhile is left as it is: readers
+    may have seen it.
+    """
+    systems = _known()
+    for attempt in range(_ATTEMPTS):
+        try:
+            if systems.exists(path):
+                if kept is not None and systems.get_filesystem(path).size(path) == kept:
+                    systems.delete([temporary])
+                    return
+                systems.delete([path])
+            systems.rename([temporary], [path])
+            return
+        except Exception:
+            if attempt + 1 == _ATTEMPTS:
+                with contextlib.suppress(Exception):
+                    systems.delete([temporary])
+                raise
+            time.sleep(random.uniform(0, 0.1 * 2**attempt))
 
 
 def _temporary(path: str) -> str:

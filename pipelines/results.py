@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_array, encode_array, encode_arrays
-from beamjax.dropping import Dropped, decode_lines
+from beamjax.arrays import encode_arrays
+from beamjax.dropping import Dropped, decode_file, encode_file
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
@@ -104,8 +104,8 @@ class WriteDropped(StepFn):
         self.stem = stem
 
     def process(self, element: tuple[Any, Iterable[bytes]]) -> None:
-        lines = np.frombuffer(b"".join(sorted(element[1])), np.uint8)
-        self.store.write(f"{self.stem}-dropped{SUFFIX}", encode_array(lines))
+        lines = b"".join(sorted(element[1]))
+        self.store.write(f"{self.stem}-dropped{SUFFIX}", encode_file(lines))
 
 
 def find_dropped(store: Store, stem: str) -> list[Dropped]:
@@ -118,10 +118,7 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
     if name not in files.names(store.root):
         return []
     path = files.join(store.root, name)
-    try:
-        return decode_lines(decode_array(files.read(path)).tobytes(), path)
-    except ArrayFormatError as error:
-        raise ArrayFormatError(f"{path}: {error}") from None
+    return decode_file(files.read(path), path)
 
 
 def read_served(store: Store, stem: str) -> dict[str, Ref]:

@@ -52,14 +52,15 @@ def run_plan(
       JobCancelledError: the job was cancelled.
     """
     connection = connect(runner, options)
-    folder = monitor.folder.path if monitor and monitor.folder else None
+    monitor = monitor or Monitor(plan)
+    folder = monitor.folder.path if monitor.folder else None
     with (
         folder_of(connection.options),
         temporary_store(connection.options, folder) as store,
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
-        launcher = Launcher(connection, store, program, monitor=monitor)
+        launcher = Launcher(connection, store, monitor, program)
         try:
             return drive(plan, inputs, sources, launcher)
         finally:
@@ -71,8 +72,7 @@ def drive(
 ) -> dict[str, np.ndarray]:
     """Runs a plan with its inputs; see `run_plan`."""
     if open_placements(plan):
-        if launcher.monitor is not None:
-            launcher.monitor.letters.begin(anew=True)
+        launcher.monitor.letters.begin(anew=True)
         return _run_one_pass(plan, inputs, launcher, sources)
     values: dict[str, Value] = {
         name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
@@ -81,8 +81,7 @@ def drive(
     values |= {name: Served(store, array) for name, array in inputs.server().items()}
     options = launcher.connection.options
     keeper = DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
-    if launcher.monitor is not None:
-        launcher.monitor.letters.begin(anew=starts_anew(keeper))
+    launcher.monitor.letters.begin(anew=starts_anew(keeper))
     return Driver(plan, values, launcher, keeper).run()
 
 

@@ -83,19 +83,13 @@ def in_source(name, folder):
     )
 
 
-class Faulty(bj.Source, kind="test-faulty"):
+class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
     """Goes wrong when member 8 is read."""
 
     def __init__(self, name, folder):
+        leaf = source_base.LeafSpec((3,), np.dtype("float32"))
+        super().__init__([leaf], jax.tree.structure(0))
         self.name, self.folder = name, folder
-
-    @property
-    def leaves(self):
-        return (source_base.LeafSpec((3,), np.dtype("float32")),)
-
-    @property
-    def treedef(self):
-        return jax.tree.structure(0)
 
     def __len__(self):
         return N

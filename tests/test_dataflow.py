@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 
 import apache_beam as beam
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.io.filesystems import FileSystems
@@ -16,7 +15,7 @@ from apache_beam.options.pipeline_options import (
 )
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import PipelineRunner
-from cloud import GPU, HINT, IMAGE, INSTALLED, L4, PLACE, with_dataflow
+from cloud import GPU, HINT, IMAGE, INSTALLED, L4, PLACE, W, X, regression, with_dataflow
 from memory_files import FILES, InMemory
 from streams import Numbers, stream
 
@@ -26,17 +25,7 @@ from beamjax.options import parse_options
 from beamjax.pipelines.dataflow import is_dataflow, prepare
 from beamjax.pipelines.store import Store
 
-N = 2000
-X = np.random.default_rng(0).normal(size=(N, 300)).astype(np.float32)
 NUMBERS = np.arange(11, dtype=np.float32)
-W = np.ones((300, 300), np.float32)
-
-
-@bj.program(clients=N)
-def regression(w, x):
-    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
-    mean = bj.reduce_mean(y)
-    return bj.reduce_max(bj.map_fn(lambda u: u - mean, y)), mean
 
 
 def prepared(**given):

@@ -14,7 +14,7 @@ import beamjax as bj
 from beamjax.dropping import DeadLetters, Dropped, decode_lines, encode_lines
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
 from beamjax.monitor import Monitor
-from beamjax.source_base import LeafSpec, Source
+from beamjax.source_base import HoldsLeaves, LeafSpec
 
 N = 21
 THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
@@ -184,15 +184,12 @@ def test_indices_of_members_that_fail_are_not_computed_again():
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
-class Holed(Source, kind="test-holed"):
+class Holed(HoldsLeaves, kind="test-holed"):
     """Members of which some can't be read."""
 
     def __init__(self, bad):
+        super().__init__([LeafSpec((3,), np.dtype("float32"))])
         self.bad = sorted(bad)
-
-    @property
-    def leaves(self):
-        return (LeafSpec((3,), np.dtype("float32")),)
 
     def __len__(self):
         return N

@@ -12,7 +12,7 @@ from apache_beam.internal import pickler
 from apache_beam.portability import common_urns
 from apache_beam.portability.api import beam_runner_api_pb2
 from apache_beam.utils import proto_utils
-from cloud import GPU, HINT, IMAGE, L4, PLACE, with_dataflow
+from cloud import GPU, HINT, IMAGE, L4, PLACE, N, W, X, regression, with_dataflow
 
 import beamjax as bj
 from beamjax import dataflow
@@ -21,17 +21,6 @@ from beamjax.pipelines.combiners import FinishPieces
 from beamjax.pipelines.dry_run import DryStore
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.workers import MapShards
-
-N = 2000
-X = np.random.default_rng(0).normal(size=(N, 300)).astype(np.float32)
-W = np.ones((300, 300), np.float32)
-
-
-@bj.program(clients=N)
-def regression(w, x):
-    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
-    mean = bj.reduce_mean(y)
-    return bj.reduce_max(bj.map_fn(lambda u: u - mean, y)), mean
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import pickle
+import random
 import stat
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,6 +100,14 @@ class _UrlFileSystem(LocalFileSystem):
     def delete(self, paths):
         for path in paths:
             os.remove(self._local(path))
+
+
+def _hesitant(method):
+    def late(*args):
+        time.sleep(random.uniform(0, 0.01))
+        return method(*args)
+
+    return late
 
 
 @pytest.fixture(params=["local", "url"])
@@ -238,7 +248,10 @@ def test_another_process_gets_it(tmp_path):
     assert out.split() == [str(np.arange(20_000).sum()), "False"]
 
 
-def test_writers_at_once(root):
+def test_writers_at_once(root, monkeypatch):
+    # So that each meets files of the others in the midst of what it does.
+    for name in ("exists", "rename", "delete"):
+        monkeypatch.setattr(_UrlFileSystem, name, _hesitant(getattr(_UrlFileSystem, name)))
     place = Store(root, piece_bytes=2**16)
     value = numbers(np.float32, (100_000,))
     with ThreadPoolExecutor(8) as pool:
@@ -247,6 +260,17 @@ def test_writers_at_once(root):
     assert_same(place.get(refs.pop()), [value])
     local = Path(root.removeprefix("bjtest:/"))
     assert not [path for path in local.iterdir() if path.suffix == ".tmp"]
+
+
+def test_writers_of_other_contents_at_once(root, monkeypatch):
+    for name in ("exists", "rename", "delete"):
+        monkeypatch.setattr(_UrlFileSystem, name, _hesitant(getattr(_UrlFileSystem, name)))
+    place = Store(root)
+    contents = [bytes([i]) * 1000 for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda data: place.write("last.json", data), contents))
+    assert bytes(files.read(files.join(root, "last.json"))) in contents
+    assert os.listdir(root.removeprefix("bjtest:/")) == ["last.json"]
 
 
 # ---------------------------------------------------------------- cache
