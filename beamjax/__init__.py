@@ -17,7 +17,6 @@ from beamjax.api import reduce_min as reduce_min
 from beamjax.api import reduce_prod as reduce_prod
 from beamjax.api import reduce_sum as reduce_sum
 from beamjax.api import reduce_weighted_mean as reduce_weighted_mean
-from beamjax.chunk_source import from_chunks as from_chunks
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
 from beamjax.errors import CheckpointError as CheckpointError
@@ -38,15 +37,16 @@ from beamjax.explanation import explain as explain
 from beamjax.jobs import Job as Job
 from beamjax.jobs import JobState as JobState
 from beamjax.jobs import open_job as open_job
-from beamjax.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.options import Options as Options
 from beamjax.progress import Progress as Progress
 from beamjax.reductions import reduce as reduce
 from beamjax.reductions import reduce_by_key as reduce_by_key
-from beamjax.source_base import StreamSource as StreamSource
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
+from beamjax.sources.chunk_source import from_chunks as from_chunks
+from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
+from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.verification import verify as verify
 
 _compat.hide_frames(_os.path.dirname(__file__))

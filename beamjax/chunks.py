@@ -11,7 +11,7 @@ import numpy as np
 from beamjax.arrays import dtype_name
 from beamjax.errors import BeamjaxError, SourceError
 from beamjax.plan import MAX_MEMBERS
-from beamjax.source_base import Source, StreamSource
+from beamjax.sources.source_base import Source, StreamSource
 
 Arrays = list[np.ndarray]
 """One array of consecutive members for each leaf of a source, or for some of them."""

@@ -12,10 +12,10 @@ import numpy as np
 from beamjax.bodies import unwrap
 from beamjax.chunks import Streams, members_of
 from beamjax.errors import SourceError
-from beamjax.grouped_sources import grouped
 from beamjax.plan import Input, Plan
-from beamjax.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources import ArraySource
+from beamjax.sources.grouped_source import grouped
+from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 
 
 @dataclass(frozen=True)

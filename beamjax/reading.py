@@ -20,7 +20,7 @@ from beamjax.interpreters.stage import Argument, declared_sizes
 from beamjax.interpreters.unknown import SOME_NUMBER, UnknownSizeError
 from beamjax.one_pass import obstacle
 from beamjax.options import Options
-from beamjax.source_base import Source, StreamSource
+from beamjax.sources.source_base import Source, StreamSource
 from beamjax.spool import spooled_here
 
 Planner = Callable[[Sequence[Argument]], Any]

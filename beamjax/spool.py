@@ -15,8 +15,8 @@ from beamjax import arrays as wire
 from beamjax.chunks import check_count, checked_chunks
 from beamjax.errors import SourceError
 from beamjax.options import Options
-from beamjax.source_base import LeafSpec, StreamSource
-from beamjax.sources import NpySource, storable, stored_dtype
+from beamjax.sources.npy_source import NpySource, storable, stored_dtype
+from beamjax.sources.source_base import LeafSpec, StreamSource
 
 
 @contextlib.contextmanager

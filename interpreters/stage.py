@@ -18,7 +18,7 @@ from beamjax.interpreters import drjax
 from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.unknown import explained
 from beamjax.placements import observe
-from beamjax.source_base import Source, StreamSource
+from beamjax.sources.source_base import Source, StreamSource
 
 
 @dataclass(frozen=True)

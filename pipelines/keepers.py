@@ -40,7 +40,7 @@ from beamjax.pipelines.checkpointing import BaseKeeper
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.values import Placed, Served, Value, scattered, stack_of
 from beamjax.plan import Plan, ValueType
-from beamjax.source_base import open_spec
+from beamjax.sources.source_base import open_spec
 
 FILE_BYTES = 16 << 20
 

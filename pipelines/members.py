@@ -22,7 +22,7 @@ from beamjax.arrays import decode_arrays, dtype_from_name
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.store import Ref, Store
-from beamjax.source_base import LeafSpec, Source, field, natural, open_spec
+from beamjax.sources.source_base import LeafSpec, Source, field, natural, open_spec
 
 SUFFIX = ".members"
 _MEMBERS = re.compile(r"-(\d+)-(\d+)\.members")

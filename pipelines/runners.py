@@ -25,8 +25,8 @@ from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, forget
 from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
-from beamjax.source_base import StreamSource
 from beamjax.sources import ArraySource, live_spec, register, release
+from beamjax.sources.source_base import StreamSource
 from beamjax.tracker import starts_anew
 
 

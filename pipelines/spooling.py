@@ -17,7 +17,6 @@ import numpy as np
 from apache_beam import typehints
 
 from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.chunk_source import ChunkSource
 from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
@@ -29,7 +28,8 @@ from beamjax.pipelines.results import FILE_BYTES
 from beamjax.pipelines.runners import opened_streams, temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
-from beamjax.source_base import (
+from beamjax.sources.chunk_source import ChunkSource
+from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,

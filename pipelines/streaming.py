@@ -16,7 +16,7 @@ from beamjax.chunks import Streams
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, StepFn
-from beamjax.source_base import StreamSource
+from beamjax.sources.source_base import StreamSource
 
 DEAL_BYTES = 1 << 22
 """Of the blocks that are dealt to a worker together."""

@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Iterator
 
 from beamjax.arrays import encode_arrays
-from beamjax.grouped_sources import GroupedSource
 from beamjax.pipelines import files
 from beamjax.pipelines.members import MembersSource, file_name
 from beamjax.pipelines.store import Store
-from beamjax.source_base import Source
 from beamjax.sources import ArraySource, NpySource
+from beamjax.sources.grouped_source import GroupedSource
+from beamjax.sources.source_base import Source
 
 FILE_BYTES = 16 * 2**20
 """Of one file: what a worker reads for a shard, at least."""

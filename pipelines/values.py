@@ -12,7 +12,7 @@ from beamjax.pipelines import files
 from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Plan, ValueType
-from beamjax.source_base import LeafSpec, open_spec
+from beamjax.sources.source_base import LeafSpec, open_spec
 
 
 class Served:

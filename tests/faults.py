@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import beamjax as bj
-from beamjax import source_base
+from beamjax.sources import source_base
 
 N = 20
 X = np.repeat(np.arange(N, dtype=np.float32)[:, None], 3, axis=1)

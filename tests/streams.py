@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 import beamjax as bj
-from beamjax.source_base import LeafSpec
+from beamjax.sources.source_base import LeafSpec
 
 
 def cut(tree, sizes):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import source_base
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -22,6 +21,7 @@ from beamjax.errors import (
 )
 from beamjax.pipelines import files
 from beamjax.pipelines.store import Store
+from beamjax.sources import source_base
 
 N = 20
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

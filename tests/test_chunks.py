@@ -11,8 +11,8 @@ from streams import Numbers, stream
 
 from beamjax.chunks import Streams, blocks_of, checked_chunks, members_of
 from beamjax.errors import SourceError
-from beamjax.source_base import LeafSpec, StreamSource
 from beamjax.sources import from_arrays
+from beamjax.sources.source_base import LeafSpec, StreamSource
 
 X = (LeafSpec((2,), np.dtype("float32"), path="['x']"),)
 

@@ -14,7 +14,7 @@ import beamjax as bj
 from beamjax.dropping import DeadLetters, Dropped, decode_lines, encode_lines
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
 from beamjax.monitor import Monitor
-from beamjax.source_base import HoldsLeaves, LeafSpec
+from beamjax.sources.source_base import HoldsLeaves, LeafSpec
 
 N = 21
 THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]

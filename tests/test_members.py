@@ -20,8 +20,8 @@ from beamjax.pipelines.members import (
     members_in,
 )
 from beamjax.pipelines.store import Store
-from beamjax.source_base import LeafSpec, Source, live_spec, open_spec, register, release
 from beamjax.sources import from_arrays, from_npy
+from beamjax.sources.source_base import LeafSpec, Source, live_spec, open_spec, register, release
 
 N = 20
 X = np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3)

@@ -9,7 +9,7 @@ import pytest
 import beamjax as bj
 from beamjax.chunks import members_of
 from beamjax.errors import SourceError, StructureError
-from beamjax.source_base import open_spec
+from beamjax.sources.source_base import open_spec
 
 X = np.arange(46, dtype=np.float32).reshape(23, 2)
 CUTS = [(0, 4), (4, 4), (4, 19), (19, 23)]
@@ -26,7 +26,7 @@ def write(folder, name, array, packed=False):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_patterns_and_lists(tmp_path, packed, monkeypatch):
-    monkeypatch.setattr("beamjax.npy_parts.CHUNK_BYTES", 60)
+    monkeypatch.setattr("beamjax.sources.npy_parts.CHUNK_BYTES", 60)
     write(tmp_path, "x", X, packed)
     end = ".npy.gz" if packed else ".npy"
     for paths in (str(tmp_path / f"x-*{end}"), [tmp_path / f"x-{i}{end}" for i in range(4)]):

@@ -13,8 +13,8 @@ import pytest
 from programs import CASES, KEY, M, N, W, X, Y
 
 import beamjax as bj
-from beamjax import source_base
 from beamjax.pipelines import files, store, tasks
+from beamjax.sources import source_base
 
 PLANNED = list(CASES)
 

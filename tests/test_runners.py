@@ -5,13 +5,12 @@ import gc
 import numpy as np
 
 import beamjax as bj
-from beamjax import source_base
 from beamjax.inputs import Inputs
 from beamjax.options import parse_options
 from beamjax.pipelines.runners import source_specs, sources_for, temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.plan import Input, Plan, ValueType
-from beamjax.sources import NpySource
+from beamjax.sources import NpySource, source_base
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 

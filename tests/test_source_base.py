@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from beamjax import source_base
 from beamjax.errors import SourceError
-from beamjax.source_base import LeafSpec, Source, open_spec
-from beamjax.sources import from_arrays
+from beamjax.sources import from_arrays, source_base
+from beamjax.sources.source_base import LeafSpec, Source, open_spec
 
 
 class _Squares(Source, kind="test-squares"):

@@ -18,9 +18,8 @@ import pytest
 from hypothesis import strategies as st
 
 from beamjax import arrays as wire
-from beamjax import sources
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
-from beamjax.sources import LeafSpec, from_arrays, from_npy, open_spec
+from beamjax.sources import LeafSpec, from_arrays, from_npy, npy_source, open_spec
 
 N = 7
 
@@ -259,7 +258,7 @@ def test_another_process_reads_without_jax(tmp_path):
     source = from_arrays((np.arange(N), numbers(ml_dtypes.bfloat16, (N, 2)))).spill(tmp_path)
     code = (
         "import sys, json\n"
-        "from beamjax.source_base import open_spec\n"
+        "from beamjax.sources.source_base import open_spec\n"
         "source = open_spec(json.loads(sys.argv[1]))\n"
         "print(json.dumps([array.tobytes().hex() for array in source.read(1, 4)]))\n"
         "assert 'apache_beam' not in sys.modules\n"
@@ -362,7 +361,7 @@ def test_files_changed_later_are_found(tmp_path):
 
 def test_a_file_is_mapped_once_for_all_threads(tmp_path, monkeypatch):
     source = from_npy(save(tmp_path / "x.npy", np.arange(10_000)))
-    sources._MAPPED.clear()
+    npy_source._MAPPED.clear()
     count, lock, original = [], threading.Lock(), np.lib.format.open_memmap
 
     def counted(*args, **kwargs):
@@ -379,8 +378,8 @@ def test_a_file_is_mapped_once_for_all_threads(tmp_path, monkeypatch):
 
 
 def test_maps_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_MAX_MAPPED", 3)
+    monkeypatch.setattr(npy_source, "_MAX_MAPPED", 3)
     files = [save(tmp_path / f"{i}.npy", np.full(N, i)) for i in range(6)]
     source = from_npy(files)
     assert [int(array[0]) for array in source.read(0, 1)] == list(range(6))
-    assert len(sources._MAPPED) == 3
+    assert len(npy_source._MAPPED) == 3

@@ -13,7 +13,7 @@ from streams import Numbers, stream
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines.spooling import SpooledSource, spooled
-from beamjax.source_base import open_spec
+from beamjax.sources.source_base import open_spec
 
 
 def test_pieces_of_several_sources(monkeypatch):

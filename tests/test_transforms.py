@@ -18,10 +18,10 @@ from plans import inputs_of
 from programs import Pair
 
 import beamjax as bj
-from beamjax import source_base
 from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.options import Options
 from beamjax.pipelines.transforms import PlanTransform
+from beamjax.sources import source_base
 
 N = 21
 W = np.arange(3, dtype=np.float32)

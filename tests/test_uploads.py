@@ -6,10 +6,10 @@ import pytest
 from memory_files import FILES
 
 import beamjax as bj
-from beamjax.grouped_sources import grouped
 from beamjax.pipelines import uploads
 from beamjax.pipelines.store import Store
-from beamjax.source_base import open_spec
+from beamjax.sources.grouped_source import grouped
+from beamjax.sources.source_base import open_spec
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

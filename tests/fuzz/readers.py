@@ -27,7 +27,6 @@ from beamjax import arrays, checkpoints, job_results, records
 from beamjax.accumulators import decode_accumulator, make_accumulator
 from beamjax.bodies import default_platform, load_body
 from beamjax.errors import BeamjaxError, WorkerError
-from beamjax.grouped_sources import grouped
 from beamjax.job_folder import JobFolder
 from beamjax.pipelines import elements, results, spooling
 from beamjax.pipelines.failures import recorded_error
@@ -35,7 +34,8 @@ from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSourc
 from beamjax.pipelines.store import Ref, Store, clear_cache
 from beamjax.plan import Body
 from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
-from beamjax.source_base import LeafSpec, StreamSource, open_spec
+from beamjax.sources.grouped_source import grouped
+from beamjax.sources.source_base import LeafSpec, StreamSource, open_spec
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")

@@ -16,7 +16,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.source_base import HoldsLeaves, LeafSpec, PyTreeDef, StreamSource, describe_source
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    StreamSource,
+    describe_source,
+)
 
 CHUNK_BYTES = 1 << 22
 """Of a file, read at once."""

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from beamjax.errors import SourceError
-from beamjax.grouped_sources import GroupedSource, grouped
 from beamjax.sources import ArraySource, from_arrays, from_npy, open_spec
+from beamjax.sources.grouped_source import GroupedSource, grouped
 
 ROWS = 3
 TREE = {"x": np.arange(24.0).reshape(12, 2), "y": np.arange(12)}

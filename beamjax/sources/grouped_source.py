@@ -7,8 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.source_base import LeafSpec, PyTreeDef, Source, describe_source, natural, open_spec
-from beamjax.sources import ArraySource
+from beamjax.sources.array_source import ArraySource
+from beamjax.sources.source_base import (
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    describe_source,
+    natural,
+    open_spec,
+)
 
 
 def grouped(source: Source, rows: int) -> Source:

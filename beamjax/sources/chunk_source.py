@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import BeamjaxError, SourceError, StructureError
-from beamjax.source_base import (
+from beamjax.sources.array_source import ArraySource, from_arrays
+from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
@@ -17,7 +18,6 @@ from beamjax.source_base import (
     StreamSource,
     describe_source,
 )
-from beamjax.sources import ArraySource, from_arrays
 
 
 class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):

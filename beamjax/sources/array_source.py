@@ -1,0 +1,128 @@
+"""Placed inputs from arrays in memory.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import SourceError
+from beamjax.sources.leaf_checks import (
+    check_sizes,
+    checked_leaf,
+    native_dtype,
+    native_view,
+    scalar_error,
+)
+from beamjax.sources.npy_source import NpySource, storable
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    describe_source,
+)
+
+
+class ArraySource(HoldsLeaves, kind="array"):
+    """Arrays in the memory of this process."""
+
+    def __init__(
+        self, arrays: Sequence[np.ndarray], leaves: Sequence[LeafSpec], treedef: PyTreeDef
+    ) -> None:
+        """Use `from_arrays`, which checks.
+
+        Args:
+            arrays: of shape (n, *leaf.shape), with raw data for typed keys.
+            leaves: one for each array.
+            treedef: the tree that they form.
+        """
+        super().__init__(leaves, treedef)
+        self._arrays: tuple[np.ndarray, ...] = tuple(arrays)
+
+    def __len__(self) -> int:
+        return self._arrays[0].shape[0]
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        return [native_view(array[start:stop]) for array in self._arrays]
+
+    def describe(self) -> str:
+        return describe_source(self, "in memory")
+
+    def to_spec(self) -> dict[str, Any]:
+        raise SourceError(
+            f"{self!r}: is in the memory of process {os.getpid()} and cannot be opened in another "
+            "one, and is not pickled; write it to files with source.spill(folder), or share it "
+            "within this process with sources.register(source)."
+        )
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Source:
+        raise SourceError(f"a source in memory has no spec; found {spec!r:.200}.")
+
+    def spill(self, folder: str | os.PathLike[str]) -> NpySource:
+        """Writes the arrays as .npy files, from which any process can read them.
+
+        Args:
+            folder: made (mode 0700) if it is not there; the files get names of their own.
+
+        Raises:
+            SourceError: if a file cannot be written.
+        """
+        folder, name = Path(folder).absolute(), uuid.uuid4().hex
+        files: list[str] = []
+        for index, (array, leaf) in enumerate(zip(self._arrays, self._leaves, strict=True)):
+            path = folder / f"{name}-{index:03d}.npy"
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                np.save(path, storable(array), allow_pickle=False)
+            except OSError as error:
+                for file in (*files, str(path)):
+                    with contextlib.suppress(OSError):
+                        os.unlink(file)
+                raise SourceError(
+                    f"{path}: cannot write {array.nbytes} bytes of the source's leaf "
+                    f"{leaf.path or 'itself'} ({error})."
+                ) from error
+            files.append(str(path))
+        return NpySource(files, self._leaves, len(self), self._treedef)
+
+
+def from_arrays(tree: Any) -> ArraySource:
+    """A placed input from arrays in memory.
+
+    Args:
+        tree: pytree of NumPy or JAX arrays of shape (n, ...), typed keys included. Nothing is
+            copied, but for arrays on an accelerator.
+
+    Raises:
+        StructureError: if a leaf is no array, is a scalar, or has a dtype that JAX does not know.
+        PlacementError: if n is 0, or not the same for all leaves.
+    """
+    import jax
+
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    arrays, leaves, names = [], [], []
+    for path, value in paths:
+        name = jax.tree_util.keystr(path)
+        impl = None
+        if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            if value.ndim == 0:
+                raise scalar_error(name, str(value.dtype))
+            impl = str(jax.random.key_impl(value))
+            value = jax.random.key_data(value)
+        array = checked_leaf(name, value)
+        arrays.append(array)
+        names.append(name)
+        leaves.append(LeafSpec(array.shape[1:], native_dtype(array.dtype), impl, name))
+    check_sizes(names, [array.shape[0] for array in arrays])
+    return ArraySource(arrays, leaves, treedef)

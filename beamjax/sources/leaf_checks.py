@@ -1,0 +1,66 @@
+"""What the leaves of placed inputs must be: arrays of numbers with one row a member."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from beamjax import arrays as wire
+from beamjax.errors import PlacementError, StructureError
+
+
+def leaf_name(name: str) -> str:
+    return f"placed input, leaf {name}" if name else "placed input"
+
+
+def scalar_error(name: str, found: str) -> StructureError:
+    return StructureError(
+        f"{leaf_name(name)}: found {found}, which has no members; expected an array of shape "
+        "(n, ...) with one row a member."
+    )
+
+
+def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
+    """The leaf as a NumPy array, a view of `value` where it can be."""
+    if isinstance(value, bool | int | float | complex | np.generic):
+        raise scalar_error(name, f"the scalar {value!r}{where}")
+    if isinstance(value, np.ma.MaskedArray) or not hasattr(value, "__array__"):
+        raise StructureError(
+            f"{leaf_name(name)}: found {type(value).__name__}{where}, expected a NumPy or JAX "
+            "array."
+        )
+    try:
+        wire.dtype_name(getattr(value, "dtype", None))
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StructureError(f"{leaf_name(name)}{where}: {error}") from None
+    if array.ndim == 0:
+        raise scalar_error(name, f"an array of shape (){where}")
+    return array
+
+
+def check_sizes(names: list[str], sizes: list[int]) -> None:
+    if not names:
+        raise StructureError("placed input: found a tree without leaves, expected an array.")
+    for name, size in zip(names, sizes, strict=True):
+        if size != sizes[0]:
+            raise PlacementError(
+                f"{leaf_name(name)}: found {size} members, expected {sizes[0]} as in "
+                f"{leaf_name(names[0])}; all leaves of a placed input have the same leading size."
+            )
+    if sizes[0] == 0:
+        raise PlacementError(f"{leaf_name(names[0])}: found 0 members, expected at least one.")
+
+
+@functools.cache
+def native_dtype(dtype: np.dtype) -> np.dtype:
+    return wire.dtype_from_name(wire.dtype_name(dtype))
+
+
+def native_view(array: np.ndarray) -> np.ndarray:
+    """Read-only view; a copy of another byte order."""
+    view = array.astype(native_dtype(array.dtype), copy=False).view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,206 @@
+"""Placed inputs in memory-mapped .npy files.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax import arrays as wire
+from beamjax.errors import SourceError, StructureError
+from beamjax.sources.leaf_checks import (
+    check_sizes,
+    checked_leaf,
+    leaf_name,
+    native_dtype,
+    native_view,
+)
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    describe_source,
+    natural,
+)
+
+
+class NpySource(HoldsLeaves, kind="npy"):
+    """Memory-mapped .npy files, one a leaf. Opened when first read, once a process."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        leaves: Sequence[LeafSpec],
+        size: int,
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_npy`, which takes the rest from the files.
+
+        Args:
+            files: absolute paths, one a leaf, of arrays of shape (size, *leaf.shape). Dtypes that
+                .npy does not know are stored as unsigned integers of the same width.
+            leaves: what each file must hold.
+            size: the number of members.
+            treedef: the tree that they form; a tuple by default.
+        """
+        super().__init__(leaves, treedef)
+        self._files: tuple[str, ...] = tuple(files)
+        self._size = size
+        if len(self._files) != len(self._leaves) or not self._files:
+            raise SourceError(
+                f"found {len(self._files)} files for {len(self._leaves)} leaves, expected one file "
+                "a leaf."
+            )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The path of each leaf's file."""
+        return self._files
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        return [
+            _restored(_open_checked(file, leaf, self._size)[start:stop], leaf.dtype)
+            for file, leaf in zip(self._files, self._leaves, strict=True)
+        ]
+
+    def describe(self) -> str:
+        first, *rest = self._files
+        more = f" and {len(rest)} more" if rest else ""
+        return describe_source(self, f"in {first}{more}")
+
+    def to_spec(self) -> dict[str, Any]:
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        return {
+            **self.spec_head(),
+            "files": list(self._files),
+            "leaves": leaves,
+            "size": self._size,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> NpySource:
+        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
+        return cls([str(file) for file in spec["files"]], leaves, natural(spec["size"]))
+
+
+def from_npy(paths: Any) -> NpySource:
+    """A placed input from .npy files that the launcher and the workers see under the same path.
+
+    Args:
+        paths: a path, or a pytree of paths, of files with arrays of shape (n, ...).
+
+    Raises:
+        SourceError: if a file is missing, truncated, or no .npy file.
+        StructureError: if a file holds a scalar, or a dtype that JAX does not know.
+        PlacementError: if n is 0, or not the same for all files.
+    """
+    import jax
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(paths)
+    files, leaves, sizes, names = [], [], [], []
+    for path, file in found:
+        name = jax.tree_util.keystr(path)
+        if not isinstance(file, str | os.PathLike):
+            raise StructureError(
+                f"{leaf_name(name)}: found {type(file).__name__}, expected the path of a .npy file."
+            )
+        file = os.path.abspath(file)
+        array = _map_file(file)
+        if array.dtype.kind == "V":
+            raise StructureError(
+                f"{leaf_name(name)}: found the dtype {array.dtype} in {file}, expected numbers. "
+                "np.save loses bfloat16 and its like: write them with from_arrays(...).spill()."
+            )
+        array = checked_leaf(name, array, f" in {file}")
+        files.append(file)
+        sizes.append(array.shape[0])
+        names.append(f"{name} ({file})")
+        leaves.append(LeafSpec(array.shape[1:], native_dtype(array.dtype), None, name))
+    check_sizes(names, sizes)
+    return NpySource(files, leaves, sizes[0], treedef)
+
+
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """What a .npy file holds for a dtype: itself, or raw integers of the same width."""
+    if dtype.isbuiltin == 1:
+        return dtype
+    return np.dtype(f"u{max(dtype.itemsize, 1)}")
+
+
+def storable(array: np.ndarray) -> np.ndarray:
+    native = native_dtype(array.dtype)
+    if native == wire.FLOAT0:
+        return np.empty((*array.shape, 0), np.uint8)
+    if native.isbuiltin == 1:
+        return array
+    return np.ascontiguousarray(array, native).view(stored_dtype(native))
+
+
+def _restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if dtype == wire.FLOAT0:
+        return np.empty(stored.shape[:-1], dtype)
+    view = native_view(stored)
+    return view if view.dtype == dtype else view.view(dtype)
+
+
+_MAPPED: collections.OrderedDict[tuple[str, int, int], np.ndarray] = collections.OrderedDict()
+_MAPPED_LOCK = threading.Lock()
+_MAX_MAPPED = 128  # each map keeps a file descriptor open
+
+
+def _map_file(file: str) -> np.ndarray:
+    """The mapped array of a file, from the cache while the file has not changed."""
+    try:
+        status = os.stat(file)
+    except (OSError, ValueError) as error:
+        raise _cannot_open(file, error) from error
+    key = (file, status.st_mtime_ns, status.st_size)
+    with _MAPPED_LOCK:
+        if key in _MAPPED:
+            _MAPPED.move_to_end(key)
+            return _MAPPED[key]
+    try:
+        array = np.lib.format.open_memmap(file, mode="r")
+    except OSError as error:
+        raise _cannot_open(file, error) from error
+    except Exception as error:
+        raise SourceError(
+            f"{file}: found {status.st_size} bytes that are not a whole .npy array ({error})."
+        ) from error
+    with _MAPPED_LOCK:
+        _MAPPED[key] = array
+        while len(_MAPPED) > _MAX_MAPPED:
+            _MAPPED.popitem(last=False)
+    return array
+
+
+def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
+    reason = getattr(error, "strerror", None) or error
+    return SourceError(
+        f"{file}: cannot open ({reason}); expected a .npy file that the launcher and all workers "
+        "see under this path."
+    )
+
+
+def _open_checked(file: str, leaf: LeafSpec, size: int) -> np.ndarray:
+    array = _map_file(file)
+    expected = (size, *leaf.shape, *([0] if leaf.dtype == wire.FLOAT0 else []))
+    dtype = stored_dtype(leaf.dtype)
+    if array.shape != expected or array.dtype.newbyteorder("=") != dtype:
+        raise SourceError(
+            f"{file}: found {array.dtype}{list(array.shape)}, expected {dtype}{list(expected)}"
+            f"{f' for leaf {leaf.path}' if leaf.path else ''}; the file was changed after the "
+            "source was made from it."
+        )
+    return array
