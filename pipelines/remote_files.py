@@ -12,6 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
+from typing import BinaryIO, cast
 
 from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
@@ -52,6 +53,23 @@ def read(path: str) -> memoryview:
 def size(path: str) -> int:
     """Bytes of a file."""
     return _known().get_filesystem(path).size(path)
+
+
+def status(path: str) -> tuple[int, str]:
+    """Bytes of a file, and when it was last written, as its file system tells."""
+    system = _known().get_filesystem(path)
+    metadata = system.metadata(path)
+    return metadata.size_in_bytes, str(metadata.last_updated_in_seconds)
+
+
+def match(pattern: str) -> list[str]:
+    """URLs of the files that a pattern finds, in the order of their names; none if none."""
+    return sorted(file.path for file in _known().match([pattern])[0].metadata_list)
+
+
+def open_file(path: str) -> BinaryIO:
+    """A file as it is, for reading in any order."""
+    return cast(BinaryIO, _known().open(path, compression_type=_RAW))
 
 
 def names(folder: str) -> list[str]:

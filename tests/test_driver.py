@@ -9,8 +9,8 @@ import tempfile
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import url_files  # noqa: F401 - makes bjtest:// known to Beam
 from plans import Maker, inputs_of
-from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
 from beamjax.errors import WorkerError
 from beamjax.options import Options, parse_options

@@ -15,7 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
+import url_files  # noqa: F401 - makes bjtest:// known to Beam
 
 import beamjax as bj
 from beamjax import job_results, process_ids, records

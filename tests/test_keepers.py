@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_driver
+import url_files  # noqa: F401 - makes bjtest:// known to Beam
 from plans import Maker, inputs_of, renamed
 from test_driver import N, W, X, history_inputs, loop
-from test_store import _UrlFileSystem  # noqa: F401  (registers bjtest://)
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, OptionsError

@@ -18,8 +18,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from apache_beam.io.localfilesystem import LocalFileSystem
 from hypothesis import strategies as st
+from url_files import UrlFileSystem
 
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
@@ -52,54 +52,6 @@ def assert_same(lefts, rights):
         assert left.shape == right.shape
         assert left.tobytes() == right.tobytes()
         assert not left.flags.writeable
-
-
-class _UrlFileSystem(LocalFileSystem):
-    """Files under `bjtest://`, as another file system that Beam knows; really local ones."""
-
-    @classmethod
-    def scheme(cls):
-        return "bjtest"
-
-    def join(self, basepath, *paths):
-        return "/".join([basepath.rstrip("/"), *paths])
-
-    @staticmethod
-    def _local(path):
-        return path.removeprefix("bjtest:/")
-
-    def _list(self, dir_or_prefix):
-        for metadata in super()._list(self._local(dir_or_prefix)):
-            metadata.path = f"bjtest:/{metadata.path}"
-            yield metadata
-
-    def create(self, path, *args, **kwargs):
-        return super().create(self._local(path), *args, **kwargs)
-
-    def open(self, path, *args, **kwargs):
-        return super().open(self._local(path), *args, **kwargs)
-
-    def rename(self, source_file_names, destination_file_names):
-        names = zip(source_file_names, destination_file_names, strict=True)
-        for source, destination in names:
-            assert not self.exists(destination), "not all file systems replace"
-            os.rename(self._local(source), self._local(destination))
-
-    def exists(self, path):
-        return super().exists(self._local(path))
-
-    def size(self, path):
-        return super().size(self._local(path))
-
-    def metadata(self, path):
-        return super().metadata(self._local(path))
-
-    def last_updated(self, path):
-        return super().last_updated(self._local(path))
-
-    def delete(self, paths):
-        for path in paths:
-            os.remove(self._local(path))
 
 
 def _hesitant(method):
@@ -251,7 +203,7 @@ def test_another_process_gets_it(tmp_path):
 def test_writers_at_once(root, monkeypatch):
     # So that each meets files of the others in the midst of what it does.
     for name in ("exists", "rename", "delete"):
-        monkeypatch.setattr(_UrlFileSystem, name, _hesitant(getattr(_UrlFileSystem, name)))
+        monkeypatch.setattr(UrlFileSystem, name, _hesitant(getattr(UrlFileSystem, name)))
     place = Store(root, piece_bytes=2**16)
     value = numbers(np.float32, (100_000,))
     with ThreadPoolExecutor(8) as pool:
@@ -264,7 +216,7 @@ def test_writers_at_once(root, monkeypatch):
 
 def test_writers_of_other_contents_at_once(root, monkeypatch):
     for name in ("exists", "rename", "delete"):
-        monkeypatch.setattr(_UrlFileSystem, name, _hesitant(getattr(_UrlFileSystem, name)))
+        monkeypatch.setattr(UrlFileSystem, name, _hesitant(getattr(UrlFileSystem, name)))
     place = Store(root)
     contents = [bytes([i]) * 1000 for i in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -1,0 +1,222 @@
+"""Files that sources read: local paths and globs, and any URL that Beam's FileSystems knows.
+
+Local files need no Beam.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import dataclasses
+import glob
+import gzip
+import io
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
+
+from beamjax.errors import SourceError, StructureError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_UNPACK: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".lzma": lzma.open,
+}
+_SEEN = "the launcher and all workers see under this path"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFile:
+    """A file as it was when a source was made of it.
+
+    Attributes:
+      path: absolute, or a URL.
+      nbytes: of the file.
+      stamp: changes with the file: when it was last written, as its file system tells.
+    """
+
+    path: str
+    nbytes: int
+    stamp: str
+
+    def to_json(self) -> list[Any]:
+        """Plain JSON values."""
+        return [self.path, self.nbytes, self.stamp]
+
+    @classmethod
+    def from_json(cls, record: Any) -> DataFile:
+        """Undoes `to_json`; TypeError or ValueError for anything else."""
+        path, nbytes, stamp = record
+        if type(path) is not str or type(nbytes) is not int or type(stamp) is not str:
+            raise TypeError(f"found the file {record!r:.80}, expected path, bytes and stamp")
+        if nbytes < 0 or "\0" in path:
+            raise ValueError(f"found the file {record!r:.80}")
+        return cls(path, nbytes, stamp)
+
+    def check(self) -> None:
+        """Asks the file system whether the file is still the same.
+
+        Raises:
+          SourceError: it was written anew, or is gone.
+        """
+        found = look(self.path)
+        if found != self:
+            raise SourceError(
+                f"{self.path}: found {found.nbytes} bytes written at {found.stamp}, expected "
+                f"{self.nbytes} bytes written at {self.stamp}; the file was changed after the "
+                "source was made from it."
+            )
+
+
+def is_url(path: str) -> bool:
+    """Whether Beam's FileSystems must be asked, rather than the operating system."""
+    return _URL.match(path) is not None
+
+
+def is_packed(path: str) -> bool:
+    """Whether the name is that of a compressed file, which can be read from its beginning only."""
+    return path.endswith(tuple(_UNPACK))
+
+
+def find_files(paths: Any, who: str) -> list[str]:
+    """The files that a user names.
+
+    Args:
+      paths: a path or a URL, either with `*`, `?` and `[...]`, or a list of those. What a pattern
+        finds is in the order of the names; a list keeps its order.
+      who: asks, for messages: "from_parquet".
+
+    Returns:
+      Absolute paths and URLs.
+
+    Raises:
+      StructureError: `paths` are no paths.
+      SourceError: nothing is there under one of them.
+    """
+    several = list(paths) if isinstance(paths, list | tuple) else [paths]
+    found: list[str] = []
+    for given in several:
+        if not isinstance(given, str | os.PathLike):
+            raise StructureError(
+                f"{who}: found {given!r:.80}, expected a path, a pattern such as "
+                "'data/part-*', a URL, or a list of these."
+            )
+        found += _matches(os.fspath(given), who)
+    if not found:
+        raise SourceError(f"{who}: found no files in an empty list, expected at least one.")
+    return found
+
+
+def _matches(pattern: str, who: str) -> list[str]:
+    if is_url(pattern):
+        with readable(pattern):
+            matches = _remote().match(pattern)
+    elif os.path.lexists(pattern):  # a name may have brackets in it
+        matches = [os.path.abspath(pattern)]
+    else:
+        matches = sorted(map(os.path.abspath, glob.glob(pattern, recursive=True)))
+    if not matches:
+        raise SourceError(
+            f"{who}: found no file {pattern!r}"
+            f"{'' if is_url(pattern) else f' from {os.getcwd()}'}, expected one that {_SEEN}."
+        )
+    return matches
+
+
+def look(path: str) -> DataFile:
+    """A file as it is now.
+
+    Raises:
+      SourceError: it is not there, or may not be read.
+    """
+    with readable(path):
+        if is_url(path):
+            return DataFile(path, *_remote().status(path))
+        status = os.stat(path)
+        if not os.path.isfile(path):
+            raise SourceError(f"{path}: found a folder, expected a file, or a pattern of files.")
+        return DataFile(path, status.st_size, str(status.st_mtime_ns))
+
+
+def open_file(path: str) -> BinaryIO:
+    """A file as it is, for reading in any order.
+
+    Raises:
+      SourceError: it is not there, or may not be read.
+    """
+    with readable(path):
+        return _remote().open_file(path) if is_url(path) else open(path, "rb")
+
+
+def open_stream(path: str) -> BinaryIO:
+    """A file for reading from its beginning, unpacked if its name says that it is compressed.
+
+    Names that end in .gz, .bz2, .xz and .lzma do.
+
+    Raises:
+      SourceError: it is not there, or may not be read. What is packed badly is found while it is
+        read: `readable` names the file then.
+    """
+    file = open_file(path)
+    unpack = _UNPACK.get(os.path.splitext(path)[1])
+    if unpack is None:
+        return file
+    return cast(BinaryIO, _Unpacked(unpack(file), file))
+
+
+class _Unpacked(io.BufferedReader):
+    """What is unpacked, which closes the packed file too."""
+
+    def __init__(self, unpacked: Any, packed: BinaryIO) -> None:
+        super().__init__(unpacked)
+        self._packed = packed
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._packed.close()
+
+
+@contextlib.contextmanager
+def readable(path: str, expected: str = "") -> Iterator[None]:
+    """Makes errors of reading a file in the `with` block a SourceError that names the file.
+
+    Args:
+      path: of the file.
+      expected: what it is to be, "a file of Parquet" for example.
+    """
+    try:
+        yield
+    except SourceError:
+        raise
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{path}: is not there; expected {expected or 'a file'} that {_SEEN}."
+        ) from error
+    except PermissionError as error:
+        raise SourceError(
+            f"{path}: may not be read by user {_user()} ({error.strerror or error}); expected "
+            f"{expected or 'a file'} that {_SEEN}."
+        ) from error
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        raise SourceError(
+            f"{path}: cannot read ({type(error).__name__}: {error}); expected "
+            f"{expected or 'a file'} that {_SEEN}."
+        ) from error
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else "of this process"
+
+
+def _remote() -> Any:
+    """What is at URLs; imports Beam."""
+    from beamjax.pipelines import remote_files
+
+    return remote_files
