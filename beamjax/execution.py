@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.errors import OptionsError, StagingError
+from beamjax.fitting import buckets_of, fitted, fitting_notes
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
 from beamjax.interpreters import flatten as _flatten
@@ -43,11 +44,12 @@ class Planned:
     """All stages of one program for one set of argument types.
 
     Attributes:
-      staged: the jaxpr.
+      staged: the jaxpr, for the longest of members of unequal length.
       flat: its equations, calls inlined.
       placed: the same with a place for every value.
       pieces: cut at the reductions.
       plan: what is run.
+      notes: what people are told of it.
     """
 
     staged: _stage.Staged
@@ -55,6 +57,7 @@ class Planned:
     placed: PlacedProgram
     pieces: list[Piece]
     plan: Plan
+    notes: tuple[str, ...] = ()
 
 
 def run(
@@ -249,11 +252,33 @@ def plan_for(
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
         for a in arguments
     )
-    full_key = (key, types, options.planning, tuple(settings().values()), unroll)
+    buckets = tuple(buckets_of(arguments).values())
+    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
     cache = _cache_of(fn)
     if full_key not in cache:
-        cache[full_key] = make_plan(fn, arguments, restore, options, unroll)
+        planned = make_plan(fn, arguments, restore, options, unroll)
+        if buckets:
+            planned = _fitted(planned, fn, arguments, restore, options, unroll)
+        cache[full_key] = planned
     return cache[full_key]
+
+
+def _fitted(
+    planned: Planned,
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    options: Options,
+    unroll: bool,
+) -> Planned:
+    """The same with bodies for short members, if they can have their own."""
+    sizes = planned.plan.shard_sizes
+
+    def make(others: Sequence[Argument]) -> Plan:
+        return make_plan(fn, others, restore, options, unroll, sizes).plan
+
+    plan, reason = fitted(planned.plan, arguments, make)
+    return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
 
 
 def make_plan(
@@ -262,6 +287,7 @@ def make_plan(
     restore: Callable[..., Any],
     options: Options,
     unroll: bool = False,
+    shard_sizes: Mapping[str, int] | None = None,
 ) -> Planned:
     """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
     staged = _stage.stage(fn, arguments, restore)
@@ -271,7 +297,7 @@ def make_plan(
     _unknown.settle_sizes(placed, pieces)
     paths = [argument.path for argument in arguments]
     paths += [f"constant {i}" for i in range(len(flat.constants))]
-    plan = _lower.lower(placed, pieces, paths, staged.name, options)
+    plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes)
     return Planned(staged, flat, placed, pieces, plan)
 
 

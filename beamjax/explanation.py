@@ -362,13 +362,14 @@ def _planned(
     restore: Callable[..., Any],
     options: Options,
 ) -> tuple[execution.Planned, tuple[str, ...]]:
-    """The plan for arguments, and what there is to say of those of unknown length."""
+    """The plan for arguments, and what there is to say of how they are read."""
 
     def plan(known: Sequence[Argument]) -> execution.Planned:
         return execution.plan_for(fn, known, key, restore, options)
 
     if not any(argument.is_stream for argument in arguments):
-        return plan(arguments), ()
+        planned = plan(arguments)
+        return planned, planned.notes
     reading = reading_of.choose(fn, arguments, restore, plan)
     planned = reading.planned or plan(reading_of.with_number(arguments, reading.number))
     return planned, reading_of.notes(arguments, reading)

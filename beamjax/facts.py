@@ -98,16 +98,17 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
             code = plan.bodies[body]
             return StepFact(
                 name, "Server", None, values(ins), (), values(outs),
-                executables=_sizes(code.artefacts), lines=code.lines, python=_python(code),
+                executables=_sizes([code]), lines=code.lines, python=_python(code),
                 reason=reason,
             )  # fmt: skip
         case Map():
             code = plan.bodies[step.body]
+            codes = [code, *(plan.bodies[fitted.body] for fitted in step.fitted)]
             broadcasts, operands = values(step.broadcasts), values(step.operands)
             reductions = tuple(_reduction_facts(plan, step, reduction))
             return StepFact(
                 step.name, "Map", step.placement, broadcasts, operands, values(step.results),
-                step.functions, reductions, _sizes(code.artefacts), lines=code.lines,
+                step.functions, reductions, _sizes(codes), lines=code.lines,
                 python=_python(code),
                 read_bytes=_total(operands),
                 broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
@@ -222,8 +223,9 @@ def _python(body: Body) -> str:
     return body.python.reason if body.python else ""
 
 
-def _sizes(artefacts: Mapping[str, bytes]) -> dict[str, int]:
-    return {platform: len(data) for platform, data in artefacts.items()}
+def _sizes(bodies: Sequence[Body]) -> dict[str, int]:
+    platforms = dict.fromkeys(platform for body in bodies for platform in body.artefacts)
+    return {name: sum(len(body.artefacts.get(name, b"")) for body in bodies) for name in platforms}
 
 
 def _made(fact: StepFact) -> tuple[ValueFact, ...]:

@@ -83,6 +83,10 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
 def _source_leaf(source: Source, leaf: int) -> str:
     if isinstance(source, ArraySource):
         return _array(source.read(0, len(source))[leaf])
+    if source.inner:
+        inner = [_source_leaf(s, i) for s in source.inner for i in range(len(s.leaves))]
+        leaves = [found.to_json() for found in source.leaves]
+        return _digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
     spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]

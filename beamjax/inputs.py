@@ -15,6 +15,7 @@ from beamjax.errors import SourceError
 from beamjax.plan import Input, Plan
 from beamjax.sources import ArraySource
 from beamjax.sources.grouped_source import grouped
+from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 
 
@@ -124,6 +125,8 @@ class Inputs:
         else:
             axis = spec.axis if rows == 1 else 0
             source = _array_source(np.moveaxis(raw_array(value), axis, 0), spec.path)
+        if spec.short:
+            return ShortSource(source)
         return source if rows == 1 else grouped(source, rows)
 
 

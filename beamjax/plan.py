@@ -71,6 +71,7 @@ class Input:
       placed: name of the placed value, if any step reads it by shards.
       axis: the member axis in the array given by the user.
       views: the ways in which steps read it by shards with several rows in each member.
+      short: whether shards of it are read padded to a bucket of its source, see `Fitted`.
     """
 
     path: str
@@ -78,6 +79,7 @@ class Input:
     placed: str | None
     axis: int = 0
     views: tuple[View, ...] = ()
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,13 +163,27 @@ class Server:
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """The body of a pass for shards whose ragged members are short.
+
+    Attributes:
+      shapes: of one member of each operand.
+      body: takes and returns what that of the pass does, but for these shapes.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    body: str
+
+
+@dataclass(frozen=True)
 class Map:
     """One pass over the members of a placement.
 
     The body takes `(start, count, *broadcasts, *operands)`, with the index of the shard's first
     member, the number of true members in it and operands padded to the shard size; it returns the
     placed results of the shard, one flat vector of partials per lane, and the arrays of each
-    combine. A `guard` has it take and return more.
+    combine. A `guard` has it take and return more. One of `fitted` takes its place for operands of
+    the shapes that it is for.
     """
 
     name: str
@@ -180,6 +196,7 @@ class Map:
     functions: tuple[str, ...] = ()
     combines: tuple[Combine, ...] = ()
     guard: Guard | None = None
+    fitted: tuple[Fitted, ...] = ()
 
     @property
     def reduced(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from beamjax.dropping import Guard
 from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.inputs import Reader
+from beamjax.padding import check_padding, padded_rows
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
@@ -70,6 +71,9 @@ class ShardExecutor:
         # What calls back to the host is given true members only, so that no call is for padding.
         self._pads = self._body.python is None
         self._call = load_body(step.body, self._body, self.size)
+        self._fitted = {fitted.shapes: fitted.body for fitted in step.fitted}
+        self._checked: set[str] = set()
+        self._bodies = plan.bodies
         with with_x64(self._x64):
             self._broadcasts = [
                 jax.device_put(broadcasts[name], device) for name in step.broadcasts
@@ -105,6 +109,24 @@ class ShardExecutor:
             arrays = list(map(self._pad, arrays))
         elif shard.count < self.size:
             call = load_body(self.step.body, self._body, shard.count)
+        shapes = tuple(array.shape[1:] for array in arrays)
+        if shapes not in self._fitted:
+            return self._called(call, shard, heads, arrays)
+        key = self._fitted[shapes]
+        outs = self._called(load_body(key, self._bodies[key]), shard, heads, arrays)
+        if key not in self._checked:
+            names = self.step.operands
+            longest = [
+                padded_rows(array, self._types[name].shape)
+                for name, array in zip(names, arrays, strict=True)
+            ]
+            check_padding(shapes, outs, self._called(call, shard, heads, longest))
+            self._checked.add(key)
+        return outs
+
+    def _called(
+        self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
+    ) -> list[np.ndarray]:
         with with_x64(self._x64), _on(self.device):
             outs = call(np.int32(shard.start), *heads, *self._broadcasts, *arrays)
             return [np.asarray(out) for out in outs]

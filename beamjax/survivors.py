@@ -15,6 +15,7 @@ import numpy as np
 
 from beamjax.dropping import MAX_MESSAGE, Dropped
 from beamjax.errors import JobCancelledError, WorkerError
+from beamjax.padding import padded_rows
 from beamjax.plan import Map, ValueType
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
@@ -184,7 +185,13 @@ def read_rest(
     search(start, start + count)
     if len(pieces) == 1:
         return dict(pieces[0]), lost
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in types}, lost
+    found = {}
+    for name in types:
+        arrays = [piece[name] for piece in pieces]
+        # Where members are ragged each piece has the length of its longest.
+        shape = max((array.shape[1:] for array in arrays), default=())
+        found[name] = np.concatenate([padded_rows(array, shape) for array in arrays])
+    return found, lost
 
 
 def filled(array: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ BATCH, EPOCHS, CLIENT_RATE, SERVER_MOMENTUM = 8, 4, 0.3, 0.5
 
 Model = dict[str, jax.Array]
 State = dict[str, Model]  # "model" and "momentum"
-Digits = tuple[jax.Array, ...]  # images (digits, 64), labels (digits,), 0 for padding (digits,)
+Digits = dict[str, jax.Array]  # images (digits, 64), labels (digits,), mask (digits,)
 
 
 @bj.program(placements={"clients": CLIENTS})
@@ -33,9 +33,9 @@ def federated_round(state: State, clients: Digits) -> tuple[State, jax.Array]:
     """Returns the state after one round, and the mean loss before it."""
     model = state["model"]  # closed over by `client`, so it becomes a broadcast
 
-    def client(*digits: jax.Array) -> tuple[tuple[Model, jax.Array], jax.Array]:
+    def client(digits: Digits) -> tuple[tuple[Model, jax.Array], jax.Array]:
         change = jax.tree.map(jnp.subtract, train(model, digits), model)
-        return (change, loss(model, digits)), jnp.sum(digits[2])
+        return (change, loss(model, digits)), jnp.sum(digits["mask"], dtype=jnp.float32)
 
     results, counts = bj.map_fn(client, clients)
     change, mean_loss = bj.reduce_weighted_mean(results, counts)
@@ -56,10 +56,10 @@ def train(model: Model, digits: Digits) -> Model:
 
 def loss(model: Model, digits: Digits) -> jax.Array:
     """The cross entropy, averaged over the digits that are not padding."""
-    images, labels, mask = digits
-    right = jax.nn.one_hot(labels, CLASSES)
-    losses = -jnp.sum(right * jax.nn.log_softmax(predict(model, images)), axis=1)
-    return jnp.vdot(mask, losses) / jnp.maximum(jnp.sum(mask), 1)
+    right = jax.nn.one_hot(digits["labels"], CLASSES)
+    losses = -jnp.sum(right * jax.nn.log_softmax(predict(model, digits["images"])), axis=1)
+    count = jnp.sum(digits["mask"], dtype=jnp.float32)
+    return jnp.sum(losses, where=digits["mask"]) / jnp.maximum(count, 1)
 
 
 def predict(model: Model, images: jax.Array) -> jax.Array:
@@ -75,19 +75,19 @@ def first_state(seed: int) -> State:
     return {"model": model, "momentum": jax.tree.map(jnp.zeros_like, model)}
 
 
-def deal(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> Digits:
-    """The digits of all clients: as `Digits`, with the clients along a first axis."""
+def deal(
+    images: np.ndarray, labels: np.ndarray, rng: np.random.Generator
+) -> tuple[bj.Source, np.ndarray]:
+    """`Digits` of all clients as a placed input, those with the fewest first; and how many."""
     taste = rng.dirichlet(np.full(CLASSES, 0.3), CLIENTS) * rng.lognormal(size=(CLIENTS, 1))
     odds = taste / taste.sum(axis=0)  # (client, class)
     owner = np.array([rng.choice(CLIENTS, p=odds[:, label]) for label in labels])
     owner[:CLIENTS] = np.arange(CLIENTS)  # nobody is left without a digit
-    largest = -(-np.bincount(owner).max() // BATCH) * BATCH  # a whole number of minibatches
-    whole = images, labels, np.ones(len(labels), np.float32)
-    dealt = [np.zeros((CLIENTS, largest, *x.shape[1:]), x.dtype) for x in whole]
-    for client in range(CLIENTS):
-        for hands, x in zip(dealt, whole, strict=True):
-            hands[client, : np.sum(owner == client)] = x[owner == client]
-    return tuple(map(jnp.asarray, dealt))
+    counts = np.bincount(owner)
+    order = np.lexsort((owner, counts[owner]))  # by count, then by client
+    rows = {"images": images[order], "labels": labels[order]}
+    counts = np.sort(counts)
+    return bj.from_ragged(rows, counts), counts  # padded to multiples of 8: whole minibatches
 
 
 def main(argv: Sequence[str] | None = None) -> float:
@@ -102,9 +102,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     pixels, digits = load_digits(return_X_y=True)
     order = rng.permutation(len(digits))
     images, labels = (pixels[order] / 16).astype(np.float32), digits[order].astype(np.int32)
-    clients = deal(images[HELD_OUT:], labels[HELD_OUT:], rng)
-    counts = clients[2].sum(axis=1)
-    print(f"{CLIENTS} clients with {counts.min():.0f} to {counts.max():.0f} digits each")
+    clients, counts = deal(images[HELD_OUT:], labels[HELD_OUT:], rng)
+    print(f"{CLIENTS} clients with {counts[0]} to {counts[-1]} digits each")
     state, accuracy = first_state(seed=0), 0.0
     for number in track(range(1, flags.rounds + 1), description="Rounds"):
         state, mean_loss = bj.run(federated_round, state, clients, **beam)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,7 @@ def lower(
     paths: Sequence[str],
     name: str,
     options: Options,
+    sizes: Mapping[str, int] | None = None,
 ) -> Plan:
     """Makes a plan.
 
@@ -71,20 +72,28 @@ def lower(
       paths: for messages, where each input stands in the user's arguments.
       name: of the plan.
       options: shard size and platforms.
+      sizes: members in a shard of each placement; by default as fits the program.
 
     Raises:
       StagingError: a piece can't be exported, or more would be gathered than the options allow.
     """
-    return _Lowering(program, pieces, options).plan(name, paths)
+    sizes = shard_sizes(program, pieces, options) if sizes is None else sizes
+    return _Lowering(program, pieces, options, sizes).plan(name, paths)
 
 
 class _Lowering:
-    def __init__(self, program: PlacedProgram, pieces: Sequence[Piece], options: Options):
+    def __init__(
+        self,
+        program: PlacedProgram,
+        pieces: Sequence[Piece],
+        options: Options,
+        sizes: Mapping[str, int],
+    ):
         self.program = program
         self.pieces = pieces
         self.options = options
         self.platforms = (default_platform(),) if options.platforms is None else options.platforms
-        self.sizes = shard_sizes(program, pieces, options)
+        self.sizes = sizes
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
         self.served_inputs: set[Var] = set()

@@ -30,7 +30,7 @@ from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
-from beamjax.plan import Combine, Gather, Map, Plan, Scatter, Server, size_name
+from beamjax.plan import Combine, Fitted, Gather, Map, Plan, Scatter, Server, size_name
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""
@@ -248,11 +248,14 @@ class Graph:
         static = {name: self.static[name] for name in served or () if name in self.static}
         lanes = step.lanes if isinstance(step, Map) else ()
         combines: tuple[Combine, ...] = step.combines if isinstance(step, Map) else ()
-        needed = [step.body, *(combine.body for combine in combines)] if served is not None else []
-        bodies = {key: self._body(key) for key in needed}
+        fitted: tuple[Fitted, ...] = step.fitted if isinstance(step, Map) else ()
+        needed = [step.body, *(part.body for part in combines), *(part.body for part in fitted)]
+        bodies = {key: self._body(key) for key in needed} if served is not None else {}
         needed_types = [r.result for lane in lanes for r in lane.reductions]
         if isinstance(step, Map) and step.guard is not None:
-            needed_types += [*step.results, *step.operands]
+            needed_types += step.results
+        if isinstance(step, Map) and (step.guard is not None or step.fitted):
+            needed_types += step.operands
         values = {name: self.plan.values[name] for name in needed_types}
         nothing: Any = {
             "bodies": {},

@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
@@ -69,7 +69,8 @@ def match(pattern: str) -> list[str]:
 
 def open_file(path: str) -> BinaryIO:
     """A file as it is, for reading in any order."""
-    return cast(BinaryIO, _known().open(path, compression_type=_RAW))
+    file: BinaryIO = _known().open(path, compression_type=_RAW)
+    return file
 
 
 def names(folder: str) -> list[str]:

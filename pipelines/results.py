@@ -12,7 +12,7 @@ from beamjax.dropping import Dropped, decode_file, encode_file
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
-from beamjax.pipelines.members import MembersSource, file_name, members_in
+from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.pipelines.values import leaf_spec
@@ -85,7 +85,7 @@ class WritePlaced(StepFn):
 
     def _write(self, run: list[Block]) -> None:
         members = np.concatenate([block.values[self.name] for block in run])
-        name = file_name(self.stem, run[0].start, len(members))
+        name = MembersSource.file_name(self.stem, run[0].start, len(members))
         self.store.write(name, encode_arrays([members], {"value": self.name}))
 
 
@@ -158,7 +158,9 @@ def find_placed(
     value = plan.values[name]
     n = plan.sizes[value.placement or ""]
     names = files.names(store.root) if written is None else written
-    source = MembersSource(store.root, stem, members_in(names, stem), leaf_spec(value), n)
+    source = MembersSource(
+        store.root, stem, MembersSource.members_in(names, stem), leaf_spec(value), n
+    )
     missing = source.missing()
     if missing:
         raise WorkerError(

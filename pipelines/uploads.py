@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from beamjax.arrays import encode_arrays
 from beamjax.pipelines import files
-from beamjax.pipelines.members import MembersSource, file_name
+from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.store import Store
 from beamjax.sources import ArraySource, NpySource
-from beamjax.sources.grouped_source import GroupedSource
+from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import Source
 
 FILE_BYTES = 16 * 2**20
@@ -19,8 +19,8 @@ FILE_BYTES = 16 * 2**20
 
 def stays_here(source: Source, store: Store) -> bool:
     """Whether a source reads what only this machine has, though the store is elsewhere."""
-    if isinstance(source, GroupedSource):
-        source = source.source
+    if any(stays_here(part, store) for part in source.inner):
+        return True
     return files.is_url(store.root) and isinstance(source, ArraySource | NpySource)
 
 
@@ -33,12 +33,14 @@ def upload(source: Source, store: Store) -> list[MembersSource]:
     Raises:
       SourceError: they can't be read, or written.
     """
+    if isinstance(source, ShortSource):  # Files hold members of one shape.
+        (source,) = source.inner
     stem = f"source-{uuid.uuid4().hex}"
     width = max(1, FILE_BYTES // max(1, *(leaf.nbytes for leaf in source.leaves)))
     parts = list(_parts(len(source), width))
     for start, count in parts:
         for number, array in enumerate(source.read(start, start + count)):
-            name = file_name(f"{stem}-{number}", start, count)
+            name = MembersSource.file_name(f"{stem}-{number}", start, count)
             store.write(name, encode_arrays([array], {}))
     return [
         MembersSource(store.root, f"{stem}-{number}", parts, leaf, len(source))

@@ -12,11 +12,19 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import cluster_runners  # noqa: E402
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The time of an example says more of what else the machine does. In CI the examples are the same
+# each time: a failure there can be had again, and new ones are looked for elsewhere.
+_SLOW = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("tests", **_SLOW)
+hypothesis.settings.register_profile("ci", **_SLOW, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 gc.set_threshold(20_000, 20, 20)  # At Python's own thresholds it takes a tenth of the time.
 

@@ -52,8 +52,9 @@ def test_federated_digits_deals_unequal_and_skewed_clients() -> None:
     rng = digits.np.random.default_rng(0)
     labels = rng.integers(digits.CLASSES, size=1437)
     images = rng.normal(size=(1437, 64)).astype("float32")
-    dealt_images, dealt_labels, mask = map(digits.np.asarray, digits.deal(images, labels, rng))
-    counts = mask.sum(axis=1)
+    clients, counts = digits.deal(images, labels, rng)
+    dealt_images, dealt_labels, mask = clients.read(0, digits.CLIENTS)
+    assert counts.tolist() == sorted(mask.sum(axis=1))
     assert counts.sum() == 1437
     assert counts.min() >= 1
     assert counts.max() > 4 * digits.np.median(counts)

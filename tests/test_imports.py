@@ -126,6 +126,7 @@ TESTED_ELSEWHERE = {
     "array_source": "test_sources",
     "npy_source": "test_sources",
     "leaf_checks": "test_sources",
+    "member_files": "test_members",
     "_compat": "test_transformations",
     "_version": "test_api",
     "map_bodies": "test_lower",

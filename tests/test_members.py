@@ -16,8 +16,6 @@ from beamjax.pipelines.members import (
     MembersSource,
     ScatteredSource,
     StackedSource,
-    file_name,
-    members_in,
 )
 from beamjax.pipelines.store import Store
 from beamjax.sources import from_arrays, from_npy
@@ -29,7 +27,7 @@ X = np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3)
 
 def written(folder, array, parts, stem="v"):
     for start, count in parts:
-        path = files.join(str(folder), file_name(stem, start, count))
+        path = files.join(str(folder), MembersSource.file_name(stem, start, count))
         files.write(path, encode_arrays([array[start : start + count]]))
     return MembersSource(str(folder), stem, parts, leaf(array), len(array))
 
@@ -84,7 +82,7 @@ def test_any_cover_gives_any_range(tmp_path_factory, data):
     start = data.draw(st.integers(0, N))
     stop = data.draw(st.integers(start, N))
     np.testing.assert_array_equal(source.read(start, stop)[0], X[start:stop])
-    assert set(source.files) <= {file_name("v", *part) for part in parts}
+    assert set(source.files) <= {MembersSource.file_name("v", *part) for part in parts}
 
 
 def test_members_without_bytes(tmp_path):
@@ -98,7 +96,7 @@ def test_missing_members_are_told(tmp_path):
 
 def test_names_of_other_values_are_not_taken():
     names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
-    assert members_in(names, "v-1") == [(0, 8), (8, 4)]
+    assert MembersSource.members_in(names, "v-1") == [(0, 8), (8, 4)]
 
 
 def test_damaged_files_are_named(tmp_path):

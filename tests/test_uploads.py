@@ -84,3 +84,15 @@ def test_rounds_read_what_was_written_before_the_first(store, monkeypatch):
     expected = bj.run(rounds, w, X, runner="local", options={"shard_size": 8})
     np.testing.assert_array_equal(bj.run(rounds, w, X, options=options), expected)
     assert FILES == {}
+
+
+def test_ragged_members_are_padded(store):
+    @bj.program(clients=None)
+    def total(clients):
+        return bj.reduce_sum(bj.map_fn(lambda c: c["rows"].sum(where=c["mask"]), clients))
+
+    lengths = np.arange(10)
+    clients = bj.from_ragged(np.arange(45, dtype=np.float32), lengths, buckets=[4, 9])
+    flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=1"]
+    options = [*flags, "--work_folder=inmemory://run", "--shard_size=8"]
+    assert bj.run(total, clients, options=options) == 44 * 45 / 2

@@ -43,6 +43,13 @@ class GroupedSource(Source, kind="grouped"):
         return self._source
 
     @property
+    def inner(self) -> tuple[Source, ...]:
+        return (self._source,)
+
+    def spilled(self, folder: str) -> GroupedSource:
+        return GroupedSource(self._source.spilled(folder), self._rows)
+
+    @property
     def leaves(self) -> tuple[LeafSpec, ...]:
         return _leaves(self._source, self._rows)
 

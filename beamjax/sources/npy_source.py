@@ -70,7 +70,7 @@ class NpySource(HoldsLeaves, kind="npy"):
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
         return [
-            _restored(_open_checked(file, leaf, self._size)[start:stop], leaf.dtype)
+            restored(_open_checked(file, leaf, self._size)[start:stop], leaf.dtype)
             for file, leaf in zip(self._files, self._leaves, strict=True)
         ]
 
@@ -116,7 +116,7 @@ def from_npy(paths: Any) -> NpySource:
                 f"{leaf_name(name)}: found {type(file).__name__}, expected the path of a .npy file."
             )
         file = os.path.abspath(file)
-        array = _map_file(file)
+        array = map_file(file)
         if array.dtype.kind == "V":
             raise StructureError(
                 f"{leaf_name(name)}: found the dtype {array.dtype} in {file}, expected numbers. "
@@ -139,6 +139,7 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
+    """An array as a .npy file holds it."""
     native = native_dtype(array.dtype)
     if native == wire.FLOAT0:
         return np.empty((*array.shape, 0), np.uint8)
@@ -147,7 +148,8 @@ def storable(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, native).view(stored_dtype(native))
 
 
-def _restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Undoes `storable`."""
     if dtype == wire.FLOAT0:
         return np.empty(stored.shape[:-1], dtype)
     view = native_view(stored)
@@ -159,7 +161,7 @@ _MAPPED_LOCK = threading.Lock()
 _MAX_MAPPED = 128  # each map keeps a file descriptor open
 
 
-def _map_file(file: str) -> np.ndarray:
+def map_file(file: str) -> np.ndarray:
     """The mapped array of a file, from the cache while the file has not changed."""
     try:
         status = os.stat(file)
@@ -194,7 +196,7 @@ def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
 
 
 def _open_checked(file: str, leaf: LeafSpec, size: int) -> np.ndarray:
-    array = _map_file(file)
+    array = map_file(file)
     expected = (size, *leaf.shape, *([0] if leaf.dtype == wire.FLOAT0 else []))
     dtype = stored_dtype(leaf.dtype)
     if array.shape != expected or array.dtype.newbyteorder("=") != dtype:

@@ -42,12 +42,14 @@ class LeafSpec:
         dtype: in native byte order; of typed keys, uint32.
         key_impl: for typed keys, what `jax.random.wrap_key_data(..., impl=key_impl)` needs.
         path: where the leaf is in the tree, as `jax.tree_util.keystr` writes it.
+        ragged: whether members have up to `shape[0]` rows, and are padded to that many.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     key_impl: str | None = None
     path: str = ""
+    ragged: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,7 @@ class LeafSpec:
             "dtype": wire.dtype_name(self.dtype),
             "key_impl": self.key_impl,
             "path": self.path,
+            "ragged": self.ragged,
         }
 
     @classmethod
@@ -73,7 +76,10 @@ class LeafSpec:
         impl = record["key_impl"]
         if impl is not None and not isinstance(impl, str):
             raise TypeError(f"found keys of {impl!r:.80}, expected a name or None")
-        return cls(shape, dtype, impl, field(record, "path", str))
+        ragged = field(record, "ragged", bool) if "ragged" in record else False
+        if ragged and not shape:
+            raise TypeError("found ragged members of shape [], expected rows")
+        return cls(shape, dtype, impl, field(record, "path", str), ragged)
 
     def __str__(self) -> str:
         key = f" (keys, {self.key_impl})" if self.key_impl else ""
@@ -112,6 +118,31 @@ class Source(abc.ABC):
         Raises:
             SourceError: if the range is not in 0..n, or the data is not what it was.
         """
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Numbers of rows to which ragged members are padded where they may be short, ascending.
+
+        The last one is that of `leaves`. There are none if no leaf is ragged.
+        """
+        return ()
+
+    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
+        """As `read`, but ragged leaves are padded to the first of `buckets` that is long enough."""
+        return self.read(start, stop)
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        """The sources that this one reads, if it is made of others."""
+        return ()
+
+    def spilled(self, folder: str) -> Source:
+        """The same members, with what is in the memory of this process in files of a folder.
+
+        Raises:
+            SourceError: a file cannot be written.
+        """
+        return self
 
     @abc.abstractmethod
     def to_spec(self) -> dict[str, Any]:

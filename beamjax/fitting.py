@@ -1,0 +1,156 @@
+"""Plans for members of unequal length: a body for each bucket that shards are padded to.
+
+A program is staged for the longest members, as `jax.jit` runs it, and once more for each shorter
+bucket. Where the plans differ in nothing but the bodies of passes and the shapes of what they read,
+they are one plan, whose passes choose the body by the shapes of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+
+from beamjax.errors import BeamjaxError
+from beamjax.inputs import raw_array
+from beamjax.interpreters.stage import Argument
+from beamjax.plan import Block, Branch, Fitted, Loop, Map, Plan, walk
+from beamjax.sources.source_base import Source
+
+Planner = Callable[[Sequence[Argument]], Plan]
+"""Makes the plan of a function for arguments."""
+
+
+def buckets_of(arguments: Sequence[Argument]) -> dict[int, tuple[int, ...]]:
+    """The buckets of ragged sources with more than one, by `id`."""
+    sources = {id(a.value): a.value for a in arguments if isinstance(a.value, Source)}
+    return {key: source.buckets for key, source in sources.items() if len(source.buckets) > 1}
+
+
+def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple[Plan, str]:
+    """A plan whose passes read short members with little padding.
+
+    Args:
+      plan: for the longest members.
+      arguments: with one ragged source or more.
+      planner: makes a plan with the same shards for other arguments.
+
+    Returns:
+      The plan; and why it is the one that was given, or "".
+    """
+    ragged = buckets_of(arguments)
+    if len(ragged) > 1:
+        return plan, f"{len(ragged)} sources have members of unequal length, expected one"
+    ((source, buckets),) = ragged.items()
+    mine = [i for i, a in enumerate(arguments) if id(a.value) == source and _leaf(a).ragged]
+    reason = _obstacle(plan, mine)
+    if reason:
+        return plan, reason
+    names = [plan.inputs[i].placed for i in mine if plan.inputs[i].placed is not None]
+    bodies = dict(plan.bodies)
+    found: dict[str, list[Fitted]] = {}
+    for rows in buckets[:-1]:
+        try:
+            other = planner(
+                [_of_length(a, rows) if i in mine else a for i, a in enumerate(arguments)]
+            )
+        except BeamjaxError as error:
+            return plan, f"it can't be staged for {rows} rows ({error})".split("\n")[0]
+        pairs = _pairs(plan, other, names)
+        if pairs is None:
+            return plan, (
+                "what is handed on between passes, or computed on the server, depends on the length"
+            )
+        for step, shorter in pairs:
+            if step.body != shorter.body:
+                shapes = tuple(other.values[name].shape for name in shorter.operands)
+                found.setdefault(step.name, []).append(Fitted(shapes, shorter.body))
+        bodies |= other.bodies
+    if any(body.python for body in bodies.values()):
+        return plan, "a body runs as Python"
+    steps = _changed(plan.steps, lambda step: replace(step, fitted=tuple(found.get(step.name, ()))))
+    inputs = tuple(replace(x, short=True) if i in mine else x for i, x in enumerate(plan.inputs))
+    return replace(plan, steps=steps, inputs=inputs, bodies=bodies), ""
+
+
+def _leaf(argument: Argument) -> Any:
+    return argument.value.leaves[argument.leaf]
+
+
+def _of_length(argument: Argument, rows: int) -> Argument:
+    n, _, *rest = argument.aval.shape
+    return replace(argument, aval=jax.ShapeDtypeStruct((n, rows, *rest), argument.aval.dtype))
+
+
+def _obstacle(plan: Plan, mine: Sequence[int]) -> str:
+    """Why inputs can't be read short."""
+    for i in mine:
+        spec = plan.inputs[i]
+        if spec.server is not None or any(out.input == i for out in plan.outputs):
+            return f"{spec.path} is needed as a whole"
+        if spec.views:
+            return f"{spec.path} is read in groups of members"
+    return ""
+
+
+def _pairs(plan: Plan, other: Plan, names: Sequence[str | None]) -> list[tuple[Map, Map]] | None:
+    """The passes of two plans that differ in bodies and in the types of these values only."""
+    short = {name: value for name, value in plan.values.items() if name in names}
+    if (
+        plan.values != {**other.values, **short}
+        or plan.inputs != other.inputs
+        or _changed(plan.steps, _without_body) != _changed(other.steps, _without_body)
+        or not _same_arrays(plan.constants, other.constants)
+        or [replace(out, constant=None) for out in plan.outputs]
+        != [replace(out, constant=None) for out in other.outputs]
+        or not _same_arrays(
+            [out.constant for out in plan.outputs], [out.constant for out in other.outputs]
+        )
+    ):
+        return None
+    return list(zip(_passes(plan), _passes(other), strict=True))
+
+
+def _passes(plan: Plan) -> list[Map]:
+    return [step for step in walk(plan.steps) if isinstance(step, Map)]
+
+
+def _same_arrays(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(
+        (a is None) == (b is None) and (a is None or _bits(a) == _bits(b))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _bits(value: Any) -> tuple[Any, ...]:
+    array = raw_array(value)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def _without_body(step: Map) -> Map:
+    return replace(step, body="")
+
+
+def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
+    """Steps, with all passes in them changed."""
+    if isinstance(tree, Map):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(_changed(part, change) for part in tree)
+    if isinstance(tree, Loop | Branch | Block):
+        parts = {field.name: _changed(getattr(tree, field.name), change) for field in fields(tree)}
+        return replace(tree, **parts)
+    return tree
+
+
+def fitting_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tuple[str, ...]:
+    """What people are told of members of unequal length."""
+    paths = [a.path for a in arguments if id(a.value) in buckets_of(arguments) and _leaf(a).ragged]
+    ladder = "/".join(map(str, next(iter(buckets_of(arguments).values()))))
+    what = f"{', '.join(paths)}: members have unequal lengths. Their shards are padded"
+    if reason:
+        return (f"{what} to the longest, because {reason}.",)
+    count = sum(len(step.fitted) for step in _passes(plan))
+    return (f"{what} to {ladder} rows; {count} executables more than one for each pass.",)

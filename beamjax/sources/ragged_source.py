@@ -1,0 +1,264 @@
+"""Placed inputs whose members have unequal numbers of rows: clients with their own examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import PlacementError, SourceError, StructureError
+from beamjax.sources.array_source import from_arrays
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    StreamSource,
+    describe_source,
+    natural,
+    open_spec,
+)
+
+MASK = "mask"
+"""The name of the leaf that tells rows from padding."""
+MAX_BUCKETS = 8
+"""That are chosen for a source; each costs a compilation of each body that reads it."""
+MULTIPLE = 8
+"""Of which buckets are that are chosen: finer ones save next to nothing, and 8 suits devices."""
+
+
+class RaggedSource(HoldsLeaves, kind="ragged"):
+    """Runs of rows of another source as members; see `from_ragged`."""
+
+    def __init__(
+        self,
+        rows: Source,
+        ends: Source,
+        buckets: Sequence[int],
+        mask_at: int,
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_ragged`, which checks.
+
+        Args:
+            rows: of all members, those of member 0 first.
+            ends: one leaf int64[]: for each member the number of rows up to its end.
+            buckets: ascending; the last one holds the longest member.
+            mask_at: the place of the mask among the leaves.
+            treedef: the tree that they form, the mask included; a tuple by default.
+        """
+        length = buckets[-1]
+        leaves = [
+            LeafSpec((length, *leaf.shape), leaf.dtype, leaf.key_impl, leaf.path, ragged=True)
+            for leaf in rows.leaves
+        ]
+        mask = LeafSpec((length,), np.dtype(np.bool_), None, f"[{MASK!r}]", ragged=True)
+        leaves.insert(mask_at, mask)
+        super().__init__(leaves, treedef)
+        self._rows = rows
+        self._ends = ends
+        self._buckets = tuple(buckets)
+        self._mask_at = mask_at
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self._buckets
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        return self._rows, self._ends
+
+    def spilled(self, folder: str) -> RaggedSource:
+        rows, ends = self._rows.spilled(folder), self._ends.spilled(folder)
+        return RaggedSource(rows, ends, self._buckets, self._mask_at, self._treedef)
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        ends = self._bounds(start, stop)
+        return self._padded(ends, self._buckets[-1])
+
+    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
+        ends = self._bounds(start, stop)
+        longest = int(np.diff(ends).max(initial=0))
+        return self._padded(ends, next(rows for rows in self._buckets if rows >= longest))
+
+    def _bounds(self, start: int, stop: int) -> np.ndarray:
+        """The first row of each member, and the end of the last one."""
+        self.check_range(start, stop)
+        (ends,) = self._ends.read(max(start - 1, 0), stop)
+        ends = ends if start else np.concatenate([[0], ends])
+        lengths = np.diff(ends)
+        wrong = np.flatnonzero((lengths < 0) | (lengths > self._buckets[-1]))
+        if len(wrong):
+            raise SourceError(
+                f"{self!r}: member {start + int(wrong[0])} has {int(lengths[wrong[0]])} rows, "
+                f"expected 0 to {self._buckets[-1]}; the source was changed after it was made."
+            )
+        return ends
+
+    def _padded(self, ends: np.ndarray, length: int) -> list[np.ndarray]:
+        mask = np.arange(length) < np.diff(ends)[:, None]
+        arrays = []
+        for leaf, rows in zip(
+            self._rows.leaves, self._rows.read(int(ends[0]), int(ends[-1])), strict=True
+        ):
+            array = np.zeros((*mask.shape, *leaf.shape), leaf.dtype)
+            array[mask] = rows
+            arrays.append(array)
+        arrays.insert(self._mask_at, mask)
+        return arrays
+
+    def describe(self) -> str:
+        rows = "/".join(map(str, self._buckets))
+        return describe_source(self, f"padded to {rows} of {self._rows.describe()}")
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "rows": self._rows.to_spec(),
+            "ends": self._ends.to_spec(),
+            "buckets": list(self._buckets),
+            "mask_at": self._mask_at,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> RaggedSource:
+        rows, ends = open_spec(spec["rows"]), open_spec(spec["ends"])
+        buckets = [natural(bucket, 1) for bucket in spec["buckets"]]
+        mask_at = natural(spec["mask_at"])
+        if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
+            raise TypeError(f"found ends {ends!r}, expected one leaf int64[]")
+        if not buckets or buckets != sorted(set(buckets)) or mask_at > len(rows.leaves):
+            raise TypeError(f"found buckets {buckets} and the mask at {mask_at}")
+        return cls(rows, ends, buckets, mask_at)
+
+
+class ShortSource(Source, kind="short"):
+    """A ragged source that is read padded to a bucket: for a pass with a body for each of them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._source.leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return self._source.treedef
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        return (self._source,)
+
+    def spilled(self, folder: str) -> ShortSource:
+        return ShortSource(self._source.spilled(folder))
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        return self._source.read_short(start, stop)
+
+    def describe(self) -> str:
+        return self._source.describe()
+
+    def to_spec(self) -> dict[str, Any]:
+        return {**self.spec_head(), "source": self._source.to_spec()}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> ShortSource:
+        return cls(open_spec(spec["source"]))
+
+
+def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None) -> RaggedSource:
+    """A placed input whose members have unequal numbers of rows, padded, with a mask.
+
+        clients = bj.from_ragged({"x": x, "y": y}, rows_per_client)
+
+        def loss(w, client):  # x: (rows, ...), y: (rows,), mask: (rows,)
+            losses = jnp.square(client["x"] @ w - client["y"])
+            return jnp.sum(losses, where=client["mask"]) / jnp.maximum(client["mask"].sum(), 1)
+
+    A member is the dict of its rows with one more entry, "mask": True for rows, False for the zeros
+    that they are padded with. Rows that are no dict are its entry "rows". Under `jax.jit` all
+    members have the length of the longest. A run pads a shard to the first of `buckets` that holds
+    its members, and compiles the bodies once for each bucket, where all that depends on the length
+    is inside of bodies. Members of like length that stand together are padded least.
+
+    Args:
+      rows: tree of arrays of shape (total, ...), or a `Source`: the rows of all members, one member
+        after the other.
+      lengths: int[n], the number of rows of each member; 0 is allowed.
+      buckets: lengths to pad to, ascending, the last one at least the longest member; by default
+        up to eight multiples of 8, each about half of the next, down from the longest member.
+
+    Raises:
+      StructureError: `lengths` are no integers of shape (n,), or the rows have a leaf named "mask".
+      PlacementError: the lengths are negative, or do not add up to the number of rows.
+      SourceError: the longest member is in no bucket.
+    """
+    source = rows if isinstance(rows, Source) else from_arrays(rows)
+    if isinstance(source, StreamSource) or source.buckets:
+        raise SourceError(
+            f"from_ragged, rows: found {source!r}, expected arrays or a source of known length "
+            "whose members are single rows."
+        )
+    counts = np.asarray(lengths)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        raise StructureError(
+            f"from_ragged, lengths: found {counts.dtype}{list(counts.shape)}, expected integers of "
+            "shape (n,), the number of rows of each member."
+        )
+    counts = counts.astype(np.int64)
+    if not len(counts) or counts.min() < 0 or counts.sum() != len(source):
+        raise PlacementError(
+            f"from_ragged, lengths: found {len(counts)} lengths from {counts.min(initial=0)} that "
+            f"add up to {counts.sum()}, expected lengths from 0 that add up to the {len(source)} "
+            "rows."
+        )
+    chosen = _checked(buckets, counts) if buckets is not None else choose_buckets(counts)
+    ends = from_arrays(np.cumsum(counts))
+    return RaggedSource(source, ends, chosen, *_with_mask(source))
+
+
+def choose_buckets(lengths: np.ndarray) -> list[int]:
+    """Lengths to pad members to: the longest, and its halves that some member fits in best."""
+    longest = max(int(lengths.max()), 1)
+    ladder = sorted({-(-longest // (MULTIPLE << k)) * MULTIPLE for k in range(MAX_BUCKETS)})
+    fits = {*np.searchsorted(ladder, lengths).tolist(), len(ladder) - 1}
+    return [rows for i, rows in enumerate(ladder) if i in fits]
+
+
+def _checked(buckets: Sequence[int], lengths: np.ndarray) -> list[int]:
+    chosen = list(map(int, buckets))
+    if not chosen or chosen != sorted(set(chosen)) or chosen[0] < 1:
+        raise SourceError(
+            f"from_ragged, buckets: found {list(buckets)}, expected lengths from 1, ascending."
+        )
+    if lengths.max() > chosen[-1]:
+        member = int(lengths.argmax())
+        raise SourceError(
+            f"from_ragged, buckets: member {member} has {lengths[member]} rows, expected at most "
+            f"{chosen[-1]}, the last bucket."
+        )
+    return chosen
+
+
+def _with_mask(rows: Source) -> tuple[int, PyTreeDef]:
+    """The place of the mask among the leaves, and the tree of all."""
+    import jax
+
+    tree = jax.tree_util.tree_unflatten(rows.treedef, range(len(rows.leaves)))
+    if not isinstance(tree, dict):
+        tree = {"rows": tree}
+    if MASK in tree:
+        raise StructureError(
+            f"from_ragged, rows: found a leaf {MASK!r}, which is the name of what tells rows from "
+            "padding; give it another name."
+        )
+    flat, treedef = jax.tree_util.tree_flatten({**tree, MASK: -1})
+    return flat.index(-1), treedef
