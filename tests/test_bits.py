@@ -12,6 +12,8 @@ from programs import CASES
 
 import beamjax as bj
 
+pytestmark = pytest.mark.long
+
 PROGRAMS_A_PIPELINE = 12
 NAMES = [name for name, case in CASES.items() if case.eqns is not None]
 GROUPS = [NAMES[i : i + PROGRAMS_A_PIPELINE] for i in range(0, len(NAMES), PROGRAMS_A_PIPELINE)]

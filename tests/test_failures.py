@@ -22,6 +22,8 @@ from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.shards import Shard, shard_errors
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def store(tmp_path):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parent / "killed_run.py"
 SAVED = 4 + 3 + 1
 """Rounds of both loops, and the end."""
