@@ -37,6 +37,7 @@ from beamjax.explanation import explain as explain
 from beamjax.jobs import Job as Job
 from beamjax.jobs import JobState as JobState
 from beamjax.jobs import open_job as open_job
+from beamjax.kept import open_placed as open_placed
 from beamjax.options import Options as Options
 from beamjax.progress import Progress as Progress
 from beamjax.reductions import reduce as reduce
@@ -47,6 +48,7 @@ from beamjax.sources import from_npy as from_npy
 from beamjax.sources import from_ragged as from_ragged
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
+from beamjax.sources.placed import Placed as Placed
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.verification import verify as verify
 

@@ -27,11 +27,13 @@ from beamjax.interpreters.pieces import Piece
 from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job, Work, launch_work, run_work
+from beamjax.kept import Kept, kept_results
 from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
 from beamjax.reading import choose, counted
 from beamjax.restaging import Recipe, settings
+from beamjax.sources.placed import Placed
 
 if TYPE_CHECKING:
     import apache_beam as beam
@@ -61,7 +63,11 @@ class Planned:
 
 
 def run(
-    fn: Callable[..., Any], *args: Any, runner: Any = "DirectRunner", options: Any = None
+    fn: Callable[..., Any],
+    *args: Any,
+    runner: Any = "DirectRunner",
+    options: Any = None,
+    keep: str | None = None,
 ) -> Any:
     """Runs a function of programs and returns what `fn(*args)` would.
 
@@ -77,9 +83,11 @@ def run(
       runner: "DirectRunner" for Beam's in-memory runner, "local" for this process without Beam, or
         any other name or instance of a Beam runner.
       options: None, a dict, a list of flags or a Beam `PipelineOptions`; see `Options`.
+      keep: "placed" leaves placed results in files; as the option of this name.
 
     Returns:
-      The tree that `fn(*args)` returns, of JAX arrays with the same shapes, dtypes and weak types.
+      The tree that `fn(*args)` returns, of JAX arrays with the same shapes, dtypes and weak types;
+      and of a `Placed` for each result that is kept in files.
 
     Raises:
       StagingError: the function can't be made a plan; the message names the line.
@@ -88,11 +96,15 @@ def run(
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
-    return run_work(_work(fn, args, runner, parse_options(options)))
+    return run_work(_work(fn, args, runner, _with_keep(options, keep)))
 
 
 def launch(
-    fn: Callable[..., Any], *args: Any, runner: Any = "DirectRunner", options: Any = None
+    fn: Callable[..., Any],
+    *args: Any,
+    runner: Any = "DirectRunner",
+    options: Any = None,
+    keep: str | None = None,
 ) -> Job:
     """Starts what `run` does, and returns at once.
 
@@ -110,12 +122,21 @@ def launch(
       StagingError, PlacementError, StructureError, SourceError: as `run`.
       OptionsError: the runner or an option is unknown, or a job in the folder still runs.
     """
-    parsed = parse_options(options)
+    parsed = _with_keep(options, keep)
     if runner != LOCAL:
         from beamjax.pipelines.connections import connect
 
         connect(runner, parsed)
     return launch_work(_work(fn, args, runner, parsed))
+
+
+def _with_keep(options: Any, keep: str | None) -> Options:
+    parsed = parse_options(options)
+    if keep is not None:
+        parsed = parse_options(replace(parsed, keep=keep))
+    if parsed.results_folder is not None and parsed.keep is None:
+        raise OptionsError("results_folder: found a folder, but nothing is kept; add keep='placed'")
+    return parsed
 
 
 def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> Work:
@@ -130,15 +151,21 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         planned = plan_for(fn, arguments, key, restore, options)
         plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
         inputs = bind_inputs(plan, arguments)
-        kept = files.pop_all()
+        sources = files.pop_all()
     weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]
 
+    tree = planned.staged.out_tree
+    numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
+    found = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    results = kept_results(plan, [jax.tree_util.keystr(path) for path, _ in found], options)
+
     def compute(monitor: Monitor) -> Any:
-        with kept:
-            values = _values(plan, inputs, runner, options, monitor)
+        with sources:
+            with results.cleared():
+                values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
             leaves = [
-                with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
+                _with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
                 for out, weak in zip(plan.outputs, weak_types, strict=True)
             ]
         return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
@@ -148,25 +175,25 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
 
 
 def _values(
-    plan: Plan, inputs: Inputs, runner: Any, options: Options, monitor: Monitor
-) -> dict[str, np.ndarray]:
+    plan: Plan, inputs: Inputs, runner: Any, options: Options, monitor: Monitor, results: Kept
+) -> dict[str, np.ndarray | Placed]:
     """Runs a plan; its outputs by name."""
     if runner == LOCAL:
-        return _run_here(plan, inputs, options, monitor)
+        return _run_here(plan, inputs, options, monitor, results)
     from beamjax.pipelines.runners import run_plan
 
-    return run_plan(plan, inputs, runner, options, monitor)
+    return run_plan(plan, inputs, runner, options, monitor, results)
 
 
 def _run_here(
-    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor
-) -> dict[str, np.ndarray]:
+    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor, results: Kept
+) -> dict[str, np.ndarray | Placed]:
     if options.checkpoint is None:
-        return _evaluate.evaluate(plan, inputs, options, monitor)
+        return _evaluate.evaluate(plan, inputs, options, monitor, results=results)
     from beamjax.pipelines.keepers import local_keeper
 
     with local_keeper(plan, inputs, options) as keeper:
-        return _evaluate.evaluate(plan, inputs, options, monitor, keeper)
+        return _evaluate.evaluate(plan, inputs, options, monitor, keeper, results)
 
 
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
@@ -211,6 +238,11 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
         raise OptionsError(
             "checkpoint: found a folder in the options of transform, where nobody drives rounds; "
             "leave it away, or use beamjax.run"
+        )
+    if parsed.keep is not None or parsed.results_folder is not None:
+        raise OptionsError(
+            "keep: found it in the options of transform, whose results are PCollections; write "
+            "them from your own pipeline, or use beamjax.run"
         )
     for name in ("on_error", "on_nonfinite"):
         if getattr(parsed, name) == "drop":
@@ -369,8 +401,10 @@ def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
     return Inputs(plan, [*values, *plan.constants])
 
 
-def output_array(plan: Plan, output: Output, values: dict[str, np.ndarray], inputs: Inputs) -> Any:
-    """One output as `jax.jit` would give it."""
+def output_array(
+    plan: Plan, output: Output, values: Mapping[str, np.ndarray | Placed], inputs: Inputs
+) -> Any:
+    """One output as `jax.jit` would give it, or the handle to its files."""
     with with_x64(plan.x64):
         if output.input is not None:
             value = inputs.values[output.input]
@@ -380,9 +414,15 @@ def output_array(plan: Plan, output: Output, values: dict[str, np.ndarray], inpu
             assert constant is not None
             return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
         array, spec = values[output.value], plan.values[output.value]
+        if isinstance(array, Placed):
+            return array
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)
         return wrap(jax.device_put(array), spec.key_impl)
+
+
+def _with_weak_type(leaf: Any, weak: bool, x64: bool) -> Any:
+    return leaf if isinstance(leaf, Placed) else with_weak_type(leaf, weak, x64)
 
 
 def _device_array(inputs: Inputs, index: int) -> Any:

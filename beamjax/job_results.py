@@ -11,6 +11,8 @@ from beamjax import records, trees
 from beamjax.bodies import key_impl, unwrap, with_weak_type, with_x64, wrap
 from beamjax.errors import ArrayFormatError
 from beamjax.job_folder import JobFolder
+from beamjax.sources.placed import Placed
+from beamjax.sources.source_base import open_spec
 
 
 def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
@@ -18,7 +20,7 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
 
     Args:
       folder: of the job.
-      value: a tree of arrays.
+      value: a tree of arrays, and of handles to results in files.
       x64: whether 64-bit types were enabled when the program was staged.
 
     Raises:
@@ -29,9 +31,11 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
         {
             "impl": key_impl(leaf.dtype) if _is_key(leaf) else None,
             "weak": bool(getattr(leaf, "weak_type", False)),
+            "placed": leaf.to_spec() if isinstance(leaf, Placed) else None,
         }
         for leaf in leaves
     ]
+    leaves = [np.empty(0) if isinstance(leaf, Placed) else leaf for leaf in leaves]
     record = {"tree": trees.tree_to_json(treedef), "types": types, "x64": x64}
     folder.write_result([np.asarray(unwrap(leaf)) for leaf in leaves], record)
 
@@ -71,8 +75,13 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
 
 
 def _leaf(array: np.ndarray, kind: Any, x64: bool, path: str) -> Any:
-    types: dict[str, Any] = {"impl": (str, type(None)), "weak": bool}
+    types: dict[str, Any] = {"impl": (str, type(None)), "weak": bool, "placed": (dict, type(None))}
     kind = records.checked(kind if isinstance(kind, dict) else {}, types, path)
+    if kind["placed"] is not None:
+        placed = open_spec(kind["placed"])
+        if not isinstance(placed, Placed):
+            raise ArrayFormatError(f"{path}: found {placed!r}, expected a result in files")
+        return placed
     if array.dtype == jax.dtypes.float0:
         return array
     if kind["impl"] and kind["weak"]:

@@ -14,7 +14,8 @@ from beamjax.errors import OptionsError
 REDUCTIONS = ("exact", "fast")
 ON_ERROR = ("raise", "drop")
 ON_NONFINITE = ("keep", "raise", "drop")
-KEEP = (None, "failed", "always")
+KEEP_FOLDER = (None, "failed", "always")
+KEEP = (None, "placed")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Options:
         the run fails. A run fails in any case if none is left.
       dead_letters: a file, by path or URL, for a line of JSON for each dropped member: placement,
         index, step, reason and message. There is no file if none is dropped.
+      keep: "placed" leaves placed results in files, written by the workers, and gives a `Placed`
+        for each whose members lie along axis 0. None gives arrays.
+      results_folder: for these files, by path or URL, a folder for each result in it. None takes
+        one in `job_folder`, or a temporary one that goes with the handles, in `work_folder` if
+        there is one.
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
@@ -95,6 +101,8 @@ class Options:
     on_nonfinite: str = "keep"
     drop_limit: float = 0.1
     dead_letters: str | None = None
+    keep: str | None = None
+    results_folder: str | None = None
     beam: Any = field(default=(), hash=False)
 
     @property
@@ -207,7 +215,7 @@ def _checked(options: Options) -> Options:
         raise OptionsError(f"callbacks: found {options.callbacks!r}, expected True or False")
     if options.progress is not None and not isinstance(options.progress, bool):
         raise OptionsError(f"progress: found {options.progress!r}, expected True, False or None")
-    if options.keep_folder not in KEEP:
+    if options.keep_folder not in KEEP_FOLDER:
         raise OptionsError(
             f"keep_folder: found {options.keep_folder!r}, expected 'failed', 'always' or None"
         )
@@ -225,6 +233,15 @@ def _checked(options: Options) -> Options:
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")
+    if options.keep not in KEEP:
+        raise OptionsError(f"keep: found {options.keep!r}, expected 'placed' or None")
+    results = options.results_folder
+    if isinstance(results, os.PathLike):
+        options = replace(options, results_folder=os.fspath(results))
+    elif results is not None and (not isinstance(results, str) or not results):
+        raise OptionsError(
+            f"results_folder: found {results!r}, expected the path or URL of a folder"
+        )
     _check_dropping(options)
     _check_machine(options)
     if isinstance(options.dead_letters, os.PathLike):

@@ -15,6 +15,7 @@ from beamjax.chunks import MemberBlock
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
 from beamjax.inputs import Inputs
+from beamjax.kept import NOTHING, Kept
 from beamjax.liveness import Position, step_index
 from beamjax.meters import Meter
 from beamjax.monitor import Monitor
@@ -32,6 +33,7 @@ from beamjax.shards import (
     shard_errors,
     shards,
 )
+from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
 
 
@@ -41,7 +43,8 @@ def evaluate(
     options: Options,
     monitor: Monitor | None = None,
     keeper: Keeper | None = None,
-) -> dict[str, np.ndarray]:
+    results: Kept = NOTHING,
+) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without Beam.
 
     Args:
@@ -50,10 +53,11 @@ def evaluate(
       options: `reduction` and `shard_timeout` are those that matter here.
       monitor: of the job.
       keeper: of checkpoints, if there are to be any.
+      results: placed results that go to files.
 
     Returns:
-      The raw array of each output that is a value of the plan, by name; placed values have their
-      members along axis 0.
+      The raw array of each output that is a value of the plan, by name, or the handle to its
+      files; placed values have their members along axis 0.
 
     Raises:
       WorkerError: a body failed; the message names step and shard.
@@ -61,7 +65,7 @@ def evaluate(
     """
     monitor = monitor or Monitor(plan)
     monitor.letters.begin(anew=starts_anew(keeper))
-    run = _Evaluation(plan, inputs, options, monitor, keeper)
+    run = _Evaluation(plan, inputs, options, monitor, keeper, results)
     if options.shard_timeout is None:
         return run.outputs()
     return bounded(run.outputs, run.table)
@@ -79,24 +83,28 @@ class _Evaluation:
         options: Options,
         monitor: Monitor,
         keeper: Keeper | None,
+        results: Kept,
     ):
         self.plan = plan
         self.options = options
         self.monitor = monitor
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
+        # Names of those that are arrays in files.
+        self.mapped: set[str] = set()
         # Entries of the stacked results of loops that are under way.
         self.stacks: dict[str, list[np.ndarray]] = {}
         self.reader = inputs.reader()
         self.streams = inputs.streams()
         self.keeper = keeper
+        self.results = results
         self.tracker = Tracker(keeper)
         self.table = Table()
         if keeper is not None:
             self.bind(keeper.values)
             self.stacks.update(keeper.stacks)
 
-    def outputs(self) -> dict[str, np.ndarray]:
+    def outputs(self) -> dict[str, np.ndarray | Placed]:
         """Runs all steps; the outputs that are values of the plan, by name."""
         keeper = self.keeper
         wanted = {out.value for out in self.plan.outputs if out.value is not None}
@@ -106,7 +114,25 @@ class _Evaluation:
             self.steps(self.plan.steps, keeper.position if keeper else ())
             if keeper is not None:
                 keeper.finish({name: self.value(name) for name in sorted(wanted)})
-        return {n: array for n, array in (self.served | self.placed).items() if n in wanted}
+        made = (self.served | self.placed).items()
+        return {name: self.kept(name, array) for name, array in made if name in wanted}
+
+    def kept(self, name: str, array: np.ndarray) -> np.ndarray | Placed:
+        """A result, in files if it is to be."""
+        if name not in self.results.folders:
+            return array
+        if name not in self.mapped:
+            self.results.write(name, 0, array)
+        return self.results.finish(self.results.find(self.plan, name))
+
+    def room(self, name: str, n: int | None) -> np.ndarray:
+        """Where a pass puts its placed results: a file from the start, if they are kept in one."""
+        value = self.plan.values[name]
+        shape, dtype = (n or 0, *value.shape), np.dtype(value.dtype)
+        found = self.results.room(name, shape, dtype) if n is not None else None
+        if found is not None:
+            self.mapped.add(name)
+        return np.empty(shape, dtype) if found is None else found
 
     def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> AtWork:
         """A context in which something may take as long as a shard may."""
@@ -246,8 +272,7 @@ class _Evaluation:
         n = self.plan.sizes[step.placement]
         execute = ShardExecutor(self.plan, step, self.served)
         for name in step.results:
-            value = self.plan.values[name]
-            self.placed[name] = np.empty((n or 0, *value.shape), np.dtype(value.dtype))
+            self.placed[name] = self.room(name, n)
         accumulators = new_accumulators(step, self.options.reduction)
         trees = execute.trees()
         letters = DeadLetters(self.options.drop_limit)

@@ -26,6 +26,7 @@ from beamjax.pipelines.combiners import (
 from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.results import ReadMembers
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
@@ -224,7 +225,13 @@ class Graph:
         self._serve(environment, [step.result])
 
     def placed(self, name: str) -> beam.PCollection:
-        """Blocks that hold a placed value that a step computes."""
+        """Blocks that hold a placed value, computed by a step or read from its source."""
+        where = self.inputs.sources.where
+        if name in where:
+            placement = self.plan.values[name].placement or ""
+            n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
+            read = ReadMembers(self._sources({name: where[name]}), name, n, size)
+            return self._ranges(f"Read {name}", placement) | f"Read {name}" >> beam.ParDo(read)
         return self._find(self.plan.values[name].placement or "", name).blocks
 
     # ------------------------------------------------------------------------------- parts

@@ -61,12 +61,11 @@ class Driver:
             self.values.update(keeper.values)
             self.stacks.update(keeper.stacks)
 
-    def run(self) -> dict[str, np.ndarray]:
+    def run(self) -> dict[str, Value]:
         """Runs all steps.
 
         Returns:
-          The raw array of each output that is a value of the plan, by name; placed values have
-          their members along axis 0.
+          Each output that is a value of the plan, by name.
 
         Raises:
           WorkerError: a body failed; the message names rounds, step and shard.
@@ -83,10 +82,7 @@ class Driver:
                 found = self.block(whole, "", set(self.values), at)
             if self.keeper is not None:
                 self.keeper.finish(dict(zip(outputs, found, strict=True)))
-        return {
-            name: value.array() if isinstance(value, Served) else value.whole()
-            for name, value in zip(outputs, found, strict=True)
-        }
+        return dict(zip(outputs, found, strict=True))
 
     def block(
         self, block: Block, prefix: str, own: Iterable[str] = (), at: Position = ()

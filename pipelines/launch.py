@@ -13,6 +13,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.runners.portability.spark_runner import SparkRunner
 
+from beamjax.kept import NOTHING, Kept
 from beamjax.monitor import Monitor
 from beamjax.pipelines import build, lost_workers, waiting
 from beamjax.pipelines.connections import Connection
@@ -36,6 +37,7 @@ class Launcher:
       connection: to the runner.
       store: where values are, before and after.
       monitor: of the job.
+      results: placed values that go where the results of the run are kept.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
     """
@@ -44,6 +46,7 @@ class Launcher:
     store: Store
     monitor: Monitor
     program: Ref | None = None
+    results: Kept = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
@@ -102,7 +105,7 @@ class Launcher:
         inputs = replace(inputs, program=self.program)
         graph = build.Graph(pipeline, plan, inputs, store, self.connection, self.bodies)
         graph.build()
-        outputs = Outputs(graph, stem)
+        outputs = Outputs(graph, stem, self.results)
         outputs.write()
         return outputs
 

@@ -12,6 +12,7 @@ import apache_beam as beam
 from apache_beam import typehints
 
 from beamjax.dropping import Dropped
+from beamjax.kept import NOTHING, Kept
 from beamjax.one_pass import open_placements
 from beamjax.pipelines import files
 from beamjax.pipelines.build import Graph
@@ -33,11 +34,13 @@ class Outputs:
     Args:
       graph: with all its steps.
       stem: of the files' names.
+      results: placed values that go where the results of the run are kept.
     """
 
-    def __init__(self, graph: Graph, stem: str):
+    def __init__(self, graph: Graph, stem: str, results: Kept = NOTHING):
         self.graph = graph
         self.stem = stem
+        self.results = results
         plan = graph.plan
         # Server values by environment, and placed ones.
         self._served: dict[beam.PCollection, list[str]] = {}
@@ -56,7 +59,7 @@ class Outputs:
             write_served = WriteServed(graph.store, tuple(names), f"{stem}-served-{number}")
             environment | label >> beam.ParDo(write_served)
         for number, name in enumerate(self._placed):
-            write_placed = WritePlaced(graph.store, name, f"{stem}-placed-{number}")
+            write_placed = WritePlaced(graph.store, name, f"{stem}-placed-{number}", self.results)
             graph.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
         if graph.dropped:
             # Together, so that only what bundles that count have dropped is written.
@@ -81,6 +84,9 @@ class Outputs:
         plan = replace(self.graph.plan, sizes=self.sizes(found))
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
+            if name in self.results.folders:
+                found[name] = Placed(self.results.find(plan, name).to_spec())
+                continue
             found[name] = members(find_placed(store, plan, name, stem, written))
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,15 @@ import numpy as np
 from beamjax.arrays import encode_arrays
 from beamjax.dropping import Dropped, decode_file, encode_file
 from beamjax.errors import ArrayFormatError, WorkerError
+from beamjax.kept import NOTHING, Kept
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
 from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.store import Ref, Store
-from beamjax.pipelines.tasks import StepFn
+from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.pipelines.values import leaf_spec
 from beamjax.plan import Plan
+from beamjax.shards import shards
 
 SUFFIX = ".arrays"
 FILE_BYTES = 16 << 20
@@ -43,6 +45,34 @@ class WriteServed(StepFn):
         self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(found))
 
 
+class ReadMembers(StepFn):
+    """Ranges of shards to blocks with the members of a placed input.
+
+    Args:
+      sources: the one that has it.
+      name: of the input.
+      n: the number of members.
+      size: members in a shard.
+    """
+
+    yields = Block
+
+    def __init__(self, sources: Sources, name: str, n: int, size: int):
+        self.sources = sources
+        self.name = name
+        self.n = n
+        self.size = size
+
+    def setup(self) -> None:
+        """Opens the source."""
+        self.reader = self.sources.open()
+
+    def process(self, element: tuple[int, int]) -> Iterator[Block]:
+        for shard in shards(self.n, self.size, *element):
+            values = self.reader.read([self.name], shard.start, shard.start + shard.count)
+            yield Block(shard.start, shard.count, self.size, values)
+
+
 class WritePlaced(StepFn):
     """Writes a placed value to files of consecutive members, many blocks in a file.
 
@@ -52,14 +82,16 @@ class WritePlaced(StepFn):
       store: where to write.
       name: of the value.
       stem: of the files' names.
+      results: where it is written instead, if it is a result that is kept there.
     """
 
     yields = Any
 
-    def __init__(self, store: Store, name: str, stem: str):
+    def __init__(self, store: Store, name: str, stem: str, results: Kept = NOTHING):
         self.store = store
         self.name = name
         self.stem = stem
+        self.results = results
 
     def start_bundle(self) -> None:
         self.blocks: list[Block] = []
@@ -85,6 +117,9 @@ class WritePlaced(StepFn):
 
     def _write(self, run: list[Block]) -> None:
         members = np.concatenate([block.values[self.name] for block in run])
+        if self.name in self.results.folders:
+            self.results.write(self.name, run[0].start, members)
+            return
         name = MembersSource.file_name(self.stem, run[0].start, len(members))
         self.store.write(name, encode_arrays([members], {"value": self.name}))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from beamjax.errors import JobCancelledError
 from beamjax.inputs import Inputs
+from beamjax.kept import NOTHING, Kept
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
@@ -19,6 +20,7 @@ from beamjax.pipelines import build, files, uploads
 from beamjax.pipelines.checkpoint_folder import work_folder
 from beamjax.pipelines.connections import connect
 from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.store import Ref, Store
@@ -26,13 +28,19 @@ from beamjax.pipelines.tasks import Sources, forget
 from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.sources import live_spec, register, release
+from beamjax.sources.placed import Placed
 from beamjax.sources.source_base import StreamSource
 from beamjax.tracker import starts_anew
 
 
 def run_plan(
-    plan: Plan, inputs: Inputs, runner: Any, options: Options, monitor: Monitor | None = None
-) -> dict[str, np.ndarray]:
+    plan: Plan,
+    inputs: Inputs,
+    runner: Any,
+    options: Options,
+    monitor: Monitor | None = None,
+    results: Kept = NOTHING,
+) -> dict[str, np.ndarray | Placed]:
     """Runs a plan on a Beam runner and waits for it.
 
     Args:
@@ -41,10 +49,11 @@ def run_plan(
       runner: of Beam.
       options: of the run.
       monitor: of the job, with its folder, if there is one.
+      results: placed results that are kept in files.
 
     Returns:
-      The raw array of each output that is a value of the plan, by name; placed values have their
-      members along axis 0.
+      The raw array of each output that is a value of the plan, by name, or the handle to its
+      files; placed values have their members along axis 0.
 
     Raises:
       OptionsError: the runner or an option is unknown.
@@ -60,20 +69,22 @@ def run_plan(
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
-        launcher = Launcher(connection, store, monitor, program)
+        # A checkpoint links what is in the store; results are written from there at the end.
+        at_once = NOTHING if options.checkpoint else results
+        launcher = Launcher(connection, store, monitor, program, at_once)
         try:
-            return drive(plan, inputs, sources, launcher)
+            return drive(plan, inputs, sources, launcher, results)
         finally:
             forget()
 
 
 def drive(
-    plan: Plan, inputs: Inputs, sources: Sources, launcher: Launcher
-) -> dict[str, np.ndarray]:
+    plan: Plan, inputs: Inputs, sources: Sources, launcher: Launcher, results: Kept = NOTHING
+) -> dict[str, np.ndarray | Placed]:
     """Runs a plan with its inputs; see `run_plan`."""
     if open_placements(plan):
         launcher.monitor.letters.begin(anew=True)
-        return _run_one_pass(plan, inputs, launcher, sources)
+        return _run_one_pass(plan, inputs, launcher, sources, results)
     values: dict[str, Value] = {
         name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
     }
@@ -82,12 +93,13 @@ def drive(
     options = launcher.connection.options
     keeper = DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
     launcher.monitor.letters.begin(anew=starts_anew(keeper))
-    return Driver(plan, values, launcher, keeper).run()
+    found = Driver(plan, values, launcher, keeper).run()
+    return fetched(found, plan, launcher, results)
 
 
 def _run_one_pass(
-    plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources
-) -> dict[str, np.ndarray]:
+    plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources, results: Kept
+) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without control flow over sources of unknown length, as one pipeline."""
     static = {name: launcher.store.put([a], name) for name, a in inputs.server().items()}
     number = [size_name(placement) for placement in open_placements(plan)]
@@ -106,11 +118,7 @@ def _run_one_pass(
     assert streams is not None
     with opened_streams(streams.sources, launcher.connection.shared) as specs:
         bound = build.Inputs(static, sources, streams=Sources(specs, dict(streams.where)))
-        found = launcher.run(plan, bound, "result")
-        return {
-            name: value.array() if isinstance(value, Served) else value.whole()
-            for name, value in found.items()
-        }
+        return fetched(launcher.run(plan, bound, "result"), plan, launcher, results)
 
 
 def stream_specs(

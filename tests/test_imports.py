@@ -127,6 +127,8 @@ TESTED_ELSEWHERE = {
     "npy_source": "test_sources",
     "leaf_checks": "test_sources",
     "member_files": "test_members",
+    "placed": "test_kept",
+    "fetching": "test_kept",
     "_compat": "test_transformations",
     "_version": "test_api",
     "map_bodies": "test_lower",

@@ -131,6 +131,8 @@ class MemberFiles(Source):
         path = f"{self.folder.rstrip('/')}/{name}"
         try:
             array = self.load(path)
+        except SourceError:  # names the file
+            raise
         except (ArrayFormatError, ValueError) as error:
             raise ArrayFormatError(f"{path}: {error}") from None
         except Exception as error:

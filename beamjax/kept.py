@@ -1,0 +1,214 @@
+"""Placed results that a run leaves in files: which of them, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.options import Options
+from beamjax.plan import Plan
+from beamjax.sources.data_files import is_url
+from beamjax.sources.npy_source import stored_dtype
+from beamjax.sources.placed import MANIFEST, Placed, encode_part
+from beamjax.sources.source_base import LeafSpec, open_spec
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The placed results of a run that go to files.
+
+    Attributes:
+      folders: of each value of the plan that is kept, by name.
+      stem: of the names of all files, which no other run has.
+      lasts: whether the files stay when nobody holds the handles any more.
+    """
+
+    folders: Mapping[str, str] = field(default_factory=dict)
+    stem: str = ""
+    lasts: bool = True
+
+    def write(self, name: str, start: int, members: np.ndarray) -> None:
+        """Writes members of a value, from `start` on, to a file of their own.
+
+        Raises:
+          SourceError: it can't be written.
+        """
+        file = Placed.file_name(self.stem, start, len(members))
+        _write(self.folders[name], file, encode_part(members))
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+        """A local file for all members of a value, as an array, if it is kept in one.
+
+        Raises:
+          SourceError: the file can't be made.
+        """
+        folder = self.folders.get(name)
+        if folder is None or is_url(folder) or 0 in shape:
+            return None
+        path = os.path.join(folder, Placed.file_name(self.stem, 0, shape[0]))
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            stored = np.lib.format.open_memmap(path, "w+", stored_dtype(dtype), shape)
+        except OSError as error:
+            raise SourceError(f"{path}: cannot write a result ({error}).") from error
+        return stored.view(dtype)
+
+    def find(self, plan: Plan, name: str) -> Placed:
+        """A value whose files are written.
+
+        Args:
+          plan: with the number of members.
+          name: of the value.
+
+        Raises:
+          SourceError: members are missing, or the folder can't be written.
+        """
+        from beamjax.pipelines import files
+
+        value = plan.values[name]
+        n = plan.sizes[value.placement or ""]
+        leaf = LeafSpec(value.shape, np.dtype(value.dtype), value.key_impl)
+        folder = self.folders[name]
+        parts = Placed.members_in(files.names(folder), self.stem)
+        placed = Placed(folder, self.stem, parts, leaf, n)
+        missing = placed.missing()
+        if missing:
+            raise SourceError(
+                f"{folder}: {len(missing)} of {n} members of a result are missing, the "
+                f"first one is {missing[0]}; do the launcher and the workers see the same files "
+                "there?"
+            )
+        return placed
+
+    def finish(self, placed: Placed) -> Placed:
+        """Lists the files of a value that is whole, and has them removed with it if they are to be.
+
+        Raises:
+          SourceError: the folder can't be written.
+        """
+        record = {"version": VERSION, **placed.to_spec()}
+        _write(placed.folder, MANIFEST, json.dumps(record, indent=1).encode())
+        if not self.lasts:
+            weakref.finalize(placed, _remove, placed.to_spec())
+        return placed
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Removes what was written if the `with` block fails."""
+        try:
+            yield
+        except BaseException:
+            for folder in self.folders.values():
+                with contextlib.suppress(Exception):
+                    _clear(folder, self.stem)
+            raise
+
+
+NOTHING = Kept()
+
+
+def kept_results(plan: Plan, paths: Sequence[str], options: Options) -> Kept:
+    """What a run keeps: placed results with their members along axis 0.
+
+    Args:
+      plan: of the run.
+      paths: where each output stands in the result, as `jax.tree_util.keystr` writes it.
+      options: `keep`, `results_folder`, `job_folder` and `work_folder`.
+    """
+    if options.keep is None:
+        return NOTHING
+    base, lasts = options.results_folder, True
+    if base is None and options.job_folder is not None:
+        base = f"{options.job_folder.rstrip('/')}/results"
+    if base is None:
+        parent, lasts = options.work_folder or tempfile.gettempdir(), False
+        base = f"{parent.rstrip('/')}/beamjax-results-{uuid.uuid4().hex}"
+    base = base if is_url(base) else os.path.abspath(base)
+    folders: dict[str, str] = {}
+    for path, out in zip(paths, plan.outputs, strict=True):
+        name = out.value
+        if name is None or plan.values[name].placement is None or name in folders:
+            continue
+        if any(other.value == name and other.axis for other in plan.outputs):
+            continue
+        word = re.sub(r"[^A-Za-z0-9_]+", "-", path).strip("-") or "result"
+        taken = word if f"{base}/{word}" not in folders.values() else f"{word}-{len(folders)}"
+        folders[name] = f"{base}/{taken}"
+    return Kept(folders, f"part-{uuid.uuid4().hex[:8]}", lasts)
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    from beamjax.pipelines import files  # imports Beam only for URLs
+
+    path = f"{folder}/{name}"
+    try:
+        files.write(path, data)
+    except Exception as error:
+        raise SourceError(
+            f"{path}: cannot write {len(data)} bytes of a result ({error}); expected a folder that "
+            "the launcher and all workers can write and read."
+        ) from error
+
+
+def open_placed(folder: str | os.PathLike[str]) -> Placed:
+    """The handle to a placed result in files, in any process.
+
+    Args:
+      folder: of one result, by path or URL: `placed.folder`.
+
+    Raises:
+      SourceError: there is none.
+      ArrayFormatError: what is there is not what was written.
+    """
+    from beamjax.pipelines import files
+
+    where = os.fspath(folder)
+    where = where if is_url(where) else os.path.abspath(where)
+    path = f"{where}/{MANIFEST}"
+    try:
+        record = json.loads(bytes(files.read(path)))
+    except ValueError as error:
+        raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
+    except Exception as error:
+        raise SourceError(
+            f"{path}: cannot read ({error}); expected the folder of a result that a run with "
+            "keep='placed' has finished."
+        ) from error
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        raise ArrayFormatError(
+            f"{path}: found {record!r:.80}, expected a list of files of version {VERSION}"
+        )
+    # The folder may have been moved since.
+    found = open_spec({**record, "kind": Placed.kind, "folder": where})
+    assert isinstance(found, Placed)
+    return found
+
+
+def _remove(spec: dict[str, Any]) -> None:
+    with contextlib.suppress(Exception):
+        placed = Placed.from_spec(spec)
+        placed.remove()
+        if not is_url(placed.folder):
+            os.rmdir(os.path.dirname(placed.folder))
+
+
+def _clear(folder: str, stem: str) -> None:
+    from beamjax.pipelines import files
+
+    files.remove_files(folder, [name for name in files.names(folder) if name.startswith(stem)])
+    if not is_url(folder):
+        os.rmdir(folder)
+        os.rmdir(os.path.dirname(folder))

@@ -1,0 +1,60 @@
+"""What a run gives at its end: arrays, and handles to the placed results that stay in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from beamjax.kept import Kept
+from beamjax.pipelines import build
+from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.tasks import Sources
+from beamjax.pipelines.values import Placed, Served, Value
+from beamjax.plan import Output, Plan
+from beamjax.sources import placed as kept_sources
+from beamjax.sources.source_base import open_spec
+
+
+def fetched(
+    values: Mapping[str, Value], plan: Plan, launcher: Launcher, results: Kept
+) -> dict[str, np.ndarray | kept_sources.Placed]:
+    """The raw array of each value, or the handle to its files.
+
+    Args:
+      values: the outputs of a plan, by name.
+      plan: that they are of, with the numbers of members.
+      launcher: of pipelines that write what is kept and not where it belongs, such as the state of
+        a loop.
+      results: what is kept.
+
+    Raises:
+      SourceError: something can't be read or written.
+      WorkerError: a pipeline failed.
+    """
+    found: dict[str, np.ndarray | kept_sources.Placed] = {}
+    for name, value in values.items():
+        if isinstance(value, Served):
+            found[name] = value.array()
+        elif name in results.folders:
+            found[name] = results.finish(_kept(name, value, plan, launcher, results))
+        else:
+            found[name] = value.whole()
+    return found
+
+
+def _kept(
+    name: str, value: Placed, plan: Plan, launcher: Launcher, results: Kept
+) -> kept_sources.Placed:
+    source = open_spec(value.spec)
+    if isinstance(source, kept_sources.Placed) and source.stem == results.stem:
+        return source
+    plan = replace(
+        plan, inputs=(), steps=(), outputs=(Output(value=name),), constants=(), bodies={}
+    )
+    inputs = build.Inputs({}, Sources((value.spec,), {name: (0, value.leaf)}))
+    writer = replace(launcher, results=results)
+    made = writer.run(plan, inputs, f"keep-{name}")[name]
+    assert isinstance(made, Placed)
+    return kept_sources.Placed.from_spec(made.spec)
