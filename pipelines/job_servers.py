@@ -50,6 +50,11 @@ class JobServer:
         """Whether it still runs."""
         return self.owner == os.getpid() and self.process.poll() is None
 
+    @property
+    def serves(self) -> bool:
+        """Whether it still takes jobs; where it is killed, its guard takes a moment to see it."""
+        return self.alive and processes.listens("localhost", int(self.endpoint.rpartition(":")[2]))
+
     def stop(self) -> None:
         """Ends it and removes what it wrote."""
         if self.owner != os.getpid():
@@ -76,7 +81,7 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
     """
     with _lock:
         found = _servers.get(key)
-        if found is None or not found.alive:
+        if found is None or not found.serves:
             if found is not None:
                 found.stop()
             _servers[key] = found = _start(name, command)
@@ -160,7 +165,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
                 guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
-        if _ready(server, ports[0]):
+        if _ready(server):
             atexit.register(server.stop)
             return server
         told = processes.tail(server.log)
@@ -170,10 +175,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
     )
 
 
-def _ready(server: JobServer, port: int) -> bool:
+def _ready(server: JobServer) -> bool:
     """Waits until a server takes jobs; whether it came to that."""
-
-    def done() -> bool:
-        return not server.alive or processes.listens("localhost", port)
-
-    return processes.wait_until(done, _SECONDS_TO_START) and server.alive
+    processes.wait_until(lambda: not server.alive or server.serves, _SECONDS_TO_START)
+    return server.serves
