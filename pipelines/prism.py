@@ -28,6 +28,7 @@ ADVICE = (
     "listen at all addresses of this machine"
 )
 
+_SECONDS_TO_TAKE_A_JOB = 60
 _SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
 _EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
 """How Prism opens its only port, and how the one that is built here does: where workers look."""
@@ -50,7 +51,9 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             program, f"--job_port={ports[0]}", "--serve_http=false", "--log_kind=text",
         ],
     )  # fmt: skip
-    return job_servers.with_defaults(options, job_endpoint=server.endpoint)
+    # Beam would wait for five minutes for one that dies now.
+    seconds = {"job_server_timeout": _SECONDS_TO_TAKE_A_JOB}
+    return job_servers.with_defaults(options, job_endpoint=server.endpoint, **seconds)
 
 
 def locate(options: PipelineOptions | None = None) -> str:

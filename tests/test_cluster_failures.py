@@ -144,7 +144,7 @@ def pool(tmp_path):
 
 @pytest.mark.parametrize("runner", IN_PROCESS, indirect=True)
 def test_a_worker_process_that_is_killed(runner, pool, tmp_path):
-    """Nobody waits for it for ever, as Spark does, and the runner is well after that."""
+    """Nobody waits for it for ever, and the runner is well after that."""
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"while computing, the worker .* died without a trace"):
         attempt(runner, "killed", tmp_path, **pool)
