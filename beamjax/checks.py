@@ -281,9 +281,8 @@ def check_runners(required: Sequence[str]) -> Iterator[Finding]:
 def _prism() -> list[str]:
     from beamjax.pipelines import tools
 
-    cached = os.path.isdir(os.path.expanduser("~/.apache_beam/cache/prism"))
-    built = any(tools.cache_folder("").glob("prism-*/prism"))
-    if cached or built or tools.find("prism") or tools.find("go"):
+    built = any(tools.cache_folder("").glob("prism-*-loopback/prism"))
+    if built or tools.find("go"):
         return []
     return ["install Go, from which Prism is built, or give prism_location=PATH"]
 

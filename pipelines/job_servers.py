@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, PortableOptions
 
 from beamjax.errors import OptionsError
 from beamjax.pipelines import guard, jars, processes
 
 _SECONDS_TO_START = 90.0
+_SECONDS_TO_ANSWER = 60.0
 _ATTEMPTS = 3
 _HEAP = 1024  # MiB of a job server in Java
 
@@ -50,6 +54,25 @@ class JobServer:
         """Whether it still runs."""
         return self.owner == os.getpid() and self.process.poll() is None
 
+    @property
+    def listens(self) -> bool:
+        """Whether somebody takes connections at its port."""
+        return processes.listens("localhost", int(self.endpoint.rpartition(":")[2]))
+
+    def answers(self) -> bool:
+        """Whether it takes jobs; one that was killed just now may seem to live, and to listen."""
+        end = time.monotonic() + _SECONDS_TO_ANSWER
+        with grpc.insecure_channel(self.endpoint) as channel:
+            ready = grpc.channel_ready_future(channel)
+            try:
+                while self.alive and self.listens and time.monotonic() < end:
+                    with contextlib.suppress(grpc.FutureTimeoutError):
+                        ready.result(timeout=0.2)
+                        return True
+                return False
+            finally:
+                ready.cancel()
+
     def stop(self) -> None:
         """Ends it and removes what it wrote."""
         if self.owner != os.getpid():
@@ -76,7 +99,7 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
     """
     with _lock:
         found = _servers.get(key)
-        if found is None or not found.alive:
+        if found is None or not found.answers():
             if found is not None:
                 found.stop()
             _servers[key] = found = _start(name, command)
@@ -160,7 +183,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
                 guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
-        if _ready(server, ports[0]):
+        if _ready(server):
             atexit.register(server.stop)
             return server
         told = processes.tail(server.log)
@@ -170,10 +193,10 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
     )
 
 
-def _ready(server: JobServer, port: int) -> bool:
+def _ready(server: JobServer) -> bool:
     """Waits until a server takes jobs; whether it came to that."""
 
     def done() -> bool:
-        return not server.alive or processes.listens("localhost", port)
+        return not server.alive or server.listens
 
     return processes.wait_until(done, _SECONDS_TO_START) and server.alive

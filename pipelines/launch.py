@@ -88,11 +88,10 @@ class Launcher:
         connection, running = self.connection, self.monitor.running
         runner, flags, shared = connection.runner, connection.flags, connection.shared
         look = lost_workers.Look(store, plan.steps, isinstance(runner, _KEEP_WORKERS))
-        if not isinstance(runner, FnApiRunner):
-            waiting.run(pipeline, flags, running, look)
-            return
         with loopback_only():
-            if shared and connection.options.shard_timeout is None:
+            if not isinstance(runner, FnApiRunner):
+                waiting.run(pipeline, flags, running, look)
+            elif shared and connection.options.shard_timeout is None:
                 waiting.run(pipeline, flags, running)
             else:
                 end = functools.partial(lost_workers.end_workers, store)

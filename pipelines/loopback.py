@@ -1,8 +1,10 @@
-"""Servers of Beam's in-memory runner at loopback addresses.
+"""Servers that Beam opens in this process, at loopback addresses.
 
-Where its workers are processes, or threads that it talks to by gRPC, Beam opens servers for them at
-all addresses of the machine, and has no option for that. Who reaches them can take the place of a
-worker. Its workers look for them at "localhost" in any case.
+Where workers of its in-memory runner are processes, or threads that it talks to by gRPC, Beam opens
+servers for them at all addresses of the machine, and has no option for that. Who reaches them can
+take the place of a worker. Where workers of another runner are threads of this process, that asks a
+server here for them: who reaches it can have this process run anything. All of them are looked for
+at "localhost" in any case.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import Any
 
 from apache_beam.runners.portability import local_job_service
 from apache_beam.runners.portability.fn_api_runner import worker_handlers
+from apache_beam.runners.worker import worker_pool_main
 
 EVERYWHERE, HERE = "[::]:", "localhost:"
-_MODULES: tuple[Any, ...] = (worker_handlers, local_job_service)
+_MODULES: tuple[Any, ...] = (worker_handlers, local_job_service, worker_pool_main)
 """Where Beam makes these servers."""
 _lock = threading.Lock()
 _users = 0
@@ -49,7 +52,7 @@ class _Grpc(_Instead):
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """A context in which Beam's in-memory runner opens servers at loopback addresses only."""
+    """A context in which Beam opens servers in this process at loopback addresses only."""
     global _users
     with _lock:
         if not _users:

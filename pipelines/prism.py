@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shutil
+import tempfile
+import zipfile
 from pathlib import Path
 
 from apache_beam.options.pipeline_options import (
@@ -18,11 +20,18 @@ from apache_beam.version import __version__ as beam_version
 from beamjax.errors import OptionsError
 from beamjax.pipelines import job_servers, tools
 
-PACKAGE = "github.com/apache/beam/sdks/v2/go/cmd/prism"
+MODULE = "github.com/apache/beam/sdks/v2"
+PACKAGE = "go/cmd/prism"
 ADVICE = (
     "run `beamjax prism install`, which builds it with Go, or give "
-    "options={'prism_location': PATH} with a program that you have"
+    "options={'prism_location': PATH} with a program that you have; those of Beam's releases "
+    "listen at all addresses of this machine"
 )
+
+_SECONDS_TO_TAKE_A_JOB = 60
+_SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
+_EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
+"""How Prism opens its only port, and how the one that is built here does: where workers look."""
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
@@ -42,11 +51,13 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             program, f"--job_port={ports[0]}", "--serve_http=false", "--log_kind=text",
         ],
     )  # fmt: skip
-    return job_servers.with_defaults(options, job_endpoint=server.endpoint)
+    # Beam would wait for five minutes for one that dies now.
+    seconds = {"job_server_timeout": _SECONDS_TO_TAKE_A_JOB}
+    return job_servers.with_defaults(options, job_endpoint=server.endpoint, **seconds)
 
 
 def locate(options: PipelineOptions | None = None) -> str:
-    """The path of Prism: as given, as installed by beamjax, as Beam has it, or built now.
+    """The path of Prism: as given, or as built by beamjax, now if need be.
 
     Raises:
       OptionsError: it cannot be had.
@@ -54,22 +65,14 @@ def locate(options: PipelineOptions | None = None) -> str:
     options = PipelineOptions([]) if options is None else options
     given = options.view_as(PrismRunnerOptions)
     if not given.prism_location and not given.prism_beam_version_override:
-        if installed().exists():
-            return str(installed())
-        told: Exception
-        try:
-            return _by_beam(options)
-        except Exception as error:  # whatever its file systems and the network raise
-            told = error
-        if tools.find("go") is None:
+        if tools.find("go") is None and not installed().exists():
             raise OptionsError(
-                f"runner: Beam has no Prism for this machine ({told}), and there is no Go to "
-                f"build it; {ADVICE}"
-            ) from told
+                f"runner: found no Prism at {installed()}, and there is no Go to build it; {ADVICE}"
+            )
         return install()
     try:
         return _by_beam(options)
-    except Exception as error:
+    except Exception as error:  # whatever its file systems and the network raise
         raise OptionsError(
             f"prism_location: found {given.prism_location!r}, not to be had ({error}); {ADVICE}"
         ) from error
@@ -77,29 +80,62 @@ def locate(options: PipelineOptions | None = None) -> str:
 
 def installed() -> Path:
     """Where `install` puts the program."""
-    return tools.cache_folder(f"prism-{beam_version}") / "prism"
+    return tools.cache_folder(f"prism-{beam_version}-loopback") / "prism"
 
 
 def install() -> str:
     """Builds Prism of the version of Beam that is installed here, and returns its path.
 
+    It listens at a loopback address. Beam's own has no option for that and listens at all of them,
+    where whoever reaches it may have this machine run anything: one line is changed before it is
+    built.
+
     Raises:
-      OptionsError: there is no Go, or the build fails.
+      OptionsError: there is no Go, the build fails, or the line is another one.
     """
-    go = tools.require("go", "beamjax prism install")
     target = installed()
     with tools.locked(target.parent):
         if not target.exists():
-            build = target.parent / "build"
-            tools.run(
-                [go, "install", f"{PACKAGE}@v{beam_version}"],
-                "beamjax prism install",
-                {"GOBIN": str(build)},
-                "; it needs the Go module proxy ($GOPROXY)",
-            )
-            os.replace(build / "prism", target)
-            shutil.rmtree(build, ignore_errors=True)
+            go = tools.require("go", "beamjax prism install")
+            with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+                _build(go, Path(folder))
+                os.replace(Path(folder) / target.name, target)
     return str(target)
+
+
+def _build(go: str, folder: Path) -> None:
+    """Builds the program into a folder, which then has its source, too."""
+    purpose, environment = "beamjax prism install", {"GOWORK": "off"}
+    advice = "; it needs the Go module proxy ($GOPROXY)"
+    download = [go, "mod", "download", "-json", f"{MODULE}@v{beam_version}"]
+    told = json.loads(tools.run(download, purpose, environment, advice, folder))
+    _extract(Path(told["Zip"]), folder)
+    server = folder / _SERVER
+    text = server.read_text(encoding="utf-8") if server.exists() else ""
+    times = text.count(_EVERYWHERE)
+    if times != 1:
+        raise OptionsError(
+            f"{purpose}: found {times} times `{_EVERYWHERE}` in {_SERVER} of Beam {beam_version}, "
+            f"expected it once, to have Prism listen at a loopback address; use "
+            "another version of Beam, or give options={'prism_location': PATH} with a program that "
+            "you have"
+        )
+    server.write_text(text.replace(_EVERYWHERE, _HERE), encoding="utf-8")
+    # Without what depends on the folder, so that Go's cache serves a second build.
+    flags = ["-mod=readonly", "-trimpath", "-buildvcs=false"]
+    build = [go, "build", *flags, "-o", installed().name, f"./{PACKAGE}"]
+    tools.run(build, purpose, environment, advice, folder)
+
+
+def _extract(module: Path, folder: Path) -> None:
+    """Writes the source in Go from the archive of a module."""
+    head = f"{MODULE}@v{beam_version}/"
+    with zipfile.ZipFile(module) as archive:
+        for entry in archive.infolist():
+            entry.filename = entry.filename.removeprefix(head)
+            source = entry.filename.startswith("go/") and not entry.filename.endswith("_test.go")
+            if source or entry.filename in ("go.mod", "go.sum"):
+                archive.extract(entry, folder)
 
 
 def _by_beam(options: PipelineOptions) -> str:

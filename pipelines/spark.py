@@ -12,6 +12,14 @@ _LOOPBACK = (
     "-Dspark.ui.enabled=false",
 )
 """Has Spark in one process listen for itself alone."""
+_OPENED = (
+    "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
+    "--add-opens=java.base/sun.nio.cs=ALL-UNNAMED",
+    "--add-opens=java.base/sun.util.calendar=ALL-UNNAMED",
+    "--add-opens=java.base/java.lang.invoke=ALL-UNNAMED",
+    "--add-opens=java.base/java.util.concurrent.atomic=ALL-UNNAMED",
+)
+"""What Spark needs of Java 17 besides: it tells of a task that failed by the first, or never."""
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
@@ -30,5 +38,5 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         "spark.SparkJobServerDriver",
         [f"--spark-master-url={master}"],
         embedded,
-        _LOOPBACK if embedded else (),
+        (*_OPENED, *(_LOOPBACK if embedded else ())),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from beamjax.errors import OptionsError
 
 _HELP = {
-    "go": "Go 1.25 or later (https://go.dev/doc/install)",
+    "go": "Go 1.26 or later (https://go.dev/doc/install)",
     "java": "Java 11 or 17, a JDK (for example `apt-get install openjdk-17-jdk-headless`)",
     "javac": "Java 11 or 17, a JDK (for example `apt-get install openjdk-17-jdk-headless`)",
     "mvn": "Apache Maven (for example `apt-get install maven`)",
@@ -67,8 +67,19 @@ def run(
     purpose: str,
     environment: Mapping[str, str] | None = None,
     advice: str = "",
-) -> None:
+    folder: Path | None = None,
+) -> str:
     """Runs a program to its end.
+
+    Args:
+      command: the program and its arguments.
+      purpose: for the message, what it is run for.
+      environment: what to add to the environment of this process.
+      advice: for the message, what may help.
+      folder: to run it in; by default that of this process.
+
+    Returns:
+      What it wrote to stdout.
 
     Raises:
       OptionsError: it fails; the message has the last lines that it wrote.
@@ -76,19 +87,20 @@ def run(
     done = subprocess.run(
         list(command),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         env={**os.environ, **(environment or {})},
+        cwd=folder,
         text=True,
         errors="replace",
         check=False,
     )
     if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.strip()][-_LINES_OF_A_FAILURE:]
-        told = "\n".join(f"  {line}" for line in lines)
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        told = "\n".join(f"  {line}" for line in lines[-_LINES_OF_A_FAILURE:])
         raise OptionsError(
             f"{purpose}: `{' '.join(command)}` ended with status {done.returncode}{advice}:\n{told}"
         )
+    return done.stdout
 
 
 @contextlib.contextmanager

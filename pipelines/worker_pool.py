@@ -79,7 +79,8 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
 
 def supervise(arguments: list[str]) -> None:
     """Runs a pool as a child process, and another one whenever it dies."""
-    command = [sys.executable, "-m", "beamjax.pipelines.worker_pool", *arguments, "--child"]
+    command = [sys.executable, "-m", "beamjax.pipelines.worker_pool", *arguments]
+    command.append(f"--supervisor={os.getpid()}")
     while True:
         child = subprocess.Popen(command)
         status = child.wait()
@@ -93,12 +94,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m beamjax.pipelines.worker_pool")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=50001, help="port to listen at")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--supervisor", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if not arguments.child:
+    if arguments.supervisor is None:
         supervise(argv)
         return
-    parent = os.getppid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     loaded = threading.Event()
     # It listens at once: Flink would take a refused connection for a failure and count it.
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     loaded.set()
     address = f"{arguments.host}:{arguments.port}"
     print(f"{READY} {address}, process {os.getpid()}", flush=True)
-    while os.getppid() == parent:
+    while os.getppid() == arguments.supervisor:
         time.sleep(0.5)
     server.stop(0)
     os._exit(1)

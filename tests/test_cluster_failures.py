@@ -1,4 +1,4 @@
-"""Bodies that hang, crash or are killed on Prism and Flink: the named cause, or the same bits.
+"""Bodies that hang, crash or are killed on clusters: the named cause, or the same bits.
 
 Run by `pytest -n0 --clusters tests/test_cluster_failures.py`; see `cluster_runners`.
 """
@@ -6,6 +6,7 @@ Run by `pytest -n0 --clusters tests/test_cluster_failures.py`; see `cluster_runn
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,11 @@ import beamjax as bj
 from beamjax.errors import WorkerError
 from beamjax.pipelines import flink_cluster, job_servers, processes
 
+# Threads of Beam that talk to a runner end so, where it closes the connection before they do.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+ALL = params("prism", "flink", "flink-embedded", "spark")
+IN_PROCESS = params("prism", "flink-embedded", "spark")
 WHERE = r"step 'map_clients_0' .*shard 1 of placement 'clients', members 8 to 15: "
 
 
@@ -47,7 +53,7 @@ def healthy(runner):
     )
 
 
-@pytest.mark.parametrize("runner", params("prism", "flink"), indirect=True)
+@pytest.mark.parametrize("runner", ALL, indirect=True)
 def test_a_body_that_hangs(runner, tmp_path):
     with pytest.raises(WorkerError, match=f"(?s)^{WHERE}computing took longer than 3 s") as caught:
         attempt(runner, "hangs", tmp_path, shard_timeout=3)
@@ -60,7 +66,7 @@ def test_a_body_that_hangs(runner, tmp_path):
     np.testing.assert_array_equal(attempt(runner, "none", tmp_path / "next"), faults.TOTAL)
 
 
-@pytest.mark.parametrize("runner", params("prism", "flink"), indirect=True)
+@pytest.mark.parametrize("runner", ALL, indirect=True)
 def test_members_that_fail_are_dropped(runner, tmp_path):
     """In two passes: the second one is told of those whom the first one drops."""
 
@@ -121,7 +127,43 @@ def test_a_worker_that_always_dies(fault, told, started, tmp_path):
     assert healthy(runner)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.fixture
+def pool(tmp_path):
+    """Options with which workers are in a process of their own, which is started again."""
+    (port,) = processes.free_ports(1)
+    command = [sys.executable, "-m", "beamjax.pipelines.worker_pool", f"--port={port}"]
+    with open(tmp_path / "pool.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        assert processes.wait_until(lambda: processes.listens("localhost", port), 60)
+        yield {"environment_type": "EXTERNAL", "environment_config": f"localhost:{port}"}
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("runner", IN_PROCESS, indirect=True)
+def test_a_worker_process_that_is_killed(runner, pool, tmp_path):
+    """Nobody waits for it for ever, and the runner is well after that."""
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"while computing, the worker .* died without a trace"):
+        attempt(runner, "killed", tmp_path, **pool)
+    assert time.monotonic() - start < 100
+    log = tmp_path / "pool.log"
+    assert processes.wait_until(lambda: log.read_text().count("workers at") == 2, 60)
+    (tmp_path / "next").mkdir()
+    np.testing.assert_array_equal(attempt(runner, "none", tmp_path / "next", **pool), faults.TOTAL)
+
+
+@pytest.mark.spark
+def test_spark_tells_of_workers_that_it_does_not_reach(started, tmp_path):
+    """It would wait for ever if Java kept it from telling why a task failed."""
+    (port,) = processes.free_ports(1)
+    nobody = {"environment_type": "EXTERNAL", "environment_config": f"localhost:{port}"}
+    with pytest.raises(WorkerError, match="Job aborted due to stage failure"):
+        attempt(started("spark"), "none", tmp_path, **nobody)
+
+
 @pytest.mark.prism
 def test_prism_that_is_killed_in_a_run(started, tmp_path):
     runner = started("prism")
@@ -146,7 +188,7 @@ def test_prism_that_is_killed_in_a_run(started, tmp_path):
     np.testing.assert_array_equal(attempt(runner, "none", tmp_path / "next"), faults.TOTAL)
 
 
-@pytest.mark.parametrize("runner", params("prism"), indirect=True)
+@pytest.mark.parametrize("runner", IN_PROCESS, indirect=True)
 def test_threads_of_a_run_that_failed_are_over(runner, tmp_path):
     with pytest.raises(WorkerError, match="took longer than 3 s"):
         attempt(runner, "hangs", tmp_path, shard_timeout=3)

@@ -5,9 +5,11 @@ Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`. Ki
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -64,21 +66,25 @@ def calling(host, n=N):
 
 
 @pytest.mark.skipif(not IS_TOLD, reason="looks into /proc")
-@pytest.mark.parametrize("runner", params("flink", "flink-embedded", "spark"), indirect=True)
-def test_nobody_else_reaches_the_servers_in_java(runner):
-    """Those of the cluster, and those that Beam opens for workers while a pipeline runs."""
+@pytest.mark.parametrize("runner", ALL, indirect=True)
+def test_nobody_else_reaches_the_servers(runner):
+    """Prism, those of the cluster, and those that Beam opens while a pipeline runs, also here."""
     fn, args = built(next(iter(CASES)))
     on(runner, fn, *args)
     folder = runner.options.get("flink_cluster")
     if folder is not None:
         pids = [process.pid for process in processes.known(Path(folder))]
     else:
+        name = runner.name.removesuffix("Runner").lower()
         servers = job_servers._servers.items()
-        pids = [server.process.pid for key, server in servers if key[0] in ("Flink", "Spark")]
-    with Watch(*pids, *(child for pid in pids for child in children_of(pid)), every=0.05) as watch:
+        pids = [server.process.pid for key, server in servers if key[0].lower() == name]
+    children = [child for pid in pids for child in children_of(pid)]
+    with Watch("self", every=0.01) as here, Watch(*pids, *children, every=0.05) as there:
         on(runner, fn, *args)
-    assert watch.found
-    assert not for_others(watch.found)
+    assert there.found
+    assert not for_others(there.found)
+    assert here.found or folder is not None, "workers were not in this process"
+    assert not for_others(here.found)
 
 
 def children_of(pid):
@@ -284,13 +290,20 @@ def test_a_prism_that_is_given(started, tmp_path):
         bj.run(stages, W, ROWS, runner="PrismRunner", options={"prism_location": missing})
 
 
-def test_prism_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-
-    def offline(url, **_):
-        raise RuntimeError(f"Unable to fetch {url}")
-
-    monkeypatch.setattr(prism.PrismJobServer, "local_bin", offline)
-    with pytest.raises(OptionsError, match=r"there is no Go to build it; run `beamjax prism inst"):
-        bj.run(stages, W, ROWS, runner="PrismRunner")
+@pytest.mark.prism
+def test_a_prism_that_was_killed_just_now(started):
+    runner = started("prism")
+    expected = on(runner, stages, W, ROWS)
+    (server,) = [server for key, server in job_servers._servers.items() if key[0] == "prism"]
+    guard = server.process.pid
+    (program,) = children_of(guard)
+    os.kill(guard, signal.SIGSTOP)  # It takes a moment to see that its program is gone.
+    later = threading.Timer(1, os.kill, (guard, signal.SIGCONT))
+    try:
+        os.kill(int(program), signal.SIGKILL)
+        assert processes.wait_until(lambda: not server.listens, 10)
+        later.start()
+        assert_same_bits(on(runner, stages, W, ROWS), expected)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(guard, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Servers of DirectRunner for its workers: nobody else reaches them."""
+"""Servers that Beam opens in this process: nobody else reaches them."""
 
 import socket
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.runners.portability.fn_api_runner import worker_handlers
+from apache_beam.runners.worker.worker_pool_main import BeamFnExternalWorkerPoolServicer
 from listeners import IS_TOLD, Watch, for_others, listening
 
 import beamjax as bj
@@ -38,6 +39,19 @@ def test_nobody_else_reaches_the_workers(mode):
     np.testing.assert_allclose(found, N * np.sin(1), rtol=1e-6)
     assert watch.found - before, "there was no server"
     assert not for_others(watch.found)
+
+
+@needs_proc
+def test_nobody_else_reaches_the_pool_that_gives_workers_to_a_runner():
+    with Watch() as watch:
+        with loopback_only():
+            address, server = BeamFnExternalWorkerPoolServicer.start()
+        with socket.create_connection(("localhost", int(address.rpartition(":")[2]))):
+            pass
+        found = listening()
+        server.stop(0)
+    assert found
+    assert not for_others(watch.found | found)
 
 
 def test_beam_is_left_as_it_was():

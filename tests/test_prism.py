@@ -1,0 +1,101 @@
+"""Prism is built from Beam's source with one line changed, and Beam's own is not taken unasked.
+
+Go is a script here that copies files; `test_clusters` has the one that is built by Go.
+"""
+
+import sys
+import zipfile
+
+import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.version import __version__ as beam_version
+
+import beamjax as bj
+from beamjax.errors import OptionsError
+from beamjax.pipelines import prism
+
+LISTENER = 'net.Listen("tcp", fmt.Sprintf(":%d", port))'
+SERVER = f"func NewServer(port int) {{\n\tlis, err := {LISTENER}\n}}\n"
+GO = f"""#!{sys.executable}
+import json, os, shutil, sys
+if sys.argv[1:3] == ["mod", "download"]:
+    assert sys.argv[-1] == "{prism.MODULE}@v{beam_version}", sys.argv
+    print("go: downloading", file=sys.stderr)
+    print(json.dumps({{"Zip": os.environ["MODULE_ZIP"]}}))
+else:
+    assert sys.argv[1] == "build" and sys.argv[-1] == "./{prism.PACKAGE}", sys.argv
+    assert sorted(os.listdir()) == ["go", "go.mod", "go.sum"], os.listdir()
+    assert not os.path.exists("go/a_test.go")
+    shutil.copy("{prism._SERVER}", sys.argv[sys.argv.index("-o") + 1])
+"""
+
+
+@pytest.fixture
+def offered(monkeypatch, tmp_path):
+    """Offers a source of Prism to build, with this file in it."""
+
+    def offer(server):
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / "go").write_text(GO)
+        (folder / "go").chmod(0o755)
+        files = {"go.mod": "", "go.sum": "", "java/A.java": "", "go/a_test.go": "", "go/a.go": ""}
+        if server is not None:
+            files[prism._SERVER] = server
+        with zipfile.ZipFile(tmp_path / "module.zip", "w") as archive:
+            for name, text in files.items():
+                archive.writestr(f"{prism.MODULE}@v{beam_version}/{name}", text)
+        monkeypatch.setenv("MODULE_ZIP", str(tmp_path / "module.zip"))
+        monkeypatch.setenv("PATH", str(folder))
+
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
+    return offer
+
+
+def test_one_line_is_changed(offered, monkeypatch):
+    offered(SERVER)
+    found = prism.install()
+    with open(found) as file:
+        assert file.read() == SERVER.replace('":%d"', '"localhost:%d"')
+    assert {path.name for path in prism.installed().parent.iterdir()} == {"lock", "prism"}
+    monkeypatch.setenv("PATH", "")
+    assert prism.install() == prism.locate() == found
+
+
+@pytest.mark.parametrize(
+    ("server", "times"), [(None, 0), (SERVER.replace(":%d", "%s"), 0), (SERVER * 2, 2)]
+)
+def test_a_source_that_is_another_one_is_refused(offered, server, times):
+    offered(server)
+    with pytest.raises(OptionsError, match=rf"found {times} times `.*expected it once"):
+        prism.install()
+    assert not prism.installed().exists()
+    assert [path.name for path in prism.installed().parent.iterdir()] == ["lock"]
+
+
+def test_a_build_that_fails_tells_what_go_wrote(offered, monkeypatch):
+    offered(SERVER)
+    monkeypatch.setenv("MODULE_ZIP", "")
+    monkeypatch.delenv("MODULE_ZIP")
+    with pytest.raises(OptionsError, match=r"(?s)mod download.*GOPROXY.*KeyError: 'MODULE_ZIP'"):
+        prism.install()
+
+
+def test_one_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OptionsError, match=r"there is no Go to build it; run `beamjax prism inst"):
+        bj.run(lambda x: x, 1.0, runner="PrismRunner")
+
+
+def test_the_release_of_beam_is_taken_only_where_it_is_asked_for(offered, monkeypatch):
+    offered(SERVER)
+    asked = []
+    release = lambda url, **_: asked.append(url) or "/its/prism"
+    monkeypatch.setattr(prism.PrismJobServer, "local_bin", release)
+    assert prism.locate() == str(prism.installed())
+    assert not asked
+    given = f"https://github.com/apache/beam/releases/tag/v{beam_version}"
+    options = PipelineOptions([f"--prism_location={given}"])
+    assert prism.locate(options) == "/its/prism"
+    assert asked[0].startswith("https://github.com/apache/beam/releases/download/")
