@@ -50,6 +50,8 @@ from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.placed import Placed as Placed
 from beamjax.sources.source_base import StreamSource as StreamSource
+from beamjax.sources.taken_source import sample as sample
+from beamjax.sources.taken_source import take as take
 from beamjax.verification import verify as verify
 
 _compat.hide_frames(_os.path.dirname(__file__))

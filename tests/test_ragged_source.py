@@ -134,6 +134,7 @@ ATTEMPTS = {
     "no buckets": ({"buckets": []}, SourceError, "buckets: found \\[\\]"),
     "descending": ({"buckets": [12, 3]}, SourceError, "ascending"),
     "zero": ({"buckets": [0, 12]}, SourceError, "lengths from 1"),
+    "far too long": ({"buckets": [2**40]}, SourceError, "found 1099511627776, expected at most"),
     "too short": ({"buckets": [3, 11]}, SourceError, "member 3 has 12 rows, expected at most 11"),
     "a mask of one's own": (
         {"rows": {"mask": np.zeros(TOTAL)}}, StructureError, "found a leaf 'mask'",
@@ -154,8 +155,8 @@ def test_bad_input(name):
 
 @pytest.mark.parametrize(
     "change",
-    [{"buckets": []}, {"buckets": [5, 2]}, {"buckets": [0]}, {"mask_at": 9}, {"mask_at": -1},
-     {"ends": None}],
+    [{"buckets": []}, {"buckets": [5, 2]}, {"buckets": [0]}, {"buckets": [2**40]},
+     {"mask_at": 9}, {"mask_at": -1}, {"ends": None}],
 )  # fmt: skip
 def test_bad_specs(change, tmp_path):
     source = bj.from_ragged(ROWS, LENGTHS).spilled(str(tmp_path))

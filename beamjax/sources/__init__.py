@@ -19,3 +19,6 @@ from beamjax.sources.source_base import lookup as lookup
 from beamjax.sources.source_base import open_spec as open_spec
 from beamjax.sources.source_base import register as register
 from beamjax.sources.source_base import release as release
+from beamjax.sources.taken_source import TakenSource as TakenSource
+from beamjax.sources.taken_source import sample as sample
+from beamjax.sources.taken_source import take as take

@@ -28,6 +28,10 @@ MULTIPLE = 8
 """Of which buckets are that are chosen: finer ones save next to nothing, and 8 suits devices."""
 
 
+ANY_ROWS = 1 << 16
+"""That a bucket may have, however few there are."""
+
+
 class RaggedSource(HoldsLeaves, kind="ragged"):
     """Runs of rows of another source as members; see `from_ragged`."""
 
@@ -100,13 +104,12 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         return ends
 
     def _padded(self, ends: np.ndarray, length: int) -> list[np.ndarray]:
+        rows = self._rows.read(int(ends[0]), int(ends[-1]))
         mask = np.arange(length) < np.diff(ends)[:, None]
         arrays = []
-        for leaf, rows in zip(
-            self._rows.leaves, self._rows.read(int(ends[0]), int(ends[-1])), strict=True
-        ):
+        for leaf, found in zip(self._rows.leaves, rows, strict=True):
             array = np.zeros((*mask.shape, *leaf.shape), leaf.dtype)
-            array[mask] = rows
+            array[mask] = found
             arrays.append(array)
         arrays.insert(self._mask_at, mask)
         return arrays
@@ -131,8 +134,10 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         mask_at = natural(spec["mask_at"])
         if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found ends {ends!r}, expected one leaf int64[]")
-        if not buckets or buckets != sorted(set(buckets)) or mask_at > len(rows.leaves):
-            raise TypeError(f"found buckets {buckets} and the mask at {mask_at}")
+        if not buckets or buckets != sorted(set(buckets)) or buckets[-1] > _most_rows(rows):
+            raise TypeError(f"found buckets {buckets} for {len(rows)} rows")
+        if mask_at > len(rows.leaves):
+            raise TypeError(f"found the mask at {mask_at} of {len(rows.leaves)} leaves")
         return cls(rows, ends, buckets, mask_at)
 
 
@@ -220,7 +225,11 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
             f"add up to {counts.sum()}, expected lengths from 0 that add up to the {len(source)} "
             "rows."
         )
-    chosen = _checked(buckets, counts) if buckets is not None else choose_buckets(counts)
+    chosen = (
+        _checked(buckets, counts, _most_rows(source))
+        if buckets is not None
+        else choose_buckets(counts)
+    )
     ends = from_arrays(np.cumsum(counts))
     return RaggedSource(source, ends, chosen, *_with_mask(source))
 
@@ -233,11 +242,21 @@ def choose_buckets(lengths: np.ndarray) -> list[int]:
     return [rows for i, rows in enumerate(ladder) if i in fits]
 
 
-def _checked(buckets: Sequence[int], lengths: np.ndarray) -> list[int]:
+def _most_rows(rows: Source) -> int:
+    """To which a member may be padded: nobody has use for more."""
+    return max(len(rows), ANY_ROWS) + MULTIPLE
+
+
+def _checked(buckets: Sequence[int], lengths: np.ndarray, most: int) -> list[int]:
     chosen = list(map(int, buckets))
     if not chosen or chosen != sorted(set(chosen)) or chosen[0] < 1:
         raise SourceError(
             f"from_ragged, buckets: found {list(buckets)}, expected lengths from 1, ascending."
+        )
+    if chosen[-1] > most:
+        raise SourceError(
+            f"from_ragged, buckets: found {chosen[-1]}, expected at most {most}, for "
+            f"{lengths.sum()} rows of all members."
         )
     if lengths.max() > chosen[-1]:
         member = int(lengths.argmax())

@@ -28,6 +28,7 @@ from beamjax.accumulators import decode_accumulator, make_accumulator
 from beamjax.bodies import default_platform, load_body
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.job_folder import JobFolder
+from beamjax.kept import Kept
 from beamjax.pipelines import elements, results, spooling
 from beamjax.pipelines.failures import recorded_error
 from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
@@ -35,6 +36,8 @@ from beamjax.pipelines.store import Ref, Store, clear_cache
 from beamjax.plan import Body
 from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
 from beamjax.sources.grouped_source import grouped
+from beamjax.sources.placed import Placed
+from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, StreamSource, open_spec
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
@@ -212,6 +215,9 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     np.save(folder / "part-0.npy", X)
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
+    rows = bj.from_ragged(X, [2, 0, 4], buckets=[2, 4]).spilled(str(folder / "ragged"))
+    kept = Kept({"v": str(folder / "kept")}, "part-x")
+    kept.write("v", 0, X)
     sources = [
         npy,
         grouped(npy, 2),
@@ -222,6 +228,10 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         ScatteredSource(store, stored, 0),
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         bj.from_npy_parts(str(folder / "part-*.npy")),
+        rows,
+        ShortSource(rows),
+        bj.take(npy, [1, 4]).spilled(str(folder / "taken")),
+        Placed(str(folder / "kept"), "part-x", [(0, 6)], LEAF, 6),
     ]
     return [source.to_spec() for source in sources]
 

@@ -1,0 +1,192 @@
+"""Placed inputs that are some of the members of another source: a sample, a cohort, a split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import PlacementError, SourceError, StructureError
+from beamjax.padding import padded_rows
+from beamjax.sources.array_source import from_arrays
+from beamjax.sources.source_base import (
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    StreamSource,
+    describe_source,
+    open_spec,
+)
+
+GAP_BYTES = 1 << 16
+"""Up to which members that nobody asked for are read along: it is faster than to begin anew."""
+
+
+class TakenSource(Source, kind="taken"):
+    """Members of another source; see `take`."""
+
+    def __init__(self, source: Source, numbers: Source) -> None:
+        """Use `take` or `sample`, which check.
+
+        Args:
+            source: has the members.
+            numbers: one leaf int64[]: which, ascending.
+        """
+        self._source = source
+        self._numbers = numbers
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._source.leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return self._source.treedef
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self._source.buckets
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        return self._source, self._numbers
+
+    @property
+    def indices(self) -> np.ndarray:
+        """int64[n]: which members of the other source they are, ascending."""
+        return self._numbers.read(0, len(self))[0]
+
+    def spilled(self, folder: str) -> TakenSource:
+        return TakenSource(self._source.spilled(folder), self._numbers.spilled(folder))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        return self._taken(start, stop, short=False)
+
+    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
+        return self._taken(start, stop, short=True)
+
+    def _taken(self, start: int, stop: int, short: bool) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        (numbers,) = self._numbers.read(start, stop)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self._source):
+            raise SourceError(
+                f"{self!r}: member {numbers.max()} was asked for, expected a number below "
+                f"{len(self._source)}; the source was changed after it was made."
+            )
+        read = self._source.read_short if short else self._source.read
+        pieces = [
+            [array[run - run[0]] for array in read(int(run[0]), int(run[-1]) + 1)]
+            for run in self._runs(numbers)
+        ]
+        if not pieces:
+            return [array[:0] for array in read(0, 0)]
+        found = []
+        for parts in zip(*pieces, strict=True):
+            # Each has the length of its longest member, where members are ragged.
+            shape = max(array.shape[1:] for array in parts)
+            found.append(np.concatenate([padded_rows(array, shape) for array in parts]))
+        return found
+
+    def _runs(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
+        """Members that are read at once."""
+        member = max(sum(leaf.nbytes for leaf in self.leaves), 1)
+        far = np.flatnonzero(np.diff(numbers) - 1 > GAP_BYTES // member) + 1
+        yield from (run for run in np.split(numbers, far) if len(run))
+
+    def describe(self) -> str:
+        return describe_source(self, f"of {self._source.describe()}")
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "source": self._source.to_spec(),
+            "numbers": self._numbers.to_spec(),
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> TakenSource:
+        source, numbers = open_spec(spec["source"]), open_spec(spec["numbers"])
+        if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
+            raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
+        return cls(source, numbers)
+
+
+def take(source: Any, indices: Any) -> TakenSource:
+    """A placed input of some of the members of a source, which alone are read.
+
+    Args:
+      source: a source of known length, or a tree of arrays of shape (n, ...).
+      indices: int[n], which members, in any order, each once; they are read in ascending order.
+
+    Raises:
+      StructureError: `indices` are no integers of shape (n,).
+      PlacementError: a member is out of range or named twice, or there is none.
+      SourceError: the length of the source is unknown.
+    """
+    source = _source(source, "take")
+    n = len(source)
+    numbers = np.asarray(indices)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise StructureError(
+            f"take, indices: found {numbers.dtype}{list(numbers.shape)}, expected integers of "
+            "shape (n,)."
+        )
+    numbers = np.sort(numbers.astype(np.int64))
+    if not len(numbers) or numbers[0] < 0 or numbers[-1] >= n:
+        found = f"{numbers[0]} to {numbers[-1]}" if len(numbers) else "none"
+        raise PlacementError(f"take, indices: found {found}, expected some from 0 to {n - 1}.")
+    again = np.flatnonzero(np.diff(numbers) == 0)
+    if len(again):
+        raise PlacementError(
+            f"take, indices: found {numbers[again[0]]} twice, expected each member once."
+        )
+    return TakenSource(source, from_arrays(numbers))
+
+
+def sample(source: Any, k: int, key: Any) -> TakenSource:
+    """A placed input of k members of a source, drawn without replacement; only they are read.
+
+        cohort = bj.sample(clients, 100, jax.random.fold_in(key, round))
+        state = bj.run(federated_round, state, cohort, cohort.indices)
+
+    All sets of k members are equally likely. The draw is made here, in memory that grows with k and
+    not with the members, and is the same for the same key, number of members and version of NumPy.
+    With the `indices` as another placed input a body has a key of its own for each member, whoever
+    else is drawn: `jax.random.fold_in(key, index)`.
+
+    Args:
+      source: a source of known length, or a tree of arrays of shape (n, ...).
+      k: how many, from 1 to the number of members.
+      key: a key of `jax.random`, typed or raw.
+
+    Raises:
+      PlacementError: `k` is out of range.
+      StructureError: `key` is no single key.
+      SourceError: the length of the source is unknown.
+    """
+    import jax
+
+    source = _source(source, "sample")
+    n = len(source)
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= n:
+        raise PlacementError(f"sample, k: found {k!r}, expected a number of members from 1 to {n}.")
+    typed = jax.dtypes.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key)
+    data = np.asarray(jax.random.key_data(key) if typed else key)
+    if data.ndim != 1 or data.dtype != np.uint32:
+        raise StructureError(f"sample, key: found {key!r:.200}, expected one key of jax.random.")
+    drawn = np.random.default_rng(data).choice(n, int(k), replace=False, shuffle=False)
+    return TakenSource(source, from_arrays(np.sort(drawn.astype(np.int64))))
+
+
+def _source(given: Any, who: str) -> Source:
+    source = given if isinstance(given, Source) else from_arrays(given)
+    if isinstance(source, StreamSource):
+        raise SourceError(
+            f"{who}: found {source!r:.200}, whose members are known when all have been read; "
+            "expected a source of known length."
+        )
+    return source
