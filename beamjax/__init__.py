@@ -46,6 +46,7 @@ from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
+from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.verification import verify as verify
 

@@ -8,6 +8,8 @@ from beamjax.sources.npy_parts import NpyParts as NpyParts
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npy_source import NpySource as NpySource
 from beamjax.sources.npy_source import from_npy as from_npy
+from beamjax.sources.range_source import RangeSource as RangeSource
+from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.source_base import HoldsLeaves as HoldsLeaves
 from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import Source as Source

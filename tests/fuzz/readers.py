@@ -222,6 +222,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         ScatteredSource(store, stored, 0),
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         bj.from_npy_parts(str(folder / "part-*.npy")),
+        bj.from_range(6),
     ]
     return [source.to_spec() for source in sources]
 
