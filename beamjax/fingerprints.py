@@ -20,6 +20,7 @@ from beamjax.inputs import Inputs, raw_array
 from beamjax.options import Options
 from beamjax.plan import Body, Plan
 from beamjax.sources import ArraySource, Source
+from beamjax.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
 """What is compared, by names for people; short texts or hashes."""
@@ -83,6 +84,8 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
 def _source_leaf(source: Source, leaf: int) -> str:
     if isinstance(source, ArraySource):
         return _array(source.read(0, len(source))[leaf])
+    if source.is_live:
+        return _digest([_array(arrays[leaf]) for arrays in blocks_in_order(source)])
     spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]

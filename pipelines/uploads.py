@@ -9,7 +9,7 @@ from beamjax.arrays import encode_arrays
 from beamjax.pipelines import files
 from beamjax.pipelines.members import MembersSource, file_name
 from beamjax.pipelines.store import Store
-from beamjax.sources import ArraySource, NpySource
+from beamjax.sources import NpySource
 from beamjax.sources.grouped_source import GroupedSource
 from beamjax.sources.source_base import Source
 
@@ -21,7 +21,7 @@ def stays_here(source: Source, store: Store) -> bool:
     """Whether a source reads what only this machine has, though the store is elsewhere."""
     if isinstance(source, GroupedSource):
         source = source.source
-    return files.is_url(store.root) and isinstance(source, ArraySource | NpySource)
+    return files.is_url(store.root) and (source.is_live or isinstance(source, NpySource))
 
 
 def upload(source: Source, store: Store) -> list[MembersSource]:

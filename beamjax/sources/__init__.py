@@ -4,10 +4,13 @@ from beamjax.sources.array_source import ArraySource as ArraySource
 from beamjax.sources.array_source import from_arrays as from_arrays
 from beamjax.sources.chunk_source import ChunkSource as ChunkSource
 from beamjax.sources.chunk_source import from_chunks as from_chunks
+from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
 from beamjax.sources.npy_parts import NpyParts as NpyParts
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npy_source import NpySource as NpySource
 from beamjax.sources.npy_source import from_npy as from_npy
+from beamjax.sources.random_access_source import RandomAccessSource as RandomAccessSource
+from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import RangeSource as RangeSource
 from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.source_base import HoldsLeaves as HoldsLeaves

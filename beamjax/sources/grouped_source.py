@@ -43,6 +43,10 @@ class GroupedSource(Source, kind="grouped"):
         return self._source
 
     @property
+    def is_live(self) -> bool:
+        return self._source.is_live
+
+    @property
     def leaves(self) -> tuple[LeafSpec, ...]:
         return _leaves(self._source, self._rows)
 

@@ -134,6 +134,14 @@ class Source(abc.ABC):
         return jax.tree_util.tree_structure(tuple(self.leaves))
 
     @property
+    def is_live(self) -> bool:
+        """Whether only this process can read it; then it has no spec.
+
+        For workers elsewhere the members are written to files of the run.
+        """
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all members of all leaves."""
         return len(self) * sum(leaf.nbytes for leaf in self.leaves)

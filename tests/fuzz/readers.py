@@ -223,6 +223,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         bj.from_npy_parts(str(folder / "part-*.npy")),
         bj.from_range(6),
+        bj.from_random_access("datasets:open_members", {"n": 6}),
     ]
     return [source.to_spec() for source in sources]
 
