@@ -201,6 +201,11 @@ def _json(data: bytes) -> Any:
         raise WorkerError("no JSON") from None
 
 
+@bj.opens_dataset
+def open_members(n: int) -> Any:
+    return [{"x": X[i % 6]} for i in range(n)] if n < 1 << 10 else range(n)
+
+
 def _specs(folder: Path) -> list[dict[str, Any]]:
     store, ref = _ref(folder, True)
     stored = store.put([np.zeros((1 << 14, 2), np.float32)])
@@ -223,7 +228,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         bj.from_npy_parts(str(folder / "part-*.npy")),
         bj.from_range(6),
-        bj.from_random_access("datasets:open_members", {"n": 6}),
+        bj.from_random_access(open_members, {"n": 6}),
     ]
     return [source.to_spec() for source in sources]
 
