@@ -23,16 +23,14 @@ class MemberStack:
         treedef: its tree; None if only the paths of its leaves are known.
         count: the number of members.
         who: reads them, for messages.
-
-    Attributes:
-        arrays: one a leaf, of shape (count, *leaf.shape).
     """
 
     def __init__(
         self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None, count: int, who: str
     ) -> None:
-        self.arrays = [np.empty((count, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._arrays: list[np.ndarray] = []
         self._leaves = leaves
+        self._count = count
         self._treedef = treedef
         self._who = who
 
@@ -52,8 +50,17 @@ class MemberStack:
         values, treedef = jax.tree_util.tree_flatten(member)
         if self._treedef is None or treedef != self._treedef:
             self._learn(member, treedef, index)
-        for array, leaf, value in zip(self.arrays, self._leaves, values, strict=True):
-            array[place] = _fitting(value, leaf, f"{self._who}, member {index}")
+        where = f"{self._who}, member {index}"
+        fitting = [_fitting(v, leaf, where) for v, leaf in zip(values, self._leaves, strict=True)]
+        if not self._arrays:  # memory is taken for what was found
+            self._arrays = self.arrays()
+        for array, value in zip(self._arrays, fitting, strict=True):
+            array[place] = value
+
+    def arrays(self) -> list[np.ndarray]:
+        """One array a leaf, of shape (count, *leaf.shape)."""
+        shapes = [((self._count, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+        return self._arrays or [np.empty(shape, dtype) for shape, dtype in shapes]
 
     def _learn(self, member: Any, treedef: PyTreeDef, index: int) -> None:
         """Takes a tree as that of all members, if all that is known of it are its paths."""

@@ -69,7 +69,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         stack = MemberStack(self._leaves, self._treedef, stop - start, WHO)
         for index, member in self._members(start, stop):
             stack.put(index - start, member, index)
-        return stack.arrays
+        return stack.arrays()
 
     def _members(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
         if start == stop:
