@@ -50,6 +50,7 @@ from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.source_base import StreamSource as StreamSource
+from beamjax.sources.tfrecord_source import from_tfrecord as from_tfrecord
 from beamjax.verification import verify as verify
 
 _compat.hide_frames(_os.path.dirname(__file__))

@@ -184,6 +184,7 @@ TESTED_ELSEWHERE = {
     "process_ids": "test_jobs",
     "probes": "test_checks",
     "prism": "test_clusters",
+    "tfrecord_frames": "test_tfrecord_source",
     "products": "test_accumulators",
     "ravels": "test_users_programs",
     "readings": "test_rules",

@@ -22,3 +22,6 @@ from beamjax.sources.source_base import lookup as lookup
 from beamjax.sources.source_base import open_spec as open_spec
 from beamjax.sources.source_base import register as register
 from beamjax.sources.source_base import release as release
+from beamjax.sources.tfrecord_source import TFRecordSource as TFRecordSource
+from beamjax.sources.tfrecord_source import TFRecordStream as TFRecordStream
+from beamjax.sources.tfrecord_source import from_tfrecord as from_tfrecord

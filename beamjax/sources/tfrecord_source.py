@@ -1,0 +1,280 @@
+"""Placed inputs from TFRecord files of `tf.train.Example`, without TensorFlow."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import PlacementError, SourceError
+from beamjax.sources.data_files import (
+    DataFile,
+    find_files,
+    is_packed,
+    is_url,
+    look,
+    open_file,
+    readable,
+)
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    StreamSource,
+    describe_source,
+    field,
+    natural,
+)
+from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
+from beamjax.sources.tfrecord_frames import (
+    EXPECTED,
+    HEADER,
+    block_offsets,
+    check_records,
+    frames_in,
+    record_offsets,
+    stream_records,
+)
+
+WHO = "from_tfrecord"
+MARK_BYTES = 1 << 20
+"""At least, between two records whose places a source knows; it finds the others when it reads."""
+MAX_MARKS = 1 << 13
+
+Mark = tuple[int, int]
+"""The number of a record in its file, and where it begins."""
+
+
+class TFRecordSource(HoldsLeaves, kind="tfrecord"):
+    """Records of local files, read by their number; see `from_tfrecord`."""
+
+    def __init__(
+        self,
+        files: Sequence[tuple[DataFile, int, Sequence[Mark]]],
+        names: Sequence[str],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_tfrecord`, which checks.
+
+        Args:
+            files: with the number of records and some marks each, the first of which is (0, 0).
+            names: of the features.
+            leaves: what a member has of each.
+            treedef: of a dict of them; a tuple by default.
+        """
+        super().__init__(leaves, treedef)
+        self._files = tuple((file, count, tuple(marks)) for file, count, marks in files)
+        self._ends = list(itertools.accumulate(count for _, count, _ in self._files))
+        self._names = tuple(names)
+        self._parser = ExampleParser(names, leaves)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        records: list[bytes] = []
+        number = bisect.bisect_right(self._ends, start)
+        while len(records) < stop - start:
+            file, count, marks = self._files[number]
+            base = self._ends[number] - count
+            first, last = start + len(records) - base, min(stop - base, count)
+            if first < last:
+                records += _read_records(file, count, marks, first, last)
+            number += 1
+        return self._parser.parse(records, lambda i: self._where(start + i))
+
+    def _where(self, member: int) -> str:
+        number = bisect.bisect_right(self._ends, member)
+        file, count, _ = self._files[number]
+        return f"{file.path}, record {member - (self._ends[number] - count)}"
+
+    def describe(self) -> str:
+        return describe_source(self, _described([file for file, _, _ in self._files]))
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "files": [
+                [file.to_json(), count, [list(mark) for mark in marks]]
+                for file, count, marks in self._files
+            ],
+            "names": list(self._names),
+            "leaves": [leaf.to_json() for leaf in self._leaves],
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> TFRecordSource:
+        names, leaves = _features_of_spec(spec)
+        files = [_file_of_spec(*record) for record in field(spec, "files", list)]
+        if not files:
+            raise ValueError("found no files")
+        return cls(files, names, leaves)
+
+
+class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
+    """Records of files that are read from their beginning, a piece each; see `from_tfrecord`."""
+
+    def __init__(
+        self,
+        files: Sequence[DataFile],
+        names: Sequence[str],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_tfrecord`, which checks; arguments as of `TFRecordSource`."""
+        super().__init__(leaves, treedef)
+        self._files = tuple(files)
+        self._names = tuple(names)
+        self._parser = ExampleParser(names, leaves)
+
+    @property
+    def pieces(self) -> int:
+        return len(self._files)
+
+    def chunks(self, piece: int) -> Iterator[Sequence[np.ndarray]]:
+        file = self._files[piece]
+        file.check()
+        for number, records in stream_records(file):
+            yield self._parser.parse(records, lambda i, n=number: f"{file.path}, record {n + i}")
+
+    def describe(self) -> str:
+        return describe_source(self, _described(self._files))
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "files": [file.to_json() for file in self._files],
+            "names": list(self._names),
+            "leaves": [leaf.to_json() for leaf in self._leaves],
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> TFRecordStream:
+        names, leaves = _features_of_spec(spec)
+        files = [DataFile.from_json(record) for record in field(spec, "files", list)]
+        if not files:
+            raise ValueError("found no files")
+        return cls(files, names, leaves)
+
+
+def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecordStream:
+    """A placed input from TFRecord files: a member is a `tf.train.Example`, as a dict of arrays.
+
+        bj.from_tfrecord("data/train-*.tfrecord", {
+            "image": jax.ShapeDtypeStruct((28, 28), "uint8"),
+            "label": jax.ShapeDtypeStruct((), "int32"),
+        })
+
+    A `float_list` gives float32, an `int64_list` any integers that hold the values, or bool, with
+    as many values as the shape has. A `bytes_list` has one value: the bytes of an array of any
+    dtype, in C order and little-endian, as `tobytes()` of NumPy gives them. All checksums are
+    checked, faster where `google-crc32c` is installed (`pip install 'beamjax[tfrecord]'`).
+
+    Files of this machine that are not compressed are indexed now, and read by shards; their number
+    of members is known. If one is compressed (.gz, .bz2, .xz by its name) or at a URL, the workers
+    read all files from their beginning, a worker a file, and the number is found then: the size of
+    the placement has to be open, as for every `beamjax.StreamSource`.
+
+    Args:
+      paths: a path, a pattern, a URL, or a list of those. The records of one file come after those
+        of another, in the order of the names that a pattern finds.
+      features: a dict from the names that are wanted to `jax.ShapeDtypeStruct`. None takes all of
+        the first record: a list of one number is a scalar, one of several a vector, and bytes are
+        uint8.
+
+    Raises:
+      SourceError: a file is not there or is damaged, or the first record has not these features.
+      StructureError: `features` are no types.
+      PlacementError: the files that are indexed hold no record.
+    """
+    files = [look(path) for path in find_files(paths, WHO)]
+    streamed = any(is_url(file.path) or is_packed(file.path) for file in files)
+    first, where = b"", ""
+    for file in files:
+        for _, records in stream_records(file, HEADER):
+            first, where = records[0], f"{file.path}, record 0"
+            break
+        if where:
+            break
+    else:
+        raise PlacementError(f"{WHO}: found no record in {_described(files)[3:]}, expected one.")
+    if features is None:
+        features = infer_features(first, where)
+    leaves, treedef = feature_leaves(features, WHO)
+    names = sorted(features)
+    ExampleParser(names, leaves).parse([first], lambda _: where)
+    if streamed:
+        return TFRecordStream(files, names, leaves, treedef)
+    apart = max(MARK_BYTES, sum(file.nbytes for file in files) // MAX_MARKS)
+    return TFRecordSource([_indexed(file, apart) for file in files], names, leaves, treedef)
+
+
+def _described(files: Sequence[DataFile]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"in {files[0].path}{more}"
+
+
+def _indexed(file: DataFile, apart: int) -> tuple[DataFile, int, list[Mark]]:
+    """Counts the records of a file, and marks some that are so many bytes apart."""
+    count = 0
+    marks = [(0, 0)]
+    for begins in record_offsets(file, 0, 0, file.nbytes):
+        while (at := int(np.searchsorted(begins, marks[-1][1] + apart))) < len(begins):
+            marks.append((count + at, int(begins[at])))
+        count += len(begins)
+    return file, count, marks
+
+
+def _read_records(
+    file: DataFile, count: int, marks: Sequence[Mark], first: int, last: int
+) -> list[bytes]:
+    """Records [first, last) of a file, which has so many."""
+    file.check()
+    number = bisect.bisect_right(marks, first, key=lambda mark: mark[0]) - 1
+    offsets = []
+    begin = marks[number][0]
+    reached = begin
+    while reached < last:
+        (at, start), (after, stop) = marks[number], [*marks, (count, file.nbytes)][number + 1]
+        found = block_offsets(file, start, at, stop)
+        if len(found) != after - at + 1:
+            raise SourceError(
+                f"{file.path}: found {len(found) - 1} records from record {at} on, expected "
+                f"{after - at}; the source was not made from this file."
+            )
+        offsets.append(found[:-1])
+        reached, number = after, number + 1
+    begins = np.concatenate([*offsets, found[-1:]])[first - begin : last - begin + 1].tolist()
+    with readable(file.path, EXPECTED), open_file(file.path) as opened:
+        opened.seek(begins[0])
+        data = opened.read(begins[-1] - begins[0])
+    if len(data) != begins[-1] - begins[0]:
+        raise SourceError(f"{file.path}: was cut off while it was read.")
+    records, stored = frames_in(data, [at - begins[0] for at in begins[:-1]], len(data))
+    check_records(records, stored, file.path, first)
+    return records
+
+
+def _features_of_spec(spec: dict[str, Any]) -> tuple[list[str], list[LeafSpec]]:
+    leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
+    names = field(spec, "names", list)
+    if len(names) != len(leaves) or not names or not all(type(name) is str for name in names):
+        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
+    return names, leaves
+
+
+def _file_of_spec(record: Any, count: Any, marks: Any) -> tuple[DataFile, int, list[Mark]]:
+    file = DataFile.from_json(record)
+    natural(count)
+    found = [(natural(number), natural(offset)) for number, offset in marks]
+    ordered = all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(found))
+    if found[:1] != [(0, 0)] or not ordered:
+        raise ValueError(f"found the marks {found!r:.80}")
+    if count < found[-1][0] or file.nbytes < found[-1][1]:
+        raise ValueError(f"found {count} records in {file.nbytes} bytes, behind their marks")
+    return file, count, found
