@@ -44,6 +44,7 @@ from beamjax.reductions import reduce_by_key as reduce_by_key
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
+from beamjax.sources.array_record_source import from_array_record as from_array_record
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts

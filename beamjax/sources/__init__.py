@@ -1,5 +1,7 @@
 """Placed inputs that are read on the workers: `Source`, and a file for each kind of data."""
 
+from beamjax.sources.array_record_source import ArrayRecordSource as ArrayRecordSource
+from beamjax.sources.array_record_source import from_array_record as from_array_record
 from beamjax.sources.array_source import ArraySource as ArraySource
 from beamjax.sources.array_source import from_arrays as from_arrays
 from beamjax.sources.chunk_source import ChunkSource as ChunkSource

@@ -5,6 +5,8 @@ The protocol is that of grain's `RandomAccessDataSource` and of map-style datase
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -78,7 +80,11 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         several = getattr(dataset, "__getitems__", None)
         if several is None:
             for index in range(start, stop):
-                yield index, _called(lambda i=index: dataset[i], f"member {index}")
+                where = f"member {index}"
+                yield (
+                    index,
+                    _called(functools.partial(operator.getitem, dataset, index), where),
+                )
             return
         where = f"members {start} to {stop - 1}"
         found = _called(lambda: list(several(list(range(start, stop)))), where)

@@ -16,7 +16,7 @@ import numpy as np
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.leaf_checks import member_leaves
-from beamjax.sources.source_base import LeafSpec, PyTreeDef
+from beamjax.sources.source_base import LeafSpec, PyTreeDef, field
 from beamjax.sources.varints import decode_varints
 
 FLOATS, INTS, BYTES = "float_list", "int64_list", "bytes_list"
@@ -45,6 +45,15 @@ def feature_leaves(features: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
         if leaf.key_impl is not None or leaf.dtype.kind not in "biufcV" or not leaf.dtype.itemsize:
             raise StructureError(f"{who}{leaf.path}: found {leaf}, expected numbers.")
     return leaves, treedef
+
+
+def features_of_spec(spec: dict[str, Any]) -> tuple[list[str], list[LeafSpec]]:
+    """The names and the leaves of features in a spec, for `from_spec`."""
+    leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
+    names = field(spec, "names", list)
+    if len(names) != len(leaves) or not names or not all(type(name) is str for name in names):
+        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
+    return names, leaves
 
 
 class ExampleParser:
@@ -95,7 +104,7 @@ class _Feature:
             )
         feature, leaf = found[self.name], self.leaf
         kind = feature.WhichOneof("kind")
-        values = getattr(feature, kind).value if kind else ()
+        values: Any = getattr(feature, kind).value if kind else ()
         fits = {
             FLOATS: leaf.dtype == np.float32,
             INTS: leaf.dtype.kind in "iub",
@@ -193,7 +202,7 @@ def infer_features(record: bytes, where: str) -> dict[str, Any]:
     types = {}
     for name in sorted(found):
         kind = found[name].WhichOneof("kind")
-        values = getattr(found[name], kind).value if kind else ()
+        values: Any = getattr(found[name], kind).value if kind else ()
         if not len(values) or (kind == BYTES and len(values) > 1):
             raise SourceError(
                 f"{where}, feature {name!r}: found {len(values)} values in {kind or 'no list'}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,12 @@ from beamjax.sources.source_base import (
     field,
     natural,
 )
-from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
+from beamjax.sources.tf_example import (
+    ExampleParser,
+    feature_leaves,
+    features_of_spec,
+    infer_features,
+)
 from beamjax.sources.tfrecord_frames import (
     EXPECTED,
     HEADER,
@@ -109,7 +115,7 @@ class TFRecordSource(HoldsLeaves, kind="tfrecord"):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> TFRecordSource:
-        names, leaves = _features_of_spec(spec)
+        names, leaves = features_of_spec(spec)
         files = [_file_of_spec(*record) for record in field(spec, "files", list)]
         if not files:
             raise ValueError("found no files")
@@ -140,7 +146,7 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
         file = self._files[piece]
         file.check()
         for number, records in stream_records(file):
-            yield self._parser.parse(records, lambda i, n=number: f"{file.path}, record {n + i}")
+            yield self._parser.parse(records, functools.partial(_record_of, file, number))
 
     def describe(self) -> str:
         return describe_source(self, _described(self._files))
@@ -155,7 +161,7 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> TFRecordStream:
-        names, leaves = _features_of_spec(spec)
+        names, leaves = features_of_spec(spec)
         files = [DataFile.from_json(record) for record in field(spec, "files", list)]
         if not files:
             raise ValueError("found no files")
@@ -214,6 +220,10 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     return TFRecordSource([_indexed(file, apart) for file in files], names, leaves, treedef)
 
 
+def _record_of(file: DataFile, first: int, place: int) -> str:
+    return f"{file.path}, record {first + place}"
+
+
 def _described(files: Sequence[DataFile]) -> str:
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"in {files[0].path}{more}"
@@ -258,14 +268,6 @@ def _read_records(
     records, stored = frames_in(data, [at - begins[0] for at in begins[:-1]], len(data))
     check_records(records, stored, file.path, first)
     return records
-
-
-def _features_of_spec(spec: dict[str, Any]) -> tuple[list[str], list[LeafSpec]]:
-    leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
-    names = field(spec, "names", list)
-    if len(names) != len(leaves) or not names or not all(type(name) is str for name in names):
-        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
-    return names, leaves
 
 
 def _file_of_spec(record: Any, count: Any, marks: Any) -> tuple[DataFile, int, list[Mark]]:
