@@ -15,7 +15,6 @@ from beamjax import arrays as wire
 from beamjax.chunks import check_count, checked_chunks
 from beamjax.errors import SourceError
 from beamjax.options import Options
-from beamjax.sources.array_source import ArraySource
 from beamjax.sources.npy_source import NpySource, storable, stored_dtype
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 
@@ -63,13 +62,11 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
 
 
 def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
-    """The members of a source that only this process can read, in files that others can.
+    """Reads a source of known length into files, one a leaf, a few MiB at a time.
 
     Raises:
       SourceError: it can't be read, or a file can't be written.
     """
-    if isinstance(source, ArraySource):
-        return source.spill(folder)
     paths, count = _written(source, blocks_in_order(source), folder)
     return NpySource(paths, source.leaves, count, source.treedef)
 

@@ -27,7 +27,6 @@ from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.sources import live_spec, register, release
 from beamjax.sources.source_base import StreamSource
-from beamjax.spool import spill
 from beamjax.tracker import starts_anew
 
 
@@ -206,10 +205,8 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
         elif uploads.stays_here(source, store):
             specs += [leaf.to_spec() for leaf in uploads.upload(source, store)]
             leaves[-1] = [(first + leaf, 0) for leaf in range(count)]
-        elif source.is_live:
-            specs.append(spill(source, f"{store.root}/source-{number}").to_spec())
         else:
-            specs.append(source.to_spec())
+            specs.append(source.spilled(f"{store.root}/source-{number}").to_spec())
     where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
     return Sources(tuple(specs), where), tokens
 

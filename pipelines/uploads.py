@@ -10,7 +10,6 @@ from beamjax.pipelines import files
 from beamjax.pipelines.members import MembersSource, file_name
 from beamjax.pipelines.store import Store
 from beamjax.sources import NpySource
-from beamjax.sources.grouped_source import GroupedSource
 from beamjax.sources.source_base import Source
 
 FILE_BYTES = 16 * 2**20
@@ -19,8 +18,8 @@ FILE_BYTES = 16 * 2**20
 
 def stays_here(source: Source, store: Store) -> bool:
     """Whether a source reads what only this machine has, though the store is elsewhere."""
-    if isinstance(source, GroupedSource):
-        source = source.source
+    if any(stays_here(part, store) for part in source.inner):
+        return True
     return files.is_url(store.root) and (source.is_live or isinstance(source, NpySource))
 
 

@@ -25,7 +25,6 @@ from beamjax.pipelines.store import Store
 from beamjax.pipelines.uploads import stays_here
 from beamjax.sources.grouped_source import grouped
 from beamjax.sources.source_base import open_spec
-from beamjax.spool import spill
 
 TREE = datasets.tree()
 LIVE = {"one": Members, "several": Batches, "list": lambda whole: list(Members(whole))}
@@ -40,7 +39,9 @@ def test_objects_of_this_process(kind, tmp_path):
     assert "30 members of ['x'] float32[2, 3], " in repr(source)
     with pytest.raises(SourceError, match=r"is not pickled.*beamjax.opens_dataset"):
         source.to_spec()
-    check_spec(spill(source, tmp_path), TREE)
+    check_spec(source.spilled(str(tmp_path)), TREE)
+    rows = grouped(source, 5).spilled(str(tmp_path / "rows"))
+    assert_reads(open_spec(rows.to_spec()).read(1, 3), grouped(source, 5).read(1, 3))
 
 
 def test_several_are_asked_for_together():

@@ -73,6 +73,9 @@ class ArraySource(HoldsLeaves, kind="array"):
     def from_spec(cls, spec: dict[str, Any]) -> Source:
         raise SourceError(f"a source in memory has no spec; found {spec!r:.200}.")
 
+    def spilled(self, folder: str) -> NpySource:
+        return self.spill(folder)
+
     def spill(self, folder: str | os.PathLike[str]) -> NpySource:
         """Writes the arrays as .npy files, from which any process can read them.
 

@@ -43,8 +43,11 @@ class GroupedSource(Source, kind="grouped"):
         return self._source
 
     @property
-    def is_live(self) -> bool:
-        return self._source.is_live
+    def inner(self) -> tuple[Source, ...]:
+        return (self._source,)
+
+    def spilled(self, folder: str) -> GroupedSource:
+        return GroupedSource(self._source.spilled(folder), self._rows)
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:

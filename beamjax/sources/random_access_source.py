@@ -21,6 +21,7 @@ from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
+    Source,
     describe_source,
     field,
     natural,
@@ -63,6 +64,11 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
     def is_live(self) -> bool:
         return not isinstance(self._dataset, OpenedBy)
 
+    def spilled(self, folder: str) -> Source:
+        from beamjax.spool import spill
+
+        return spill(self, folder) if self.is_live else self
+
     def __len__(self) -> int:
         return self._size
 
@@ -81,10 +87,8 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         if several is None:
             for index in range(start, stop):
                 where = f"member {index}"
-                yield (
-                    index,
-                    _called(functools.partial(operator.getitem, dataset, index), where),
-                )
+                get = functools.partial(operator.getitem, dataset, index)
+                yield index, _called(get, where)
             return
         where = f"members {start} to {stop - 1}"
         found = _called(lambda: list(several(list(range(start, stop)))), where)

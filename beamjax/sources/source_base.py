@@ -113,6 +113,19 @@ class Source(abc.ABC):
             SourceError: if the range is not in 0..n, or the data is not what it was.
         """
 
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        """The sources that this one reads, if it is made of others."""
+        return ()
+
+    def spilled(self, folder: str) -> Source:
+        """The same members, with what is in the memory of this process in files of a folder.
+
+        Raises:
+            SourceError: a file cannot be written.
+        """
+        return self
+
     @abc.abstractmethod
     def to_spec(self) -> dict[str, Any]:
         """Plain JSON values from which `open_spec` opens the source in another process.
@@ -135,10 +148,7 @@ class Source(abc.ABC):
 
     @property
     def is_live(self) -> bool:
-        """Whether only this process can read it; then it has no spec.
-
-        For workers elsewhere the members are written to files of the run.
-        """
+        """Whether only this process can read it; then it has no spec, but can be `spilled`."""
         return False
 
     @property
