@@ -28,7 +28,10 @@ from tfrecords import example, write
 import beamjax as bj
 from beamjax.chunks import members_of
 from beamjax.errors import PlacementError, SourceError, StructureError
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.uploads import stays_here
 from beamjax.sources import tfrecord_frames, tfrecord_source
+from beamjax.sources.grouped_source import grouped
 from beamjax.sources.source_base import StreamSource, open_spec
 
 N = 60
@@ -135,6 +138,14 @@ def check_stream(source):
     again = open_spec(json.loads(json.dumps(source.to_spec())))
     assert again.to_spec() == source.to_spec()
     assert_reads(members_of(again), expected)
+
+
+def test_workers_elsewhere(files, tmp_path):
+    source = bj.from_tfrecord(files, FEATURES)
+    assert stays_here(source, Store("inmemory://run", lasts=False))
+    assert stays_here(grouped(source, 5), Store("inmemory://run", lasts=False))
+    assert not stays_here(source, Store(str(tmp_path)))
+    assert not stays_here(bj.from_range(5), Store("inmemory://run", lasts=False))
 
 
 def test_features_of_the_first_record(tmp_path):

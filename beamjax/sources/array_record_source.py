@@ -56,6 +56,10 @@ class ArrayRecordSource(HoldsLeaves, kind="array-record"):
         self._names = tuple(names)
         self._parser = ExampleParser(names, leaves)
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self._ends[-1]
 

@@ -152,6 +152,11 @@ class Source(abc.ABC):
         return False
 
     @property
+    def is_local(self) -> bool:
+        """Whether it reads what only this machine may have: memory, or files at paths."""
+        return self.is_live
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all members of all leaves."""
         return len(self) * sum(leaf.nbytes for leaf in self.leaves)

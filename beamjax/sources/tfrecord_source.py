@@ -78,6 +78,10 @@ class TFRecordSource(HoldsLeaves, kind="tfrecord"):
         self._names = tuple(names)
         self._parser = ExampleParser(names, leaves)
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self._ends[-1]
 
