@@ -188,6 +188,7 @@ TESTED_ELSEWHERE = {
     "products": "test_accumulators",
     "ravels": "test_users_programs",
     "readings": "test_rules",
+    "record_source": "test_tfrecord_source",
     "records": "test_failures",
     "reshaped": "test_regrouping",
     "rounding": "test_exact_sum",

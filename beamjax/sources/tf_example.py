@@ -16,7 +16,7 @@ import numpy as np
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.leaf_checks import member_leaves
-from beamjax.sources.source_base import LeafSpec, PyTreeDef, field
+from beamjax.sources.source_base import LeafSpec, PyTreeDef
 from beamjax.sources.varints import decode_varints
 
 FLOATS, INTS, BYTES = "float_list", "int64_list", "bytes_list"
@@ -31,29 +31,20 @@ def feature_leaves(features: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
     Raises:
       StructureError: `features` is no mapping from names to `jax.ShapeDtypeStruct`.
     """
+    import jax
+
     if not isinstance(features, Mapping) or not all(isinstance(name, str) for name in features):
         raise StructureError(
             f"{who}: found the features {features!r:.80}, expected a dict from their names to "
             'jax.ShapeDtypeStruct, such as {"x": jax.ShapeDtypeStruct((28, 28), "float32")}.'
         )
     leaves, treedef = member_leaves(dict(features), who)
-    import jax
-
     if treedef != jax.tree_util.tree_structure(dict.fromkeys(features, 0)):
         raise StructureError(f"{who}: found a feature that is a tree, expected one type for each.")
     for leaf in leaves:
         if leaf.key_impl is not None or leaf.dtype.kind not in "biufcV" or not leaf.dtype.itemsize:
             raise StructureError(f"{who}{leaf.path}: found {leaf}, expected numbers.")
     return leaves, treedef
-
-
-def features_of_spec(spec: dict[str, Any]) -> tuple[list[str], list[LeafSpec]]:
-    """The names and the leaves of features in a spec, for `from_spec`."""
-    leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
-    names = field(spec, "names", list)
-    if len(names) != len(leaves) or not names or not all(type(name) is str for name in names):
-        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
-    return names, leaves
 
 
 class ExampleParser:

@@ -20,6 +20,13 @@ from beamjax.sources.data_files import (
     open_file,
     readable,
 )
+from beamjax.sources.record_source import (
+    Counted,
+    RecordSource,
+    features_of_spec,
+    files_for_people,
+    files_of_spec,
+)
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -29,12 +36,7 @@ from beamjax.sources.source_base import (
     field,
     natural,
 )
-from beamjax.sources.tf_example import (
-    ExampleParser,
-    feature_leaves,
-    features_of_spec,
-    infer_features,
-)
+from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.tfrecord_frames import (
     EXPECTED,
     HEADER,
@@ -54,12 +56,13 @@ Mark = tuple[int, int]
 """The number of a record in its file, and where it begins."""
 
 
-class TFRecordSource(HoldsLeaves, kind="tfrecord"):
-    """Records of local files, read by their number; see `from_tfrecord`."""
+class TFRecordSource(RecordSource, kind="tfrecord"):
+    """Records of local files; see `from_tfrecord`."""
 
     def __init__(
         self,
-        files: Sequence[tuple[DataFile, int, Sequence[Mark]]],
+        files: Sequence[Counted],
+        marks: Sequence[Sequence[Mark]],
         names: Sequence[str],
         leaves: Sequence[LeafSpec],
         treedef: PyTreeDef | None = None,
@@ -67,63 +70,28 @@ class TFRecordSource(HoldsLeaves, kind="tfrecord"):
         """Use `from_tfrecord`, which checks.
 
         Args:
-            files: with the number of records and some marks each, the first of which is (0, 0).
+            files: with the number of records in each.
+            marks: of each file, the first of which is (0, 0).
             names: of the features.
             leaves: what a member has of each.
             treedef: of a dict of them; a tuple by default.
         """
-        super().__init__(leaves, treedef)
-        self._files = tuple((file, count, tuple(marks)) for file, count, marks in files)
-        self._ends = list(itertools.accumulate(count for _, count, _ in self._files))
-        self._names = tuple(names)
-        self._parser = ExampleParser(names, leaves)
+        super().__init__(files, names, leaves, treedef)
+        self._marks = tuple(map(tuple, marks))
 
-    @property
-    def is_local(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
-        records: list[bytes] = []
-        number = bisect.bisect_right(self._ends, start)
-        while len(records) < stop - start:
-            file, count, marks = self._files[number]
-            base = self._ends[number] - count
-            first, last = start + len(records) - base, min(stop - base, count)
-            if first < last:
-                records += _read_records(file, count, marks, first, last)
-            number += 1
-        return self._parser.parse(records, lambda i: self._where(start + i))
-
-    def _where(self, member: int) -> str:
-        number = bisect.bisect_right(self._ends, member)
-        file, count, _ = self._files[number]
-        return f"{file.path}, record {member - (self._ends[number] - count)}"
-
-    def describe(self) -> str:
-        return describe_source(self, _described([file for file, _, _ in self._files]))
+    def records(self, number: int, first: int, last: int) -> list[bytes]:
+        return _read_records(self._files[number], self._marks[number], first, last)
 
     def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "files": [
-                [file.to_json(), count, [list(mark) for mark in marks]]
-                for file, count, marks in self._files
-            ],
-            "names": list(self._names),
-            "leaves": [leaf.to_json() for leaf in self._leaves],
-        }
+        marks = [[list(mark) for mark in marks] for marks in self._marks]
+        return {**super().to_spec(), "marks": marks}
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> TFRecordSource:
-        names, leaves = features_of_spec(spec)
-        files = [_file_of_spec(*record) for record in field(spec, "files", list)]
-        if not files:
-            raise ValueError("found no files")
-        return cls(files, names, leaves)
+        files = files_of_spec(spec)
+        pairs = zip(files, field(spec, "marks", list), strict=True)
+        marks = [_checked_marks(counted, found) for counted, found in pairs]
+        return cls(files, marks, *features_of_spec(spec))
 
 
 class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
@@ -153,7 +121,7 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
             yield self._parser.parse(records, functools.partial(_record_of, file, number))
 
     def describe(self) -> str:
-        return describe_source(self, _described(self._files))
+        return describe_source(self, files_for_people(self._files))
 
     def to_spec(self) -> dict[str, Any]:
         return {
@@ -203,37 +171,33 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
       PlacementError: the files that are indexed hold no record.
     """
     files = [look(path) for path in find_files(paths, WHO)]
-    streamed = any(is_url(file.path) or is_packed(file.path) for file in files)
-    first, where = b"", ""
-    for file in files:
-        for _, records in stream_records(file, HEADER):
-            first, where = records[0], f"{file.path}, record 0"
-            break
-        if where:
-            break
-    else:
-        raise PlacementError(f"{WHO}: found no record in {_described(files)[3:]}, expected one.")
+    first, where = _first_record(files)
     if features is None:
         features = infer_features(first, where)
     leaves, treedef = feature_leaves(features, WHO)
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
-    if streamed:
+    if any(is_url(file.path) or is_packed(file.path) for file in files):
         return TFRecordStream(files, names, leaves, treedef)
     apart = max(MARK_BYTES, sum(file.nbytes for file in files) // MAX_MARKS)
-    return TFRecordSource([_indexed(file, apart) for file in files], names, leaves, treedef)
+    counts, marks = zip(*[_indexed(file, apart) for file in files], strict=True)
+    counted = list(zip(files, counts, strict=True))
+    return TFRecordSource(counted, marks, names, leaves, treedef)
 
 
 def _record_of(file: DataFile, first: int, place: int) -> str:
     return f"{file.path}, record {first + place}"
 
 
-def _described(files: Sequence[DataFile]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"in {files[0].path}{more}"
+def _first_record(files: Sequence[DataFile]) -> tuple[bytes, str]:
+    """The first record of all, and what it is called in messages."""
+    for file in files:
+        for _, records in stream_records(file, HEADER):
+            return records[0], f"{file.path}, record 0"
+    raise PlacementError(f"{WHO}: found no record {files_for_people(files)}, expected one.")
 
 
-def _indexed(file: DataFile, apart: int) -> tuple[DataFile, int, list[Mark]]:
+def _indexed(file: DataFile, apart: int) -> tuple[int, list[Mark]]:
     """Counts the records of a file, and marks some that are so many bytes apart."""
     count = 0
     marks = [(0, 0)]
@@ -241,13 +205,11 @@ def _indexed(file: DataFile, apart: int) -> tuple[DataFile, int, list[Mark]]:
         while (at := int(np.searchsorted(begins, marks[-1][1] + apart))) < len(begins):
             marks.append((count + at, int(begins[at])))
         count += len(begins)
-    return file, count, marks
+    return count, marks
 
 
-def _read_records(
-    file: DataFile, count: int, marks: Sequence[Mark], first: int, last: int
-) -> list[bytes]:
-    """Records [first, last) of a file, which has so many."""
+def _read_records(counted: Counted, marks: Sequence[Mark], first: int, last: int) -> list[bytes]:
+    file, count = counted
     file.check()
     number = bisect.bisect_right(marks, first, key=lambda mark: mark[0]) - 1
     offsets = []
@@ -274,13 +236,13 @@ def _read_records(
     return records
 
 
-def _file_of_spec(record: Any, count: Any, marks: Any) -> tuple[DataFile, int, list[Mark]]:
-    file = DataFile.from_json(record)
-    natural(count)
+def _checked_marks(counted: Counted, marks: Any) -> list[Mark]:
+    """The marks of a file in a spec; TypeError or ValueError for anything else."""
+    file, count = counted
     found = [(natural(number), natural(offset)) for number, offset in marks]
     ordered = all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(found))
     if found[:1] != [(0, 0)] or not ordered:
         raise ValueError(f"found the marks {found!r:.80}")
     if count < found[-1][0] or file.nbytes < found[-1][1]:
         raise ValueError(f"found {count} records in {file.nbytes} bytes, behind their marks")
-    return file, count, found
+    return found
