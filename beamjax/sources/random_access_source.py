@@ -171,16 +171,7 @@ def from_random_access(
       PlacementError: there is no member.
       SourceError: the function, or member 0, can't be had.
     """
-    opened = dataset
-    if isinstance(dataset, str) or is_opener(dataset):
-        opener = OpenedBy(*opener_name(dataset), kwargs or {})
-        opened = opener.open()
-        dataset = opener if opener.module != "__main__" else opened
-    elif kwargs is not None:
-        raise StructureError(
-            f"{WHO}: found kwargs with a {type(dataset).__name__}, expected them with a function "
-            "that opens a dataset."
-        )
+    dataset, opened = _opened(dataset, kwargs)
     size = _length(opened)
     if size < 1:
         raise PlacementError(f"{WHO}: found {size} members, expected at least one.")
@@ -188,6 +179,20 @@ def from_random_access(
         member = as_arrays(_called(lambda: opened[0], "member 0"), f"{WHO}, member 0")
     leaves, treedef = member_leaves(member, WHO)
     return RandomAccessSource(dataset, size, leaves, treedef)
+
+
+def _opened(dataset: Any, kwargs: dict[str, Any] | None) -> tuple[Any, Any]:
+    """What a source is made with, and the object itself."""
+    if isinstance(dataset, str) or is_opener(dataset):
+        opener = OpenedBy(*opener_name(dataset), kwargs or {})
+        opened = opener.open()
+        return opened if opener.module == "__main__" else opener, opened
+    if kwargs is not None:
+        raise StructureError(
+            f"{WHO}: found kwargs with a {type(dataset).__name__}, expected them with a function "
+            "that opens a dataset."
+        )
+    return dataset, dataset
 
 
 def _length(dataset: Any) -> int:
