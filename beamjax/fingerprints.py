@@ -20,6 +20,7 @@ from beamjax.inputs import Inputs, raw_array
 from beamjax.options import Options
 from beamjax.plan import Body, Plan
 from beamjax.sources import ArraySource, Source
+from beamjax.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
 """What is compared, by names for people; short texts or hashes."""
@@ -87,6 +88,8 @@ def _source_leaf(source: Source, leaf: int) -> str:
         inner = [_source_leaf(s, i) for s in source.inner for i in range(len(s.leaves))]
         leaves = [found.to_json() for found in source.leaves]
         return _digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
+    if source.is_live:
+        return _digest([_array(arrays[leaf]) for arrays in blocks_in_order(source)])
     spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]

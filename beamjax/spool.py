@@ -1,4 +1,4 @@
-"""Sources of unknown length read once into .npy files, a chunk at a time."""
+"""Sources that others can't read by index, read once into .npy files, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,10 @@ from beamjax.chunks import check_count, checked_chunks
 from beamjax.errors import SourceError
 from beamjax.options import Options
 from beamjax.sources.npy_source import NpySource, storable, stored_dtype
-from beamjax.sources.source_base import LeafSpec, StreamSource
+from beamjax.sources.source_base import LeafSpec, Source, StreamSource
+
+BLOCK_BYTES = 1 << 22
+"""Of members that are read together."""
 
 
 @contextlib.contextmanager
@@ -52,6 +55,33 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
     Raises:
       SourceError: it can't be read or has no member, or a file can't be written.
     """
+    chunks = (chunk for piece in range(source.pieces) for chunk in checked_chunks(source, piece))
+    paths, count = _written(source, chunks, folder)
+    check_count(source, count)
+    return NpySource(paths, source.leaves, count, source.treedef)
+
+
+def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
+    """Reads a source of known length into files, one a leaf, a few MiB at a time.
+
+    Raises:
+      SourceError: it can't be read, or a file can't be written.
+    """
+    paths, count = _written(source, blocks_in_order(source), folder)
+    return NpySource(paths, source.leaves, count, source.treedef)
+
+
+def blocks_in_order(source: Source) -> Iterator[list[np.ndarray]]:
+    """All members of a source, a few MiB of them at a time."""
+    size = max(1, BLOCK_BYTES // max(1, sum(leaf.nbytes for leaf in source.leaves)))
+    for start in range(0, len(source), size):
+        yield source.read(start, min(start + size, len(source)))
+
+
+def _written(
+    source: Source, chunks: Iterable[Sequence[np.ndarray]], folder: str | os.PathLike[str]
+) -> tuple[list[str], int]:
+    """Writes members to files, one a leaf; gives their paths and the number of members."""
     paths = [str(Path(folder).absolute() / f"{i:03d}.npy") for i in range(len(source.leaves))]
     count = 0
     try:
@@ -61,17 +91,15 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
                 stack.enter_context(_Growing(path, leaf))
                 for path, leaf in zip(paths, source.leaves, strict=True)
             ]
-            for piece in range(source.pieces):
-                for chunk in checked_chunks(source, piece):
-                    count += len(chunk[0])
-                    for file, array in zip(files, chunk, strict=True):
-                        file.append(array)
+            for chunk in chunks:
+                for file, array in zip(files, chunk, strict=True):
+                    file.append(array)
+                count += len(chunk[0])
     except OSError as error:
         raise SourceError(
             f"{folder}: cannot write member {count} of {source!r} ({error})."
         ) from error
-    check_count(source, count)
-    return NpySource(paths, source.leaves, count, source.treedef)
+    return paths, count
 
 
 class _Growing:

@@ -9,7 +9,6 @@ from beamjax.arrays import encode_arrays
 from beamjax.pipelines import files
 from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.store import Store
-from beamjax.sources import ArraySource, NpySource
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import Source
 
@@ -21,7 +20,7 @@ def stays_here(source: Source, store: Store) -> bool:
     """Whether a source reads what only this machine has, though the store is elsewhere."""
     if any(stays_here(part, store) for part in source.inner):
         return True
-    return files.is_url(store.root) and isinstance(source, ArraySource | NpySource)
+    return files.is_url(store.root) and source.is_local
 
 
 def upload(source: Source, store: Store) -> list[MembersSource]:

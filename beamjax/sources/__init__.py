@@ -1,15 +1,22 @@
 """Placed inputs that are read on the workers: `Source`, and a file for each kind of data."""
 
+from beamjax.sources.array_record_source import ArrayRecordSource as ArrayRecordSource
+from beamjax.sources.array_record_source import from_array_record as from_array_record
 from beamjax.sources.array_source import ArraySource as ArraySource
 from beamjax.sources.array_source import from_arrays as from_arrays
 from beamjax.sources.chunk_source import ChunkSource as ChunkSource
 from beamjax.sources.chunk_source import from_chunks as from_chunks
+from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
 from beamjax.sources.npy_parts import NpyParts as NpyParts
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npy_source import NpySource as NpySource
 from beamjax.sources.npy_source import from_npy as from_npy
 from beamjax.sources.ragged_source import RaggedSource as RaggedSource
 from beamjax.sources.ragged_source import from_ragged as from_ragged
+from beamjax.sources.random_access_source import RandomAccessSource as RandomAccessSource
+from beamjax.sources.random_access_source import from_random_access as from_random_access
+from beamjax.sources.range_source import RangeSource as RangeSource
+from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.source_base import HoldsLeaves as HoldsLeaves
 from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import Source as Source
@@ -22,3 +29,6 @@ from beamjax.sources.source_base import release as release
 from beamjax.sources.taken_source import TakenSource as TakenSource
 from beamjax.sources.taken_source import sample as sample
 from beamjax.sources.taken_source import take as take
+from beamjax.sources.tfrecord_source import TFRecordSource as TFRecordSource
+from beamjax.sources.tfrecord_source import TFRecordStream as TFRecordStream
+from beamjax.sources.tfrecord_source import from_tfrecord as from_tfrecord

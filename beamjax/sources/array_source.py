@@ -48,6 +48,10 @@ class ArraySource(HoldsLeaves, kind="array"):
         super().__init__(leaves, treedef)
         self._arrays: tuple[np.ndarray, ...] = tuple(arrays)
 
+    @property
+    def is_live(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self._arrays[0].shape[0]
 

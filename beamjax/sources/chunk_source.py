@@ -10,6 +10,7 @@ import numpy as np
 
 from beamjax.errors import BeamjaxError, SourceError, StructureError
 from beamjax.sources.array_source import ArraySource, from_arrays
+from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -95,30 +96,7 @@ def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> Ch
     if member is None:
         first = _first(function)
         return ChunkSource(function, first.leaves, first.treedef)
-    return ChunkSource(function, *_leaves_of(member))
-
-
-def _leaves_of(member: Any) -> tuple[list[LeafSpec], PyTreeDef]:
-    """What a tree of types, or of arrays, says of a member."""
-    import jax
-
-    from beamjax.bodies import value_type
-
-    found, treedef = jax.tree_util.tree_flatten_with_path(member)
-    leaves = []
-    for path, leaf in found:
-        name = jax.tree_util.keystr(path)
-        try:
-            value = value_type(leaf)
-            leaves.append(LeafSpec(value.shape, np.dtype(value.dtype), value.key_impl, name))
-        except (AttributeError, TypeError) as error:
-            raise StructureError(
-                f"from_chunks, member{name}: found {leaf!r:.80}, expected a jax.ShapeDtypeStruct "
-                f"or an array ({error})."
-            ) from error
-    if not leaves:
-        raise StructureError("from_chunks, member: found a tree without leaves.")
-    return leaves, treedef
+    return ChunkSource(function, *member_leaves(member, "from_chunks"))
 
 
 def _first(function: Callable[[], Iterable[Any]]) -> ArraySource:

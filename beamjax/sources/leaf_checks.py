@@ -9,6 +9,7 @@ import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import PlacementError, StructureError
+from beamjax.sources.source_base import LeafSpec, PyTreeDef
 
 
 def leaf_name(name: str) -> str:
@@ -64,3 +65,34 @@ def native_view(array: np.ndarray) -> np.ndarray:
     view = array.astype(native_dtype(array.dtype), copy=False).view()
     view.flags.writeable = False
     return view
+
+
+def member_leaves(member: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
+    """What a tree of types, or of arrays, says of a member.
+
+    Args:
+      member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), typed keys included.
+      who: asks, for messages: "from_chunks".
+
+    Raises:
+      StructureError: there is no leaf, or one that is neither.
+    """
+    import jax
+
+    from beamjax.bodies import value_type
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(member)
+    leaves = []
+    for path, leaf in found:
+        name = jax.tree_util.keystr(path)
+        try:
+            value = value_type(leaf)
+            leaves.append(LeafSpec(value.shape, np.dtype(value.dtype), value.key_impl, name))
+        except (AttributeError, TypeError) as error:
+            raise StructureError(
+                f"{who}, member{name}: found {leaf!r:.80}, expected a jax.ShapeDtypeStruct "
+                f"or an array ({error})."
+            ) from error
+    if not leaves:
+        raise StructureError(f"{who}, member: found a tree without leaves.")
+    return leaves, treedef

@@ -64,6 +64,10 @@ class NpySource(HoldsLeaves, kind="npy"):
         """The path of each leaf's file."""
         return self._files
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self._size
 

@@ -43,6 +43,10 @@ class Placed(MemberFiles, kind="placed"):
         return restored(stored, self.leaf.dtype)
 
     @property
+    def is_local(self) -> bool:
+        return not data_files.is_url(self.folder)
+
+    @property
     def treedef(self) -> PyTreeDef:
         import jax
 

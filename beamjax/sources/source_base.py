@@ -165,6 +165,16 @@ class Source(abc.ABC):
         return jax.tree_util.tree_structure(tuple(self.leaves))
 
     @property
+    def is_live(self) -> bool:
+        """Whether only this process can read it; then it has no spec, but can be `spilled`."""
+        return False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it reads what only this machine may have: memory, or files at paths."""
+        return self.is_live
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all members of all leaves."""
         return len(self) * sum(leaf.nbytes for leaf in self.leaves)

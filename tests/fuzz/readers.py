@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ import beamjax as bj
 from beamjax import arrays, checkpoints, job_results, records
 from beamjax.accumulators import decode_accumulator, make_accumulator
 from beamjax.bodies import default_platform, load_body
+from beamjax.chunks import members_of
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.job_folder import JobFolder
 from beamjax.kept import Kept
@@ -39,6 +41,8 @@ from beamjax.sources.grouped_source import grouped
 from beamjax.sources.placed import Placed
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, StreamSource, open_spec
+
+from . import frames
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -204,6 +208,11 @@ def _json(data: bytes) -> Any:
         raise WorkerError("no JSON") from None
 
 
+@bj.opens_dataset
+def open_members(n: int) -> Any:
+    return [{"x": X[i % 6]} for i in range(n)] if n < 1 << 10 else range(n)
+
+
 def _specs(folder: Path) -> list[dict[str, Any]]:
     store, ref = _ref(folder, True)
     stored = store.put([np.zeros((1 << 14, 2), np.float32)])
@@ -232,6 +241,10 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         ShortSource(rows),
         bj.take(npy, [1, 4]).spilled(str(folder / "taken")),
         Placed(str(folder / "kept"), "part-x", [(0, 6)], LEAF, 6),
+        bj.from_range(6),
+        bj.from_tfrecord(_tfrecord_file(folder)),
+        bj.from_tfrecord(_tfrecord_file(folder, ".gz")),
+        bj.from_random_access(open_members, {"n": 6}),
     ]
     return [source.to_spec() for source in sources]
 
@@ -299,6 +312,34 @@ def _members_file(data: bytes, folder: Path) -> None:
     (folder / "a.spooled").write_bytes(data)
     MembersSource(str(folder), "stem", [(0, 6)], LEAF, 6).read(0, 6)
     spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]).read(0, 6)
+
+
+def _tfrecord_file(folder: Path, end: str = "") -> str:
+    path = folder / f"records{end}"
+    rows = [{"x": [float(i), 1.0], "n": [i << 4 * i, -i], "b": bytes(8)} for i in range(6)]
+    data = b"".join(frames.framed(frames.example(row)) for row in rows)
+    path.write_bytes(gzip.compress(data) if end else data)
+    return str(path)
+
+
+def _tfrecord_seeds(folder: Path) -> list[bytes]:
+    return [Path(_tfrecord_file(folder)).read_bytes()]
+
+
+def _tfrecord(data: bytes, folder: Path) -> None:
+    """A file of records, by index and from its beginning; half of them with right checksums."""
+    data = frames.mended(data) if len(data) % 2 else data
+    found = []
+    for name, content in (("user", data), ("user.gz", gzip.compress(data, 1))):
+        (folder / name).write_bytes(content)
+        try:
+            found.append(members_of(bj.from_tfrecord(str(folder / name))))
+        except BeamjaxError as error:
+            found.append(error)
+    first, second = found
+    assert isinstance(first, BeamjaxError) == isinstance(second, BeamjaxError)
+    if isinstance(first, BeamjaxError):
+        raise first
 
 
 def _npy_seeds(folder: Path) -> list[bytes]:
@@ -445,6 +486,7 @@ READERS: dict[str, Reader] = {
     "members": Reader(_members_file_seeds, _members_file),
     "npy": Reader(_npy_seeds, _npy),
     "npy part": Reader(_npy_seeds, _npy_part),
+    "tfrecord": Reader(_tfrecord_seeds, _tfrecord),
     "checkpoint": Reader(_checkpoint_seeds, lambda data, _: checkpoints.decode(data)),
     "job": Reader(_job_seeds, _job),
     "leaf": Reader(_leaf_seeds, _leaf),

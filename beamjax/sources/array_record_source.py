@@ -1,0 +1,128 @@
+"""Placed inputs from ArrayRecord files of `tf.train.Example`, by the package `array_record`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from beamjax.errors import PlacementError, SourceError
+from beamjax.sources.data_files import DataFile, find_files, is_url, look
+from beamjax.sources.record_source import (
+    Counted,
+    RecordSource,
+    features_of_spec,
+    files_of_spec,
+)
+from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
+
+WHO = "from_array_record"
+MAX_OPEN = 64
+"""Files that a process keeps open, with their indices in memory."""
+
+
+class ArrayRecordSource(RecordSource, kind="array-record"):
+    """Records of local files; see `from_array_record`."""
+
+    def records(self, number: int, first: int, last: int) -> list[bytes]:
+        return _read_records(self._files[number], first, last)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> ArrayRecordSource:
+        return cls(files_of_spec(spec), *features_of_spec(spec))
+
+
+def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
+    """A placed input from ArrayRecord files: a member is a `tf.train.Example`, as a dict of arrays.
+
+    It needs the package `array_record` (`pip install 'beamjax[array-record]'`), on the workers too.
+    Records of another kind: open them, and decode them, by an object for `from_random_access`.
+
+    Args:
+      paths: a path, a pattern, or a list of those, of files that the launcher and all workers see
+        under the same path. The records of one file come after those of another.
+      features: as of `from_tfrecord`.
+
+    Raises:
+      SourceError: the package, or a file, is not there, or is none; or the first record has not
+        these features.
+      StructureError: `features` are no types.
+      PlacementError: the files hold no record.
+    """
+    files = [(file, _count(file)) for file in map(look, _local(find_files(paths, WHO)))]
+    filled = next((counted for counted in files if counted[1]), None)
+    if filled is None:
+        raise PlacementError(f"{WHO}: found no record in {files[0][0].path}, expected one.")
+    (first,) = _read_records(filled, 0, 1)
+    where = f"{filled[0].path}, record 0"
+    if features is None:
+        features = infer_features(first, where)
+    leaves, treedef = feature_leaves(features, WHO)
+    names = sorted(features)
+    ExampleParser(names, leaves).parse([first], lambda _: where)
+    return ArrayRecordSource(files, names, leaves, treedef)
+
+
+def _local(paths: Sequence[str]) -> Sequence[str]:
+    for path in paths:
+        if is_url(path):
+            raise SourceError(
+                f"{WHO}: found the URL {path}, expected files of this machine, which alone the "
+                "package array_record reads; copy or mount them where all workers see them."
+            )
+    return paths
+
+
+def _count(file: DataFile) -> int:
+    return int(_opened(file).num_records())
+
+
+def _read_records(counted: Counted, first: int, last: int) -> list[bytes]:
+    file, count = counted
+    file.check()
+    reader = _opened(file)
+    if (found := reader.num_records()) != count:
+        raise SourceError(
+            f"{file.path}: found {found} records, expected {count}; the source was not made from "
+            "this file."
+        )
+    try:
+        return list(reader.read(first, last))
+    except Exception as error:  # of any kind: what the package raises is not told anywhere
+        raise SourceError(
+            f"{file.path}, records {first} to {last - 1}: cannot read them ({error}); the file is "
+            "damaged."
+        ) from error
+
+
+def _opened(file: DataFile) -> Any:
+    """A reader, which threads may share: they call nothing of it that changes it."""
+    with _LOCK:
+        return _reader(file)
+
+
+_LOCK = threading.Lock()
+
+
+@functools.lru_cache(MAX_OPEN)
+def _reader(file: DataFile) -> Any:
+    try:
+        from array_record.python import array_record_module
+    except ImportError as error:
+        raise SourceError(
+            f"{file.path}: cannot import the package array_record ({error}); pip install "
+            "'beamjax[array-record]', here and on the workers."
+        ) from error
+    try:
+        reader = array_record_module.ArrayRecordReader(
+            file.path, "readahead_buffer_size:0,max_parallelism:0"
+        )
+        if reader.ok():
+            return reader
+        reason = "it is none, or was cut off"
+    except Exception as error:  # of any kind, as above
+        reason = str(error)
+    raise SourceError(
+        f"{file.path}: found {file.nbytes} bytes, expected a file of ArrayRecord ({reason})."
+    )

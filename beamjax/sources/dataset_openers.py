@@ -1,0 +1,142 @@
+"""Functions that open a dataset in any process, by their name and arguments that are JSON.
+
+Descriptions of sources are read from files: they may name such a function only if it is marked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from beamjax.errors import BeamjaxError, SourceError, StructureError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_MARK = "_beamjax_opens_dataset"
+MAX_OPEN = 16
+"""Datasets that a process keeps open."""
+
+
+def opens_dataset(function: T) -> T:
+    """Marks a function, of a module, as one that `from_random_access` may call on workers.
+
+    Args:
+      function: takes keyword arguments that JSON can hold, and gives the dataset.
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_opener(value: Any) -> bool:
+    """Whether it is a function that `opens_dataset` has marked."""
+    return callable(value) and getattr(value, _MARK, False) is True
+
+
+def opener_name(opener: Any) -> tuple[str, str]:
+    """The module and the name in it of a function that opens datasets, or of its name.
+
+    Raises:
+      StructureError: a name has not the form "module:function", or the function is not at the top
+        of its module.
+    """
+    if not isinstance(opener, str):
+        name = opener.__qualname__
+        if "." in name:
+            raise StructureError(
+                f"from_random_access: found the function {name}, expected one at the top of a "
+                "module, where workers find it by its name."
+            )
+        return opener.__module__, name
+    module, _, name = opener.partition(":")
+    if not module or not name.isidentifier():
+        raise StructureError(
+            f"from_random_access: found {opener!r:.80}, expected a dataset, or the name of a "
+            "function that opens one, such as 'package.module:open_images'."
+        )
+    return module, name
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedBy:
+    """A dataset by the call that opens it.
+
+    Attributes:
+      module: of the function.
+      name: of the function in it.
+      kwargs: of the call, which JSON can hold.
+    """
+
+    module: str
+    name: str
+    kwargs: dict[str, Any]
+
+    def open(self) -> Any:
+        """The dataset; the same object each time that a process asks.
+
+        Raises:
+          SourceError: the function is not there, is not marked, or fails.
+        """
+        with _LOCK:
+            return _opened(self.module, self.name, self._arguments())
+
+    def to_json(self) -> list[Any]:
+        """Plain JSON values."""
+        return [self.module, self.name, json.loads(self._arguments())]
+
+    @classmethod
+    def from_json(cls, record: Any) -> OpenedBy:
+        """Undoes `to_json`; TypeError or ValueError for anything else."""
+        module, name, kwargs = record
+        if not isinstance(module, str) or not isinstance(name, str) or not isinstance(kwargs, dict):
+            raise TypeError(f"found {record!r:.80}, expected module, name and keyword arguments")
+        return cls(module, name, kwargs)
+
+    def _arguments(self) -> str:
+        try:
+            text = json.dumps(self.kwargs, sort_keys=True, allow_nan=False)
+            if json.loads(text) == self.kwargs:
+                return text
+            reason = "they come back changed"
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = str(error)
+        raise StructureError(
+            f"{self}: found the arguments {self.kwargs!r:.200}, expected what JSON can hold, with "
+            f"texts as keys ({reason})."
+        )
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+_LOCK = threading.RLock()
+
+
+@functools.lru_cache(MAX_OPEN)
+def _opened(module: str, name: str, arguments: str) -> Any:
+    where = f"{module}:{name}"
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # of any kind: importing runs the user's module
+        raise SourceError(
+            f"{where}: cannot import it in process {os.getpid()} ({error}); expected a function "
+            "of a module that the launcher and all workers have."
+        ) from error
+    if not is_opener(function):
+        raise SourceError(
+            f"{where}: found a {type(function).__name__} that is not marked, expected a function "
+            "that opens a dataset, decorated by beamjax.opens_dataset."
+        )
+    try:
+        return function(**json.loads(arguments))
+    except BeamjaxError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{where}({arguments}): cannot open the dataset ({type(error).__name__}: {error})."
+        ) from error

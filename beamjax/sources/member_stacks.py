@@ -1,0 +1,152 @@
+"""Single members, trees of arrays and numbers, checked and stacked to an array a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.arrays import dtype_from_name, dtype_name
+from beamjax.errors import SourceError, StructureError
+from beamjax.sources.source_base import LeafSpec, PyTreeDef
+
+_KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
+"""Kinds of dtypes that hold the numbers of Python."""
+
+
+class MemberStack:
+    """Room for members that come one at a time.
+
+    Args:
+        leaves: what a member must be.
+        treedef: its tree; None if only the paths of its leaves are known.
+        count: the number of members.
+        who: reads them, for messages.
+    """
+
+    def __init__(
+        self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None, count: int, who: str
+    ) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._leaves = leaves
+        self._count = count
+        self._treedef = treedef
+        self._who = who
+
+    def put(self, place: int, member: Any, index: int) -> None:
+        """Copies a member to its place.
+
+        Args:
+            place: in the arrays.
+            member: a tree of arrays and numbers.
+            index: of the member in its source, for messages.
+
+        Raises:
+            SourceError: it is not like the others.
+        """
+        import jax
+
+        values, treedef = jax.tree_util.tree_flatten(member)
+        if self._treedef is None or treedef != self._treedef:
+            self._learn(member, treedef, index)
+        where = f"{self._who}, member {index}"
+        fitting = [_fitting(v, leaf, where) for v, leaf in zip(values, self._leaves, strict=True)]
+        if not self._arrays:  # memory is taken for what was found
+            self._arrays = self.arrays()
+        for array, value in zip(self._arrays, fitting, strict=True):
+            array[place] = value
+
+    def arrays(self) -> list[np.ndarray]:
+        """One array a leaf, of shape (count, *leaf.shape)."""
+        shapes = [((self._count, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+        return self._arrays or [np.empty(shape, dtype) for shape, dtype in shapes]
+
+    def _learn(self, member: Any, treedef: PyTreeDef, index: int) -> None:
+        """Takes a tree as that of all members, if all that is known of it are its paths."""
+        import jax
+
+        found = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(member)]
+        expected = [leaf.path for leaf in self._leaves]
+        if self._treedef is not None or found != expected:
+            raise SourceError(
+                f"{self._who}, member {index}: found a tree with the leaves {found}, expected "
+                f"{expected}; every member has the tree of the first one."
+            )
+        self._treedef = treedef
+
+
+def as_arrays(member: Any, where: str) -> Any:
+    """A member with arrays for the numbers in it.
+
+    Raises:
+        StructureError: a leaf is neither; `where` says in which member.
+    """
+    import jax
+
+    def array(path: Any, value: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        try:
+            if type(value) in _KINDS:
+                return np.asarray(value, jax.eval_shape(jax.numpy.asarray, value).dtype)
+            if isinstance(value, jax.Array):
+                return value
+            found = _array(value)
+            if found is not None:
+                return found.astype(dtype_from_name(dtype_name(found.dtype)), copy=False)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise StructureError(f"{where}{name}: {error}") from error
+        raise StructureError(
+            f"{where}{name}: found {_told(value)}, expected a NumPy or JAX array or a number."
+        )
+
+    return jax.tree_util.tree_map_with_path(array, member)
+
+
+def _fitting(value: Any, leaf: LeafSpec, where: str) -> Any:
+    """A leaf of a member as an array of its dtype and shape, of keys their data."""
+    import jax
+
+    found = value
+    impl = None
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        found, impl = jax.random.key_data(value), str(jax.random.key_impl(value))
+    if impl != leaf.key_impl:
+        raise _unlike(value, leaf, where)
+    if type(value) in _KINDS:
+        if leaf.shape or not _holds(leaf.dtype, value):
+            raise _unlike(value, leaf, where)
+        return value
+    array = _array(found)
+    if array is None or array.shape != leaf.shape or array.dtype.newbyteorder("=") != leaf.dtype:
+        raise _unlike(value, leaf, where)
+    return array
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """Something that knows itself as an array; None for anything else."""
+    if isinstance(value, np.ma.MaskedArray) or not hasattr(value, "__array__"):
+        return None
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _holds(dtype: np.dtype, value: Any) -> bool:
+    if dtype.kind not in _KINDS[type(value)]:
+        return False
+    return dtype.kind not in "iu" or bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+
+
+def _unlike(value: Any, leaf: LeafSpec, where: str) -> SourceError:
+    name = f", leaf {leaf.path}" if leaf.path else ""
+    return SourceError(
+        f"{where}{name}: found {_told(value)}, expected {leaf} as in the first member."
+    )
+
+
+def _told(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r:.60}"

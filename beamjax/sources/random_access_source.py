@@ -1,0 +1,217 @@
+"""Placed inputs from objects that give a member at a time: `dataset[i]`.
+
+The protocol is that of grain's `RandomAccessDataSource` and of map-style datasets of PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
+from beamjax.sources.dataset_openers import OpenedBy, is_opener, opener_name
+from beamjax.sources.leaf_checks import member_leaves
+from beamjax.sources.member_stacks import MemberStack, as_arrays
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    Source,
+    describe_source,
+    field,
+    natural,
+)
+
+WHO = "from_random_access"
+
+
+class Dataset(Protocol):
+    """What `from_random_access` takes; `__getitems__` is used where there is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class RandomAccessSource(HoldsLeaves, kind="random-access"):
+    """Members that an object gives one at a time; see `from_random_access`."""
+
+    def __init__(
+        self,
+        dataset: Dataset | OpenedBy,
+        size: int,
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_random_access`, which checks.
+
+        Args:
+            dataset: the object, or what opens it when it is first read, once a process.
+            size: the number of members.
+            leaves: what a member must be.
+            treedef: its tree; a tuple by default.
+        """
+        super().__init__(leaves, treedef)
+        self._dataset = dataset
+        self._size = size
+
+    @property
+    def is_live(self) -> bool:
+        return not isinstance(self._dataset, OpenedBy)
+
+    def spilled(self, folder: str) -> Source:
+        from beamjax.spool import spill
+
+        return spill(self, folder) if self.is_live else self
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        stack = MemberStack(self._leaves, self._treedef, stop - start, WHO)
+        for index, member in self._members(start, stop):
+            stack.put(index - start, member, index)
+        return stack.arrays()
+
+    def _members(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+        if start == stop:
+            return
+        dataset = self._opened()
+        several = getattr(dataset, "__getitems__", None)
+        if several is None:
+            for index in range(start, stop):
+                where = f"member {index}"
+                get = functools.partial(operator.getitem, dataset, index)
+                yield index, _called(get, where)
+            return
+        where = f"members {start} to {stop - 1}"
+        found = _called(lambda: list(several(list(range(start, stop)))), where)
+        if len(found) != stop - start:
+            raise SourceError(
+                f"{WHO}, {where}: __getitems__ gives {len(found)} members, expected "
+                f"{stop - start}, one for each index in the list."
+            )
+        yield from enumerate(found, start)
+
+    def _opened(self) -> Any:
+        if not isinstance(self._dataset, OpenedBy):
+            return self._dataset
+        dataset = self._dataset.open()
+        if (found := _length(dataset)) != self._size:
+            raise SourceError(
+                f"{self._dataset}: found {found} members in process {os.getpid()}, expected "
+                f"{self._size} as when the source was made; a dataset must not change."
+            )
+        return dataset
+
+    def describe(self) -> str:
+        opener = self._dataset
+        where = f"from {opener}" if isinstance(opener, OpenedBy) else f"of {type(opener).__name__}"
+        return describe_source(self, where)
+
+    def to_spec(self) -> dict[str, Any]:
+        if not isinstance(self._dataset, OpenedBy):
+            raise SourceError(
+                f"{self!r}: the object is in process {os.getpid()} and is not pickled; to open it "
+                f"in other processes, give {WHO} a function of a module of yours that opens it, "
+                "decorated by beamjax.opens_dataset."
+            )
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        return {
+            **self.spec_head(),
+            "opener": self._dataset.to_json(),
+            "size": self._size,
+            "leaves": leaves,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> RandomAccessSource:
+        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
+        opener = OpenedBy.from_json(field(spec, "opener", list))
+        return cls(opener, natural(spec["size"], 1), leaves)
+
+
+def from_random_access(
+    dataset: Any, kwargs: dict[str, Any] | None = None, member: Any = None
+) -> RandomAccessSource:
+    """A placed input from an object that gives a member at a time, by its index.
+
+        bj.run(train, weights, bj.from_random_access(dataset))
+
+    An object stays in this process, and is not pickled. Where workers are threads of it they read
+    from it; for workers elsewhere its members are written to files of the run first. So that
+    workers open it themselves, give the function that opens it:
+
+        @bj.opens_dataset
+        def images(path):
+            return ImageFolder(path)
+
+        bj.from_random_access(images, {"path": "/data/images"})
+
+    The function is called once in each process. It is imported by its name, so its module must be
+    importable on the workers; what a function of the launching script itself opens stays here.
+
+    Args:
+      dataset: has `len(dataset)` and `dataset[i]`, which gives member i: a tree of NumPy or JAX
+        arrays and of numbers, with the same tree, shapes and dtypes for each i. Several members are
+        read by `dataset.__getitems__([i, ...])` where there is one. Several threads do so at once.
+        Or a function that opens such an object, or the name of one: "package.module:images".
+      kwargs: of that function, as far as JSON can hold them.
+      member: a tree of `jax.ShapeDtypeStruct` or arrays, one member; None takes it from
+        `dataset[0]`. Numbers of Python have the dtypes that `jnp.asarray` gives them.
+
+    Raises:
+      StructureError: `dataset` is no such thing, or a leaf of a member is no number or array.
+      PlacementError: there is no member.
+      SourceError: the function, or member 0, can't be had.
+    """
+    dataset, opened = _opened(dataset, kwargs)
+    size = _length(opened)
+    if size < 1:
+        raise PlacementError(f"{WHO}: found {size} members, expected at least one.")
+    if member is None:
+        member = as_arrays(_called(lambda: opened[0], "member 0"), f"{WHO}, member 0")
+    leaves, treedef = member_leaves(member, WHO)
+    return RandomAccessSource(dataset, size, leaves, treedef)
+
+
+def _opened(dataset: Any, kwargs: dict[str, Any] | None) -> tuple[Any, Any]:
+    """What a source is made with, and the object itself."""
+    if isinstance(dataset, str) or is_opener(dataset):
+        opener = OpenedBy(*opener_name(dataset), kwargs or {})
+        opened = opener.open()
+        return opened if opener.module == "__main__" else opener, opened
+    if kwargs is not None:
+        raise StructureError(
+            f"{WHO}: found kwargs with a {type(dataset).__name__}, expected them with a function "
+            "that opens a dataset."
+        )
+    return dataset, dataset
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        hint = "; decorate a function that opens one by beamjax.opens_dataset"
+        raise StructureError(
+            f"{WHO}: found a {type(dataset).__name__}, expected an object with len(dataset) and "
+            f"dataset[i]{hint if callable(dataset) else ''}."
+        )
+    return int(_called(lambda: len(dataset), "its length"))
+
+
+def _called(function: Callable[[], Any], what: str) -> Any:
+    """What a function of the user gives; says of its errors what was asked for."""
+    try:
+        return function()
+    except BeamjaxError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{WHO}, {what}: cannot be read ({type(error).__name__}: {error})."
+        ) from error

@@ -1,0 +1,83 @@
+"""Placed inputs that are their own index, for programs without data."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import PlacementError, StructureError
+from beamjax.plan import MAX_MEMBERS
+from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef, field, natural
+
+
+class RangeSource(HoldsLeaves, kind="range"):
+    """Member i is the number i; see `from_range`."""
+
+    def __init__(self, size: int, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
+        """Use `from_range`, which checks.
+
+        Args:
+            size: the number of members.
+            leaf: scalars of integers.
+            treedef: of one leaf; a tuple by default.
+        """
+        super().__init__([leaf], treedef)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        return [np.arange(start, stop, dtype=self._leaves[0].dtype)]
+
+    def to_spec(self) -> dict[str, Any]:
+        return {**self.spec_head(), "size": self._size, "leaf": self._leaves[0].to_json()}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> RangeSource:
+        leaf = LeafSpec.from_json(field(spec, "leaf", dict))
+        if leaf.shape or leaf.dtype.kind != "i" or leaf.key_impl is not None:
+            raise TypeError(f"found the leaf {leaf}, expected a scalar of integers")
+        size = natural(spec["size"], 1)
+        if size - 1 > np.iinfo(leaf.dtype).max:
+            raise ValueError(f"found {size} members of {leaf}")
+        return cls(size, leaf)
+
+
+def from_range(n: int) -> RangeSource:
+    """A placed input whose member i is the number i, for simulations and bootstraps.
+
+        @bj.program(placements={"draws": None})
+        def estimate(key, i):
+            return bj.reduce_mean(bj.map_fn(lambda i: draw(jax.random.fold_in(key, i)), i))
+
+        bj.run(estimate, jax.random.key(0), bj.from_range(10**8))
+
+    It is what `jnp.arange(n)` is, of the same dtype, without the memory: workers make their part.
+
+    Args:
+      n: the number of members.
+
+    Raises:
+      StructureError: `n` is no integer.
+      PlacementError: `n` is less than 1, or more than 2**31 - 1, as many as a placement may have.
+    """
+    import jax
+
+    try:
+        size = operator.index(n)
+    except TypeError:
+        raise StructureError(
+            f"from_range: found {n!r:.80}, expected the number of members, an integer."
+        ) from None
+    if not 1 <= size <= MAX_MEMBERS:
+        raise PlacementError(
+            f"from_range: found {size} members, expected 1 to {MAX_MEMBERS}; for more draws, let "
+            "each member make several: jax.vmap(draw)(100 * i + jnp.arange(100)) inside of map_fn."
+        )
+    dtype = jax.eval_shape(lambda: jax.numpy.arange(size)).dtype
+    leaf = LeafSpec((), np.dtype(dtype))
+    return RangeSource(size, leaf, jax.tree_util.tree_structure(0))

@@ -1,0 +1,116 @@
+"""Placed inputs whose members are records of several files, of `tf.train.Example`s."""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.sources.data_files import DataFile
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    describe_source,
+    field,
+    natural,
+)
+from beamjax.sources.tf_example import ExampleParser
+
+Counted = tuple[DataFile, int]
+"""A file, and how many records are in it."""
+
+
+class RecordSource(HoldsLeaves):
+    """Records of local files, one file after the other, read by their number.
+
+    Args:
+        files: at least one.
+        names: of the features.
+        leaves: what a member has of each.
+        treedef: of a dict of them; a tuple by default.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Counted],
+        names: Sequence[str],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        super().__init__(leaves, treedef)
+        self._files = tuple(files)
+        self._ends = list(itertools.accumulate(count for _, count in self._files))
+        self._names = tuple(names)
+        self._parser = ExampleParser(names, leaves)
+
+    @abc.abstractmethod
+    def records(self, number: int, first: int, last: int) -> list[bytes]:
+        """Records [first, last) of a file, at least one, as they are.
+
+        Raises:
+            SourceError: they can't be read.
+        """
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        records: list[bytes] = []
+        number = bisect.bisect_right(self._ends, start)
+        while len(records) < stop - start:
+            count = self._files[number][1]
+            base = self._ends[number] - count
+            first, last = start + len(records) - base, min(stop - base, count)
+            if first < last:
+                records += self.records(number, first, last)
+            number += 1
+        return self._parser.parse(records, lambda place: self._where(start + place))
+
+    def describe(self) -> str:
+        return describe_source(self, files_for_people([file for file, _ in self._files]))
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "files": [[file.to_json(), count] for file, count in self._files],
+            "names": list(self._names),
+            "leaves": [leaf.to_json() for leaf in self._leaves],
+        }
+
+    def _where(self, member: int) -> str:
+        """What a member is called in messages."""
+        number = bisect.bisect_right(self._ends, member)
+        file, count = self._files[number]
+        return f"{file.path}, record {member - (self._ends[number] - count)}"
+
+
+def files_for_people(files: Sequence[DataFile]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"in {files[0].path}{more}"
+
+
+def files_of_spec(spec: dict[str, Any]) -> list[Counted]:
+    """The files in the spec of a `RecordSource`; TypeError or ValueError for anything else."""
+    files = [(DataFile.from_json(file), natural(count)) for file, count in spec["files"]]
+    if not files:
+        raise ValueError("found no files")
+    return files
+
+
+def features_of_spec(spec: dict[str, Any]) -> tuple[list[str], list[LeafSpec]]:
+    """The names and the leaves of features in a spec; raises likewise."""
+    leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
+    names = field(spec, "names", list)
+    if len(names) != len(leaves) or not names or not all(type(name) is str for name in names):
+        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
+    return names, leaves

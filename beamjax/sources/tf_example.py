@@ -1,0 +1,262 @@
+"""Records of `tf.train.Example` as members, without TensorFlow.
+
+Packed floats lie in a record as they lie in memory, so they are parsed as bytes: an Example is
+read by message types whose lists of numbers are `repeated bytes`, which are the same on the wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import SourceError, StructureError
+from beamjax.sources.leaf_checks import member_leaves
+from beamjax.sources.source_base import LeafSpec, PyTreeDef
+from beamjax.sources.varints import decode_varints
+
+FLOATS, INTS, BYTES = "float_list", "int64_list", "bytes_list"
+
+Where = Callable[[int], str]
+"""From the place of a record among those that are parsed to what it is called in messages."""
+
+
+def feature_leaves(features: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
+    """The leaves of members that are a dict of features, in the order of their names.
+
+    Raises:
+      StructureError: `features` is no mapping from names to `jax.ShapeDtypeStruct`.
+    """
+    import jax
+
+    if not isinstance(features, Mapping) or not all(isinstance(name, str) for name in features):
+        raise StructureError(
+            f"{who}: found the features {features!r:.80}, expected a dict from their names to "
+            'jax.ShapeDtypeStruct, such as {"x": jax.ShapeDtypeStruct((28, 28), "float32")}.'
+        )
+    leaves, treedef = member_leaves(dict(features), who)
+    if treedef != jax.tree_util.tree_structure(dict.fromkeys(features, 0)):
+        raise StructureError(f"{who}: found a feature that is a tree, expected one type for each.")
+    for leaf in leaves:
+        if leaf.key_impl is not None or leaf.dtype.kind not in "biufcV" or not leaf.dtype.itemsize:
+            raise StructureError(f"{who}{leaf.path}: found {leaf}, expected numbers.")
+    return leaves, treedef
+
+
+class ExampleParser:
+    """Parses records that hold an Example each.
+
+    Args:
+      names: of the features that are wanted.
+      leaves: what a member has of each.
+    """
+
+    def __init__(self, names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
+        self._wanted = [_Feature(*pair) for pair in zip(names, leaves, strict=True)]
+
+    def parse(self, records: Sequence[bytes], where: Where) -> list[np.ndarray]:
+        """The features of consecutive members, an array of shape (records, ...) each.
+
+        Raises:
+          SourceError: a record is no Example, or has not the features that are wanted.
+        """
+        columns: list[list[_Packed]] = [[] for _ in self._wanted]
+        for place, record in enumerate(records):
+            found = _features_of(record, where, place)
+            for feature, column in zip(self._wanted, columns, strict=True):
+                column.append(feature.packed(found, where, place))
+        return [
+            feature.array(column, records, where)
+            for feature, column in zip(self._wanted, columns, strict=True)
+        ]
+
+
+_Packed = tuple[str, bytes]
+"""The kind of a list, and its values as they lie in the record."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Feature:
+    """A feature that is wanted."""
+
+    name: str
+    leaf: LeafSpec
+
+    def packed(self, found: Any, where: Where, place: int) -> _Packed:
+        """Takes the feature from those of a record."""
+        if self.name not in found:
+            raise SourceError(
+                f"{where(place)}: found the features {sorted(found)}, expected {self.name!r} "
+                "among them."
+            )
+        feature, leaf = found[self.name], self.leaf
+        kind = feature.WhichOneof("kind")
+        values: Any = getattr(feature, kind).value if kind else ()
+        fits = {
+            FLOATS: leaf.dtype == np.float32,
+            INTS: leaf.dtype.kind in "iub",
+            BYTES: len(values) == 1 and len(values[0]) == leaf.nbytes,
+        }
+        if not fits.get(kind):
+            raise SourceError(f"{self._at(where, place)}: {_misfit(kind, values, leaf)}")
+        return kind, values[0] if len(values) == 1 else b"".join(values)
+
+    def array(
+        self, column: Sequence[_Packed], records: Sequence[bytes], where: Where
+    ) -> np.ndarray:
+        """The feature of all records."""
+        kinds = {kind for kind, _ in column}
+        if len(kinds) < 2:
+            return self._of_kind(next(iter(kinds), BYTES), column, records, where)
+        parts = []
+        for place, (kind, _) in enumerate(column):
+            alone = slice(place, place + 1)
+            at = functools.partial(lambda first, i: where(first + i), place)
+            parts.append(self._of_kind(kind, column[alone], records[alone], at))
+        return np.concatenate(parts)
+
+    def _of_kind(
+        self, kind: str, column: Sequence[_Packed], records: Sequence[bytes], where: Where
+    ) -> np.ndarray:
+        lists = [values for _, values in column]
+        count = math.prod(self.leaf.shape)
+        shape = (len(lists), *self.leaf.shape)
+        if kind == INTS:
+            integers = decode_varints(lists, count)
+            if integers is None:
+                integers = self._one_by_one(kind, count, records, where)
+            return self._narrowed(integers, where).reshape(shape)
+        if kind == FLOATS and any(len(values) != 4 * count for values in lists):
+            return self._one_by_one(kind, count, records, where).reshape(shape)
+        stored = np.frombuffer(b"".join(lists), self.leaf.dtype.newbyteorder("<"))
+        return stored.astype(self.leaf.dtype, copy=False).reshape(shape)
+
+    def _one_by_one(
+        self, kind: str, count: int, records: Sequence[bytes], where: Where
+    ) -> np.ndarray:
+        """Parses lists again as what they are: not all are packed, or one has another length."""
+        found = []
+        for place, record in enumerate(records):
+            message = _parsed(record, False, where, place)
+            values = getattr(message.features.feature[self.name], kind).value
+            if len(values) != count:
+                raise SourceError(
+                    f"{self._at(where, place)}: found {len(values)} values in {kind}, expected "
+                    f"{count}, of {self.leaf}."
+                )
+            found.append(np.asarray(values, np.float32 if kind == FLOATS else np.int64))
+        return np.concatenate(found)
+
+    def _narrowed(self, values: np.ndarray, where: Where) -> np.ndarray:
+        """Integers of all records as the dtype that is wanted, if it holds them."""
+        dtype = self.leaf.dtype
+        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        outside = np.flatnonzero((values < low) | (values > high))
+        if len(outside):
+            first = int(outside[0])
+            raise SourceError(
+                f"{self._at(where, first // math.prod(self.leaf.shape))}: found "
+                f"{values[first]}, expected {low} to {high} for {self.leaf}."
+            )
+        return values.astype(dtype)
+
+    def _at(self, where: Where, place: int) -> str:
+        return f"{where(place)}, feature {self.name!r}"
+
+
+def _misfit(kind: str | None, values: Any, leaf: LeafSpec) -> str:
+    if kind == BYTES:
+        sizes = ", ".join(str(len(value)) for value in values[:4])
+        return (
+            f"found {len(values)} values in bytes_list, of {sizes or 0}"
+            f"{', ...' if len(values) > 4 else ''} bytes, expected one of {leaf.nbytes} bytes: "
+            f"{leaf} as tobytes() of NumPy gives it."
+        )
+    held = {FLOATS: "float_list, which is for float32", INTS: "int64_list, which is for integers"}
+    return f"found {held.get(kind or '', 'no list')}, expected {leaf}."
+
+
+def infer_features(record: bytes, where: str) -> dict[str, Any]:
+    """The types of the features of a record; one with a single number is a scalar.
+
+    Raises:
+      SourceError: it is no Example, or has a list of which the type can't be told.
+    """
+    import jax
+
+    found = _parsed(record, False, lambda _: where, 0).features.feature
+    dtypes = {FLOATS: np.float32, INTS: np.int64, BYTES: np.uint8}
+    types = {}
+    for name in sorted(found):
+        kind = found[name].WhichOneof("kind")
+        values: Any = getattr(found[name], kind).value if kind else ()
+        if not len(values) or (kind == BYTES and len(values) > 1):
+            raise SourceError(
+                f"{where}, feature {name!r}: found {len(values)} values in {kind or 'no list'}, "
+                "of which no type can be told; give the types of `features`."
+            )
+        shape = () if len(values) == 1 else (len(values),)
+        shape = (len(values[0]),) if kind == BYTES else shape
+        types[name] = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtypes[kind]))
+    if not types:
+        raise SourceError(f"{where}: found an Example without features, expected one at least.")
+    return types
+
+
+# --- messages
+
+
+def _features_of(record: bytes, where: Where, place: int) -> Any:
+    """The features of a record by name, with lists of bytes."""
+    return _parsed(record, True, where, place).features.feature
+
+
+def _parsed(record: bytes, packed: bool, where: Where, place: int) -> Any:
+    from google.protobuf.message import DecodeError
+
+    try:
+        return _example_type(packed).FromString(record)
+    except DecodeError as error:
+        raise SourceError(
+            f"{where(place)}: found {len(record)} bytes that are no tf.train.Example ({error})."
+        ) from error
+
+
+@functools.cache
+def _example_type(packed: bool) -> Any:
+    """The message type `tf.train.Example`; with bytes for lists of numbers if they are packed."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="beamjax/example.proto", package="beamjax", syntax="proto3"
+    )
+
+    def add(message: Any, name: str, number: int, kind: Any, repeated: bool = False) -> Any:
+        label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
+        named = {"type_name": kind, "type": kinds.TYPE_MESSAGE} if type(kind) is str else {}
+        return message.field.add(name=name, number=number, label=label, **(named or {"type": kind}))
+
+    number_kinds = {"FloatList": kinds.TYPE_FLOAT, "Int64List": kinds.TYPE_INT64}
+    for name in ("BytesList", "FloatList", "Int64List"):
+        kind = kinds.TYPE_BYTES if packed else number_kinds.get(name, kinds.TYPE_BYTES)
+        add(file.message_type.add(name=name), "value", 1, kind, True)
+    feature = file.message_type.add(name="Feature")
+    feature.oneof_decl.add(name="kind")
+    lists = {BYTES: ".beamjax.BytesList", FLOATS: ".beamjax.FloatList", INTS: ".beamjax.Int64List"}
+    for number, (name, kind) in enumerate(lists.items(), 1):
+        add(feature, name, number, kind).oneof_index = 0
+    features = file.message_type.add(name="Features")
+    entry = features.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    add(entry, "key", 1, kinds.TYPE_STRING)
+    add(entry, "value", 2, ".beamjax.Feature")
+    add(features, "feature", 1, ".beamjax.Features.FeatureEntry", True)
+    add(file.message_type.add(name="Example"), "features", 1, ".beamjax.Features")
+    pool = descriptor_pool.DescriptorPool()  # one of its own: TensorFlow's types are in the default
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("beamjax.Example"))

@@ -1,0 +1,162 @@
+"""Frames of TFRecord files: length, checksum of it, record, checksum of it."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from beamjax.errors import SourceError
+from beamjax.sources.crc32c import checksums, checksums_of_rows, masked
+from beamjax.sources.data_files import DataFile, open_file, open_stream, readable
+
+HEADER = 12
+FOOTER = 4
+WINDOW = 1 << 16
+"""Bytes that are read together to find headers."""
+CHUNK = 1 << 22
+"""Bytes of a stream that are read together."""
+EXPECTED = "a file of TFRecord"
+
+_length_at = struct.Struct("<Q").unpack_from
+
+
+def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterator[np.ndarray]:
+    """Where the records of a file begin, found by their headers alone.
+
+    Args:
+      file: not compressed.
+      start: where a record begins.
+      number: of that record.
+      stop: where another one begins, or the end of the file.
+
+    Yields:
+      Those in one window of the file.
+
+    Raises:
+      SourceError: the file can't be read, or a header is none.
+    """
+    path, position = file.path, start
+    with readable(path, EXPECTED), open_file(path) as opened:
+        while position < stop:
+            opened.seek(position)
+            window = opened.read(WINDOW)
+            begins, end = headers(window, stop - position)
+            check_headers(window, begins, path, number)
+            number += len(begins)
+            if not begins or position + end > file.nbytes:
+                raise truncated(path, number - 1 if begins else number)
+            yield np.asarray(begins) + position
+            position += end
+    if position != stop:
+        raise SourceError(
+            f"{path}: found no record that begins after {stop} bytes; the source was not made from "
+            "this file."
+        )
+
+
+def headers(data: bytes, limit: int) -> tuple[list[int], int]:
+    """Where frames begin in bytes that begin with one, and where the last of them ends.
+
+    Those that begin before `limit`, and whose header is there as a whole; nothing is checked.
+    """
+    begins: list[int] = []
+    position, last = 0, min(len(data) - HEADER, limit - 1)
+    while position <= last:
+        begins.append(position)
+        position += HEADER + FOOTER + _length_at(data, position)[0]
+    return begins, position
+
+
+def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) -> None:
+    """Compares lengths with their checksums.
+
+    Raises:
+      SourceError: one differs; `number` is that of the first record.
+    """
+    if not begins:
+        return
+    where = np.asarray(begins)[:, None] + np.arange(HEADER)
+    rows = np.frombuffer(data, np.uint8)[where]
+    found = masked(checksums_of_rows(rows[:, :8]))
+    wrong = np.flatnonzero(found != np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0])
+    if len(wrong):
+        raise SourceError(
+            f"{path}, record {number + wrong[0]}: found a length with a wrong checksum, expected "
+            "a record of TFRecord; the file is damaged, or no such file."
+        )
+
+
+def check_records(
+    records: Sequence[bytes], stored: Sequence[bytes], path: str, number: int
+) -> None:
+    """Compares records with their checksums, of four bytes each.
+
+    Raises:
+      SourceError: one differs; `number` is that of the first record.
+    """
+    expected = np.frombuffer(b"".join(stored), "<u4")
+    wrong = np.flatnonzero(masked(checksums(records)) != expected)
+    if len(wrong):
+        raise SourceError(
+            f"{path}, record {number + wrong[0]}: found {len(records[wrong[0]])} bytes with a "
+            "wrong checksum; the file is damaged."
+        )
+
+
+def truncated(path: str, number: int) -> SourceError:
+    return SourceError(f"{path}, record {number}: the file ends in it.")
+
+
+def frames_in(data: bytes, begins: Sequence[int], end: int) -> tuple[list[bytes], list[bytes]]:
+    """The records of frames that lie one behind the other, and their stored checksums."""
+    ends = [*begins[1:], end]
+    records = [data[a + HEADER : b - FOOTER] for a, b in zip(begins, ends, strict=True)]
+    return records, [data[b - FOOTER : b] for b in ends]
+
+
+@functools.lru_cache(16)
+def block_offsets(file: DataFile, start: int, number: int, stop: int) -> np.ndarray:
+    """Where each record of a block of a file begins; the last entry is where the block ends."""
+    return np.concatenate([*record_offsets(file, start, number, stop), [stop]])
+
+
+def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, list[bytes]]]:
+    """All records of a file of any kind.
+
+    Args:
+      file: may be compressed, and at a URL.
+      chunk: bytes to be read together.
+
+    Yields:
+      The number of the first one, and the records.
+
+    Raises:
+      SourceError: the file can't be read, or has another frame than TFRecord's.
+    """
+    number = 0
+    with readable(file.path, EXPECTED), open_stream(file.path) as opened:
+        data = b""
+        while more := _more(opened, data, chunk):
+            data += more
+            begins, end = headers(data, len(data))
+            check_headers(data, begins, file.path, number)
+            if begins and end > len(data):
+                end = begins.pop()
+            if begins:
+                records, stored = frames_in(data, begins, end)
+                check_records(records, stored, file.path, number)
+                yield number, records
+                number += len(records)
+            data = data[end:]
+        if data:
+            raise truncated(file.path, number)
+
+
+def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
+    """As much of a file as is still missing of a record, but not much more than there was."""
+    missing = _length_at(data)[0] + HEADER + FOOTER - len(data) if len(data) >= HEADER else 0
+    return opened.read(min(max(missing, chunk), max(chunk, len(data))))
