@@ -44,8 +44,10 @@ from beamjax.reductions import reduce_by_key as reduce_by_key
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
+from beamjax.sources.arrow_source import from_arrow as from_arrow
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
+from beamjax.sources.parquet_source import from_parquet as from_parquet
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.verification import verify as verify
 

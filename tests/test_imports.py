@@ -129,6 +129,7 @@ TESTED_ELSEWHERE = {
     "_compat": "test_transformations",
     "_version": "test_api",
     "map_bodies": "test_lower",
+    "block_source": "test_table_source",
     "bodies": "test_workers",
     "checkpoint_folder": "test_keepers",
     "checkpoint_records": "test_keepers",

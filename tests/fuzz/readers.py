@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 from jax import export
 
 import beamjax as bj
@@ -212,6 +215,9 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     np.save(folder / "part-0.npy", X)
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
+    table = pa.table({"x": X[:, 0], "y": X.tolist()})
+    pq.write_table(table, folder / "x.parquet", row_group_size=2)
+    feather.write_feather(table, str(folder / "x.arrow"), "uncompressed", chunksize=4)
     sources = [
         npy,
         grouped(npy, 2),
@@ -222,6 +228,8 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         ScatteredSource(store, stored, 0),
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         bj.from_npy_parts(str(folder / "part-*.npy")),
+        bj.from_parquet(folder / "x.parquet"),
+        bj.from_arrow(folder / "x.arrow", "x"),
     ]
     return [source.to_spec() for source in sources]
 

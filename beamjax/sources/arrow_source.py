@@ -1,0 +1,101 @@
+"""Placed inputs from files of Arrow (IPC files, also known as Feather): a row a member.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from beamjax.shared_cache import SharedCache
+from beamjax.sources.arrow_columns import arrow_readable
+from beamjax.sources.data_files import DataFile, is_url, look, open_file
+from beamjax.sources.table_source import TableFile, TableSource, from_tables
+
+
+class ArrowSource(TableSource, kind="arrow"):
+    """Rows of Arrow files, by record batches; see `from_arrow`."""
+
+    batch_kind = "record batch"
+    endings = (".arrow", ".feather", ".ipc")
+
+    @classmethod
+    def _head(cls, path: str) -> tuple[TableFile, Any]:
+        file = look(path)
+        whole = _opened(file)
+        # The lengths are in the batches, not in the footer: of these the first column.
+        narrow = _Reader(file, [0] if len(whole.schema) else [])
+        rows = tuple(narrow.batch(number).num_rows for number in range(whole.count))
+        return TableFile(file, rows), whole.schema
+
+    @classmethod
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], first: bool) -> Any:
+        file.file.check()
+        whole = _opened(file.file)
+        rows = file.rows if whole.count == len(file.rows) else (0,) * whole.count
+        cls._check(file, rows, whole.schema, columns)
+        wanted = [whole.schema.get_field_index(name) for name in columns]
+        return _opened(file.file, wanted).batch(number)
+
+
+class _Reader:
+    """A file, mapped if it is a local one; of its columns all, or those of these numbers."""
+
+    def __init__(self, file: DataFile, fields: Sequence[int]) -> None:
+        import pyarrow as pa
+
+        self._file = file
+        self._lock = threading.Lock()  # Dictionaries are read with the first batch.
+        with self._readable():
+            if is_url(file.path):
+                raw = open_file(file.path)
+                weakref.finalize(self, raw.close)  # when no thread reads it any more
+                source = pa.PythonFile(raw, "r")
+            else:
+                source = pa.memory_map(file.path)
+            options = pa.ipc.IpcReadOptions(included_fields=list(fields))
+            self._reader = pa.ipc.open_file(source, options=options)
+            self.schema = self._reader.schema
+            self.count: int = self._reader.num_record_batches
+
+    def batch(self, number: int) -> Any:
+        """A record batch."""
+        with self._readable(f"record batch {number} of "), self._lock:
+            return self._reader.get_batch(number)
+
+    def _readable(self, part: str = "") -> contextlib.AbstractContextManager[None]:
+        what = f"{part}a file of Arrow (IPC with a footer, or Feather of version 2)"
+        return arrow_readable(self._file.path, what)
+
+
+_READERS: SharedCache[_Reader] = SharedCache(64, lambda _: 1)
+"""So many files are kept open: to read a footer again takes longer than a small record batch."""
+
+
+def _opened(file: DataFile, fields: Sequence[int] = ()) -> _Reader:
+    return _READERS.get((file, tuple(fields)), lambda: _Reader(file, fields))
+
+
+def from_arrow(paths: Any, columns: Any = None) -> ArrowSource:
+    """A placed input from files of Arrow (IPC or Feather), whose rows are the members.
+
+    As `from_parquet` with record batches in the place of row groups. Local files are mapped: where
+    they are not compressed, numbers are read without a copy, and a file must not be written anew
+    while it is read. The launcher reads the lengths of the record batches; of compressed ones it
+    unpacks a column.
+
+    Args:
+      paths: of files, patterns, folders, whose files that end in .arrow, .feather or .ipc are
+        taken, or URLs, as for `from_parquet`.
+      columns: a list of names; None for all; a single name for an array instead of a dictionary.
+
+    Raises:
+      SourceError: as `from_parquet`; also for a stream of Arrow, which has no footer.
+      StructureError: a column has other than numbers, such as strings or times.
+      PlacementError: there are no rows.
+    """
+    return from_tables(ArrowSource, paths, columns, "from_arrow")
