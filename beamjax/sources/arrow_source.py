@@ -13,8 +13,12 @@ from typing import Any
 
 from beamjax.shared_cache import SharedCache
 from beamjax.sources.arrow_columns import arrow_readable
-from beamjax.sources.data_files import DataFile, is_url, look, open_file
+from beamjax.sources.arrow_footer import BatchHeader, batch_headers
+from beamjax.sources.block_source import Arrays
+from beamjax.sources.data_files import DataFile, is_url, look, open_file, readable
 from beamjax.sources.table_source import TableFile, TableSource, from_tables
+
+_EXPECTED = "a file of Arrow (IPC with a footer, or Feather of version 2)"
 
 
 class ArrowSource(TableSource, kind="arrow"):
@@ -26,11 +30,8 @@ class ArrowSource(TableSource, kind="arrow"):
     @classmethod
     def _head(cls, path: str) -> tuple[TableFile, Any]:
         file = look(path)
-        whole = _opened(file)
-        # The lengths are in the batches, not in the footer: of these the first column.
-        narrow = _Reader(file, [0] if len(whole.schema) else [])
-        rows = tuple(narrow.batch(number).num_rows for number in range(whole.count))
-        return TableFile(file, rows), whole.schema
+        rows = tuple(header.rows for header in _headers(file))
+        return TableFile(file, rows), _opened(file).schema
 
     @classmethod
     def _table(cls, file: TableFile, number: int, columns: Sequence[str], first: bool) -> Any:
@@ -38,8 +39,23 @@ class ArrowSource(TableSource, kind="arrow"):
         whole = _opened(file.file)
         rows = file.rows if whole.count == len(file.rows) else (0,) * whole.count
         cls._check(file, rows, whole.schema, columns)
+        if whole.mapped:
+            return whole.batch(number)
         wanted = [whole.schema.get_field_index(name) for name in columns]
         return _opened(file.file, wanted).batch(number)
+
+    def _block(self, block: int) -> Arrays:
+        file = self._place(block)[0].file
+        if not is_url(file.path):
+            file.check()  # A map shows what is written to the file later.
+            if _opened(file).mapped:
+                return self._checked(block)
+        return super()._block(block)
+
+
+def _headers(file: DataFile, limit: int | None = None) -> list[BatchHeader]:
+    with readable(file.path, _EXPECTED), open_file(file.path) as opened:
+        return batch_headers(opened, limit)
 
 
 class _Reader:
@@ -61,6 +77,8 @@ class _Reader:
             self._reader = pa.ipc.open_file(source, options=options)
             self.schema = self._reader.schema
             self.count: int = self._reader.num_record_batches
+            self.mapped = not (is_url(file.path) or any(h.packed for h in _headers(file, 1)))
+            """Whether batches are read without a copy; not if columns are chosen."""
 
     def batch(self, number: int) -> Any:
         """A record batch."""
@@ -68,8 +86,7 @@ class _Reader:
             return self._reader.get_batch(number)
 
     def _readable(self, part: str = "") -> contextlib.AbstractContextManager[None]:
-        what = f"{part}a file of Arrow (IPC with a footer, or Feather of version 2)"
-        return arrow_readable(self._file.path, what)
+        return arrow_readable(self._file.path, f"{part}{_EXPECTED}")
 
 
 _READERS: SharedCache[_Reader] = SharedCache(64, lambda _: 1)
