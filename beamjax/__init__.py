@@ -49,6 +49,7 @@ from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.parquet_source import from_parquet as from_parquet
 from beamjax.sources.source_base import StreamSource as StreamSource
+from beamjax.sources.zarr_source import from_zarr as from_zarr
 from beamjax.verification import verify as verify
 
 _compat.hide_frames(_os.path.dirname(__file__))

@@ -21,3 +21,5 @@ from beamjax.sources.source_base import lookup as lookup
 from beamjax.sources.source_base import open_spec as open_spec
 from beamjax.sources.source_base import register as register
 from beamjax.sources.source_base import release as release
+from beamjax.sources.zarr_source import ZarrSource as ZarrSource
+from beamjax.sources.zarr_source import from_zarr as from_zarr

@@ -231,6 +231,11 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         bj.from_parquet(folder / "x.parquet"),
         bj.from_arrow(folder / "x.arrow", "x"),
     ]
+    with contextlib.suppress(ImportError):
+        import zarr
+
+        zarr.save_array(str(folder / "x.zarr"), X)
+        sources.append(bj.from_zarr(folder / "x.zarr"))
     return [source.to_spec() for source in sources]
 
 
