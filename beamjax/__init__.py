@@ -47,6 +47,7 @@ from beamjax.sources import from_npy as from_npy
 from beamjax.sources.arrow_source import from_arrow as from_arrow
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
+from beamjax.sources.npz_source import from_npz as from_npz
 from beamjax.sources.parquet_source import from_parquet as from_parquet
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.sources.zarr_source import from_zarr as from_zarr

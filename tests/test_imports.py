@@ -124,7 +124,7 @@ print("apache_beam" in sys.modules)
 
 TESTED_ELSEWHERE = {
     "array_source": "test_sources",
-    "npy_source": "test_sources",
+    "npy_header": "test_npy_parts",
     "leaf_checks": "test_sources",
     "_compat": "test_transformations",
     "_version": "test_api",

@@ -10,6 +10,8 @@ from beamjax.sources.npy_parts import NpyParts as NpyParts
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npy_source import NpySource as NpySource
 from beamjax.sources.npy_source import from_npy as from_npy
+from beamjax.sources.npz_source import NpzSource as NpzSource
+from beamjax.sources.npz_source import from_npz as from_npz
 from beamjax.sources.parquet_source import ParquetSource as ParquetSource
 from beamjax.sources.parquet_source import from_parquet as from_parquet
 from beamjax.sources.source_base import HoldsLeaves as HoldsLeaves

@@ -14,17 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import arrays as wire
 from beamjax.errors import BeamjaxError, SourceError, StructureError
 from beamjax.shared_cache import SharedCache
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.data_files import DataFile, is_url, look, readable
 from beamjax.sources.leaf_checks import (
     check_sizes,
+    checked_dtype,
     leaf_name,
     native_dtype,
     native_view,
-    scalar_error,
 )
 from beamjax.sources.source_base import (
     HoldsLeaves,
@@ -114,14 +113,16 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
                 parts.append(_rows(opened, array, low, high))
                 continue
             first = low // array.rows * array.rows
-            last = min(first + array.rows, self._size)
-            (chunk,) = BLOCKS.get(
-                (array, first), lambda f=first, s=last: [_rows(opened, array, f, s)]
-            )
+            chunk = self._chunk(opened, array, first)
             parts.append(chunk[low - first : high - first])
         found = parts[0] if len(parts) == 1 else np.concatenate(parts)
         found.flags.writeable = False
         return found
+
+    def _chunk(self, opened: Any, array: ZarrArray, first: int) -> np.ndarray:
+        """The chunk that begins with a member, which others may need too."""
+        last = min(first + array.rows, self._size)
+        return BLOCKS.get((array, first), lambda: [_rows(opened, array, first, last)])[0]
 
     def _opened(self, array: ZarrArray, leaf: LeafSpec) -> Any:
         """An array that still is what the spec says of it."""
@@ -260,7 +261,8 @@ def from_zarr(paths: Any) -> ZarrSource:
     listed, treedef = jax.tree_util.tree_flatten_with_path(tree)
     for path, (array, opened) in [(path, leaf.pair) for path, leaf in listed]:
         name = jax.tree_util.keystr(path)
-        leaves.append(_leaf(name, array, opened))
+        dtype = checked_dtype(name, opened.shape, opened.dtype, str(array))
+        leaves.append(LeafSpec(tuple(opened.shape[1:]), dtype, None, name))
         arrays.append(array)
         sizes.append(opened.shape[0])
         names.append(f"{name} ({array})")
@@ -303,13 +305,3 @@ def _chunk_rows(opened: Any) -> int:
         return max(int(opened.chunks[0]), 1)
     except (IndexError, NotImplementedError):  # a scalar, or chunks of different sizes
         return 1
-
-
-def _leaf(name: str, array: ZarrArray, opened: Any) -> LeafSpec:
-    if not opened.shape:
-        raise scalar_error(name, f"an array of shape () in {array}")
-    try:
-        wire.dtype_name(opened.dtype)
-    except StructureError as error:
-        raise StructureError(f"{leaf_name(name)} in {array}: {error}") from None
-    return LeafSpec(tuple(opened.shape[1:]), native_dtype(opened.dtype), None, name)

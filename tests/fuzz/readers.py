@@ -215,6 +215,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     np.save(folder / "part-0.npy", X)
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
+    np.savez(folder / "x.npz", x=X, y=X.T.copy().T)
     table = pa.table({"x": X[:, 0], "y": X.tolist()})
     pq.write_table(table, folder / "x.parquet", row_group_size=2)
     feather.write_feather(table, str(folder / "x.arrow"), "uncompressed", chunksize=4)
@@ -228,13 +229,16 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         ScatteredSource(store, stored, 0),
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         bj.from_npy_parts(str(folder / "part-*.npy")),
+        bj.from_npy({"x": str(folder / "part-*.npy")}),
+        bj.from_npz(folder / "x.npz"),
         bj.from_parquet(folder / "x.parquet"),
         bj.from_arrow(folder / "x.arrow", "x"),
     ]
     with contextlib.suppress(ImportError):
         import zarr
 
-        zarr.save_array(str(folder / "x.zarr"), X)
+        if not (folder / "x.zarr").exists():
+            zarr.save_array(str(folder / "x.zarr"), X)
         sources.append(bj.from_zarr(folder / "x.zarr"))
     return [source.to_spec() for source in sources]
 
@@ -315,6 +319,17 @@ def _npy(data: bytes, folder: Path) -> None:
     path = folder / "user.npy"
     path.write_bytes(data)
     bj.from_npy(path).read(0, 1)
+
+
+def _npz_seeds(folder: Path) -> list[bytes]:
+    np.savez(folder / "x.npz", x=X, y=np.asfortranarray(X))
+    return [(folder / "x.npz").read_bytes()]
+
+
+def _npz(data: bytes, folder: Path) -> None:
+    path = folder / "user.npz"
+    path.write_bytes(data)
+    bj.from_npz(path).read(0, 1)
 
 
 def _npy_part(data: bytes, folder: Path) -> None:
@@ -447,6 +462,7 @@ READERS: dict[str, Reader] = {
     "pieces": Reader(_pieces_seeds, _pieces),
     "members": Reader(_members_file_seeds, _members_file),
     "npy": Reader(_npy_seeds, _npy),
+    "npz": Reader(_npz_seeds, _npz),
     "npy part": Reader(_npy_seeds, _npy_part),
     "checkpoint": Reader(_checkpoint_seeds, lambda data, _: checkpoints.decode(data)),
     "job": Reader(_job_seeds, _job),
