@@ -4,7 +4,8 @@
 
 Writes the table to a temporary folder and reads it from there, in order, in shards of 4 MiB, each
 format in turn, by one thread and by several. All bytes are looked at (their maximum is taken),
-since a map alone reads nothing; the files are in the memory of the system, as just written ones are.
+since a map alone reads nothing; the files are in the memory of the system, as just written ones
+are.
 """
 
 from __future__ import annotations

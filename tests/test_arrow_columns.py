@@ -18,7 +18,7 @@ from beamjax.sources.arrow_columns import (
     to_rows,
 )
 
-BATCH = Batch("file.parquet", "row group", 3, 100)
+BATCH = Batch("file.parquet", "row group", 3, 0, 100)
 NUMBERS = [
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *("float16", "float32", "float64", "bool"),

@@ -245,7 +245,7 @@ def test_threads_decode_each_batch_once(name, tmp_path, monkeypatch):
 
     def counted(self, block):
         with lock:
-            count.append(block)
+            count.append(block.number)
         return decode(self, block)
 
     monkeypatch.setattr(type(source), "_decode", counted)

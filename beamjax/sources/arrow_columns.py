@@ -31,19 +31,21 @@ class Batch:
       file: path or URL.
       kind: what they are there: "row group", "record batch".
       number: of it in the file, from 0.
-      first: row of the file.
+      start: their first row in it.
+      first: their first row in the file.
     """
 
     file: str
     kind: str
     number: int
+    start: int
     first: int
 
     def at(self, column: str, row: int) -> str:
         """For messages: where a row of the batch is."""
         return (
-            f"{self.file}: column {column!r}, {self.kind} {self.number}, row {row} of it (row "
-            f"{self.first + row} of the file)"
+            f"{self.file}: column {column!r}, {self.kind} {self.number}, row {self.start + row} of "
+            f"it (row {self.first + row} of the file)"
         )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from beamjax.shared_cache import SharedCache
 from beamjax.sources.arrow_columns import arrow_readable
 from beamjax.sources.arrow_footer import BatchHeader, batch_headers
-from beamjax.sources.block_source import Arrays
+from beamjax.sources.block_source import Arrays, Block
 from beamjax.sources.data_files import DataFile, is_url, look, open_file, readable
-from beamjax.sources.table_source import TableFile, TableSource, from_tables
+from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
 
 _EXPECTED = "a file of Arrow (IPC with a footer, or Feather of version 2)"
 
@@ -34,17 +34,17 @@ class ArrowSource(TableSource, kind="arrow"):
         return TableFile(file, rows), _opened(file).schema
 
     @classmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], first: bool) -> Any:
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
         file.file.check()
         whole = _opened(file.file)
-        rows = file.rows if whole.count == len(file.rows) else (0,) * whole.count
-        cls._check(file, rows, whole.schema, columns)
+        found = file.rows if whole.count == len(file.rows) else (0,) * whole.count
+        cls._check(file, found, whole.schema, columns)
         if whole.mapped:
             return whole.batch(number)
         wanted = [whole.schema.get_field_index(name) for name in columns]
         return _opened(file.file, wanted).batch(number)
 
-    def _block(self, block: int) -> Arrays:
+    def _block(self, block: Block) -> Arrays:
         file = self._place(block)[0].file
         if not is_url(file.path):
             file.check()  # A map shows what is written to the file later.

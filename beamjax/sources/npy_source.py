@@ -16,7 +16,7 @@ import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.block_source import read_blocks
+from beamjax.sources.block_source import Block, blocks_of, ends_of, read_blocks
 from beamjax.sources.data_files import find_files, is_url
 from beamjax.sources.leaf_checks import (
     check_sizes,
@@ -116,7 +116,7 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         """
         super().__init__(leaves, treedef)
         self._files = [list(series) for series in files]
-        self._ends = [np.cumsum([0, *(rows for _, rows in series)]) for series in files]
+        self._ends = [ends_of([rows for _, rows in series]) for series in files]
 
     def __len__(self) -> int:
         return int(self._ends[0][-1])
@@ -126,12 +126,11 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         found = []
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
 
-            def block(number: int, files: Any = files, leaf: LeafSpec = leaf) -> list[np.ndarray]:
-                return [
-                    _restored(_open_checked(files[number][0], leaf, files[number][1]), leaf.dtype)
-                ]
+            def load(block: Block, files: Any = files, leaf: LeafSpec = leaf) -> list[np.ndarray]:
+                array = _open_checked(files[block.number][0], leaf, block.last - block.first)
+                return [_restored(array, leaf.dtype)]
 
-            found += read_blocks([leaf], ends, block, start, stop)
+            found += read_blocks([leaf], blocks_of(ends, start, stop), load, start, stop)
         return found
 
     def describe(self) -> str:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from beamjax.shared_cache import SharedCache
 from beamjax.sources.arrow_columns import arrow_readable
 from beamjax.sources.data_files import DataFile, is_url, look, open_file
-from beamjax.sources.table_source import TableFile, TableSource, from_tables
+from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
+
+PIECE_BYTES = 2**26
+"""Of decoded members; row groups of more than twice as much are decoded by pieces."""
+_KEPT_PIECES = 3
 
 
 class ParquetSource(TableSource, kind="parquet"):
@@ -28,19 +34,81 @@ class ParquetSource(TableSource, kind="parquet"):
         footer = _footer(file)
         return TableFile(file, footer.rows), footer.schema
 
+    def _most_rows(self) -> int:
+        return max(PIECE_BYTES // max(sum(leaf.nbytes for leaf in self._leaves), 1), 1)
+
     @classmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], first: bool) -> Any:
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
         file.file.check()
         footer = _footer(file.file)
         cls._check(file, footer.rows, footer.schema, columns)
+        if rows.count < file.rows[number]:
+            key = file.file, number, tuple(columns), rows.step
+            cursor = _CURSORS.get(key, lambda: _Cursor(*key))
+            return cursor.piece(rows.start // rows.step)
         with _opened(file.file, footer.metadata, f"row group {number} of ") as parquet:
-            if not first:
-                return parquet.read_row_group(number, columns=list(columns))
-            return next(parquet.iter_batches(1, row_groups=[number], columns=list(columns)))
+            return parquet.read_row_group(number, columns=list(columns))
+
+
+class _Cursor:
+    """A row group that is too big to be decoded whole: pieces of so many rows, in their order.
+
+    Parquet is decoded from the beginning of a row group only. The last pieces are kept, for threads
+    that are not as far; who asks for one before these has all decoded anew.
+    """
+
+    def __init__(self, file: DataFile, number: int, columns: Sequence[str], rows: int) -> None:
+        self._file = file
+        self._where = number, list(columns), rows
+        self._lock = threading.Lock()
+        self._opened = contextlib.ExitStack()
+        weakref.finalize(self, self._opened.close)
+        self._batches: Iterator[Any] = iter(())
+        self._last: dict[int, Any] = {}
+        self._next = -1
+
+    def piece(self, index: int) -> Any:
+        """One of the pieces, as a Table."""
+        with self._lock:
+            if index in self._last:
+                return self._last[index]
+            if not 0 <= self._next <= index:
+                self._restart()
+            while self._next <= index:
+                self._last[self._next] = self._decoded()
+                self._last.pop(self._next - _KEPT_PIECES, None)
+                self._next += 1
+            return self._last[index]
+
+    def _restart(self) -> None:
+        self._opened.close()
+        self._last.clear()
+        number, columns, rows = self._where
+        part = f"row group {number} of "
+        parquet = self._opened.enter_context(_opened(self._file, part=part, buffer_size=1 << 20))
+        self._batches = parquet.iter_batches(rows, row_groups=[number], columns=columns)
+        self._next = 0
+
+    def _decoded(self) -> Any:
+        import pyarrow as pa
+
+        number, _, rows = self._where
+        parts, count = [], 0
+        with arrow_readable(self._file.path, f"row group {number} of a file of Parquet"):
+            while count < rows and (part := next(self._batches, None)) is not None:
+                parts.append(part)
+                count += len(part)
+            return pa.Table.from_batches(parts)
+
+
+_CURSORS: SharedCache[_Cursor] = SharedCache(4, lambda _: 1)
+"""So many row groups are read by pieces at the same time."""
 
 
 @contextlib.contextmanager
-def _opened(file: DataFile, metadata: Any = None, part: str = "") -> Iterator[Any]:
+def _opened(
+    file: DataFile, metadata: Any = None, part: str = "", buffer_size: int = 0
+) -> Iterator[Any]:
     """A file, opened for one thread."""
     import pyarrow.parquet as parquet
 
@@ -50,7 +118,10 @@ def _opened(file: DataFile, metadata: Any = None, part: str = "") -> Iterator[An
         if is_url(file.path):
             source = stack.enter_context(contextlib.closing(open_file(file.path)))
         # At URLs ranges of several columns are read together: each costs a round trip.
-        opened = parquet.ParquetFile(source, metadata=metadata, pre_buffer=is_url(file.path))
+        whole = is_url(file.path) and not buffer_size
+        opened = parquet.ParquetFile(
+            source, metadata=metadata, pre_buffer=whole, buffer_size=buffer_size
+        )
         yield stack.enter_context(opened)
 
 
@@ -83,9 +154,10 @@ def from_parquet(paths: Any, columns: Any = None) -> ParquetSource:
     A member is a dictionary of the columns: numbers and bools are arrays of shape (), lists of one
     length (nested ones too) and tensors of a fixed shape arrays of theirs, fixed-size binary uint8.
     Workers read the row groups of their members, of these only the columns that were chosen, and
-    decode each once a process while there is room for it (half a GiB). A row group is decoded
-    whole: one should have a few to a hundred MB of the columns that are read. The launcher reads
-    the footers, and the first row of columns of lists.
+    decode each once a process while there is room for it (half a GiB). A row group should
+    have a few to a hundred MB of the columns that are read: it is decoded whole, and of more than
+    128 MiB by pieces, from its beginning, which is fast where members are read in their order only.
+    The launcher reads the footers, and the first row of columns of lists.
 
     Args:
       paths: a path, a pattern such as "data/part-*.parquet", a folder, whose files that end in

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from beamjax.sources.arrow_columns import (
     row_type,
     to_rows,
 )
-from beamjax.sources.block_source import Arrays, BlockSource
+from beamjax.sources.block_source import Arrays, Block, BlockSource
 from beamjax.sources.data_files import DataFile, find_files
 from beamjax.sources.source_base import (
+    MAX_VALUES,
     LeafSpec,
     PyTreeDef,
     describe_source,
@@ -44,6 +45,20 @@ class TableFile:
 
     file: DataFile
     rows: tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """Rows of a row group.
+
+    Attributes:
+      start: the first.
+      count: how many.
+      step: how many each piece has that the row group is read by, but perhaps for the last one.
+    """
+
+    start: int
+    count: int
+    step: int
 
 
 class TableSource(BlockSource):
@@ -80,15 +95,22 @@ class TableSource(BlockSource):
 
     @classmethod
     @abc.abstractmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], first: bool) -> Any:
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
         """Columns of a row group, as a Table or a RecordBatch of Arrow.
 
         Args:
             file: that is read, and checked to be the same as before.
             number: of the row group.
             columns: their names.
-            first: whether the first row is all that is needed.
+            rows: that are needed; a format may give more after them, if there is no row before.
+
+        Raises:
+            SourceError: they can't be read.
         """
+
+    def _most_rows(self) -> int:
+        """Of a block; a row group of more than twice as many is read by pieces."""
+        return MAX_VALUES
 
     @classmethod
     def _check(cls, file: TableFile, rows: Sequence[int], schema: Any, columns: Any) -> None:
@@ -101,20 +123,32 @@ class TableSource(BlockSource):
             )
         chosen(schema, list(columns), path, cls.kind)
 
-    def _place(self, block: int) -> tuple[TableFile, int]:
-        """The file of a block, and its number in it."""
-        file = int(np.searchsorted(self._numbers, block, side="right")) - 1
-        return self._files[file], block - int(self._numbers[file])
+    def _blocks(self, start: int, stop: int) -> Iterator[Block]:
+        most = self._most_rows()
+        for group in super()._blocks(start, stop):
+            if group.last - group.first <= 2 * most:
+                yield group
+                continue
+            begin = max(start - group.first, 0) // most * most
+            for row in range(begin, min(stop, group.last) - group.first, most):
+                first = group.first + row
+                yield Block(group.number, row, first, min(first + most, group.last))
 
-    def _key(self, block: int) -> Hashable:
-        file, number = self._place(block)
-        return file.file, number, self._columns
+    def _place(self, block: Block) -> tuple[TableFile, int]:
+        """The file of a block, and the number of its row group there."""
+        file = int(np.searchsorted(self._numbers, block.number, side="right")) - 1
+        return self._files[file], block.number - int(self._numbers[file])
 
-    def _decode(self, block: int) -> Arrays:
+    def _key(self, block: Block) -> Hashable:
         file, number = self._place(block)
-        table = self._table(file, number, self._columns, first=False)
-        before = int(self._ends[block] - self._ends[block - number])
-        batch = Batch(file.file.path, self.batch_kind, number, before)
+        return file.file, number, block.start, self._columns
+
+    def _decode(self, block: Block) -> Arrays:
+        file, number = self._place(block)
+        rows = Rows(block.start, block.last - block.first, self._most_rows())
+        table = self._table(file, number, self._columns, rows)
+        first = block.first - int(self._ends[block.number - number])
+        batch = Batch(file.file.path, self.batch_kind, number, block.start, first)
         return [
             to_rows(table.column(name), name, leaf.shape, batch)
             for name, leaf in zip(self._columns, self._leaves, strict=True)
@@ -216,8 +250,8 @@ def _known_shapes(
     open_ones = [name for name, (shape, _) in types.items() if None in shape]
     shapes = {name: cast(tuple[int, ...], shape) for name, (shape, _) in types.items()}
     if open_ones:
-        table = cls._table(file, number, open_ones, first=True)
-        batch = Batch(file.file.path, cls.batch_kind, number, 0)  # no rows are before the first
+        table = cls._table(file, number, open_ones, Rows(0, 1, 1))
+        batch = Batch(file.file.path, cls.batch_kind, number, 0, 0)  # no rows are before the first
         for name in open_ones:
             chunks = table.column(name)
             chunk = next((c for c in getattr(chunks, "chunks", [chunks]) if len(c)), None)
