@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.data_files import readable
+from beamjax.sources.source_base import MAX_VALUES
 
 Shape = tuple[int | None, ...]
 """Of one row; None where the lists of a column may have any length."""
@@ -59,6 +60,20 @@ def arrow_readable(path: str, expected: str) -> Iterator[None]:
             yield
         except pa.ArrowException as error:  # of which not all are a ValueError or an OSError
             raise ValueError(str(error)) from error
+
+
+def checked_schema(schema: Any) -> Any:
+    """The schema of a file; ValueError if it is damaged, which shows when it is looked at only."""
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        str(name), str(kind)
+    return schema
+
+
+def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
+    """The rows of each row group of a file; ValueError if they can't be so many."""
+    if any(count < 0 for count in rows) or sum(rows) >= MAX_VALUES:
+        raise ValueError(f"found {rows!r:.80} rows")
+    return tuple(rows)
 
 
 def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:

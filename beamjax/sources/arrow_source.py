@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from beamjax.shared_cache import SharedCache
-from beamjax.sources.arrow_columns import arrow_readable
+from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.arrow_footer import BatchHeader, batch_headers
 from beamjax.sources.block_source import Arrays, Block
 from beamjax.sources.data_files import DataFile, is_url, look, open_file, readable
@@ -30,8 +30,9 @@ class ArrowSource(TableSource, kind="arrow"):
     @classmethod
     def _head(cls, path: str) -> tuple[TableFile, Any]:
         file = look(path)
-        rows = tuple(header.rows for header in _headers(file))
-        return TableFile(file, rows), _opened(file).schema
+        rows = [header.rows for header in _headers(file)]
+        with readable(file.path, _EXPECTED):
+            return TableFile(file, checked_rows(rows)), _opened(file).schema
 
     @classmethod
     def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
@@ -75,7 +76,7 @@ class _Reader:
                 source = pa.memory_map(file.path)
             options = pa.ipc.IpcReadOptions(included_fields=list(fields))
             self._reader = pa.ipc.open_file(source, options=options)
-            self.schema = self._reader.schema
+            self.schema = checked_schema(self._reader.schema)
             self.count: int = self._reader.num_record_batches
             self.mapped = not (is_url(file.path) or any(h.packed for h in _headers(file, 1)))
             """Whether batches are read without a copy; not if columns are chosen."""

@@ -169,10 +169,11 @@ def from_npy(paths: Any) -> NpySource | NpySeries:
     import jax
 
     found, treedef = jax.tree_util.tree_flatten_with_path(paths)
-    files, leaves, sizes, names = [], [], [], []
+    files, sizes, names = [], [], []
+    leaves: list[LeafSpec] = []
     for path, given in found:
         name = jax.tree_util.keystr(path)
-        series = []
+        series: list[tuple[str, int]] = []
         for file in _listed(given, name):
             leaf, rows = _npy_leaf(file, name)
             if series and leaf != leaves[-1]:

@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class NpzSource(HoldsLeaves, kind="npz"):
                 f"{self._file.path}: found {data.nbytes} bytes, expected {array.dtype}"
                 f"{list(shape)} at byte {array.offset}."
             )
-        order = "F" if array.in_columns else "C"
+        order: Literal["F", "C"] = "F" if array.in_columns else "C"
         return np.ndarray(shape, array.dtype, data, array.offset, order=order)
 
     def describe(self) -> str:

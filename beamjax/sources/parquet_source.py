@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from beamjax.shared_cache import SharedCache
-from beamjax.sources.arrow_columns import arrow_readable
+from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
 
@@ -42,7 +42,7 @@ class ParquetSource(TableSource, kind="parquet"):
         file.file.check()
         footer = _footer(file.file)
         cls._check(file, footer.rows, footer.schema, columns)
-        if rows.count < file.rows[number]:
+        if rows.length < file.rows[number]:
             key = file.file, number, tuple(columns), rows.step
             cursor = _CURSORS.get(key, lambda: _Cursor(*key))
             return cursor.piece(rows.start // rows.step)
@@ -142,8 +142,8 @@ def _footer(file: DataFile) -> _Footer:
     def read() -> _Footer:
         with _opened(file) as parquet:
             metadata = parquet.metadata
-            rows = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-            return _Footer(metadata, tuple(rows), parquet.schema_arrow)
+            rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            return _Footer(metadata, checked_rows(rows), checked_schema(parquet.schema_arrow))
 
     return _FOOTERS.get(file, read)
 

@@ -52,12 +52,12 @@ class Rows(NamedTuple):
 
     Attributes:
       start: the first.
-      count: how many.
+      length: how many.
       step: how many each piece has that the row group is read by, but perhaps for the last one.
     """
 
     start: int
-    count: int
+    length: int
     step: int
 
 

@@ -38,7 +38,7 @@ from beamjax.pipelines.store import Ref, Store, clear_cache
 from beamjax.plan import Body
 from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
 from beamjax.sources.grouped_source import grouped
-from beamjax.sources.source_base import LeafSpec, StreamSource, open_spec
+from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -216,9 +216,8 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
     np.savez(folder / "x.npz", x=X, y=X.T.copy().T)
-    table = pa.table({"x": X[:, 0], "y": X.tolist()})
-    pq.write_table(table, folder / "x.parquet", row_group_size=2)
-    feather.write_feather(table, str(folder / "x.arrow"), "uncompressed", chunksize=4)
+    pq.write_table(TABLE, folder / "x.parquet", row_group_size=2)
+    feather.write_feather(TABLE, str(folder / "x.arrow"), "uncompressed", chunksize=4)
     sources = [
         npy,
         grouped(npy, 2),
@@ -330,6 +329,32 @@ def _npz(data: bytes, folder: Path) -> None:
     path = folder / "user.npz"
     path.write_bytes(data)
     bj.from_npz(path).read(0, 1)
+
+
+TABLE = pa.table({"x": X[:, 0], "y": X.tolist()})
+
+
+def _parquet_seeds(folder: Path) -> list[bytes]:
+    pq.write_table(TABLE, folder / "seed.parquet", row_group_size=2)
+    return [(folder / "seed.parquet").read_bytes()]
+
+
+def _arrow_seeds(folder: Path) -> list[bytes]:
+    for packing in ("uncompressed", "lz4"):
+        feather.write_feather(TABLE, str(folder / f"{packing}.seed"), packing, chunksize=4)
+    return [path.read_bytes() for path in sorted(folder.glob("*.seed"))]
+
+
+def _table(read: Callable[[Path], Source]) -> Callable[[bytes, Path], None]:
+    """A user's table."""
+
+    def reader(data: bytes, folder: Path) -> None:
+        path = folder / "user.table"
+        path.write_bytes(data)
+        source = read(path)
+        source.read(0, min(len(source), 4))
+
+    return reader
 
 
 def _npy_part(data: bytes, folder: Path) -> None:
@@ -463,6 +488,8 @@ READERS: dict[str, Reader] = {
     "members": Reader(_members_file_seeds, _members_file),
     "npy": Reader(_npy_seeds, _npy),
     "npz": Reader(_npz_seeds, _npz),
+    "parquet": Reader(_parquet_seeds, _table(bj.from_parquet)),
+    "arrow": Reader(_arrow_seeds, _table(bj.from_arrow)),
     "npy part": Reader(_npy_seeds, _npy_part),
     "checkpoint": Reader(_checkpoint_seeds, lambda data, _: checkpoints.decode(data)),
     "job": Reader(_job_seeds, _job),
