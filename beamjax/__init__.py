@@ -47,9 +47,12 @@ from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
 from beamjax.sources import from_ragged as from_ragged
 from beamjax.sources.array_record_source import from_array_record as from_array_record
+from beamjax.sources.arrow_source import from_arrow as from_arrow
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
+from beamjax.sources.npz_source import from_npz as from_npz
+from beamjax.sources.parquet_source import from_parquet as from_parquet
 from beamjax.sources.placed import Placed as Placed
 from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import from_range as from_range
@@ -57,6 +60,7 @@ from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.sources.taken_source import sample as sample
 from beamjax.sources.taken_source import take as take
 from beamjax.sources.tfrecord_source import from_tfrecord as from_tfrecord
+from beamjax.sources.zarr_source import from_zarr as from_zarr
 from beamjax.verification import verify as verify
 
 _compat.hide_frames(_os.path.dirname(__file__))

@@ -7,7 +7,6 @@ reads it back, once a process: the arrays are cached by hash, for all threads.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
@@ -15,9 +14,8 @@ import math
 import os
 import re
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.meters import Reports
 from beamjax.pipelines import files as file_io
+from beamjax.shared_cache import SharedCache, nbytes
 
 PIECE_BYTES = 64 * 2**20
 """Largest file, in bytes."""
@@ -202,7 +201,7 @@ class Store:
             return wire.decode_arrays(ref.inline)[0]
         if not cache:
             return self._load(ref)
-        return list(_CACHE.get(ref.key, ref.nbytes, lambda: self._load(ref)))
+        return list(_CACHE.get(ref.key, lambda: self._load(ref)))
 
     def sweep(self, live: Container[str]) -> None:
         """Removes all files but those of these names, while nothing else uses the store.
@@ -272,49 +271,7 @@ class Store:
             raise ArrayFormatError(f"{path}: {error}") from None
 
 
-class _Cache:
-    """Least recently used values of this process, up to a number of bytes; thread-safe."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._lock = threading.Lock()
-        self._values: collections.OrderedDict[str, tuple[list[np.ndarray], int]]
-        self._values = collections.OrderedDict()
-        self._loading: dict[str, threading.Lock] = {}
-
-    def get(self, key: str, nbytes: int, load: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key][0]
-            loading = self._loading.setdefault(key, threading.Lock())
-        with loading:
-            with self._lock:
-                if key in self._values:
-                    return self._values[key][0]
-            try:
-                value = load()
-                with self._lock:
-                    self._values[key] = (value, nbytes)
-                    self._shrink()
-            finally:
-                with self._lock:
-                    self._loading.pop(key, None)
-            return value
-
-    def clear(self) -> None:
-        with self._lock:
-            self._values.clear()
-
-    def _shrink(self) -> None:
-        # The newest stays even if it is over the limit: it is about to be asked for again.
-        total = sum(nbytes for _, nbytes in self._values.values())
-        while total > self.limit and len(self._values) > 1:
-            _, (_, nbytes) = self._values.popitem(last=False)
-            total -= nbytes
-
-
-_CACHE = _Cache(limit=2**30)
+_CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)
 
 
 def set_cache_bytes(limit: int) -> None:

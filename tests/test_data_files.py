@@ -36,6 +36,21 @@ def test_what_patterns_find_is_in_the_order_of_names(folder):
     assert find_files(listed, "from_x") == [f"{folder}/c.txt", f"{folder}/a.bin"]
 
 
+def test_folders_give_their_files_in_the_order_of_names(folder):
+    local = Path(folder.removeprefix("bjtest:/"))
+    for name in ("_part.bin", ".b.bin", "_SUCCESS"):
+        (local / name).write_bytes(b"")
+    (local / "below").mkdir()
+    (local / "below" / "d.bin").write_bytes(b"")
+    names = [f"{folder}/{name}" for name in ("a.bin", "a[1].bin", "b.bin")]
+    assert find_files(f"{folder}/", "from_x", [".bin"]) == names
+    assert find_files([f"{folder}/"], "from_x", [".bin", ".txt"]) == [*names, f"{folder}/c.txt"]
+    with pytest.raises(
+        SourceError, match=r"from_x: found no file that ends in \.x or \.y in the f"
+    ):
+        find_files(f"{folder}/", "from_x", [".x", ".y"])
+
+
 def test_names_with_brackets_and_paths(tmp_path, monkeypatch):
     for name in NAMES:
         (tmp_path / name).write_bytes(b"")

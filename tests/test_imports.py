@@ -124,7 +124,7 @@ print("apache_beam" in sys.modules)
 
 TESTED_ELSEWHERE = {
     "array_source": "test_sources",
-    "npy_source": "test_sources",
+    "npy_header": "test_npy_parts",
     "leaf_checks": "test_sources",
     "member_files": "test_members",
     "placed": "test_kept",
@@ -132,6 +132,7 @@ TESTED_ELSEWHERE = {
     "_compat": "test_transformations",
     "_version": "test_api",
     "map_bodies": "test_lower",
+    "block_source": "test_table_source",
     "bodies": "test_workers",
     "checkpoint_folder": "test_keepers",
     "checkpoint_records": "test_keepers",

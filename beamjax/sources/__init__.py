@@ -4,6 +4,8 @@ from beamjax.sources.array_record_source import ArrayRecordSource as ArrayRecord
 from beamjax.sources.array_record_source import from_array_record as from_array_record
 from beamjax.sources.array_source import ArraySource as ArraySource
 from beamjax.sources.array_source import from_arrays as from_arrays
+from beamjax.sources.arrow_source import ArrowSource as ArrowSource
+from beamjax.sources.arrow_source import from_arrow as from_arrow
 from beamjax.sources.chunk_source import ChunkSource as ChunkSource
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
@@ -11,6 +13,10 @@ from beamjax.sources.npy_parts import NpyParts as NpyParts
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npy_source import NpySource as NpySource
 from beamjax.sources.npy_source import from_npy as from_npy
+from beamjax.sources.npz_source import NpzSource as NpzSource
+from beamjax.sources.npz_source import from_npz as from_npz
+from beamjax.sources.parquet_source import ParquetSource as ParquetSource
+from beamjax.sources.parquet_source import from_parquet as from_parquet
 from beamjax.sources.ragged_source import RaggedSource as RaggedSource
 from beamjax.sources.ragged_source import from_ragged as from_ragged
 from beamjax.sources.random_access_source import RandomAccessSource as RandomAccessSource
@@ -32,3 +38,5 @@ from beamjax.sources.taken_source import take as take
 from beamjax.sources.tfrecord_source import TFRecordSource as TFRecordSource
 from beamjax.sources.tfrecord_source import TFRecordStream as TFRecordStream
 from beamjax.sources.tfrecord_source import from_tfrecord as from_tfrecord
+from beamjax.sources.zarr_source import ZarrSource as ZarrSource
+from beamjax.sources.zarr_source import from_zarr as from_zarr

@@ -15,7 +15,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 from beamjax.errors import SourceError, StructureError
@@ -83,13 +83,15 @@ def is_packed(path: str) -> bool:
     return path.endswith(tuple(_UNPACK))
 
 
-def find_files(paths: Any, who: str) -> list[str]:
+def find_files(paths: Any, who: str, endings: Sequence[str] = ()) -> list[str]:
     """The files that a user names.
 
     Args:
       paths: a path or a URL, either with `*`, `?` and `[...]`, or a list of those. What a pattern
         finds is in the order of the names; a list keeps its order.
       who: asks, for messages: "from_parquet".
+      endings: of the files of a folder, which may then be given too (a URL with a `/` at its end).
+        Names that begin with `_` or `.` are left out, as those that Spark and Beam write there.
 
     Returns:
       Absolute paths and URLs.
@@ -106,9 +108,28 @@ def find_files(paths: Any, who: str) -> list[str]:
                 f"{who}: found {given!r:.80}, expected a path, a pattern such as "
                 "'data/part-*', a URL, or a list of these."
             )
-        found += _matches(os.fspath(given), who)
+        given = os.fspath(given)
+        folder = given.endswith("/") if is_url(given) else os.path.isdir(given)
+        found += _within(given, who, endings) if endings and folder else _matches(given, who)
     if not found:
         raise SourceError(f"{who}: found no files in an empty list, expected at least one.")
+    return found
+
+
+def _within(folder: str, who: str, endings: Sequence[str]) -> list[str]:
+    """The files of a folder with these endings."""
+    if is_url(folder):
+        with readable(folder):
+            names = [path for end in endings for path in _remote().match(f"{folder}*{end}")]
+    else:
+        pattern = os.path.join(glob.escape(os.path.abspath(folder)), "*")
+        names = [path for path in glob.glob(pattern) if path.endswith(tuple(endings))]
+    found = sorted(name for name in names if not name.rpartition("/")[2].startswith(("_", ".")))
+    if not found:
+        raise SourceError(
+            f"{who}: found no file that ends in {' or '.join(endings)} in the folder {folder}, "
+            "expected at least one; give a pattern for files of other names or in folders below."
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,26 @@ def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
     if array.ndim == 0:
         raise scalar_error(name, f"an array of shape (){where}")
     return array
+
+
+def checked_dtype(name: str, shape: Sequence[int], dtype: Any, where: str) -> np.dtype:
+    """The dtype of a leaf that is not read yet, in native byte order.
+
+    Args:
+        name: of the leaf.
+        shape: of all members.
+        dtype: of NumPy.
+        where: it is, for messages: "data/x.npz, array 'y'".
+
+    Raises:
+        StructureError: it has no axis of members, or no numbers.
+    """
+    if not shape:
+        raise scalar_error(name, f"an array of shape () in {where}")
+    try:
+        return native_dtype(dtype)
+    except StructureError as error:
+        raise StructureError(f"{leaf_name(name)} in {where}: {error}") from None
 
 
 def check_sizes(names: list[str], sizes: list[int]) -> None:

@@ -8,7 +8,6 @@ import gzip
 import itertools
 import math
 import os
-import tokenize
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
+from beamjax.sources.npy_header import HEADER_ERRORS, read_header
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -26,7 +26,6 @@ from beamjax.sources.source_base import (
 
 CHUNK_BYTES = 1 << 22
 """Of a file, read at once."""
-_HEADER_BYTES = 1 << 20
 
 
 class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
@@ -150,10 +149,7 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
     """
     try:
         with _open(file) as opened:
-            version = np.lib.format.read_magic(opened)
-            read = {(1, 0): np.lib.format.read_array_header_1_0}
-            header = read.get(version, np.lib.format.read_array_header_2_0)
-            shape, in_columns, dtype = header(_Short(opened))
+            shape, in_columns, dtype = read_header(opened)
             if dtype.kind not in "biufc" or not shape or (in_columns and len(shape) > 1):
                 order = " in Fortran order" if in_columns else ""
                 raise SourceError(
@@ -161,26 +157,13 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
                     "(rows, ...) in C order."
                 )
             yield opened, shape, dtype
-    # Of many kinds: NumPy's headers are Python, which Python parses.
-    except (OSError, ValueError, EOFError, zlib.error, tokenize.TokenError) as error:
+    except (*HEADER_ERRORS, zlib.error) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(
             f"{file}: cannot read ({error}); expected a .npy file, or one packed by gzip whose "
             "name ends in .gz, that the launcher and all workers see under this path."
         ) from error
-
-
-class _Short:
-    """A file at its beginning: a header that says that it is big is none."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-
-    def read(self, count: int = -1, /) -> bytes:
-        if not 0 <= count <= _HEADER_BYTES:
-            raise ValueError(f"a header of {count} bytes")
-        return self.file.read(count)
 
 
 def _read(file: BinaryIO, count: int) -> bytes:

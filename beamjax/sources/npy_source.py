@@ -6,6 +6,7 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 from __future__ import annotations
 
 import collections
+import glob
 import os
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import SourceError, StructureError
+from beamjax.sources.block_source import Block, blocks_of, ends_of, read_blocks
+from beamjax.sources.data_files import find_files, is_url
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -27,6 +30,7 @@ from beamjax.sources.source_base import (
     LeafSpec,
     PyTreeDef,
     describe_source,
+    field,
     natural,
 )
 
@@ -98,41 +102,127 @@ class NpySource(HoldsLeaves, kind="npy"):
         return cls([str(file) for file in spec["files"]], leaves, natural(spec["size"]))
 
 
-def from_npy(paths: Any) -> NpySource:
+class NpySeries(HoldsLeaves, kind="npy-series"):
+    """Memory-mapped .npy files, several one after the other for each leaf; see `from_npy`."""
+
+    def __init__(
+        self,
+        files: Sequence[Sequence[tuple[str, int]]],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_npy`, which checks.
+
+        Args:
+            files: for each leaf absolute paths, and the number of members in each.
+            leaves: what a member of each must be.
+            treedef: the tree that they form; a tuple by default.
+        """
+        super().__init__(leaves, treedef)
+        self._files = [list(series) for series in files]
+        self._ends = [ends_of([rows for _, rows in series]) for series in files]
+
+    def __len__(self) -> int:
+        return int(self._ends[0][-1])
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        found = []
+        for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
+
+            def load(block: Block, files: Any = files, leaf: LeafSpec = leaf) -> list[np.ndarray]:
+                array = _open_checked(files[block.number][0], leaf, block.last - block.first)
+                return [restored(array, leaf.dtype)]
+
+            found += read_blocks([leaf], blocks_of(ends, start, stop), load, start, stop)
+        return found
+
+    def describe(self) -> str:
+        more = sum(map(len, self._files)) - 1
+        return describe_source(self, f"in {self._files[0][0][0]} and {more} more")
+
+    def to_spec(self) -> dict[str, Any]:
+        files = [[list(file) for file in series] for series in self._files]
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        return {**self.spec_head(), "files": files, "leaves": leaves}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> NpySeries:
+        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
+        files = [[(str(f), natural(n)) for f, n in series] for series in field(spec, "files", list)]
+        sizes = {natural(sum(rows for _, rows in series), 1) for series in files}
+        if len(files) != len(leaves) or len(sizes) != 1:
+            raise TypeError(f"found files {files!r:.80}, expected as many members for each leaf")
+        return cls(files, leaves)
+
+
+def from_npy(paths: Any) -> NpySource | NpySeries:
     """A placed input from .npy files that the launcher and the workers see under the same path.
 
     Args:
-        paths: a path, or a pytree of paths, of files with arrays of shape (n, ...).
+        paths: a path, or a pytree of paths, of files with arrays of shape (n, ...). A pattern such
+            as "data/x-*.npy" is a leaf too: its files, in the order of their names, one after the
+            other.
 
     Raises:
         SourceError: if a file is missing, truncated, or no .npy file.
-        StructureError: if a file holds a scalar, or a dtype that JAX does not know.
-        PlacementError: if n is 0, or not the same for all files.
+        StructureError: if a file holds a scalar, or a dtype that JAX does not know, files of one
+            pattern differ in shape or dtype, or a URL is given.
+        PlacementError: if n is 0, or not the same for all leaves.
     """
     import jax
 
     found, treedef = jax.tree_util.tree_flatten_with_path(paths)
-    files, leaves, sizes, names = [], [], [], []
-    for path, file in found:
+    files, sizes, names = [], [], []
+    leaves: list[LeafSpec] = []
+    for path, given in found:
         name = jax.tree_util.keystr(path)
-        if not isinstance(file, str | os.PathLike):
-            raise StructureError(
-                f"{leaf_name(name)}: found {type(file).__name__}, expected the path of a .npy file."
-            )
-        file = os.path.abspath(file)
-        array = map_file(file)
-        if array.dtype.kind == "V":
-            raise StructureError(
-                f"{leaf_name(name)}: found the dtype {array.dtype} in {file}, expected numbers. "
-                "np.save loses bfloat16 and its like: write them with from_arrays(...).spill()."
-            )
-        array = checked_leaf(name, array, f" in {file}")
-        files.append(file)
-        sizes.append(array.shape[0])
-        names.append(f"{name} ({file})")
-        leaves.append(LeafSpec(array.shape[1:], native_dtype(array.dtype), None, name))
+        series: list[tuple[str, int]] = []
+        for file in _listed(given, name):
+            leaf, rows = _npy_leaf(file, name)
+            if series and leaf != leaves[-1]:
+                raise StructureError(
+                    f"{leaf_name(name)}: found {leaf} in {file}, expected {leaves[-1]} as in "
+                    f"{series[0][0]}."
+                )
+            leaves += [] if series else [leaf]
+            series.append((file, rows))
+        files.append(series)
+        sizes.append(sum(rows for _, rows in series))
+        names.append(f"{name} ({series[0][0]}{f' and {len(series) - 1} more' * (len(series) > 1)})")
     check_sizes(names, sizes)
-    return NpySource(files, leaves, sizes[0], treedef)
+    if all(len(series) == 1 for series in files):
+        return NpySource([series[0][0] for series in files], leaves, sizes[0], treedef)
+    return NpySeries(files, leaves, treedef)
+
+
+def _listed(given: Any, name: str) -> list[str]:
+    """The files of a leaf."""
+    if not isinstance(given, str | os.PathLike):
+        raise StructureError(
+            f"{leaf_name(name)}: found {type(given).__name__}, expected the path of a .npy file."
+        )
+    if is_url(os.fspath(given)):
+        raise StructureError(
+            f"{leaf_name(name)}: found the URL {os.fspath(given)}, expected a local path: .npy "
+            "files are mapped. Copy it to a folder that all workers see, or write Parquet or Zarr."
+        )
+    path = os.path.abspath(given)
+    if glob.has_magic(path) and not os.path.lexists(path):
+        return find_files(path, "from_npy")
+    return [path]
+
+
+def _npy_leaf(file: str, name: str) -> tuple[LeafSpec, int]:
+    """What a file has of a leaf, and how many members."""
+    array = map_file(file)
+    if array.dtype.kind == "V":
+        raise StructureError(
+            f"{leaf_name(name)}: found the dtype {array.dtype} in {file}, expected numbers. "
+            "np.save loses bfloat16 and its like: write them with from_arrays(...).spill()."
+        )
+    array = checked_leaf(name, array, f" in {file}")
+    return LeafSpec(array.shape[1:], native_dtype(array.dtype), None, name), array.shape[0]
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:

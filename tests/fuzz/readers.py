@@ -21,6 +21,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 from jax import export
 
 import beamjax as bj
@@ -40,7 +43,7 @@ from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
 from beamjax.sources.grouped_source import grouped
 from beamjax.sources.placed import Placed
 from beamjax.sources.ragged_source import ShortSource
-from beamjax.sources.source_base import LeafSpec, StreamSource, open_spec
+from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
 
 from . import frames
 
@@ -227,6 +230,9 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     rows = bj.from_ragged(X, [2, 0, 4], buckets=[2, 4]).spilled(str(folder / "ragged"))
     kept = Kept({"v": str(folder / "kept")}, "part-x")
     kept.write("v", 0, X)
+    np.savez(folder / "x.npz", x=X, y=X.T.copy().T)
+    pq.write_table(TABLE, folder / "x.parquet", row_group_size=2)
+    feather.write_feather(TABLE, str(folder / "x.arrow"), "uncompressed", chunksize=4)
     sources = [
         npy,
         grouped(npy, 2),
@@ -245,7 +251,17 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         bj.from_tfrecord(_tfrecord_file(folder)),
         bj.from_tfrecord(_tfrecord_file(folder, ".gz")),
         bj.from_random_access(open_members, {"n": 6}),
+        bj.from_npy({"x": str(folder / "part-*.npy")}),
+        bj.from_npz(folder / "x.npz"),
+        bj.from_parquet(folder / "x.parquet"),
+        bj.from_arrow(folder / "x.arrow", "x"),
     ]
+    with contextlib.suppress(ImportError):
+        import zarr
+
+        if not (folder / "x.zarr").exists():
+            zarr.save_array(str(folder / "x.zarr"), X)
+        sources.append(bj.from_zarr(folder / "x.zarr"))
     return [source.to_spec() for source in sources]
 
 
@@ -353,6 +369,43 @@ def _npy(data: bytes, folder: Path) -> None:
     path = folder / "user.npy"
     path.write_bytes(data)
     bj.from_npy(path).read(0, 1)
+
+
+def _npz_seeds(folder: Path) -> list[bytes]:
+    np.savez(folder / "x.npz", x=X, y=np.asfortranarray(X))
+    return [(folder / "x.npz").read_bytes()]
+
+
+def _npz(data: bytes, folder: Path) -> None:
+    path = folder / "user.npz"
+    path.write_bytes(data)
+    bj.from_npz(path).read(0, 1)
+
+
+TABLE = pa.table({"x": X[:, 0], "y": X.tolist()})
+
+
+def _parquet_seeds(folder: Path) -> list[bytes]:
+    pq.write_table(TABLE, folder / "seed.parquet", row_group_size=2)
+    return [(folder / "seed.parquet").read_bytes()]
+
+
+def _arrow_seeds(folder: Path) -> list[bytes]:
+    for packing in ("uncompressed", "lz4"):
+        feather.write_feather(TABLE, str(folder / f"{packing}.seed"), packing, chunksize=4)
+    return [path.read_bytes() for path in sorted(folder.glob("*.seed"))]
+
+
+def _table(read: Callable[[Path], Source]) -> Callable[[bytes, Path], None]:
+    """A user's table."""
+
+    def reader(data: bytes, folder: Path) -> None:
+        path = folder / "user.table"
+        path.write_bytes(data)
+        source = read(path)
+        source.read(0, min(len(source), 4))
+
+    return reader
 
 
 def _npy_part(data: bytes, folder: Path) -> None:
@@ -485,6 +538,9 @@ READERS: dict[str, Reader] = {
     "pieces": Reader(_pieces_seeds, _pieces),
     "members": Reader(_members_file_seeds, _members_file),
     "npy": Reader(_npy_seeds, _npy),
+    "npz": Reader(_npz_seeds, _npz),
+    "parquet": Reader(_parquet_seeds, _table(bj.from_parquet)),
+    "arrow": Reader(_arrow_seeds, _table(bj.from_arrow)),
     "npy part": Reader(_npy_seeds, _npy_part),
     "tfrecord": Reader(_tfrecord_seeds, _tfrecord),
     "checkpoint": Reader(_checkpoint_seeds, lambda data, _: checkpoints.decode(data)),

@@ -1,0 +1,119 @@
+"""Placed inputs from files of Arrow (IPC files, also known as Feather): a row a member.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from beamjax.shared_cache import SharedCache
+from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
+from beamjax.sources.arrow_footer import BatchHeader, batch_headers
+from beamjax.sources.block_source import Arrays, Block
+from beamjax.sources.data_files import DataFile, is_url, look, open_file, readable
+from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
+
+_EXPECTED = "a file of Arrow (IPC with a footer, or Feather of version 2)"
+
+
+class ArrowSource(TableSource, kind="arrow"):
+    """Rows of Arrow files, by record batches; see `from_arrow`."""
+
+    batch_kind = "record batch"
+    endings = (".arrow", ".feather", ".ipc")
+
+    @classmethod
+    def _head(cls, path: str) -> tuple[TableFile, Any]:
+        file = look(path)
+        rows = [header.rows for header in _headers(file)]
+        with readable(file.path, _EXPECTED):
+            return TableFile(file, checked_rows(rows)), _opened(file).schema
+
+    @classmethod
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
+        file.file.check()
+        whole = _opened(file.file)
+        found = file.rows if whole.count == len(file.rows) else (0,) * whole.count
+        cls._check(file, found, whole.schema, columns)
+        if whole.mapped:
+            return whole.batch(number)
+        wanted = [whole.schema.get_field_index(name) for name in columns]
+        return _opened(file.file, wanted).batch(number)
+
+    def _block(self, block: Block) -> Arrays:
+        file = self._place(block)[0].file
+        if not is_url(file.path):
+            file.check()  # A map shows what is written to the file later.
+            if _opened(file).mapped:
+                return self._checked(block)
+        return super()._block(block)
+
+
+def _headers(file: DataFile, limit: int | None = None) -> list[BatchHeader]:
+    with readable(file.path, _EXPECTED), open_file(file.path) as opened:
+        return batch_headers(opened, limit)
+
+
+class _Reader:
+    """A file, mapped if it is a local one; of its columns all, or those of these numbers."""
+
+    def __init__(self, file: DataFile, fields: Sequence[int]) -> None:
+        import pyarrow as pa
+
+        self._file = file
+        self._lock = threading.Lock()  # Dictionaries are read with the first batch.
+        with self._readable():
+            if is_url(file.path):
+                raw = open_file(file.path)
+                weakref.finalize(self, raw.close)  # when no thread reads it any more
+                source = pa.PythonFile(raw, "r")
+            else:
+                source = pa.memory_map(file.path)
+            options = pa.ipc.IpcReadOptions(included_fields=list(fields))
+            self._reader = pa.ipc.open_file(source, options=options)
+            self.schema = checked_schema(self._reader.schema)
+            self.count: int = self._reader.num_record_batches
+            self.mapped = not (is_url(file.path) or any(h.packed for h in _headers(file, 1)))
+            """Whether batches are read without a copy; not if columns are chosen."""
+
+    def batch(self, number: int) -> Any:
+        """A record batch."""
+        with self._readable(f"record batch {number} of "), self._lock:
+            return self._reader.get_batch(number)
+
+    def _readable(self, part: str = "") -> contextlib.AbstractContextManager[None]:
+        return arrow_readable(self._file.path, f"{part}{_EXPECTED}")
+
+
+_READERS: SharedCache[_Reader] = SharedCache(64, lambda _: 1)
+"""So many files are kept open: to read a footer again takes longer than a small record batch."""
+
+
+def _opened(file: DataFile, fields: Sequence[int] = ()) -> _Reader:
+    return _READERS.get((file, tuple(fields)), lambda: _Reader(file, fields))
+
+
+def from_arrow(paths: Any, columns: Any = None) -> ArrowSource:
+    """A placed input from files of Arrow (IPC or Feather), whose rows are the members.
+
+    As `from_parquet` with record batches in the place of row groups. Local files are mapped: where
+    they are not compressed, numbers are read without a copy, and a file must not be written anew
+    while it is read. The launcher reads the lengths of the record batches; of compressed ones it
+    unpacks a column.
+
+    Args:
+      paths: of files, patterns, folders, whose files that end in .arrow, .feather or .ipc are
+        taken, or URLs, as for `from_parquet`.
+      columns: a list of names; None for all; a single name for an array instead of a dictionary.
+
+    Raises:
+      SourceError: as `from_parquet`; also for a stream of Arrow, which has no footer.
+      StructureError: a column has other than numbers, such as strings or times.
+      PlacementError: there are no rows.
+    """
+    return from_tables(ArrowSource, paths, columns, "from_arrow")

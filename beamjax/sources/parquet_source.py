@@ -1,0 +1,177 @@
+"""Placed inputs from files of Parquet: a row a member.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from beamjax.shared_cache import SharedCache
+from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
+from beamjax.sources.data_files import DataFile, is_url, look, open_file
+from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
+
+PIECE_BYTES = 2**26
+"""Of decoded members; row groups of more than twice as much are decoded by pieces."""
+_KEPT_PIECES = 3
+
+
+class ParquetSource(TableSource, kind="parquet"):
+    """Rows of Parquet files, decoded by row groups; see `from_parquet`."""
+
+    batch_kind = "row group"
+    endings = (".parquet", ".pq")
+
+    @classmethod
+    def _head(cls, path: str) -> tuple[TableFile, Any]:
+        file = look(path)
+        footer = _footer(file)
+        return TableFile(file, footer.rows), footer.schema
+
+    def _most_rows(self) -> int:
+        return max(PIECE_BYTES // max(sum(leaf.nbytes for leaf in self._leaves), 1), 1)
+
+    @classmethod
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
+        file.file.check()
+        footer = _footer(file.file)
+        cls._check(file, footer.rows, footer.schema, columns)
+        if rows.length < file.rows[number]:
+            key = file.file, number, tuple(columns), rows.step
+            cursor = _CURSORS.get(key, lambda: _Cursor(*key))
+            return cursor.piece(rows.start // rows.step)
+        with _opened(file.file, footer.metadata, f"row group {number} of ") as parquet:
+            return parquet.read_row_group(number, columns=list(columns))
+
+
+class _Cursor:
+    """A row group that is too big to be decoded whole: pieces of so many rows, in their order.
+
+    Parquet is decoded from the beginning of a row group only. The last pieces are kept, for threads
+    that are not as far; who asks for one before these has all decoded anew.
+    """
+
+    def __init__(self, file: DataFile, number: int, columns: Sequence[str], rows: int) -> None:
+        self._file = file
+        self._where = number, list(columns), rows
+        self._lock = threading.Lock()
+        self._opened = contextlib.ExitStack()
+        weakref.finalize(self, self._opened.close)
+        self._batches: Iterator[Any] = iter(())
+        self._last: dict[int, Any] = {}
+        self._next = -1
+
+    def piece(self, index: int) -> Any:
+        """One of the pieces, as a Table."""
+        with self._lock:
+            if index in self._last:
+                return self._last[index]
+            if not 0 <= self._next <= index:
+                self._restart()
+            while self._next <= index:
+                self._last[self._next] = self._decoded()
+                self._last.pop(self._next - _KEPT_PIECES, None)
+                self._next += 1
+            return self._last[index]
+
+    def _restart(self) -> None:
+        self._opened.close()
+        self._last.clear()
+        number, columns, rows = self._where
+        part = f"row group {number} of "
+        parquet = self._opened.enter_context(_opened(self._file, part=part, buffer_size=1 << 20))
+        self._batches = parquet.iter_batches(rows, row_groups=[number], columns=columns)
+        self._next = 0
+
+    def _decoded(self) -> Any:
+        import pyarrow as pa
+
+        number, _, rows = self._where
+        parts, count = [], 0
+        with arrow_readable(self._file.path, f"row group {number} of a file of Parquet"):
+            while count < rows and (part := next(self._batches, None)) is not None:
+                parts.append(part)
+                count += len(part)
+            return pa.Table.from_batches(parts)
+
+
+_CURSORS: SharedCache[_Cursor] = SharedCache(4, lambda _: 1)
+"""So many row groups are read by pieces at the same time."""
+
+
+@contextlib.contextmanager
+def _opened(
+    file: DataFile, metadata: Any = None, part: str = "", buffer_size: int = 0
+) -> Iterator[Any]:
+    """A file, opened for one thread."""
+    import pyarrow.parquet as parquet
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(arrow_readable(file.path, f"{part}a file of Parquet"))
+        source: Any = file.path
+        if is_url(file.path):
+            source = stack.enter_context(contextlib.closing(open_file(file.path)))
+        # At URLs ranges of several columns are read together: each costs a round trip.
+        whole = is_url(file.path) and not buffer_size
+        opened = parquet.ParquetFile(
+            source, metadata=metadata, pre_buffer=whole, buffer_size=buffer_size
+        )
+        yield stack.enter_context(opened)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Footer:
+    """What a file says of itself: Parquet's metadata, the rows of its row groups, its columns."""
+
+    metadata: Any
+    rows: tuple[int, ...]
+    schema: Any
+
+
+_FOOTERS: SharedCache[_Footer] = SharedCache(2**26, lambda footer: footer.metadata.serialized_size)
+"""Of the files that this process reads, up to 64 MiB as they are in the files."""
+
+
+def _footer(file: DataFile) -> _Footer:
+    def read() -> _Footer:
+        with _opened(file) as parquet:
+            metadata = parquet.metadata
+            rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            return _Footer(metadata, checked_rows(rows), checked_schema(parquet.schema_arrow))
+
+    return _FOOTERS.get(file, read)
+
+
+def from_parquet(paths: Any, columns: Any = None) -> ParquetSource:
+    """A placed input from files of Parquet, whose rows are the members.
+
+    A member is a dictionary of the columns: numbers and bools are arrays of shape (), lists of one
+    length (nested ones too) and tensors of a fixed shape arrays of theirs, fixed-size binary uint8.
+    Workers read the row groups of their members, of these only the columns that were chosen, and
+    decode each once a process while there is room for it (half a GiB). A row group should
+    have a few to a hundred MB of the columns that are read: it is decoded whole, and of more than
+    128 MiB by pieces, from its beginning, which is fast where members are read in their order only.
+    The launcher reads the footers, and the first row of columns of lists.
+
+    Args:
+      paths: a path, a pattern such as "data/part-*.parquet", a folder, whose files that end in
+        .parquet or .pq are taken, or a URL that Beam's FileSystems knows (of a folder with a `/` at
+        its end); or a list of these. The members are in the order of the files, those of a pattern
+        or a folder in the order of their names.
+      columns: a list of names; None for all. A single name instead of a list gives that column's
+        array itself instead of a dictionary.
+
+    Raises:
+      SourceError: a file is missing, is no file of Parquet, has not the columns of the first one,
+        or they are of another type. When it is read: a row is null or has a list of another
+        length, or the file has changed.
+      StructureError: a column has other than numbers, such as strings or times.
+      PlacementError: there are no rows.
+    """
+    return from_tables(ParquetSource, paths, columns, "from_parquet")

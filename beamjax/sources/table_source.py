@@ -1,0 +1,261 @@
+"""Placed inputs from files of tables, Parquet and Arrow: a row a member, an array a column."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from beamjax.errors import PlacementError, SourceError
+from beamjax.sources.arrow_columns import (
+    Batch,
+    Shape,
+    agree,
+    chosen,
+    known_shape,
+    row_type,
+    to_rows,
+)
+from beamjax.sources.block_source import Arrays, Block, BlockSource
+from beamjax.sources.data_files import DataFile, find_files
+from beamjax.sources.source_base import (
+    MAX_VALUES,
+    LeafSpec,
+    PyTreeDef,
+    describe_source,
+    field,
+    natural,
+)
+
+_FOOTERS_AT_ONCE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFile:
+    """A file of a table.
+
+    Attributes:
+      file: as it was when the source was made.
+      rows: of each of its row groups or record batches.
+    """
+
+    file: DataFile
+    rows: tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """Rows of a row group.
+
+    Attributes:
+      start: the first.
+      length: how many.
+      step: how many each piece has that the row group is read by, but perhaps for the last one.
+    """
+
+    start: int
+    length: int
+    step: int
+
+
+class TableSource(BlockSource):
+    """Rows of tables; a subclass says how a row group of its files is read.
+
+    Args:
+        files: with the members, in their order.
+        columns: the name of each leaf's column.
+        leaves: one member of each.
+        treedef: the tree that they form; a tuple by default.
+    """
+
+    batch_kind: ClassVar[str]
+    """What rows of a file come in: "row group"."""
+    endings: ClassVar[tuple[str, ...]]
+    """Of the files that are read of a folder."""
+
+    def __init__(
+        self,
+        files: Sequence[TableFile],
+        columns: Sequence[str],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        self._files = tuple(files)
+        self._columns = tuple(columns)
+        super().__init__(leaves, [rows for file in files for rows in file.rows], treedef)
+        self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
+
+    @classmethod
+    @abc.abstractmethod
+    def _head(cls, path: str) -> tuple[TableFile, Any]:
+        """A file, and the schema of its columns, without reading its rows."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
+        """Columns of a row group, as a Table or a RecordBatch of Arrow.
+
+        Args:
+            file: that is read, and checked to be the same as before.
+            number: of the row group.
+            columns: their names.
+            rows: that are needed; a format may give more after them, if there is no row before.
+
+        Raises:
+            SourceError: they can't be read.
+        """
+
+    def _most_rows(self) -> int:
+        """Of a block; a row group of more than twice as many is read by pieces."""
+        return MAX_VALUES
+
+    @classmethod
+    def _check(cls, file: TableFile, rows: Sequence[int], schema: Any, columns: Any) -> None:
+        """SourceError unless a file has these rows and columns still."""
+        path, kind = file.file.path, cls.batch_kind
+        if tuple(rows) != file.rows:
+            raise SourceError(
+                f"{path}: found {kind}s of {list(rows)!r:.80} rows, expected "
+                f"{list(file.rows)!r:.80}; the file was changed after the source was made from it."
+            )
+        chosen(schema, list(columns), path, cls.kind)
+
+    def _blocks(self, start: int, stop: int) -> Iterator[Block]:
+        most = self._most_rows()
+        for group in super()._blocks(start, stop):
+            if group.last - group.first <= 2 * most:
+                yield group
+                continue
+            begin = max(start - group.first, 0) // most * most
+            for row in range(begin, min(stop, group.last) - group.first, most):
+                first = group.first + row
+                yield Block(group.number, row, first, min(first + most, group.last))
+
+    def _place(self, block: Block) -> tuple[TableFile, int]:
+        """The file of a block, and the number of its row group there."""
+        file = int(np.searchsorted(self._numbers, block.number, side="right")) - 1
+        return self._files[file], block.number - int(self._numbers[file])
+
+    def _key(self, block: Block) -> Hashable:
+        file, number = self._place(block)
+        return file.file, number, block.start, self._columns
+
+    def _decode(self, block: Block) -> Arrays:
+        file, number = self._place(block)
+        rows = Rows(block.start, block.last - block.first, self._most_rows())
+        table = self._table(file, number, self._columns, rows)
+        first = block.first - int(self._ends[block.number - number])
+        batch = Batch(file.file.path, self.batch_kind, number, block.start, first)
+        return [
+            to_rows(table.column(name), name, leaf.shape, batch)
+            for name, leaf in zip(self._columns, self._leaves, strict=True)
+        ]
+
+    def describe(self) -> str:
+        more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
+        return describe_source(self, f"in {self._files[0].file.path}{more}")
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "files": [file.file.to_json() for file in self._files],
+            "rows": [list(file.rows) for file in self._files],
+            "columns": list(self._columns),
+            "leaves": [leaf.to_json() for leaf in self._leaves],
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> TableSource:
+        leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
+        files = [
+            TableFile(DataFile.from_json(file), tuple(map(natural, rows)))
+            for file, rows in zip(spec["files"], field(spec, "rows", list), strict=True)
+        ]
+        columns = field(spec, "columns", list)
+        if len(columns) != len(leaves) or not all(isinstance(name, str) for name in columns):
+            raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
+        natural(sum(rows for file in files for rows in file.rows), 1)
+        return cls(files, columns, leaves)
+
+
+Found = TypeVar("Found", bound=TableSource)
+
+
+def from_tables(cls: type[Found], paths: Any, columns: Any, who: str) -> Found:
+    """A source of some kind from the files that a user names; see `from_parquet`."""
+    import jax
+
+    found = find_files(paths, who, cls.endings)
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # most of the time is waiting for URLs
+        heads = list(pool.map(cls._head, found))
+    names = chosen(heads[0][1], columns, found[0], who)
+    types = _row_types(heads, names, columns, who)
+    files = [file for file, _ in heads]
+    filled = [(file, number) for file in files for number, n in enumerate(file.rows) if n]
+    if not filled:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise PlacementError(
+            f"placed input ({found[0]}{more}): found 0 members, expected at least one."
+        )
+    shapes = _known_shapes(cls, *filled[0], types)
+    bare = isinstance(columns, str)
+    tree = jax.tree_util.tree_structure(0 if bare else dict.fromkeys(names, 0))
+    leaves = [
+        LeafSpec(shapes[name], types[name][1], None, "" if bare else f"[{name!r}]")
+        for name in names
+    ]
+    return cls(files, names, leaves, tree)
+
+
+def _row_types(
+    heads: Sequence[tuple[TableFile, Any]], names: Sequence[str], columns: Any, who: str
+) -> dict[str, tuple[Shape, np.dtype]]:
+    """Shape and dtype of each column, as all files have it."""
+    types: dict[str, tuple[Shape, np.dtype]] = {}
+    first = heads[0][0].file.path
+    for file, schema in heads:
+        path = file.file.path
+        extra = [] if columns is not None else sorted(set(schema.names) - set(names))
+        if extra:
+            raise SourceError(
+                f"{path}: found the column {extra[0]!r}, which {first} has not; choose those that "
+                "all files have: columns=[...]."
+            )
+        chosen(schema, list(names), path, who)
+        for name in names:
+            found = row_type(schema, name, path)
+            if not agree(types.setdefault(name, found), found):
+                raise SourceError(
+                    f"{path}: found the column {name!r} of the type {schema.field(name).type}, "
+                    f"expected {heads[0][1].field(name).type} as in {first}; a column is of one "
+                    "type in all files."
+                )
+            types[name] = _merged(types[name], found)
+    return types
+
+
+def _merged(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> tuple[Shape, np.dtype]:
+    """The sizes that one of two files knows."""
+    shape = tuple(b if a is None else a for a, b in zip(first[0], other[0], strict=True))
+    return shape, first[1]
+
+
+def _known_shapes(
+    cls: type[TableSource], file: TableFile, number: int, types: dict[str, tuple[Shape, np.dtype]]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of a row of each column; of lists that of the first row, which is read."""
+    open_ones = [name for name, (shape, _) in types.items() if None in shape]
+    shapes = {name: cast(tuple[int, ...], shape) for name, (shape, _) in types.items()}
+    if open_ones:
+        table = cls._table(file, number, open_ones, Rows(0, 1, 1))
+        batch = Batch(file.file.path, cls.batch_kind, number, 0, 0)  # no rows are before the first
+        for name in open_ones:
+            chunks = table.column(name)
+            chunk = next((c for c in getattr(chunks, "chunks", [chunks]) if len(c)), None)
+            if chunk is None:
+                raise SourceError(f"{batch.file}: found no row in {batch.kind} {number}.")
+            shapes[name] = known_shape(chunk, name, batch)
+    return shapes

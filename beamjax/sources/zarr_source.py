@@ -1,0 +1,307 @@
+"""Placed inputs from Zarr arrays: members along axis 0.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import BeamjaxError, SourceError, StructureError
+from beamjax.shared_cache import SharedCache
+from beamjax.sources.block_source import BLOCKS
+from beamjax.sources.data_files import DataFile, is_url, look, readable
+from beamjax.sources.leaf_checks import (
+    check_sizes,
+    checked_dtype,
+    leaf_name,
+    native_dtype,
+    native_view,
+)
+from beamjax.sources.source_base import (
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    describe_source,
+    field,
+    natural,
+)
+
+_EXPECTED = "an array or a group of Zarr"
+_METADATA = ("zarr.json", ".zarray")  # of the formats 3 and 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ZarrArray:
+    """One array.
+
+    Attributes:
+      store: absolute path of a folder or a .zip, or a URL that fsspec knows.
+      name: of the array in the group that is there; "" if the array itself is.
+      rows: of a chunk along axis 0.
+      metadata: the local file with its shape and dtype, as it was; None at a URL.
+      token: of the source: what is kept of one is not used for another, since the files of chunks
+        may change without that one.
+    """
+
+    store: str
+    name: str
+    rows: int
+    metadata: DataFile | None
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.store}{f', array {self.name!r}' if self.name else ''}"
+
+    def to_json(self) -> list[Any]:
+        """Plain JSON values."""
+        file = None if self.metadata is None else self.metadata.to_json()
+        return [self.store, self.name, self.rows, file, self.token]
+
+    @classmethod
+    def from_json(cls, record: Any) -> ZarrArray:
+        """Undoes `to_json`; TypeError or ValueError for anything else."""
+        store, name, rows, file, token = record
+        if not all(type(text) is str for text in (store, name, token)) or "\0" in store + name:
+            raise TypeError(f"found the array {record!r:.80}, expected names, rows and a file")
+        known = None if file is None else DataFile.from_json(file)
+        return cls(store, name, natural(rows, 1), known, token)
+
+
+class ZarrSource(HoldsLeaves, kind="zarr"):
+    """Zarr arrays, read by chunks; see `from_zarr`."""
+
+    def __init__(
+        self,
+        arrays: Sequence[ZarrArray],
+        leaves: Sequence[LeafSpec],
+        size: int,
+        treedef: PyTreeDef | None = None,
+    ) -> None:
+        """Use `from_zarr`, which checks.
+
+        Args:
+            arrays: one a leaf, of shape (size, *leaf.shape).
+            leaves: what a member of each must be.
+            size: the number of members.
+            treedef: the tree that they form; a tuple by default.
+        """
+        super().__init__(leaves, treedef)
+        self._arrays = tuple(arrays)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        pairs = zip(self._arrays, self._leaves, strict=True)
+        return [self._read(array, leaf, start, stop) for array, leaf in pairs]
+
+    def _read(self, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
+        opened = self._opened(array, leaf)
+        parts = []
+        for low, high, whole in _spans(start, stop, array.rows, self._size):
+            if whole:
+                parts.append(_rows(opened, array, low, high))
+                continue
+            first = low // array.rows * array.rows
+            chunk = self._chunk(opened, array, first)
+            parts.append(chunk[low - first : high - first])
+        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found.flags.writeable = False
+        return found
+
+    def _chunk(self, opened: Any, array: ZarrArray, first: int) -> np.ndarray:
+        """The chunk that begins with a member, which others may need too."""
+        last = min(first + array.rows, self._size)
+        return BLOCKS.get((array, first), lambda: [_rows(opened, array, first, last)])[0]
+
+    def _opened(self, array: ZarrArray, leaf: LeafSpec) -> Any:
+        """An array that still is what the spec says of it."""
+        if array.metadata is not None:
+            array.metadata.check()
+        opened = _ARRAYS.get(array, lambda: _open(array.store, array.name))
+        if opened.shape != (self._size, *leaf.shape) or native_dtype(opened.dtype) != leaf.dtype:
+            raise SourceError(
+                f"{array}: found {opened.dtype}{list(opened.shape)}, expected {leaf.dtype}"
+                f"{[self._size, *leaf.shape]}; the array was changed after the source was made "
+                "from it."
+            )
+        return opened
+
+    def describe(self) -> str:
+        more = f" and {len(self._arrays) - 1} more" if len(self._arrays) > 1 else ""
+        return describe_source(self, f"in {self._arrays[0]}{more}")
+
+    def to_spec(self) -> dict[str, Any]:
+        return {
+            **self.spec_head(),
+            "arrays": [array.to_json() for array in self._arrays],
+            "leaves": [leaf.to_json() for leaf in self._leaves],
+            "size": self._size,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> ZarrSource:
+        leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
+        arrays = [ZarrArray.from_json(record) for record in field(spec, "arrays", list)]
+        if len(arrays) != len(leaves) or not leaves:
+            raise TypeError(f"found {len(arrays)} arrays for {len(leaves)} leaves")
+        return cls(arrays, leaves, natural(spec["size"], 1))
+
+
+_ARRAYS: SharedCache[Any] = SharedCache(256, lambda _: 1)
+"""So many arrays are kept open."""
+
+
+def _spans(start: int, stop: int, rows: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """Cuts a range where chunks end: parts of a chunk, and in between whole chunks, if any."""
+    low = -(-start // rows) * rows  # where whole chunks begin
+    high = stop if stop == size else stop // rows * rows
+    if low >= high:
+        middle = min(low, stop) if start < low else start
+        edges = [(start, middle, False), (middle, stop, False)]
+        yield from [edge for edge in edges if edge[0] < edge[1]] or [(start, stop, True)]
+        return
+    if start < low:
+        yield start, low, False
+    yield low, high, True
+    if high < stop:
+        yield high, stop, False
+
+
+def _rows(opened: Any, array: ZarrArray, start: int, stop: int) -> np.ndarray:
+    with _readable(
+        array.store, f"members {start} to {stop - 1} of {_EXPECTED[3:]}, {array.name!r}"
+    ):
+        return native_view(np.asarray(opened[start:stop]))
+
+
+def _open(store: str, name: str = "") -> Any:
+    """An array or a group."""
+    zarr = _zarr(store)
+    with _readable(store, _EXPECTED):
+        packed = not is_url(store) and store.endswith(".zip")
+        where = zarr.storage.ZipStore(store, mode="r") if packed else store
+        return zarr.open(where, path=name, mode="r")
+
+
+def _zarr(store: str) -> Any:
+    try:
+        import zarr
+    except ImportError as error:
+        raise SourceError(
+            f"{store}: reading it needs zarr, which process {os.getpid()} cannot import ({error}); "
+            "pip install 'beamjax[zarr]', on the workers too."
+        ) from error
+    return zarr
+
+
+@contextlib.contextmanager
+def _readable(store: str, expected: str) -> Iterator[None]:
+    """Makes all errors of Zarr, its codecs and stores a SourceError that names the store."""
+    try:
+        with readable(store, expected):
+            try:
+                yield
+            except FileNotFoundError as error:
+                if not is_url(store) and not os.path.exists(store):
+                    raise
+                raise ValueError(str(error)) from error  # something is there
+    except BeamjaxError:
+        raise
+    except Exception as error:  # Those of codecs and of remote file systems are of any kind.
+        raise SourceError(
+            f"{store}: cannot read {expected} ({type(error).__name__}: {error})."
+        ) from error
+
+
+def from_zarr(paths: Any) -> ZarrSource:
+    """A placed input from Zarr arrays, of the formats 2 and 3, with members along axis 0.
+
+    Workers read the chunks of their members. A chunk of which a shard needs but a part is decoded
+    whole and kept, so chunks should hold no more than a few to a hundred MB. Needs the package
+    zarr: pip install 'beamjax[zarr]'. What Zarr has not stored is its fill value, also where a file
+    of a chunk was lost; and chunks that are written anew are not noticed.
+
+    Args:
+      paths: a path (a folder, or a .zip) or a URL, or a pytree of them. Each is an array, or a
+        group, which becomes a dictionary of its arrays and groups. URLs are read by fsspec, which
+        needs its own package for each kind, such as gcsfs or s3fs, with its own credentials.
+
+    Raises:
+      SourceError: zarr is not installed, nothing is there, or it is no array or group, or one
+        without arrays. When it is read: an array has another shape or dtype, or a chunk is damaged.
+      StructureError: an array is a scalar, or has other than numbers.
+      PlacementError: there are no members, or not as many in all arrays.
+    """
+    import jax
+
+    found, outer = jax.tree_util.tree_flatten_with_path(paths)
+    token, nodes = uuid.uuid4().hex, []
+    for path, given in found:
+        if not isinstance(given, str | os.PathLike):
+            raise StructureError(
+                f"{leaf_name(jax.tree_util.keystr(path))}: found {type(given).__name__}, expected "
+                f"the path of {_EXPECTED}."
+            )
+        given = os.fspath(given)
+        store = given if is_url(given) else os.path.abspath(given)
+        nodes.append(_tree(store, "", _open(store), token))
+    tree = jax.tree_util.tree_unflatten(outer, nodes)
+    leaves, arrays, sizes, names = [], [], [], []
+    listed, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    for path, (array, opened) in [(path, leaf.pair) for path, leaf in listed]:
+        name = jax.tree_util.keystr(path)
+        dtype = checked_dtype(name, opened.shape, opened.dtype, str(array))
+        leaves.append(LeafSpec(tuple(opened.shape[1:]), dtype, None, name))
+        arrays.append(array)
+        sizes.append(opened.shape[0])
+        names.append(f"{name} ({array})")
+    check_sizes(names, sizes)
+    return ZarrSource(arrays, leaves, sizes[0], treedef)
+
+
+class _Leaf:
+    """An array in a tree."""
+
+    def __init__(self, array: ZarrArray, opened: Any) -> None:
+        self.pair = array, opened
+
+
+def _tree(store: str, name: str, node: Any, token: str) -> Any:
+    """The arrays of a group, in dictionaries; or the array itself."""
+    with _readable(store, _EXPECTED):
+        if hasattr(node, "shape"):
+            file = _metadata(store, name)
+            return _Leaf(ZarrArray(store, name, _chunk_rows(node), file, token), node)
+        below = {key: f"{name}/{key}".lstrip("/") for key, _ in node.members()}
+        tree = {key: _tree(store, path, node[key], token) for key, path in below.items()}
+    tree = {key: node for key, node in tree.items() if node != {}}
+    if not tree and not name:
+        raise SourceError(f"{store}: found a group without arrays, expected at least one.")
+    return tree
+
+
+def _metadata(store: str, name: str) -> DataFile | None:
+    if is_url(store):
+        return None
+    if not os.path.isdir(store):
+        return look(store)
+    files = [os.path.join(store, name, file) for file in _METADATA]
+    return next((look(file) for file in files if os.path.exists(file)), None)
+
+
+def _chunk_rows(opened: Any) -> int:
+    try:
+        return max(int(opened.chunks[0]), 1)
+    except (IndexError, NotImplementedError):  # a scalar, or chunks of different sizes
+        return 1

@@ -1,0 +1,80 @@
+"""A cache that threads share: each value is made once, and no more is kept than its limit."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from beamjax.shared_cache import SharedCache, nbytes
+
+
+def made(cache, key, size=10):
+    return cache.get(key, lambda: [np.full(size, key, np.uint8)])
+
+
+def test_what_threads_ask_for_at_once_is_made_once():
+    cache, count = SharedCache(10**6, nbytes), []
+
+    def load():
+        count.append(1)
+        time.sleep(0.05)
+        return [np.arange(3)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: cache.get("x", load), range(32)))
+    assert len(count) == 1
+    assert all(value is found[0] for value in found)
+
+
+def test_those_who_wait_get_what_the_limit_does_not_keep():
+    cache, count, waiting = SharedCache(0, nbytes), [], threading.Event()
+    asking = threading.Semaphore(0)
+
+    def load():
+        count.append(1)
+        waiting.wait(5)
+        return [np.zeros(1)]
+
+    def ask():
+        asking.release()
+        return cache.get("x", load)
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask) for _ in range(4)]
+        assert all(asking.acquire(timeout=5) for _ in asked)
+        time.sleep(0.1)  # until they wait
+        waiting.set()
+        made(cache, 1)  # pushes x out, whether before the others got it or after
+        assert all(one.result()[0][0] == 0 for one in asked)
+    assert len(count) == 1
+
+
+def test_the_last_used_stay_within_the_limit():
+    cache = SharedCache(30, nbytes)
+    first, second = made(cache, 1), made(cache, 2)
+    made(cache, 3)
+    assert made(cache, 1) is first
+    made(cache, 4)
+    assert made(cache, 1) is first
+    assert made(cache, 2) is not second
+    big = made(cache, 9, 1000)
+    assert made(cache, 9) is big
+    assert made(cache, 1) is not first
+    cache.clear()
+    assert made(cache, 9) is not big
+
+
+def test_what_fails_is_tried_again_by_the_next():
+    cache, errors = SharedCache(100, nbytes), [OSError("first")]
+
+    def load():
+        if errors:
+            raise errors.pop()
+        return [np.zeros(1)]
+
+    with pytest.raises(OSError, match="first"):
+        cache.get("x", load)
+    assert len(cache.get("x", load)) == 1
+    assert not cache._pending
