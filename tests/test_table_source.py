@@ -340,6 +340,31 @@ def test_rows_that_are_missing_or_ragged_are_named(form, tmp_path):
         source.read(0, 16)
 
 
+@pytest.mark.parametrize("bad", [None, [5.0]])
+def test_rows_beside_one_that_is_none_can_be_read(form, bad, tmp_path):
+    lists = [[float(i), 1.0] for i in range(N)]
+    value = np.array(lists)
+    lists[12] = bad
+    source = form.read(form.save(pa.table({"x": pa.array(lists)}), tmp_path / "x"))
+    for start in range(N):
+        for stop in range(start, N + 1):
+            if start <= 12 < stop:
+                with pytest.raises(SourceError, match=r"row 2 of it .row 12 of the file.: found"):
+                    source.read(start, stop)
+            else:
+                assert_same(source.read(start, stop)[0], value[start:stop])
+
+
+def test_members_that_are_none_are_dropped_alone(tmp_path):
+    x = pa.array([float(i) if i != 12 else None for i in range(N)])
+    path = FORMS["parquet"].save(pa.table({"x": x}), tmp_path / "x")
+    total = bj.program(placements={"rows": N})(lambda x: bj.reduce_sum(x))
+    options = {"on_error": "drop", "shard_size": 8}
+    job = bj.launch(total, bj.from_parquet(path, "x"), runner="local", options=options)
+    assert job.result() == sum(range(N)) - 12
+    assert [each.member for each in job.dropped] == [12]
+
+
 def test_other_lengths_of_lists_in_another_file(form, tmp_path):
     first = form.save(pa.table({"x": pa.array([[1, 2]] * 3)}), tmp_path / "a")
     other = form.save(pa.table({"x": pa.array([[1, 2, 3]] * 3)}), tmp_path / "b")

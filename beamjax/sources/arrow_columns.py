@@ -24,6 +24,10 @@ _NUMBERS = (
 )
 
 
+class RowError(SourceError):
+    """A row is missing or has another shape; others of its row group can be read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Consecutive rows of a file.
@@ -223,7 +227,7 @@ def to_rows(column: Any, name: str, shape: tuple[int, ...], batch: Batch) -> np.
       batch: where the rows are.
 
     Raises:
-      SourceError: a row is missing (null), or a list has another length.
+      RowError: a row is missing (null), or a list has another length.
     """
     rows, parts, first = _Rows(name, batch, shape), [], 0
     for chunk in getattr(column, "chunks", [column]):
@@ -292,7 +296,7 @@ class _Rows:
             size = int(lengths[0]) if len(lengths) else 0
         (odd,) = np.nonzero(lengths != size)
         if len(odd):
-            raise SourceError(
+            raise RowError(
                 f"{self.batch.at(self.column, self.first + int(odd[0]) // each)}: found a list of "
                 f"length {lengths[odd[0]]}, expected {size} as in the first row of the source; all "
                 "rows of a column of arrays have the same shape. Pad or cut the lists."
@@ -304,7 +308,7 @@ class _Rows:
 
         null = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         count = compute.sum(array.is_null()).as_py()
-        raise SourceError(
+        raise RowError(
             f"{self.batch.at(self.column, self.first + null // each)}: found null, {count} of them "
             f"in this {self.batch.kind}; expected a number in each row. Fill them in or leave out "
             "such rows before: arrays have no missing values."

@@ -13,6 +13,7 @@ import numpy as np
 from beamjax.errors import PlacementError, SourceError
 from beamjax.sources.arrow_columns import (
     Batch,
+    RowError,
     Shape,
     agree,
     chosen,
@@ -143,12 +144,23 @@ class TableSource(BlockSource):
         file, number = self._place(block)
         return file.file, number, block.start, self._columns
 
-    def _decode(self, block: Block) -> Arrays:
+    def read(self, start: int, stop: int) -> Arrays:
+        try:
+            return super().read(start, stop)
+        except RowError:  # If it is not in the range, these members can be read.
+            parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
+            return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def _decode(self, block: Block, start: int = 0, stop: int = MAX_VALUES) -> Arrays:
+        """The members of a block that are in a range, all by default."""
         file, number = self._place(block)
         rows = Rows(block.start, block.last - block.first, self._most_rows())
+        low, high = (min(max(at, block.first), block.last) - block.first for at in (start, stop))
         table = self._table(file, number, self._columns, rows)
-        first = block.first - int(self._ends[block.number - number])
-        batch = Batch(file.file.path, self.batch_kind, number, block.start, first)
+        if (low, high) != (0, rows.length):
+            table = table.slice(low, high - low)
+        first = block.first + low - int(self._ends[block.number - number])
+        batch = Batch(file.file.path, self.batch_kind, number, block.start + low, first)
         return [
             to_rows(table.column(name), name, leaf.shape, batch)
             for name, leaf in zip(self._columns, self._leaves, strict=True)
