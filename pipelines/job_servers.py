@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import shutil
 import subprocess
@@ -63,15 +62,16 @@ class JobServer:
         """Whether it takes jobs; one that was killed just now may seem to live, and to listen."""
         end = time.monotonic() + _SECONDS_TO_ANSWER
         with grpc.insecure_channel(self.endpoint) as channel:
-            ready = grpc.channel_ready_future(channel)
-            try:
-                while self.alive and self.listens and time.monotonic() < end:
-                    with contextlib.suppress(grpc.FutureTimeoutError):
-                        ready.result(timeout=0.2)
+            call = channel.unary_unary("/grpc.health.v1.Health/Check")
+            while self.alive and self.listens and time.monotonic() < end:
+                try:
+                    call(b"", timeout=1)
+                    return True
+                except grpc.RpcError as error:
+                    if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is there to say so
                         return True
-                return False
-            finally:
-                ready.cancel()
+                time.sleep(0.05)
+        return False
 
     def stop(self) -> None:
         """Ends it and removes what it wrote."""

@@ -1,9 +1,11 @@
 """Servers beside a program: known again by pid and start, stopped with all that they started."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -170,16 +172,20 @@ def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
 # --- job servers
 
 LISTEN = """
-import socket, sys, time
-server = socket.create_server(("localhost", int(sys.argv[1])))
+import concurrent.futures, sys, time
+import grpc
+server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+server.add_insecure_port(f"localhost:{sys.argv[1]}")
+server.start()
 time.sleep(60)
 """
 
 
-def test_a_job_server_is_started_once_and_again_if_it_ended():
-    def command(ports, _):
-        return [sys.executable, "-c", LISTEN, str(ports[0])]
+def command(ports, _):
+    return [sys.executable, "-c", LISTEN, str(ports[0])]
 
+
+def test_a_job_server_is_started_once_and_again_if_it_ended():
     first = job_servers.serve("Test", "key", command)
     try:
         assert job_servers.serve("Test", "key", command) is first
@@ -192,6 +198,24 @@ def test_a_job_server_is_started_once_and_again_if_it_ended():
         job_servers._servers.pop("key").stop()
     assert not second.alive
     assert not second.folder.exists()
+
+
+def test_a_job_server_that_died_while_its_guard_slept_is_not_given_to_anybody():
+    first = job_servers.serve("Test", "key", command)
+    of_guard = first.process.pid
+    told = subprocess.run(["pgrep", "-P", str(of_guard)], capture_output=True, text=True).stdout
+    os.kill(of_guard, signal.SIGSTOP)
+    awake = threading.Timer(1, os.kill, (of_guard, signal.SIGCONT))
+    try:
+        os.kill(int(told), signal.SIGKILL)
+        assert processes.wait_until(lambda: not first.listens, 10)
+        assert first.alive
+        awake.start()
+        assert job_servers.serve("Test", "key", command) is not first
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(of_guard, signal.SIGCONT)
+        job_servers._servers.pop("key").stop()
 
 
 def test_a_job_server_that_does_not_start_is_an_error_with_its_log():
