@@ -34,6 +34,7 @@ from beamjax.execution import launch as launch
 from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import explain as explain
+from beamjax.grouping import group_by as group_by
 from beamjax.jobs import Job as Job
 from beamjax.jobs import JobState as JobState
 from beamjax.jobs import open_job as open_job

@@ -81,6 +81,11 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
     return told
 
 
+def source_fingerprint(source: Source) -> str:
+    """Of all leaves of a source."""
+    return _digest([_source_leaf(source, leaf) for leaf in range(len(source.leaves))])
+
+
 def _source_leaf(source: Source, leaf: int) -> str:
     if isinstance(source, ArraySource):
         return _array(source.read(0, len(source))[leaf])

@@ -161,6 +161,7 @@ TESTED_ELSEWHERE = {
     "flink_command": "test_cli",
     "folds": "test_rules",
     "guard": "test_processes",
+    "shuffling": "test_grouping",
     "hoist": "test_users_programs",
     "job_folder": "test_jobs",
     "job_results": "test_jobs",

@@ -9,6 +9,8 @@ import hypothesis
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 import pytest
 import url_files  # noqa: F401 - makes bjtest:// known to Beam
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ from table_files import (
 )
 
 import beamjax as bj
-from beamjax.errors import SourceError
+from beamjax.errors import SourceError, StructureError
 from beamjax.sources import block_source
 from beamjax.sources.source_base import open_spec
 
@@ -204,3 +206,41 @@ def test_programs(name, tmp_path):
     tree = tree_of(50)
     files = save_parts(FORMS[name], tmp_path, tree, [0, 21, 50], rows=6)
     assert_runs(FORMS[name].read(files), tree)
+
+
+TEXTS = ["", "a", "\u00e4\u00f6", "0123456789", "x" * 10, None]
+KINDS = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view()]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_texts_as_bytes(form, kind, tmp_path):
+    texts = [text.encode() for text in TEXTS[:-1]] * 3
+    values = texts if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else [
+        text.decode() for text in texts
+    ]  # fmt: skip
+    table = pa.table({"t": pa.array(values, kind), "n": np.arange(15)})
+    path = tmp_path / f"x.{form}"
+    if form == "parquet":
+        pq.write_table(table, path, row_group_size=4)
+    else:
+        feather.write_feather(table, str(path), "uncompressed", chunksize=4)
+    read = {"parquet": bj.from_parquet, "arrow": bj.from_arrow}[form]
+    source = read(path, text_bytes=12)
+    assert [str(leaf) for leaf in source.leaves] == ["int64[]", "uint8[12]"]
+    for start, stop in ((0, 15), (3, 9), (14, 15), (4, 4)):
+        found = source.read(start, stop)[1]
+        assert found.dtype == np.uint8
+        assert [bytes(row).rstrip(b"\0") for row in found] == texts[start:stop]
+    with pytest.raises(SourceError, match=r"found a text of 10 bytes, expected at most 5; choose"):
+        read(path, text_bytes=5).read(0, 15)
+    with pytest.raises(StructureError, match="text_bytes=64"):
+        read(path)
+    with pytest.raises(StructureError, match="text_bytes: found 0"):
+        read(path, text_bytes=0)
+
+
+def test_a_text_that_is_missing(tmp_path):
+    pq.write_table(pa.table({"t": TEXTS}), tmp_path / "x.parquet")
+    with pytest.raises(SourceError, match=r"row 5 of it .*found null"):
+        bj.from_parquet(tmp_path / "x.parquet", text_bytes=12).read(0, 6)

@@ -2,6 +2,9 @@
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 import pytest
 from memory_files import FILES
 
@@ -96,3 +99,25 @@ def test_ragged_members_are_padded(store):
     flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=1"]
     options = [*flags, "--work_folder=inmemory://run", "--shard_size=8"]
     assert bj.run(total, clients, options=options) == 44 * 45 / 2
+
+
+def test_all_kinds_of_local_files_are_written(store, tmp_path):
+    np.save(tmp_path / "0.npy", X)
+    np.save(tmp_path / "1.npy", X)
+    np.savez(tmp_path / "x.npz", x=X)
+    table = pa.table({"x": X[:, 0]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    feather.write_feather(table, str(tmp_path / "x.arrow"))
+    sources = [
+        bj.from_npy(str(tmp_path / "*.npy")),
+        bj.from_npz(tmp_path / "x.npz"),
+        bj.from_parquet(tmp_path / "x.parquet"),
+        bj.from_arrow(tmp_path / "x.arrow"),
+        bj.from_ragged(bj.from_npy(tmp_path / "0.npy"), [N]),
+        bj.take(bj.from_npy(tmp_path / "0.npy"), [3]),
+    ]
+    for source in sources:
+        assert uploads.stays_here(source, store), source
+        (leaf, *_) = uploads.upload(source, store)
+        assert leaf.read(0, 1)[0].tobytes() == source.read(0, 1)[0].tobytes()
+    assert not uploads.stays_here(bj.from_range(3), store)

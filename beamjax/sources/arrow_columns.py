@@ -118,30 +118,51 @@ def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:
     return sorted(set(listed))
 
 
-def row_type(schema: Any, column: str, file: str) -> tuple[Shape, np.dtype]:
+def row_type(
+    schema: Any, column: str, file: str, text_bytes: int | None = None
+) -> tuple[Shape, np.dtype]:
     """Shape and dtype of a row of a column.
 
     Args:
       schema: of the file.
       column: the name of one that is there.
       file: for messages.
+      text_bytes: of texts, and bytes of any length, as uint8[text_bytes]; None refuses them.
 
     Raises:
       StructureError: it has no numbers.
     """
     kind = schema.field(column).type
-    found = _row_type(kind)
+    found = _row_type(kind, text_bytes)
     if found is None:
-        others = [field.name for field in schema if _row_type(field.type) is not None]
+        others = [f.name for f in schema if _row_type(f.type, text_bytes) is not None]
+        texts = ", read it as bytes, text_bytes=64," if _row_type(kind, 1) is not None else ""
         choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
         raise StructureError(
             f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. Choose others, "
-            f"columns=[{choice}], or write it as numbers."
+            f"columns=[{choice}]{texts} or write it as numbers."
         )
     return found
 
 
-def _row_type(kind: Any) -> tuple[Shape, np.dtype] | None:
+def _is_text(kind: Any) -> bool:
+    """Whether values are bytes of any length."""
+    import pyarrow.types as types
+
+    return any(
+        is_one(kind)
+        for is_one in (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+            types.is_binary_view,
+        )
+    )
+
+
+def _row_type(kind: Any, text_bytes: int | None) -> tuple[Shape, np.dtype] | None:
     import pyarrow.types as types
 
     shape: list[int | None] = []
@@ -159,6 +180,8 @@ def _row_type(kind: Any) -> tuple[Shape, np.dtype] | None:
             kind = kind.value_type
         elif types.is_fixed_size_binary(kind):
             return (*shape, kind.byte_width), np.dtype(np.uint8)
+        elif text_bytes is not None and _is_text(kind):
+            return (*shape, text_bytes), np.dtype(np.uint8)
         elif types.is_boolean(kind):
             return tuple(shape), np.dtype(np.bool_)
         elif types.is_integer(kind):
@@ -281,7 +304,28 @@ class _Rows:
             data = array.buffers()[1] if count and width else b""
             flat = np.frombuffer(data, np.uint8)[array.offset * width :][: count * width]
             return flat.reshape(count, width)
+        if _is_text(kind):
+            return self._texts(array, depth, each)
         return array.to_numpy(zero_copy_only=not types.is_boolean(kind))
+
+    def _texts(self, array: Any, depth: int, each: int) -> np.ndarray:
+        """Texts as bytes with zeros up to the width of a row."""
+        import pyarrow as pa
+
+        width = self.shape[depth] if self.shape is not None else 0
+        flat = array.cast(pa.large_binary())
+        offsets = np.frombuffer(flat.buffers()[1], np.int64)[flat.offset :][: len(flat) + 1]
+        lengths = np.diff(offsets)
+        (long,) = np.nonzero(lengths > width)
+        if len(long) and self.shape is not None:
+            raise RowError(
+                f"{self.batch.at(self.column, self.first + int(long[0]) // each)}: found a text of "
+                f"{lengths[long[0]]} bytes, expected at most {width}; choose a larger text_bytes."
+            )
+        texts = np.zeros((len(flat), width), np.uint8)
+        data = np.frombuffer(flat.buffers()[2] or b"", np.uint8)
+        texts[np.arange(width) < lengths[:, None]] = data[offsets[0] : offsets[-1]]
+        return texts
 
     def _size(self, array: Any, depth: int, each: int) -> int:
         """The length of all lists of an array."""

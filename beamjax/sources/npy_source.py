@@ -122,6 +122,10 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         self._files = [list(series) for series in files]
         self._ends = [ends_of([rows for _, rows in series]) for series in files]
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return int(self._ends[0][-1])
 

@@ -88,6 +88,10 @@ class NpzSource(HoldsLeaves, kind="npz"):
         self._arrays = tuple(arrays)
         self._size = size
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self._size
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from beamjax.errors import OptionsError
 from beamjax.shared_cache import SharedCache
 from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.data_files import DataFile, is_url, look, open_file
+from beamjax.sources.ragged_source import GroupedRows
 from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
 
 PIECE_BYTES = 2**26
@@ -148,7 +151,14 @@ def _footer(file: DataFile) -> _Footer:
     return _FOOTERS.get(file, read)
 
 
-def from_parquet(paths: Any, columns: Any = None) -> ParquetSource:
+def from_parquet(
+    paths: Any,
+    columns: Any = None,
+    *,
+    text_bytes: int | None = None,
+    group_by: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> ParquetSource | GroupedRows:
     """A placed input from files of Parquet, whose rows are the members.
 
     A member is a dictionary of the columns: numbers and bools are arrays of shape (), lists of one
@@ -166,12 +176,28 @@ def from_parquet(paths: Any, columns: Any = None) -> ParquetSource:
         or a folder in the order of their names.
       columns: a list of names; None for all. A single name instead of a list gives that column's
         array itself instead of a dictionary.
+      text_bytes: reads texts, in UTF-8, and bytes of any length as uint8[text_bytes] with zeros
+        after them; None refuses such columns.
+      group_by: a column; the rows with the same value in it are one member, as
+        `beamjax.group_by(source, column, folder=folder)` groups them.
+      folder: for the groups, which the next call finds there.
 
     Raises:
       SourceError: a file is missing, is no file of Parquet, has not the columns of the first one,
         or they are of another type. When it is read: a row is null or has a list of another
         length, or the file has changed.
-      StructureError: a column has other than numbers, such as strings or times.
+      StructureError: a column has other than numbers, such as times, or texts without `text_bytes`.
       PlacementError: there are no rows.
+      OptionsError: `group_by` without a folder, or one with other groups.
     """
-    return from_tables(ParquetSource, paths, columns, "from_parquet")
+    if (group_by is None) != (folder is None):
+        raise OptionsError(
+            f"from_parquet: found group_by={group_by!r} and folder={folder!r}, expected both, or "
+            "neither: groups are in files of a folder, where the next call finds them."
+        )
+    source = from_tables(ParquetSource, paths, columns, text_bytes, "from_parquet")
+    if group_by is None or folder is None:
+        return source
+    from beamjax import grouping  # is made of sources itself
+
+    return grouping.group_by(source, group_by, folder=folder)

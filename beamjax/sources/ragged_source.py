@@ -141,6 +141,27 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         return cls(rows, ends, buckets, mask_at)
 
 
+class GroupedRows(RaggedSource):
+    """The groups of a table as members; see `beamjax.group_by`.
+
+    Attributes:
+        keys: of each member, in the order of the members.
+    """
+
+    def __init__(
+        self,
+        rows: Source,
+        ends: Source,
+        buckets: Sequence[int],
+        mask_at: int,
+        treedef: PyTreeDef = None,
+        keys: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Use `beamjax.group_by`."""
+        super().__init__(rows, ends, buckets, mask_at, treedef)
+        self.keys = np.concatenate(keys) if keys else np.empty(0, np.int64)
+
+
 class ShortSource(Source, kind="short"):
     """A ragged source that is read padded to a bucket: for a pass with a body for each of them."""
 
@@ -225,13 +246,9 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
             f"add up to {counts.sum()}, expected lengths from 0 that add up to the {len(source)} "
             "rows."
         )
-    chosen = (
-        _checked(buckets, counts, _most_rows(source))
-        if buckets is not None
-        else choose_buckets(counts)
-    )
+    chosen = chosen_buckets(buckets, counts, source)
     ends = from_arrays(np.cumsum(counts))
-    return RaggedSource(source, ends, chosen, *_with_mask(source))
+    return RaggedSource(source, ends, chosen, *place_of_mask(source))
 
 
 def choose_buckets(lengths: np.ndarray) -> list[int]:
@@ -247,27 +264,32 @@ def _most_rows(rows: Source) -> int:
     return max(len(rows), ANY_ROWS) + MULTIPLE
 
 
-def _checked(buckets: Sequence[int], lengths: np.ndarray, most: int) -> list[int]:
-    chosen = list(map(int, buckets))
+def chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Source) -> list[int]:
+    """Lengths to pad members to: those of a user, if they will do, or some for these members.
+
+    Raises:
+      SourceError: they won't.
+    """
+    if buckets is None:
+        return choose_buckets(lengths)
+    chosen, most = list(map(int, buckets)), _most_rows(rows)
     if not chosen or chosen != sorted(set(chosen)) or chosen[0] < 1:
-        raise SourceError(
-            f"from_ragged, buckets: found {list(buckets)}, expected lengths from 1, ascending."
-        )
+        raise SourceError(f"buckets: found {list(buckets)}, expected lengths from 1, ascending.")
     if chosen[-1] > most:
         raise SourceError(
-            f"from_ragged, buckets: found {chosen[-1]}, expected at most {most}, for "
-            f"{lengths.sum()} rows of all members."
+            f"buckets: found {chosen[-1]}, expected at most {most}, for {len(rows)} rows of all "
+            "members."
         )
     if lengths.max() > chosen[-1]:
         member = int(lengths.argmax())
         raise SourceError(
-            f"from_ragged, buckets: member {member} has {lengths[member]} rows, expected at most "
-            f"{chosen[-1]}, the last bucket."
+            f"buckets: member {member} has {lengths[member]} rows, expected at most {chosen[-1]}, "
+            "the last bucket."
         )
     return chosen
 
 
-def _with_mask(rows: Source) -> tuple[int, PyTreeDef]:
+def place_of_mask(rows: Source) -> tuple[int, PyTreeDef]:
     """The place of the mask among the leaves, and the tree of all."""
     import jax
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from beamjax.errors import PlacementError, SourceError
+from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.arrow_columns import (
     Batch,
     RowError,
@@ -22,7 +22,7 @@ from beamjax.sources.arrow_columns import (
     to_rows,
 )
 from beamjax.sources.block_source import Arrays, Block, BlockSource
-from beamjax.sources.data_files import DataFile, find_files
+from beamjax.sources.data_files import DataFile, find_files, is_url
 from beamjax.sources.source_base import (
     MAX_VALUES,
     LeafSpec,
@@ -166,6 +166,10 @@ class TableSource(BlockSource):
             for name, leaf in zip(self._columns, self._leaves, strict=True)
         ]
 
+    @property
+    def is_local(self) -> bool:
+        return not any(is_url(file.file.path) for file in self._files)
+
     def describe(self) -> str:
         more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
         return describe_source(self, f"in {self._files[0].file.path}{more}")
@@ -193,18 +197,27 @@ class TableSource(BlockSource):
         return cls(files, columns, leaves)
 
 
+MAX_TEXT = 1 << 20
+"""Bytes of a text, at most."""
+
 Found = TypeVar("Found", bound=TableSource)
 
 
-def from_tables(cls: type[Found], paths: Any, columns: Any, who: str) -> Found:
+def from_tables(
+    cls: type[Found], paths: Any, columns: Any, text_bytes: int | None, who: str
+) -> Found:
     """A source of some kind from the files that a user names; see `from_parquet`."""
     import jax
 
+    if text_bytes is not None and (type(text_bytes) is not int or not 1 <= text_bytes <= MAX_TEXT):
+        raise StructureError(
+            f"{who}, text_bytes: found {text_bytes!r}, expected a number from 1 to {MAX_TEXT}."
+        )
     found = find_files(paths, who, cls.endings)
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # most of the time is waiting for URLs
         heads = list(pool.map(cls._head, found))
     names = chosen(heads[0][1], columns, found[0], who)
-    types = _row_types(heads, names, columns, who)
+    types = _row_types(heads, names, columns, text_bytes, who)
     files = [file for file, _ in heads]
     filled = [(file, number) for file in files for number, n in enumerate(file.rows) if n]
     if not filled:
@@ -223,7 +236,11 @@ def from_tables(cls: type[Found], paths: Any, columns: Any, who: str) -> Found:
 
 
 def _row_types(
-    heads: Sequence[tuple[TableFile, Any]], names: Sequence[str], columns: Any, who: str
+    heads: Sequence[tuple[TableFile, Any]],
+    names: Sequence[str],
+    columns: Any,
+    text_bytes: int | None,
+    who: str,
 ) -> dict[str, tuple[Shape, np.dtype]]:
     """Shape and dtype of each column, as all files have it."""
     types: dict[str, tuple[Shape, np.dtype]] = {}
@@ -238,7 +255,7 @@ def _row_types(
             )
         chosen(schema, list(names), path, who)
         for name in names:
-            found = row_type(schema, name, path)
+            found = row_type(schema, name, path, text_bytes)
             if not agree(types.setdefault(name, found), found):
                 raise SourceError(
                     f"{path}: found the column {name!r} of the type {schema.field(name).type}, "

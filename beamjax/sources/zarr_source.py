@@ -97,6 +97,10 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         self._arrays = tuple(arrays)
         self._size = size
 
+    @property
+    def is_local(self) -> bool:
+        return not any(is_url(array.store) for array in self._arrays)
+
     def __len__(self) -> int:
         return self._size
 
