@@ -304,9 +304,8 @@ def _fitted(
     unroll: bool,
 ) -> Planned:
     """The same with bodies for short members, if they can have their own."""
-    sizes = planned.plan.shard_sizes
 
-    def make(others: Sequence[Argument]) -> Plan:
+    def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
         return make_plan(fn, others, restore, options, unroll, sizes).plan
 
     plan, reason = fitted(planned.plan, arguments, make)

@@ -7,7 +7,7 @@ they are one plan, whose passes choose the body by the shapes of a shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,12 +15,13 @@ import jax
 
 from beamjax.errors import BeamjaxError
 from beamjax.inputs import raw_array
+from beamjax.interpreters.sizing import MAX_SHARD_BYTES
 from beamjax.interpreters.stage import Argument
 from beamjax.plan import Block, Branch, Fitted, Loop, Map, Plan, walk
 from beamjax.sources.source_base import Source
 
-Planner = Callable[[Sequence[Argument]], Plan]
-"""Makes the plan of a function for arguments."""
+Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]
+"""Makes the plan of a function for arguments, with shards of these sizes."""
 
 
 def buckets_of(arguments: Sequence[Argument]) -> dict[int, tuple[int, ...]]:
@@ -35,7 +36,7 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
     Args:
       plan: for the longest members.
       arguments: with one ragged source or more.
-      planner: makes a plan with the same shards for other arguments.
+      planner: makes a plan for other arguments, with shards of these sizes if it is given any.
 
     Returns:
       The plan; and why it is the one that was given, or "".
@@ -48,19 +49,42 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
     reason = _obstacle(plan, mine)
     if reason:
         return plan, reason
+
+    def make(rows: int, sizes: Mapping[str, int] | None) -> Plan:
+        shorter = [_of_length(a, rows) if i in mine else a for i, a in enumerate(arguments)]
+        return planner(shorter, sizes)
+
+    usual = arguments[mine[0]].value
+    try:
+        sizes = _sizes(plan, usual, make)
+        longest = plan if sizes == plan.shard_sizes else make(buckets[-1], sizes)
+        shorter = [make(rows, sizes) for rows in buckets[:-1]]
+    except BeamjaxError as error:
+        return plan, f"it can't be staged for fewer rows ({error})".split("\n")[0]
+    together = _together(longest, shorter, mine)
+    if isinstance(together, str):
+        return plan, together
+    return together, ""
+
+
+def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str, int]:
+    """Members in a shard: as many as are best of usual ones, and as the longest ones allow."""
+    rows = next((b for b in source.buckets if b >= source.usual_rows), source.buckets[-1])
+    member = max(sum(leaf.nbytes for leaf in source.leaves), 1)
+    most = 1 << max((MAX_SHARD_BYTES // member).bit_length() - 1, 0)
+    sizes = make(rows, None).shard_sizes
+    return {name: max(min(size, most), plan.shard_sizes[name]) for name, size in sizes.items()}
+
+
+def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan | str:
+    """Plans for all buckets as one, the first for the longest members; or why that can't be."""
     names = [plan.inputs[i].placed for i in mine if plan.inputs[i].placed is not None]
     bodies = dict(plan.bodies)
     found: dict[str, list[Fitted]] = {}
-    for rows in buckets[:-1]:
-        try:
-            other = planner(
-                [_of_length(a, rows) if i in mine else a for i, a in enumerate(arguments)]
-            )
-        except BeamjaxError as error:
-            return plan, f"it can't be staged for {rows} rows ({error})".split("\n")[0]
+    for other in others:
         pairs = _pairs(plan, other, names)
         if pairs is None:
-            return plan, (
+            return (
                 "what is handed on between passes, or computed on the server, depends on the length"
             )
         for step, shorter in pairs:
@@ -69,10 +93,10 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
                 found.setdefault(step.name, []).append(Fitted(shapes, shorter.body))
         bodies |= other.bodies
     if any(body.python for body in bodies.values()):
-        return plan, "a body runs as Python"
+        return "a body runs as Python"
     steps = _changed(plan.steps, lambda step: replace(step, fitted=tuple(found.get(step.name, ()))))
     inputs = tuple(replace(x, short=True) if i in mine else x for i, x in enumerate(plan.inputs))
-    return replace(plan, steps=steps, inputs=inputs, bodies=bodies), ""
+    return replace(plan, steps=steps, inputs=inputs, bodies=bodies)
 
 
 def _leaf(argument: Argument) -> Any:

@@ -187,6 +187,23 @@ def test_two_ragged_sources_are_padded_to_the_longest():
     )
 
 
+def test_shards_are_those_of_usual_members():
+    lengths = [*np.full(999, 10), 20_000]
+    rows = {"x": np.zeros((sum(lengths), 3), np.float32), "y": np.zeros(sum(lengths), np.float32)}
+    source = bj.from_ragged(rows, lengths)
+    alone = plan_of(mean_loss, W, bj.from_ragged(rows, lengths, buckets=[20_000]))
+    assert alone.plan.shard_sizes == {"clients": 8}
+    assert plan_of(mean_loss, W, source).plan.shard_sizes == {"clients": 64}
+    assert plan_of(mean_loss, W, source, shard_size=16).plan.shard_sizes == {"clients": 16}
+    huge = bj.from_ragged(np.zeros(2_000_999, np.float32), [*np.full(999, 1), 2_000_000])
+
+    @bj.program(clients=None)
+    def total(data):
+        return bj.reduce_sum(bj.map_fn(lambda c: c["rows"].sum(where=c["mask"]), data))
+
+    assert plan_of(total, huge).plan.shard_sizes == {"clients": 8}  # or they take over 32 MiB
+
+
 def test_explain_tells_the_buckets():
     text = str(bj.explain(mean_loss, W, clients(buckets=[16, 32, LONGEST])))
     assert "members have unequal lengths. Their shards are padded to 16/32/58 rows" in text

@@ -73,6 +73,14 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         return self._buckets
 
     @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes
+
+    @property
+    def usual_rows(self) -> float:
+        return len(self._rows) / len(self._ends)
+
+    @property
     def inner(self) -> tuple[Source, ...]:
         return self._rows, self._ends
 

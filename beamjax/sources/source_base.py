@@ -127,6 +127,11 @@ class Source(abc.ABC):
         """
         return ()
 
+    @property
+    def usual_rows(self) -> float:
+        """The mean number of rows of ragged members; 0 if no leaf is ragged."""
+        return 0.0
+
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
         """As `read`, but ragged leaves are padded to the first of `buckets` that is long enough."""
         return self.read(start, stop)

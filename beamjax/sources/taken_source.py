@@ -49,6 +49,10 @@ class TakenSource(Source, kind="taken"):
         return self._source.buckets
 
     @property
+    def usual_rows(self) -> float:
+        return self._source.usual_rows
+
+    @property
     def inner(self) -> tuple[Source, ...]:
         return self._source, self._numbers
 
