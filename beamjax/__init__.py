@@ -39,6 +39,7 @@ from beamjax.jobs import Job as Job
 from beamjax.jobs import JobState as JobState
 from beamjax.jobs import open_job as open_job
 from beamjax.kept import open_placed as open_placed
+from beamjax.keyed import Keyed as Keyed
 from beamjax.options import Options as Options
 from beamjax.progress import Progress as Progress
 from beamjax.reductions import reduce as reduce
@@ -51,6 +52,8 @@ from beamjax.sources.array_record_source import from_array_record as from_array_
 from beamjax.sources.arrow_source import from_arrow as from_arrow
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
+from beamjax.sources.keyed_table import KeyedTable as KeyedTable
+from beamjax.sources.keyed_table import open_keyed as open_keyed
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npz_source import from_npz as from_npz
 from beamjax.sources.parquet_source import from_parquet as from_parquet

@@ -28,6 +28,7 @@ from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job, Work, launch_work, run_work
 from beamjax.kept import Kept, kept_results
+from beamjax.keyed_results import kept_numbers, keyed_outputs, with_tables
 from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
@@ -157,7 +158,8 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
     tree = planned.staged.out_tree
     numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     found = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    results = kept_results(plan, [jax.tree_util.keystr(path) for path, _ in found], options)
+    paths = [jax.tree_util.keystr(path) for path, _ in found]
+    results = kept_results(plan, paths, options, kept_numbers(keyed_outputs(tree, options)))
 
     def compute(monitor: Monitor) -> Any:
         with sources:
@@ -168,7 +170,8 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
                 _with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
                 for out, weak in zip(plan.outputs, weak_types, strict=True)
             ]
-        return jax.tree_util.tree_unflatten(planned.staged.out_tree, leaves)
+            result = jax.tree_util.tree_unflatten(tree, leaves)
+            return with_tables(result, results, runner, options)
 
     name = runner if isinstance(runner, str) else type(runner).__name__
     return Work(plan, name, options, compute)
@@ -252,6 +255,12 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             )
     arguments, key, restore = _stage.flatten_arguments(args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
+    for output in keyed_outputs(planned.staged.out_tree, parsed):
+        raise StagingError(
+            f"result{output.path}: found reduce_by_key without a number of keys, which transform "
+            "does not have; return the keys and values, and use Beam's CombinePerKey, or "
+            "beamjax.run"
+        )
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))
     inputs = bind_inputs(plan, arguments)
     groups = [

@@ -86,10 +86,10 @@ class Grouping:
         names, starts, counts = np.unique(keys[order], return_index=True, return_counts=True)
         members = np.lexsort((names, counts))
         order = order[_ranges(starts[members], counts[members])]
-        self._save(part, "keys", names[members])
-        self._save(part, "counts", counts[members].astype(np.int64))
+        self.save(part, "keys", names[members])
         for number, array in enumerate(leaves):
-            self._save(part, f"leaf-{number:03d}", storable(array[order]))
+            self.save(part, f"leaf-{number:03d}", storable(array[order]))
+        self.save(part, "counts", counts[members].astype(np.int64))
 
     def path(self, part: int, what: str) -> str:
         """Of a file of a part."""
@@ -99,7 +99,12 @@ class Grouping:
         """The parts that have rows."""
         return [part for part in range(self.parts) if os.path.exists(self.path(part, "counts"))]
 
-    def _save(self, part: int, what: str, array: np.ndarray) -> None:
+    def save(self, part: int, what: str, array: np.ndarray) -> None:
+        """Writes a file of a part.
+
+        Raises:
+          SourceError: it can't be written.
+        """
         path = self.path(part, what)
         try:
             handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=self.folder)
@@ -157,7 +162,7 @@ def group_by(
             "workers map. Use a folder that they share."
         )
     where = os.path.abspath(where)
-    parts = min(max(-(-rows.nbytes // PART_BYTES), 1), MAX_PARTS)
+    parts = parts_for(rows)
     grouping = Grouping(where, key, parts, len(rows))
     leaves = [leaf for i, leaf in enumerate(rows.leaves) if i != key]
     record = {
@@ -168,10 +173,14 @@ def group_by(
         "leaves": [leaf.to_json() for leaf in leaves],
     }
     if not _found(where, record):
-        os.makedirs(where, mode=0o700, exist_ok=True)
-        _shuffle(rows, grouping, runner, parse_options(options))
+        shuffle(rows, grouping, runner, parse_options(options))
         _write_manifest(where, record)
     return _opened(grouping, leaves, names, buckets)
+
+
+def parts_for(rows: Source) -> int:
+    """Into how many parts rows are dealt."""
+    return min(max(-(-rows.nbytes // PART_BYTES), 1), MAX_PARTS)
 
 
 def hashed(keys: np.ndarray) -> np.ndarray:
@@ -257,14 +266,20 @@ def _write_manifest(folder: str, record: dict[str, Any]) -> None:
     os.replace(temporary, os.path.join(folder, MANIFEST))
 
 
-def _shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> None:
+def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> None:
+    """Deals rows to parts and writes the parts, in this process or by a runner of Beam.
+
+    Raises:
+      SourceError: rows can't be read, or the folder can't be written.
+    """
+    os.makedirs(grouping.folder, mode=0o700, exist_ok=True)
     for part in grouping.written():  # of a call that was stopped
         for path in Path(grouping.folder).glob(f"part-{part:05d}-*.npy"):
             path.unlink()
     if runner != LOCAL:
-        from beamjax.pipelines.shuffling import shuffle
+        from beamjax.pipelines import shuffling
 
-        shuffle(rows, grouping, runner, options)
+        shuffling.shuffle(rows, grouping, runner, options)
         return
     dealt = tempfile.mkdtemp(prefix="dealt-", dir=grouping.folder)
     try:

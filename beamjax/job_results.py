@@ -11,8 +11,9 @@ from beamjax import records, trees
 from beamjax.bodies import key_impl, unwrap, with_weak_type, with_x64, wrap
 from beamjax.errors import ArrayFormatError
 from beamjax.job_folder import JobFolder
+from beamjax.kept import open_placed
+from beamjax.sources.keyed_table import KeyedTable, open_keyed
 from beamjax.sources.placed import Placed
-from beamjax.sources.source_base import open_spec
 
 
 def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
@@ -31,17 +32,18 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
         {
             "impl": key_impl(leaf.dtype) if _is_key(leaf) else None,
             "weak": bool(getattr(leaf, "weak_type", False)),
-            "placed": leaf.to_spec() if isinstance(leaf, Placed) else None,
+            "placed": leaf.folder if isinstance(leaf, Placed | KeyedTable) else None,
+            "keyed": isinstance(leaf, KeyedTable),
         }
         for leaf in leaves
     ]
-    leaves = [np.empty(0) if isinstance(leaf, Placed) else leaf for leaf in leaves]
+    leaves = [np.empty(0) if isinstance(leaf, Placed | KeyedTable) else leaf for leaf in leaves]
     record = {"tree": trees.tree_to_json(treedef), "types": types, "x64": x64}
     folder.write_result([np.asarray(unwrap(leaf)) for leaf in leaves], record)
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
 
 
 def read_result(folder: JobFolder, like: Any = None) -> Any:
@@ -75,13 +77,15 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
 
 
 def _leaf(array: np.ndarray, kind: Any, x64: bool, path: str) -> Any:
-    types: dict[str, Any] = {"impl": (str, type(None)), "weak": bool, "placed": (dict, type(None))}
+    types: dict[str, Any] = {
+        "impl": (str, type(None)),
+        "weak": bool,
+        "placed": (str, type(None)),
+        "keyed": bool,
+    }
     kind = records.checked(kind if isinstance(kind, dict) else {}, types, path)
     if kind["placed"] is not None:
-        placed = open_spec(kind["placed"])
-        if not isinstance(placed, Placed):
-            raise ArrayFormatError(f"{path}: found {placed!r}, expected a result in files")
-        return placed
+        return (open_keyed if kind["keyed"] else open_placed)(kind["placed"])
     if array.dtype == jax.dtypes.float0:
         return array
     if kind["impl"] and kind["weak"]:

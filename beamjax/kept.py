@@ -9,7 +9,7 @@ import re
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,16 +120,17 @@ class Kept:
 NOTHING = Kept()
 
 
-def kept_results(plan: Plan, paths: Sequence[str], options: Options) -> Kept:
+def kept_results(
+    plan: Plan, paths: Sequence[str], options: Options, numbers: Container[int] = ()
+) -> Kept:
     """What a run keeps: placed results with their members along axis 0.
 
     Args:
       plan: of the run.
       paths: where each output stands in the result, as `jax.tree_util.keystr` writes it.
       options: `keep`, `results_folder`, `job_folder` and `work_folder`.
+      numbers: of outputs that are kept in any case.
     """
-    if options.keep is None:
-        return NOTHING
     base, lasts = options.results_folder, True
     if base is None and options.job_folder is not None:
         base = f"{options.job_folder.rstrip('/')}/results"
@@ -138,7 +139,9 @@ def kept_results(plan: Plan, paths: Sequence[str], options: Options) -> Kept:
         base = f"{parent.rstrip('/')}/beamjax-results-{uuid.uuid4().hex}"
     base = base if is_url(base) else os.path.abspath(base)
     folders: dict[str, str] = {}
-    for path, out in zip(paths, plan.outputs, strict=True):
+    for number, (path, out) in enumerate(zip(paths, plan.outputs, strict=True)):
+        if options.keep is None and number not in numbers:
+            continue
         name = out.value
         if name is None or plan.values[name].placement is None or name in folders:
             continue
@@ -147,6 +150,8 @@ def kept_results(plan: Plan, paths: Sequence[str], options: Options) -> Kept:
         word = re.sub(r"[^A-Za-z0-9_]+", "-", path).strip("-") or "result"
         taken = word if f"{base}/{word}" not in folders.values() else f"{word}-{len(folders)}"
         folders[name] = f"{base}/{taken}"
+    if not folders:
+        return NOTHING
     return Kept(folders, f"part-{uuid.uuid4().hex[:8]}", lasts)
 
 

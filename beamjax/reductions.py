@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from beamjax import arrays as wire
 from beamjax import layouts
 from beamjax.combining import bind_reduce
 from beamjax.errors import StructureError
+from beamjax.keyed import Keyed
 from beamjax.leaves import as_array, as_placed, name_of
 from beamjax.placements import resolve
 from beamjax.primitives import map_members, trace_body
@@ -64,7 +66,12 @@ _SEGMENTS: dict[str, Callable[..., jax.Array]] = {
 
 
 def reduce_by_key(
-    x: Any, keys: Any, num_keys: int, *, op: str = "sum", placement: str | None = None
+    x: Any,
+    keys: Any,
+    num_keys: int | None = None,
+    *,
+    op: str = "sum",
+    placement: str | None = None,
 ) -> Any:
     """Reduces the members of each key, as `jax.ops.segment_sum` and its like do.
 
@@ -72,7 +79,7 @@ def reduce_by_key(
       x: a tree of placed arrays, of shapes `(n, ...)`.
       keys: a placed array of ints, of shape `(n,)`: the key of each member. Members whose key is
         not in `[0, num_keys)` are left out.
-      num_keys: the number of keys, an int >= 1.
+      num_keys: the number of keys, an int >= 1; None where they are not known beforehand.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
       placement: the placement; may be left out where the program has one.
 
@@ -83,7 +90,10 @@ def reduce_by_key(
       products, the lowest and the highest value of the dtype for "max" and "min", False for "any"
       and True for "all"; its mean is NaN, as of 0 / 0. Floats of 16 bits are summed and multiplied
       in float32. Members that tie for an extreme share the derivative; that of a product is as in
-      `reduce_prod`.
+        `reduce_prod`. Without `num_keys`, a `Keyed`, which the program can only return: any int is
+        a key then, `beamjax.run` gives a `KeyedTable` on disk for it, and `.reduced()` of what
+        `jax.jit` returns gives the same in memory. Floats are added in float64, in the order of
+        the members.
 
     Raises:
       OutsideProgramError: called outside a program.
@@ -97,7 +107,7 @@ def reduce_by_key(
     mesh = layouts.mesh_for(name, placement, n, None)
     if op not in _SEGMENTS:
         raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(_SEGMENTS)}.")
-    num_keys = _check_num_keys(num_keys)
+    size = None if num_keys is None else _check_num_keys(num_keys)
     keys = _check_keys(as_placed(name, "keys", (), keys, placement, n))
     leaves, tree = tree_util.tree_flatten_with_path(x)
     values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
@@ -108,6 +118,16 @@ def reduce_by_key(
                 "bools."
             )
     results = [_result_dtype(op, value.dtype) for value in values]
+    if size is None:
+        # By a map, so that the members are results of a pass, in files.
+        found = map_members(
+            lambda *member: list(member), [], [keys, *values], placement=placement, n=n,
+            name=f"{name}_{op}", mesh=mesh,
+        )  # fmt: skip
+        keys, *values = map(layouts.whole, found)
+        names = [wire.dtype_name(np.dtype(dtype)) for dtype in results]
+        return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
+    num_keys = size
 
     def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
         wide = key if key.dtype.itemsize >= 4 else key.astype(np.int32)
@@ -167,7 +187,7 @@ def _result_dtype(op: str, dtype: Any) -> Any:
 def _for_op(op: str, value: jax.Array, result: Any) -> jax.Array:
     """A member's value in the dtype in which it is reduced."""
     if op in ("any", "all"):
-        return value != 0
+        return value if value.dtype == np.bool_ else value != 0
     narrow = jnp.issubdtype(result, np.floating) and jnp.finfo(result).bits < 32
     return value.astype(np.float32 if narrow and op in ("sum", "mean", "prod") else result)
 

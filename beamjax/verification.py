@@ -19,6 +19,8 @@ from beamjax.chunks import members_of
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
+from beamjax.keyed import Keyed
+from beamjax.sources.keyed_table import KeyedTable
 
 ADVICE = (
     "A runner sums floats in another order than jit. If the difference is of the size of rounding, "
@@ -168,6 +170,7 @@ def verify(
     found = execution.run(fn, *args, runner=runner, options=options)
     arguments, _, restore = _stage.flatten_arguments(args)
     expected = jax.jit(fn)(*restore(_whole(arguments)))
+    found, expected = _by_key(found), _by_key(expected)
     name = runner if isinstance(runner, str) else type(runner).__name__
     rows = compare(found, expected, rtol=rtol, atol=atol)
     report = VerificationReport(_stage.function_name(fn), name, rows)
@@ -175,6 +178,17 @@ def verify(
         failures = "\n".join(row.failure() for row in rows if not row.passed)
         raise VerificationError(f"{report}\n{failures}\n{ADVICE}")
     return report
+
+
+def _by_key(result: Any) -> Any:
+    """A result with arrays in the place of members with keys, reduced here or on disk."""
+
+    def arrays(node: Any) -> Any:
+        if isinstance(node, Keyed):
+            return node.reduced()
+        return node.arrays() if isinstance(node, KeyedTable) else node
+
+    return jax.tree_util.tree_map(arrays, result, is_leaf=lambda node: isinstance(node, Keyed))
 
 
 def _whole(arguments: Sequence[Argument]) -> list[Any]:

@@ -110,7 +110,7 @@ def test_members_of_like_length_stand_together(tmp_path):
 
 def test_the_groups_are_found_again(tmp_path, monkeypatch):
     first = bj.group_by(TABLE, "client", folder=tmp_path)
-    monkeypatch.setattr(grouping, "_shuffle", None)
+    monkeypatch.setattr(grouping, "shuffle", None)
     again = bj.group_by(TABLE, "client", folder=tmp_path, buckets=[500])
     assert again.buckets == (500,)
     np.testing.assert_array_equal(first.keys, again.keys)

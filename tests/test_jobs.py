@@ -520,4 +520,6 @@ def test_processes_are_told_apart():
 def test_a_result_of_keys_that_there_are_not(impl):
     for data, weak in ((np.zeros(2, np.uint32), True), (np.zeros((), np.uint32), False)):
         with pytest.raises(ArrayFormatError, match=r"^p: found .*keys of"):
-            job_results._leaf(data, {"impl": impl, "weak": weak, "placed": None}, False, "p")
+            job_results._leaf(
+                data, {"impl": impl, "weak": weak, "placed": None, "keyed": False}, False, "p"
+            )

@@ -1,0 +1,103 @@
+"""Members with keys that are not known beforehand, and how those of a key are reduced.
+
+Rows are reduced in their order: those of a block of rows first, and then what blocks gave. Floats
+are added and multiplied in float64. So what comes out depends on the rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
+import numpy as np
+
+_FOLDS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+_ROUNDS = ("sum", "mean", "prod")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed:
+    """What `reduce_by_key` without a number of keys gives: members, each with its key.
+
+    The number of keys is no shape that JAX could know, so it stays like this inside of a program,
+    and can only be returned. `beamjax.run` gives a `KeyedTable` in its place. `reduced()` gives the
+    same as arrays, of what `jax.jit` returned.
+
+    Attributes:
+      keys: int[n], of each member.
+      values: a tree of arrays of shapes (n, ...).
+      op: how the members of a key are reduced.
+      dtypes: the name of each reduced leaf's dtype.
+    """
+
+    def __init__(self, keys: Any, values: Any, op: str, dtypes: Sequence[str]) -> None:
+        self.keys = keys
+        self.values = values
+        self.op = op
+        self.dtypes = tuple(dtypes)
+
+    def reduced(self) -> dict[str, Any]:
+        """`{"key": keys, "value": values}`, each key once, ascending: a tree of NumPy arrays."""
+        keys = np.asarray(self.keys)
+        leaves, tree = jax.tree_util.tree_flatten(self.values)
+        order = np.argsort(keys, kind="stable")
+        names, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
+        found = []
+        for leaf, name in zip(leaves, self.dtypes, strict=True):
+            wide = widened(self.op, np.asarray(leaf), np.dtype(name))
+            total = folded(self.op, wide[order], first)
+            found.append(finished(self.op, total, counts, np.dtype(name)))
+        return {"key": names, "value": jax.tree_util.tree_unflatten(tree, found)}
+
+    def tree_flatten_with_keys(self) -> Any:
+        """The children, for JAX."""
+        names = jax.tree_util.GetAttrKey("keys"), jax.tree_util.GetAttrKey("values")
+        children = zip(names, (self.keys, self.values), strict=True)
+        return tuple(children), (self.op, self.dtypes)
+
+    @classmethod
+    def tree_unflatten(cls, how: tuple[str, tuple[str, ...]], children: Any) -> Keyed:
+        """Undoes `tree_flatten_with_keys`."""
+        keys, values = children
+        return cls(keys, values, *how)
+
+
+def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
+    """Values in the dtype in which they are reduced; `result` is that of what comes out."""
+    if op in ("any", "all"):
+        return values != 0
+    if values.dtype.kind == "c":
+        return values.astype(np.complex128) if op in _ROUNDS else values
+    if _is_float(values.dtype) or op == "mean":
+        if op in _ROUNDS:
+            return values.astype(np.float64)
+        return values if values.dtype.isbuiltin == 1 else values.astype(np.float32)
+    return values.astype(result)
+
+
+def folded(op: str, values: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The reduction of each run of rows; `first` are the first rows of the runs."""
+    with np.errstate(all="ignore"):
+        return _FOLDS[op].reduceat(values, first, axis=0, dtype=values.dtype)
+
+
+def finished(op: str, totals: np.ndarray, counts: np.ndarray, result: np.dtype) -> np.ndarray:
+    """What reductions are, of all members of each key, of which there are `counts`."""
+    with np.errstate(all="ignore"):
+        if op == "mean":
+            totals = totals / counts.reshape(-1, *[1] * (totals.ndim - 1))
+        return totals.astype(result)
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, np.floating)

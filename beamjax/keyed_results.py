@@ -1,0 +1,140 @@
+"""Tables by key in the place of the `Keyed` members that a function returns."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from beamjax.errors import OptionsError, StructureError
+from beamjax.folding import Folding
+from beamjax.grouping import parts_for, shuffle
+from beamjax.kept import Kept
+from beamjax.keyed import Keyed
+from beamjax.options import Options
+from beamjax.sources.array_source import from_arrays
+from beamjax.sources.data_files import is_url
+from beamjax.sources.keyed_table import KeyedTable, write_keyed
+from beamjax.sources.placed import Placed
+from beamjax.sources.source_base import LeafSpec
+from beamjax.sources.zipped_source import ZippedSource
+
+
+@dataclass(frozen=True)
+class KeyedOutput:
+    """A `Keyed` among the results.
+
+    Attributes:
+      path: where it stands in the result.
+      leaves: numbers of the outputs that it holds: the keys, then the values.
+    """
+
+    path: str
+    leaves: tuple[int, ...]
+
+
+def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
+    """The `Keyed` members in the tree of a result.
+
+    Raises:
+      OptionsError: members may be dropped, and they would not know who was.
+    """
+    numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
+    nodes = jax.tree_util.tree_flatten_with_path(numbered, is_leaf=_is_keyed)[0]
+    found = [
+        KeyedOutput(jax.tree_util.keystr(path), tuple(jax.tree_util.tree_leaves(node)))
+        for path, node in nodes
+        if _is_keyed(node)
+    ]
+    if found and "drop" in (options.on_error, options.on_nonfinite):
+        raise OptionsError(
+            f"result{found[0].path}: reduce_by_key without a number of keys reduces members after "
+            "the program, which does not know who was dropped; give num_keys, or leave out "
+            "on_error='drop' and on_nonfinite='drop'"
+        )
+    return found
+
+
+def with_tables(result: Any, results: Kept, runner: Any, options: Options) -> Any:
+    """A result with a table in the place of each `Keyed`.
+
+    Args:
+      result: whose `Keyed` members hold handles to their members in files.
+      results: where these are.
+      runner: of Beam for the shuffle, or "local".
+      options: of the run.
+
+    Raises:
+      StructureError: the members of one lie along another axis than the first.
+      SourceError, WorkerError: files can't be read or written.
+    """
+    nodes, tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=_is_keyed)
+    leaves = [
+        _table(node, jax.tree_util.keystr(path), results, runner, options)
+        if _is_keyed(node)
+        else node
+        for path, node in nodes
+    ]
+    return jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _is_keyed(node: Any) -> bool:
+    return isinstance(node, Keyed)
+
+
+def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options) -> KeyedTable:
+    members = [keyed.keys, *jax.tree_util.tree_leaves(keyed.values)]
+    lost = [member for member in members if not isinstance(member, Placed)]
+    if any(np.ndim(member) == 0 for member in lost) or np.ndim(keyed.keys) != 1:
+        raise StructureError(
+            f"result{path}: found members with keys along another axis than the first, as jax.vmap "
+            "gives; reduce_by_key without a number of keys is for programs that are run as they "
+            "are."
+        )
+    source = ZippedSource([m if isinstance(m, Placed) else from_arrays(m) for m in members])
+    folder = _folder(results, path)
+    fold = Folding(folder, 0, parts_for(source), len(source), op=keyed.op, dtypes=keyed.dtypes)
+    shuffle(source, fold, runner, options)
+    for member in members:
+        if isinstance(member, Placed):
+            member.remove()
+    parts = [
+        (f"part-{part:05d}", len(np.load(fold.path(part, "counts"), mmap_mode="r")))
+        for part in fold.written()
+    ]
+    types = [LeafSpec((), np.dtype(source.leaves[0].dtype), None, "['key']")]
+    values = jax.tree_util.tree_flatten_with_path(keyed.values)[0]
+    for (where, _), leaf, name in zip(values, source.leaves[1:], keyed.dtypes, strict=True):
+        place = f"['value']{jax.tree_util.keystr(where)}"
+        types.append(LeafSpec(leaf.shape, np.dtype(name), None, place))
+    tree = jax.tree_util.tree_structure({"key": 0, "value": keyed.values}, is_leaf=_is_placed)
+    table = write_keyed(folder, parts, types, tree)
+    if not results.lasts:
+        weakref.finalize(table, KeyedTable.remove, KeyedTable(folder, parts, types, tree))
+    return table
+
+
+def _is_placed(node: Any) -> bool:
+    return isinstance(node, Placed)
+
+
+def _folder(results: Kept, path: str) -> str:
+    """For the table, beside the members that it is made of."""
+    folder = os.path.dirname(next(iter(results.folders.values())))
+    if is_url(folder):
+        raise OptionsError(
+            f"result{path}: found the folder {folder} for results by key, expected a local path "
+            "that all workers see"
+        )
+    words = [word for word in path.replace("'", "").replace("]", "").split("[") if word]
+    return os.path.join(folder, "-".join(["keyed", *words]))
+
+
+def kept_numbers(outputs: Sequence[KeyedOutput]) -> frozenset[int]:
+    """The outputs whose members stay in files for the tables."""
+    return frozenset(number for output in outputs for number in output.leaves)

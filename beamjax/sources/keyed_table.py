@@ -1,0 +1,145 @@
+"""Results by key on disk: what `reduce_by_key` gives where the keys are not known beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.sources.npy_source import NpySeries
+from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
+
+MANIFEST = "keys.json"
+VERSION = 1
+
+
+class KeyedTable(NpySeries):
+    """A key and what its members were reduced to, in a row each, in files of .npy.
+
+    Made by `beamjax.run` of a program that returns `reduce_by_key(x, keys)` without a number of
+    keys, or by `open_keyed`. It is a `Source` of `{"key": int[], "value": tree}`, so that another
+    program takes the rows as its members. They are in the order of the files, not of the keys.
+
+    Attributes:
+      folder: of the files.
+    """
+
+    def __init__(
+        self, folder: str, parts: list[tuple[str, int]], leaves: list[LeafSpec], treedef: PyTreeDef
+    ) -> None:
+        """Use `open_keyed`.
+
+        Args:
+          folder: absolute.
+          parts: what the names of files begin with, and the number of rows in them.
+          leaves: the key, then those of the values.
+          treedef: of `{"key": ..., "value": ...}`.
+        """
+        whats = ["keys", *(f"leaf-{number:03d}" for number in range(len(leaves) - 1))]
+        files = [
+            [(os.path.join(folder, f"{stem}-{what}.npy"), rows) for stem, rows in parts]
+            for what in whats
+        ]
+        super().__init__(files, leaves, treedef)
+        self.folder = folder
+
+    @property
+    def keys(self) -> np.ndarray:
+        """int[n]: all keys, in the order of the rows."""
+        return self.read(0, len(self))[0]
+
+    @property
+    def values(self) -> Any:
+        """A tree of arrays of shapes (n, ...), in the order of the rows."""
+        return self._tree(self.read(0, len(self)))["value"]
+
+    def arrays(self) -> dict[str, Any]:
+        """`{"key": keys, "value": values}`, in the order of the keys, in memory."""
+        arrays = self.read(0, len(self))
+        order = np.argsort(arrays[0])
+        return self._tree([array[order] for array in arrays])
+
+    def _tree(self, arrays: list[np.ndarray]) -> dict[str, Any]:
+        import jax
+
+        tree: dict[str, Any] = jax.tree_util.tree_unflatten(self.treedef, arrays)
+        return tree
+
+    def describe(self) -> str:
+        return describe_source(self, f"by key in {self.folder}")
+
+    def remove(self) -> None:
+        """Removes the files, and the folder if nothing else is in it."""
+        for series in self._files:
+            for path, _ in series:
+                Path(path).unlink(missing_ok=True)
+        for counts in Path(self.folder).glob("part-*-counts.npy"):
+            counts.unlink(missing_ok=True)
+        Path(self.folder, MANIFEST).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.folder)
+
+
+def write_keyed(
+    folder: str, parts: list[tuple[str, int]], leaves: list[LeafSpec], treedef: PyTreeDef
+) -> KeyedTable:
+    """Lists the files of a table, and opens it.
+
+    Raises:
+      SourceError: the folder can't be written.
+    """
+    from beamjax.trees import tree_to_json
+
+    record = {
+        "version": VERSION,
+        "parts": parts,
+        "leaves": [leaf.to_json() for leaf in leaves],
+        "tree": tree_to_json(treedef),
+    }
+    path = os.path.join(folder, MANIFEST)
+    try:
+        Path(f"{path}.tmp").write_text(json.dumps(record), encoding="utf-8")
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot write the list of a table ({error}).") from error
+    return KeyedTable(folder, parts, leaves, treedef)
+
+
+def open_keyed(folder: str | os.PathLike[str]) -> KeyedTable:
+    """The handle to results by key on disk, in any process.
+
+    Args:
+      folder: of the table, a local path: `table.folder`.
+
+    Raises:
+      SourceError: there is none.
+      ArrayFormatError: what is there is not what was written.
+    """
+    from beamjax.trees import tree_from_json
+
+    where = os.path.abspath(folder)
+    path = os.path.join(where, MANIFEST)
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SourceError(
+            f"{path}: cannot read ({error}); expected the folder of a table by key."
+        ) from error
+    except ValueError as error:
+        raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
+    try:
+        if record["version"] != VERSION:
+            raise TypeError(f"found version {record['version']!r:.20}, expected {VERSION}")
+        leaves = [LeafSpec.from_json(leaf) for leaf in record["leaves"]]
+        parts = [(os.path.basename(str(stem)), natural(rows, 1)) for stem, rows in record["parts"]]
+        treedef = tree_from_json(record["tree"], path)
+        if treedef.num_leaves != len(leaves) or not leaves or not parts:
+            raise TypeError(f"found {len(leaves)} leaves for a tree of {treedef.num_leaves}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArrayFormatError(f"{path}: found no list of a table ({error})") from error
+    return KeyedTable(where, parts, leaves, treedef)
