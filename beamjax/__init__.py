@@ -38,6 +38,7 @@ from beamjax.grouping import group_by as group_by
 from beamjax.jobs import Job as Job
 from beamjax.jobs import JobState as JobState
 from beamjax.jobs import open_job as open_job
+from beamjax.joining import join as join
 from beamjax.kept import open_placed as open_placed
 from beamjax.keyed import Keyed as Keyed
 from beamjax.options import Options as Options

@@ -81,7 +81,7 @@ class Grouping:
         """
         read = [decode_arrays(block)[0] for block in blocks]
         rows, *leaves = (np.concatenate(arrays) for arrays in zip(*read, strict=True))
-        keys = _scalars(leaves.pop(self.key))
+        keys = scalars(leaves.pop(self.key))
         order = np.lexsort((rows, keys))
         names, starts, counts = np.unique(keys[order], return_index=True, return_counts=True)
         members = np.lexsort((names, counts))
@@ -154,14 +154,10 @@ def group_by(
       OptionsError: the folder holds the groups of something else.
     """
     rows = source if isinstance(source, Source) else from_arrays(source)
-    key, names = _checked(rows, by)
-    where = os.fspath(folder)
-    if is_url(where):
-        raise OptionsError(
-            f"group_by, folder: found the URL {where}, expected a path: groups are in files that "
-            "workers map. Use a folder that they share."
-        )
-    where = os.path.abspath(where)
+    key, names = table_columns(rows, by, "group_by")
+    if len(names) == 1:
+        raise StructureError(f"group_by: found no leaf but {by!r}, expected rows of data too.")
+    where = checked_folder(folder, "group_by")
     parts = parts_for(rows)
     grouping = Grouping(where, key, parts, len(rows))
     leaves = [leaf for i, leaf in enumerate(rows.leaves) if i != key]
@@ -172,9 +168,9 @@ def group_by(
         "parts": parts,
         "leaves": [leaf.to_json() for leaf in leaves],
     }
-    if not _found(where, record):
+    if not found_before(where, record, "group_by"):
         shuffle(rows, grouping, runner, parse_options(options))
-        _write_manifest(where, record)
+        write_manifest(where, record)
     return _opened(grouping, leaves, names, buckets)
 
 
@@ -203,8 +199,8 @@ def hashed(keys: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _scalars(keys: np.ndarray) -> np.ndarray:
-    """Keys that NumPy sorts: texts as bytes."""
+def scalars(keys: np.ndarray) -> np.ndarray:
+    """Keys that NumPy sorts: texts as bytes of one width."""
     if keys.ndim == 1:
         return keys
     return np.ascontiguousarray(keys).view(f"S{keys.shape[1]}")[:, 0]
@@ -216,33 +212,51 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
 
 
-def _checked(rows: Source, by: str) -> tuple[int, list[str]]:
-    """The number of the leaf with the keys, and the names of all leaves."""
+def checked_folder(folder: str | os.PathLike[str], who: str) -> str:
+    """The absolute path of a folder for tables; OptionsError for a URL."""
+    where = os.fspath(folder)
+    if is_url(where):
+        raise OptionsError(
+            f"{who}, folder: found the URL {where}, expected a path: rows are in files that "
+            "workers map. Use a folder that they share."
+        )
+    return os.path.abspath(where)
+
+
+def table_columns(rows: Source, by: str, who: str) -> tuple[int, list[str]]:
+    """The number of the leaf with the keys of a table, and the names of all leaves.
+
+    Raises:
+      SourceError, StructureError: it is no table with such keys.
+    """
     import jax
 
     if isinstance(rows, StreamSource) or rows.buckets:
         raise SourceError(
-            f"group_by: found {rows!r}, expected single rows in a source of known length."
+            f"{who}: found {rows!r}, expected single rows in a source of known length."
         )
     tree = jax.tree_util.tree_unflatten(rows.treedef, range(len(rows.leaves)))
     flat = isinstance(tree, dict) and all(isinstance(leaf, int) for leaf in tree.values())
     if not flat or by not in tree:
         names = ", ".join(map(repr, tree)) if isinstance(tree, dict) else repr(rows)
-        raise StructureError(f"group_by: found no leaf {by!r} in a dict of {names}.")
+        raise StructureError(f"{who}: found no leaf {by!r} in a dict of {names}.")
     leaf = rows.leaves[tree[by]]
     text = len(leaf.shape) == 1 and leaf.shape[0] > 0 and leaf.dtype == np.uint8
     if (leaf.shape or leaf.dtype.kind not in "iu") and not text:
         raise StructureError(
-            f"group_by: found {leaf} as the leaf {by!r}, expected an integer in each row, or "
-            "a text as uint8[bytes]."
+            f"{who}: found {leaf} as the leaf {by!r}, expected an integer in each row, or a text "
+            "as uint8[bytes]."
         )
-    if len(tree) == 1:
-        raise StructureError(f"group_by: found no leaf but {by!r}, expected rows of data too.")
     return tree[by], sorted(tree, key=lambda name: tree[name])
 
 
-def _found(folder: str, record: dict[str, Any]) -> bool:
-    """Whether a folder holds these groups."""
+def found_before(folder: str, record: dict[str, Any], who: str) -> bool:
+    """Whether a folder holds what this record tells of.
+
+    Raises:
+      ArrayFormatError: its list can't be read.
+      OptionsError: it holds something else.
+    """
     path = os.path.join(folder, MANIFEST)
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -255,12 +269,13 @@ def _found(folder: str, record: dict[str, Any]) -> bool:
     fields = found if isinstance(found, dict) else {}
     told = [name for name in record if fields.get(name) != record[name]]
     raise OptionsError(
-        f"group_by: {folder} holds the groups of another table: {', '.join(told)} differ. Choose "
-        "another folder, or remove this one to group anew."
+        f"{who}: {folder} holds what was made of another table: {', '.join(told)} differ. Choose "
+        "another folder, or remove this one to begin anew."
     )
 
 
-def _write_manifest(folder: str, record: dict[str, Any]) -> None:
+def write_manifest(folder: str, record: dict[str, Any]) -> None:
+    """Says that a folder holds all of something."""
     temporary = os.path.join(folder, f"{MANIFEST}.tmp")
     Path(temporary).write_text(json.dumps(record, indent=1), encoding="utf-8")
     os.replace(temporary, os.path.join(folder, MANIFEST))
@@ -273,9 +288,8 @@ def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> 
       SourceError: rows can't be read, or the folder can't be written.
     """
     os.makedirs(grouping.folder, mode=0o700, exist_ok=True)
-    for part in grouping.written():  # of a call that was stopped
-        for path in Path(grouping.folder).glob(f"part-{part:05d}-*.npy"):
-            path.unlink()
+    for path in Path(grouping.folder).glob("part-*.npy"):  # of a call that was stopped
+        path.unlink()
     if runner != LOCAL:
         from beamjax.pipelines import shuffling
 

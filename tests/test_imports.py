@@ -162,6 +162,7 @@ TESTED_ELSEWHERE = {
     "folds": "test_rules",
     "guard": "test_processes",
     "shuffling": "test_grouping",
+    "joined_source": "test_joining",
     "folding": "test_keyed",
     "keyed_results": "test_keyed",
     "keyed_table": "test_keyed",

@@ -1,0 +1,102 @@
+"""Data that stays in files, on Prism and on Flink: results, groups, joins, samples, keys."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cluster_runners import params
+
+import beamjax as bj
+from beamjax import grouping, joining
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+N = 60
+X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
+W = np.array([1.0, -1.0, 0.5], np.float32)
+RNG = np.random.default_rng(4)
+TABLE = {"client": RNG.integers(0, 40, 1500), "y": np.arange(1500, dtype=np.float32)}
+
+
+@pytest.fixture(params=params("prism", "flink"))
+def runner(request, started):
+    return started(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Many parts and blocks for small tables."""
+    monkeypatch.setattr(grouping, "PART_BYTES", 4000)
+    monkeypatch.setattr(grouping, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(joining, "BLOCK_BYTES", 2000)
+
+
+def on(runner, fn, *args, keep=None, **flags):
+    options = runner.flags(shard_size=8, **flags)
+    return bj.run(fn, *args, runner=runner.name, options=options, keep=keep)
+
+
+def here(fn, *args):
+    return bj.run(fn, *args, runner="local", options={"shard_size": 8})
+
+
+def same_bits(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def same_files(left, right):
+    names = sorted(os.listdir(left))
+    assert names == sorted(os.listdir(right))
+    for name in names:
+        assert (left / name).read_bytes() == (right / name).read_bytes()
+
+
+@bj.program(clients=None)
+def total(clients):
+    return bj.reduce_sum(bj.map_fn(lambda c: jnp.sum(c["y"], where=c["mask"]), clients))
+
+
+def test_results_stay_in_files(runner, tmp_path):
+    @bj.program(clients=N)
+    def rounds(w, x):
+        def one(state, _):
+            state = bj.map_fn(lambda s, v: s * 0.5 + v @ w, (state, x))
+            return state, state
+
+        return jax.lax.scan(one, bj.broadcast(jnp.float32(0)), length=3)
+
+    found = on(runner, rounds, W, X, keep="placed", results_folder=str(tmp_path / "r"))
+    assert isinstance(found[0], bj.Placed)
+    same_bits(found, here(rounds, W, X))
+
+
+def test_groups_and_samples_of_them(runner, tmp_path):
+    options = {"runner": runner.name, "options": runner.flags()}
+    clients = bj.group_by(TABLE, "client", folder=tmp_path / "there", **options)
+    bj.group_by(TABLE, "client", folder=tmp_path / "here")
+    same_files(tmp_path / "here", tmp_path / "there")
+    same_bits(on(runner, total, clients), here(total, clients))
+    cohort = bj.sample(clients, 7, jax.random.key(1))
+    same_bits(on(runner, total, cohort), here(total, cohort))
+
+
+def test_joined_tables(runner, tmp_path):
+    order = RNG.permutation(N)
+    left, right = {"id": np.arange(N), "x": X}, {"id": order, "y": order * 2}
+    options = {"runner": runner.name, "options": runner.flags()}
+    joined = bj.join(left, right, "id", folder=tmp_path / "there", **options)
+    bj.join(left, right, "id", folder=tmp_path / "here")
+    same_files(tmp_path / "here", tmp_path / "there")
+    assert len(joined) == N
+
+
+def test_keys_that_nobody_knows_beforehand(runner):
+    @bj.program(rows=None)
+    def by_client(rows):
+        return bj.reduce_by_key(rows["y"], rows["client"].astype(jnp.int32))
+
+    rows = bj.from_arrays({**TABLE, "client": TABLE["client"].astype(np.int32)})
+    same_bits(on(runner, by_client, rows).arrays(), here(by_client, rows).arrays())
