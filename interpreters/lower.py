@@ -13,13 +13,13 @@ import numpy as np
 from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
 from beamjax.errors import StagingError
-from beamjax.interpreters import callbacks, rules
+from beamjax.interpreters import callbacks, rules, sizing
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.flatten import HOST_CALLS
 from beamjax.interpreters.keeping import guard_of, with_kept_members
 from beamjax.interpreters.lanes import lanes_of
-from beamjax.interpreters.map_bodies import map_body, read
+from beamjax.interpreters.map_bodies import goes_one_by_one, map_body, one_by_one, read
 from beamjax.interpreters.pieces import (
     BlockPiece,
     BranchPiece,
@@ -284,7 +284,9 @@ class _Lowering:
         impls = [value.key_impl for value, _ in types]
         arguments = [*self.heads(size), *(_argument(*each) for each in types)]
         guard = self.guard
-        sized = functools.partial(map_body, self.program, piece, lanes, impls, guard)
+        large = sizing.is_large(piece, self.program.sizes[piece.placement])
+        how = one_by_one if large and goes_one_by_one(piece, lanes) else map_body
+        sized = functools.partial(how, self.program, piece, lanes, impls, guard)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
             name,

@@ -85,6 +85,70 @@ def map_body(
     return body
 
 
+def one_by_one(
+    program: PlacedProgram,
+    piece: MapPiece,
+    lanes: tuple[Lane, ...],
+    impls: Sequence[str | None],
+    guard: Guard | None,
+    size: int,
+) -> Callable[..., list[jax.Array]]:
+    """The same for large members: a loop over those of a shard, in the memory of one of them."""
+    single = map_body(program, piece, lanes, impls, guard, 1)
+    heads = 2 if guard is None else 3
+    broadcasts = heads + len(piece.broadcasts)
+    results = len(piece.results)
+
+    def body(*raw: jax.Array) -> list[jax.Array]:
+        shared, operands = raw[heads:broadcasts], raw[broadcasts:]
+
+        def member(i: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+            if guard is None:
+                start, count = raw[:heads]
+                first = start + jnp.asarray(i, start.dtype), (i < count).astype(count.dtype)
+            else:
+                first = raw[0], *(_row(x, i) for x in raw[1:heads])
+            outs = single(*first, *shared, *(_row(x, i) for x in operands))
+            made = outs[results : results + len(lanes)]
+            return made, [x[0] for x in (*outs[:results], *outs[results + len(lanes) :])]
+
+        def step(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], Any]:
+            made, rows = member(i)
+            merged = [
+                _MERGE[lane.kind](a, b) for lane, a, b in zip(lanes, totals, made, strict=True)
+            ]
+            return merged, rows
+
+        number = np.dtype("int32")
+        totals, first = member(np.zeros((), number))
+        totals, rest = lax.scan(step, totals, lax.iota(number, size)[1:])
+        rows = [jnp.concatenate([a[None], b]) for a, b in zip(first, rest, strict=True)]
+        return [*rows[:results], *totals, *rows[results:]]
+
+    return body
+
+
+_MERGE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": jnp.add,
+    "prod": jnp.multiply,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "any": jnp.logical_or,
+    "all": jnp.logical_and,
+}
+
+
+def goes_one_by_one(piece: MapPiece, lanes: Sequence[Lane]) -> bool:
+    """Whether what the members of a shard give can be brought together one after the other."""
+    return not any(isinstance(e.reading, Combination) for e in piece.emissions) and all(
+        lane.kind in _MERGE and np.dtype(lane.dtype).kind != "c" for lane in lanes
+    )
+
+
+def _row(x: jax.Array, i: Any) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, i, 1)
+
+
 def read(env: Mapping[Var, Any], atom: Atom) -> Any:
     """The value of an atom on the server."""
     return env[atom] if isinstance(atom, Var) else atom.val

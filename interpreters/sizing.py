@@ -24,6 +24,7 @@ MULTIPLE = 8
 USUAL_LIMIT = 64
 TINY_MEMBER_BYTES = 1 << 10
 TINY_LIMIT = 4096
+LARGE_MEMBER_BYTES = 4 << 20
 # What a shard reads and writes travels as elements, which have to stay under 64 MiB.
 MAX_SHARD_BYTES = 32 << 20
 
@@ -57,12 +58,28 @@ def shard_sizes(
 
 def _fitting(piece: MapPiece, n: int) -> int:
     """The number of members at which a pass over n of them is fastest, within bounds."""
-    read = sum(_nbytes(var.aval) for var, _ in piece.operands) / n
+    read = _read(piece, n)
     written = sum(_nbytes(var.aval) for var in piece.results) / n
-    used = read + max((_bytes_at_once(e, n) for e in piece.emissions), default=0)
+    used = read + _used(piece, n)
     limit = TINY_LIMIT if used <= TINY_MEMBER_BYTES else USUAL_LIMIT
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(read + written, 1), limit)
     return max(MULTIPLE, 1 << (int(size).bit_length() - 1) if size >= 1 else MULTIPLE)
+
+
+def is_large(piece: MapPiece, n: Any) -> bool:
+    """Whether the members of a pass are so large that a shard computes one after the other."""
+    n = 1 if is_unknown(n) else n
+    return _used(piece, n) >= LARGE_MEMBER_BYTES
+
+
+def _read(piece: MapPiece, n: int) -> float:
+    """Bytes that a pass reads of a member."""
+    return sum(_nbytes(var.aval) for var, _ in piece.operands) / n
+
+
+def _used(piece: MapPiece, n: int) -> float:
+    """Bytes that a member needs at once in a pass, besides what is read of it."""
+    return max((_bytes_at_once(e, n) for e in piece.emissions), default=0)
 
 
 def _bytes_at_once(emission: Emission, n: int) -> float:

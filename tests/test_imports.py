@@ -131,7 +131,6 @@ TESTED_ELSEWHERE = {
     "fetching": "test_kept",
     "_compat": "test_transformations",
     "_version": "test_api",
-    "map_bodies": "test_lower",
     "block_source": "test_table_source",
     "bodies": "test_workers",
     "checkpoint_folder": "test_keepers",
