@@ -103,6 +103,7 @@ def one_by_one(
         shared, operands = raw[heads:broadcasts], raw[broadcasts:]
 
         def member(i: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+            first: tuple[Any, ...]
             if guard is None:
                 start, count = raw[:heads]
                 first = start + jnp.asarray(i, start.dtype), (i < count).astype(count.dtype)

@@ -244,3 +244,86 @@ def test_a_text_that_is_missing(tmp_path):
     pq.write_table(pa.table({"t": TEXTS}), tmp_path / "x.parquet")
     with pytest.raises(SourceError, match=r"row 5 of it .*found null"):
         bj.from_parquet(tmp_path / "x.parquet", text_bytes=12).read(0, 6)
+
+
+LISTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9], [10, 11]] * 4
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_lists_of_any_length(form, tmp_path):
+    offsets = np.cumsum([0, *map(len, LISTS)])
+    pairs = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2.0 * offsets[-1])), 2)
+    table = pa.table({
+        "n": np.arange(len(LISTS), dtype=np.int16),
+        "t": pa.array(LISTS, pa.list_(pa.int32())),
+        "v": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pairs),
+    })  # fmt: skip
+    path = tmp_path / f"x.{form}"
+    if form == "parquet":
+        pq.write_table(table, path, row_group_size=7)
+    else:
+        feather.write_feather(table, str(path), "uncompressed", chunksize=7)
+    read = {"parquet": bj.from_parquet, "arrow": bj.from_arrow}[form]
+    made = read(path, buckets=[2, 4, 6])
+    for source in (made, open_spec(made.to_spec())):
+        assert list(map(str, source.leaves)) == ["bool[6]", "int16[]", "int32[6]", "float64[6, 2]"]
+        assert [leaf.ragged for leaf in source.leaves] == [True, False, True, True]
+        for start, stop in ((0, 20), (5, 9), (10, 11), (3, 3)):
+            for short in (False, True):
+                arrays = (source.read_short if short else source.read)(start, stop)
+                longest = max(map(len, LISTS[start:stop]), default=0)
+                rows = next(b for b in (2, 4, 6) if b >= longest) if short else 6
+                mask, numbers, tokens, vectors = arrays
+                assert tokens.shape == (stop - start, rows)
+                assert numbers.tolist() == list(range(start, stop))
+                found = [row[known].tolist() for row, known in zip(tokens, mask, strict=True)]
+                assert found == LISTS[start:stop]
+                assert not tokens[~mask].any()
+                expected = np.arange(2.0 * offsets[start], 2.0 * offsets[stop]).reshape(-1, 2)
+                np.testing.assert_array_equal(vectors[mask], expected)
+
+
+def test_a_program_over_lists_of_any_length(tmp_path):
+    lists = sorted(LISTS, key=len)
+    table = pa.table({"t": pa.array(lists, pa.list_(pa.float32()))})
+    pq.write_table(table, tmp_path / "x.parquet")
+
+    @bj.program(rows=None)
+    def total(data):
+        return bj.reduce_sum(bj.map_fn(lambda r: (r["t"] ** 2).sum(where=r["mask"]), data))
+
+    source = bj.from_parquet(tmp_path / "x.parquet", buckets=[1, 3, 5])
+    assert "padded to 1/3/5 rows" in str(bj.explain(total, source))
+    for runner in ("local", "DirectRunner"):
+        assert bj.run(total, source, runner=runner, options={"shard_size": 8}) == sum(
+            item**2 for row in lists for item in row
+        )
+
+
+def test_lists_that_do_not_fit(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"t": LISTS, "u": [row[:1] for row in LISTS]}), path)
+    for buckets in ([], [3, 2], [0, 3], [2.5], [2**40]):
+        with pytest.raises(SourceError, match="buckets: found"):
+            bj.from_parquet(path, ["t"], buckets=buckets)
+    with pytest.raises(SourceError, match=r"row 3 .*found a list of length 5, expected at most 4"):
+        bj.from_parquet(path, ["t"], buckets=[4]).read(0, 20)
+    with pytest.raises(
+        SourceError, match=r"column 'u'.* row 0 .*length 1, expected 3 as in .* 't'"
+    ):
+        bj.from_parquet(path, buckets=[5]).read(0, 20)
+    holes = [[1, 2], [3, None], None]
+    pq.write_table(pa.table({"t": holes}), path)
+    with pytest.raises(SourceError, match="found null, 1 of them"):
+        bj.from_parquet(path, buckets=[5]).read(0, 3)
+    pq.write_table(pa.table({"t": holes[:2]}), path)
+    with pytest.raises(SourceError, match=r"row 1 .*found null in a list"):
+        bj.from_parquet(path, buckets=[5]).read(0, 2)
+    pq.write_table(pa.table({"n": [1], "mask": [[1]]}), path)
+    with pytest.raises(StructureError, match="found a column 'mask'"):
+        bj.from_parquet(path, buckets=[5])
+    with pytest.raises(StructureError, match="no column of lists"):
+        bj.from_parquet(path, ["n"], buckets=[5])
+    pq.write_table(pa.table({"t": [[[1], [2, 3]]]}), path)
+    with pytest.raises(StructureError, match="lists of lists of any length"):
+        bj.from_parquet(path, buckets=[5])

@@ -263,6 +263,53 @@ def to_rows(column: Any, name: str, shape: tuple[int, ...], batch: Batch) -> np.
     return array
 
 
+def to_padded(
+    column: Any, name: str, shape: tuple[int, ...], batch: Batch
+) -> tuple[np.ndarray, np.ndarray]:
+    """A column of lists of any length, with zeros after the short ones, and their lengths.
+
+    Args:
+      column: as for `to_rows`.
+      name: of the column.
+      shape: of a padded row.
+      batch: where the rows are.
+
+    Raises:
+      RowError: a row or an item is missing (null), or a list is too long.
+    """
+    rows, first = _Rows(name, batch, (0, *shape[1:])), 0
+    parts: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    for chunk in getattr(column, "chunks", [column]):
+        _validate(chunk, name, batch)
+        rows.first = first
+        if chunk.null_count:
+            rows.refuse_null(chunk, 1)
+        lengths = chunk.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+        items = chunk.flatten()
+        if items.null_count:
+            missing = int(np.argmax(items.is_null().to_numpy(zero_copy_only=False)))
+            row = int(np.searchsorted(np.cumsum(lengths), missing, side="right"))
+            raise RowError(
+                f"{batch.at(name, first + row)}: found null in a list, expected numbers."
+            )
+        (long,) = np.nonzero(lengths > shape[0])
+        if len(long):
+            raise RowError(
+                f"{batch.at(name, first + int(long[0]))}: found a list of length "
+                f"{lengths[long[0]]}, expected at most {shape[0]}, the last of the buckets."
+            )
+        flat = rows.values(items, 1, 1)
+        padded = np.zeros((len(chunk), *shape), flat.dtype)
+        padded[np.arange(shape[0]) < lengths[:, None]] = flat
+        parts.append(padded)
+        counts.append(lengths)
+        first += len(chunk)
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    array.flags.writeable = False
+    return array, np.concatenate(counts)
+
+
 def _validate(array: Any, column: str, batch: Batch) -> None:
     """Raises SourceError where a damaged file would end the process; free but for lists."""
     with arrow_readable(batch.file, f"{batch.kind} {batch.number} with sound lists as {column!r}"):
@@ -284,7 +331,7 @@ class _Rows:
 
         kind, count = array.type, len(array)
         if array.null_count:
-            self._refuse_null(array, each)
+            self.refuse_null(array, each)
         if types.is_dictionary(kind):
             return self.values(array.dictionary_decode(), depth, each)
         if _is_tensor(kind):
@@ -347,7 +394,8 @@ class _Rows:
             )
         return size
 
-    def _refuse_null(self, array: Any, each: int) -> None:
+    def refuse_null(self, array: Any, each: int) -> None:
+        """RowError for the first missing row of an array whose items are `each` of a row."""
         import pyarrow.compute as compute
 
         null = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))

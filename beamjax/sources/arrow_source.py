@@ -98,7 +98,13 @@ def _opened(file: DataFile, fields: Sequence[int] = ()) -> _Reader:
     return _READERS.get((file, tuple(fields)), lambda: _Reader(file, fields))
 
 
-def from_arrow(paths: Any, columns: Any = None, *, text_bytes: int | None = None) -> ArrowSource:
+def from_arrow(
+    paths: Any,
+    columns: Any = None,
+    *,
+    text_bytes: int | None = None,
+    buckets: Sequence[int] | None = None,
+) -> ArrowSource:
     """A placed input from files of Arrow (IPC or Feather), whose rows are the members.
 
     As `from_parquet` with record batches in the place of row groups. Local files are mapped: where
@@ -111,10 +117,11 @@ def from_arrow(paths: Any, columns: Any = None, *, text_bytes: int | None = None
         taken, or URLs, as for `from_parquet`.
       columns: a list of names; None for all; a single name for an array instead of a dictionary.
       text_bytes: as for `from_parquet`.
+      buckets: as for `from_parquet`.
 
     Raises:
       SourceError: as `from_parquet`; also for a stream of Arrow, which has no footer.
       StructureError: a column has other than numbers, such as times, or texts without `text_bytes`.
       PlacementError: there are no rows.
     """
-    return from_tables(ArrowSource, paths, columns, text_bytes, "from_arrow")
+    return from_tables(ArrowSource, paths, columns, text_bytes, buckets, "from_arrow")

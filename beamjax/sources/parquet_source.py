@@ -156,6 +156,7 @@ def from_parquet(
     columns: Any = None,
     *,
     text_bytes: int | None = None,
+    buckets: Sequence[int] | None = None,
     group_by: str | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> ParquetSource | GroupedRows:
@@ -178,6 +179,9 @@ def from_parquet(
         array itself instead of a dictionary.
       text_bytes: reads texts, in UTF-8, and bytes of any length as uint8[text_bytes] with zeros
         after them; None refuses such columns.
+      buckets: pads the lists of columns whose rows have lists of any length: ascending lengths, of
+        which the last one is at least the longest. The member has a leaf "mask" besides, True for
+        items; those of all such columns of a row are as many. See `from_ragged`.
       group_by: a column; the rows with the same value in it are one member, as
         `beamjax.group_by(source, column, folder=folder)` groups them.
       folder: for the groups, which the next call finds there.
@@ -195,7 +199,7 @@ def from_parquet(
             f"from_parquet: found group_by={group_by!r} and folder={folder!r}, expected both, or "
             "neither: groups are in files of a folder, where the next call finds them."
         )
-    source = from_tables(ParquetSource, paths, columns, text_bytes, "from_parquet")
+    source = from_tables(ParquetSource, paths, columns, text_bytes, buckets, "from_parquet")
     if group_by is None or folder is None:
         return source
     from beamjax import grouping  # is made of sources itself

@@ -19,6 +19,7 @@ from beamjax.sources.arrow_columns import (
     chosen,
     known_shape,
     row_type,
+    to_padded,
     to_rows,
 )
 from beamjax.sources.block_source import Arrays, Block, BlockSource
@@ -67,9 +68,10 @@ class TableSource(BlockSource):
 
     Args:
         files: with the members, in their order.
-        columns: the name of each leaf's column.
+        columns: the name of each leaf's column; that of `MASK` where lists have any length.
         leaves: one member of each.
         treedef: the tree that they form; a tuple by default.
+        buckets: lengths to which lists are padded; none where all lists of a column are of one.
     """
 
     batch_kind: ClassVar[str]
@@ -83,9 +85,11 @@ class TableSource(BlockSource):
         columns: Sequence[str],
         leaves: Sequence[LeafSpec],
         treedef: PyTreeDef | None = None,
+        buckets: Sequence[int] = (),
     ) -> None:
         self._files = tuple(files)
         self._columns = tuple(columns)
+        self._buckets = tuple(buckets)
         super().__init__(leaves, [rows for file in files for rows in file.rows], treedef)
         self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
 
@@ -108,6 +112,23 @@ class TableSource(BlockSource):
         Raises:
             SourceError: they can't be read.
         """
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self._buckets
+
+    @property
+    def usual_rows(self) -> float:
+        return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
+
+    def read_short(self, start: int, stop: int) -> Arrays:
+        arrays = self.read(start, stop)
+        if not self._buckets:
+            return arrays
+        lengths = arrays[self._columns.index(MASK)].sum(axis=1)
+        rows = next(b for b in self._buckets if b >= lengths.max(initial=0))
+        pairs = zip(arrays, self._leaves, strict=True)
+        return [array[:, :rows] if leaf.ragged else array for array, leaf in pairs]
 
     def _most_rows(self) -> int:
         """Of a block; a row group of more than twice as many is read by pieces."""
@@ -156,15 +177,45 @@ class TableSource(BlockSource):
         file, number = self._place(block)
         rows = Rows(block.start, block.last - block.first, self._most_rows())
         low, high = (min(max(at, block.first), block.last) - block.first for at in (start, stop))
-        table = self._table(file, number, self._columns, rows)
+        names = [name for name, leaf in self._stored()]
+        table = self._table(file, number, names, rows)
         if (low, high) != (0, rows.length):
             table = table.slice(low, high - low)
         first = block.first + low - int(self._ends[block.number - number])
         batch = Batch(file.file.path, self.batch_kind, number, block.start + low, first)
+        if self._buckets:
+            return self._padded(table, batch)
         return [
             to_rows(table.column(name), name, leaf.shape, batch)
             for name, leaf in zip(self._columns, self._leaves, strict=True)
         ]
+
+    def _stored(self) -> list[tuple[str, LeafSpec]]:
+        """The columns that are in the files, and their leaves."""
+        pairs = zip(self._columns, self._leaves, strict=True)
+        return [(name, leaf) for name, leaf in pairs if not self._buckets or name != MASK]
+
+    def _padded(self, table: Any, batch: Batch) -> Arrays:
+        """The same with lists of any length, and the mask."""
+        arrays: dict[str, np.ndarray] = {}
+        lengths: dict[str, np.ndarray] = {}
+        for name, leaf in self._stored():
+            column = table.column(name)
+            if leaf.ragged:
+                arrays[name], lengths[name] = to_padded(column, name, leaf.shape, batch)
+            else:
+                arrays[name] = to_rows(column, name, leaf.shape, batch)
+        (first, counts), *others = lengths.items()
+        for name, found in others:
+            (odd,) = np.nonzero(found != counts)
+            if len(odd):
+                raise RowError(
+                    f"{batch.at(name, int(odd[0]))}: found a list of length {found[odd[0]]}, "
+                    f"expected {counts[odd[0]]} as in the column {first!r}; lists of a row have "
+                    "one mask."
+                )
+        mask = np.arange(self._buckets[-1]) < counts[:, None]
+        return [mask if name == MASK else arrays[name] for name in self._columns]
 
     @property
     def is_local(self) -> bool:
@@ -181,6 +232,7 @@ class TableSource(BlockSource):
             "rows": [list(file.rows) for file in self._files],
             "columns": list(self._columns),
             "leaves": [leaf.to_json() for leaf in self._leaves],
+            "buckets": list(self._buckets),
         }
 
     @classmethod
@@ -194,9 +246,20 @@ class TableSource(BlockSource):
         if len(columns) != len(leaves) or not all(isinstance(name, str) for name in columns):
             raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
         natural(sum(rows for file in files for rows in file.rows), 1)
-        return cls(files, columns, leaves)
+        buckets = [natural(bucket, 1) for bucket in spec["buckets"]]
+        lengths = {leaf.shape[0] for leaf in leaves if leaf.ragged}
+        ragged = [name for name, leaf in zip(columns, leaves, strict=True) if leaf.ragged]
+        if buckets != sorted(set(buckets)) or (MASK in ragged and len(ragged) > 1) != bool(buckets):
+            raise TypeError(f"found buckets {buckets!r:.80} for the columns {ragged!r:.80}")
+        if buckets and (lengths != {buckets[-1]} or buckets[-1] > MAX_LIST):
+            raise TypeError(f"found lists of {lengths} for the buckets {buckets!r:.80}")
+        return cls(files, columns, leaves, buckets=buckets)
 
 
+MASK = "mask"
+"""The leaf that tells items of lists from padding."""
+MAX_LIST = 1 << 24
+"""Items of a padded list, at most."""
 MAX_TEXT = 1 << 20
 """Bytes of a text, at most."""
 
@@ -204,7 +267,12 @@ Found = TypeVar("Found", bound=TableSource)
 
 
 def from_tables(
-    cls: type[Found], paths: Any, columns: Any, text_bytes: int | None, who: str
+    cls: type[Found],
+    paths: Any,
+    columns: Any,
+    text_bytes: int | None,
+    buckets: Sequence[int] | None,
+    who: str,
 ) -> Found:
     """A source of some kind from the files that a user names; see `from_parquet`."""
     import jax
@@ -225,14 +293,48 @@ def from_tables(
         raise PlacementError(
             f"placed input ({found[0]}{more}): found 0 members, expected at least one."
         )
+    ragged: list[str] = []
+    if buckets is not None:
+        ragged = _padded_columns(types, buckets, found[0], who)
     shapes = _known_shapes(cls, *filled[0], types)
-    bare = isinstance(columns, str)
+    names = sorted([*names, MASK]) if ragged else names
+    bare = isinstance(columns, str) and not ragged
     tree = jax.tree_util.tree_structure(0 if bare else dict.fromkeys(names, 0))
     leaves = [
-        LeafSpec(shapes[name], types[name][1], None, "" if bare else f"[{name!r}]")
+        LeafSpec(shapes[name], types[name][1], None, "" if bare else f"[{name!r}]", name in ragged)
         for name in names
     ]
-    return cls(files, names, leaves, tree)
+    return cls(files, names, leaves, tree, list(buckets or ()))
+
+
+def _padded_columns(
+    types: dict[str, tuple[Shape, np.dtype]], buckets: Sequence[int], file: str, who: str
+) -> list[str]:
+    """The columns of lists, whose shapes are set to the longest, and the mask."""
+    listed = list(buckets)
+    sound = listed and all(type(b) is int and 1 <= b <= MAX_LIST for b in listed)
+    if not sound or listed != sorted(set(listed)):
+        raise SourceError(
+            f"{who}, buckets: found {listed}, expected lengths from 1 to {MAX_LIST}, ascending."
+        )
+    if MASK in types:
+        raise StructureError(
+            f"{file}: found a column {MASK!r}, which is the name of what tells items from padding; "
+            "choose others, columns=[...]."
+        )
+    ragged = [name for name, (shape, _) in types.items() if shape[:1] == (None,)]
+    if not ragged:
+        raise StructureError(f"{who}, buckets: found no column of lists in {file} to pad.")
+    for name in ragged:
+        shape, dtype = types[name]
+        if None in shape[1:]:
+            raise StructureError(
+                f"{file}: column {name!r} has lists of lists of any length, of which only the "
+                "outer ones are padded; write the inner ones as fixed-size lists."
+            )
+        types[name] = (listed[-1], *shape[1:]), dtype
+    types[MASK] = (listed[-1],), np.dtype(np.bool_)
+    return [*ragged, MASK]
 
 
 def _row_types(
