@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,17 +12,9 @@ import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.errors import OptionsError, StagingError
-from beamjax.fitting import buckets_of, fitted, fitting_notes
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
-from beamjax.interpreters import flatten as _flatten
-from beamjax.interpreters import lower as _lower
-from beamjax.interpreters import place as _place
-from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
-from beamjax.interpreters import unknown as _unknown
-from beamjax.interpreters.pieces import Piece
-from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job, Work, launch_work, run_work
 from beamjax.kept import Kept, kept_results
@@ -32,35 +22,15 @@ from beamjax.keyed_results import kept_numbers, keyed_outputs, with_tables
 from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
+from beamjax.planning import bind_inputs, plan_for
 from beamjax.reading import choose, counted
-from beamjax.restaging import Recipe, settings
+from beamjax.restaging import Recipe
 from beamjax.sources.placed import Placed
 
 if TYPE_CHECKING:
     import apache_beam as beam
 
 LOCAL = "local"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """All stages of one program for one set of argument types.
-
-    Attributes:
-      staged: the jaxpr, for the longest of members of unequal length.
-      flat: its equations, calls inlined.
-      placed: the same with a place for every value.
-      pieces: cut at the reductions.
-      plan: what is run.
-      notes: what people are told of it.
-    """
-
-    staged: _stage.Staged
-    flat: _flatten.FlatProgram
-    placed: PlacedProgram
-    pieces: list[Piece]
-    plan: Plan
-    notes: tuple[str, ...] = ()
 
 
 def run(
@@ -280,67 +250,6 @@ def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tu
     return plan, bind_inputs(plan, arguments)
 
 
-def plan_for(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    key: Any,
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool = False,
-) -> Planned:
-    """The stages of `fn` for arguments of these types, from the cache if they were made before."""
-    types = tuple(
-        (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
-        for a in arguments
-    )
-    buckets = tuple(buckets_of(arguments).values())
-    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
-    cache = _cache_of(fn)
-    if full_key not in cache:
-        planned = make_plan(fn, arguments, restore, options, unroll)
-        if buckets:
-            planned = _fitted(planned, fn, arguments, restore, options, unroll)
-        cache[full_key] = planned
-    return cache[full_key]
-
-
-def _fitted(
-    planned: Planned,
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool,
-) -> Planned:
-    """The same with bodies for short members, if they can have their own."""
-
-    def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
-        return make_plan(fn, others, restore, options, unroll, sizes).plan
-
-    plan, reason = fitted(planned.plan, arguments, make)
-    return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
-
-
-def make_plan(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool = False,
-    shard_sizes: Mapping[str, int] | None = None,
-) -> Planned:
-    """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
-    staged = _stage.stage(fn, arguments, restore)
-    flat = _flatten.flatten(staged.closed, unroll)
-    placed = placed_program(staged, flat, arguments)
-    pieces = _split.split(placed)
-    _unknown.settle_sizes(placed, pieces)
-    paths = [argument.path for argument in arguments]
-    paths += [f"constant {i}" for i in range(len(flat.constants))]
-    plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes)
-    return Planned(staged, flat, placed, pieces, plan)
-
-
 def _refuse_streams_with_checkpoint(arguments: Sequence[Argument], options: Options) -> None:
     stream = next((argument for argument in arguments if argument.is_stream), None)
     if stream is not None and options.checkpoint is not None:
@@ -377,36 +286,6 @@ def _with_recipe(plan: Plan, recipe: Recipe) -> Plan:
     """The plan as other processes need it; a cached one must not keep the user's function."""
     python = any(body.python for body in plan.bodies.values())
     return replace(plan, recipe=recipe) if python else plan
-
-
-def placed_program(
-    staged: _stage.Staged, flat: _flatten.FlatProgram, arguments: Sequence[Argument]
-) -> PlacedProgram:
-    """A flat program with a place for every value; what comes by shards is placed in any case."""
-    known = {
-        var: argument.path
-        for var, argument in zip(flat.arguments, arguments, strict=True)
-        if argument.comes_by_shards
-    }
-    return _place.place(flat, known, staged.placements)
-
-
-_plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()
-_plans_lock = threading.Lock()
-
-
-def _cache_of(fn: Callable[..., Any]) -> dict[Any, Planned]:
-    try:
-        with _plans_lock:
-            return _plans.setdefault(fn, {})
-    except TypeError:  # not hashable, or no weak references: partials of arrays, builtins
-        return {}
-
-
-def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
-    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
-    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
-    return Inputs(plan, [*values, *plan.constants])
 
 
 def output_array(

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from beamjax import execution
+from beamjax import planning
 from beamjax import reading as reading_of
 from beamjax.errors import OptionsError
 from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
@@ -361,11 +361,11 @@ def _planned(
     key: Any,
     restore: Callable[..., Any],
     options: Options,
-) -> tuple[execution.Planned, tuple[str, ...]]:
+) -> tuple[planning.Planned, tuple[str, ...]]:
     """The plan for arguments, and what there is to say of how they are read."""
 
-    def plan(known: Sequence[Argument]) -> execution.Planned:
-        return execution.plan_for(fn, known, key, restore, options)
+    def plan(known: Sequence[Argument]) -> planning.Planned:
+        return planning.plan_for(fn, known, key, restore, options)
 
     if not any(argument.is_stream for argument in arguments):
         planned = plan(arguments)
@@ -390,5 +390,5 @@ def _stage_text(
     flat = _flatten.flatten(staged.closed)
     if stage == "flat":
         return str(flat)
-    placed = execution.placed_program(staged, flat, arguments)
+    placed = planning.placed_program(staged, flat, arguments)
     return str(placed) if stage == "placed" else graph_text(_split.split(placed))

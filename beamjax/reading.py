@@ -24,7 +24,7 @@ from beamjax.sources.source_base import Source, StreamSource
 from beamjax.spool import spooled_here
 
 Planner = Callable[[Sequence[Argument]], Any]
-"""Makes the `execution.Planned` of a function for arguments."""
+"""Makes the `planning.Planned` of a function for arguments."""
 
 
 @dataclass(frozen=True)

@@ -304,11 +304,11 @@ def _make_plan(
     unroll: bool,
     values: Mapping[str, Any],
 ) -> Plan:
-    from beamjax import execution  # it imports this module
+    from beamjax import planning  # it imports this module
 
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
     with with_settings(values):
-        return execution.make_plan(fn, arguments, restore, options, unroll).plan
+        return planning.make_plan(fn, arguments, restore, options, unroll).plan
 
 
 # --- messages

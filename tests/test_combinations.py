@@ -8,10 +8,10 @@ from jax import lax
 from test_rules import assert_same
 
 import beamjax as bj
-from beamjax.execution import make_plan
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import Options
 from beamjax.plan import Gather, walk
+from beamjax.planning import make_plan
 
 N = 20
 RNG = np.random.default_rng(3)

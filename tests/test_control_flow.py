@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import beamjax as bj
-from beamjax import execution
+from beamjax import planning
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import parse_options
 from beamjax.plan import Branch, Gather, Loop, Map, Scatter, walk
@@ -344,7 +344,7 @@ def types(tree):
 
 def steps(fn, args, kind):
     arguments, key, restore = flatten_arguments(args)
-    plan = execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    plan = planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
     return [step for step in walk(plan.steps) if isinstance(step, kind)]
 
 

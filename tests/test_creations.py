@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.execution import plan_for
 from beamjax.interpreters import creations, stage
 from beamjax.interpreters.readings import Shard
 from beamjax.options import parse_options
 from beamjax.plan import Scatter
+from beamjax.planning import plan_for
 
 N = 20
 OPTIONS = {"shard_size": 8}

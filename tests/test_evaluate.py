@@ -13,11 +13,11 @@ from jax import lax
 import beamjax as bj
 from beamjax.bodies import with_x64
 from beamjax.errors import WorkerError
-from beamjax.execution import bind_inputs, plan_for
 from beamjax.inputs import Inputs
 from beamjax.interpreters import stage
 from beamjax.interpreters.evaluate import evaluate
 from beamjax.options import Options
+from beamjax.planning import bind_inputs, plan_for
 
 QUICK = functools.partial(
     settings,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.execution import bind_inputs, make_plan
 from beamjax.fingerprints import differences, input_fingerprints, plan_fingerprint
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import Options
+from beamjax.planning import bind_inputs, make_plan
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 

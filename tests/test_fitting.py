@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import execution
+from beamjax import planning
 from beamjax.errors import CheckpointError, StructureError
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import parse_options
@@ -64,7 +64,7 @@ def rounds(w, data):
 
 def plan_of(fn, *args, **options):
     arguments, key, restore = flatten_arguments(args)
-    return execution.plan_for(fn, arguments, key, restore, parse_options(options))
+    return planning.plan_for(fn, arguments, key, restore, parse_options(options))
 
 
 def passes(planned):

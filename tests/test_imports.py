@@ -149,6 +149,7 @@ TESTED_ELSEWHERE = {
     "dyadic": "test_exact_sum",
     "errors": "test_bad_input",
     "evaluate": "test_run",
+    "planning": "test_run",
     "execution": "test_run",
     "extremes": "test_accumulators",
     "fact_types": "test_explanation",

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.execution import plan_for
 from beamjax.interpreters import stage
 from beamjax.options import parse_options
 from beamjax.plan import Branch, Loop, Map, walk
+from beamjax.planning import plan_for
 
 N = 12
 X = np.ones((N, 2), np.float32)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.execution import plan_for
 from beamjax.interpreters import stage
 from beamjax.options import Options
 from beamjax.plan import Gather, Map, Scatter, Server, ValueType
+from beamjax.planning import plan_for
 
 N = 11
 HERE = os.path.abspath(__file__)

@@ -8,7 +8,7 @@ from programs import CASES
 from test_run import assert_close, assert_same_bits
 
 import beamjax as bj
-from beamjax import execution
+from beamjax import planning
 from beamjax.interpreters import map_bodies, sizing
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import parse_options
@@ -97,7 +97,7 @@ def test_wide_members_take_the_memory_of_one(large):
     arguments, _, restore = flatten_arguments((w, x))
 
     def temporary():
-        plan = execution.make_plan(wide, arguments, restore, parse_options({"shard_size": 64})).plan
+        plan = planning.make_plan(wide, arguments, restore, parse_options({"shard_size": 64})).plan
         (step,) = plan.steps
         exported = jax.export.deserialize(bytearray(plan.bodies[step.body].artefacts["cpu"]))
         compiled = jax.jit(exported.call).lower(*exported.in_avals).compile()

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import beamjax as bj
-from beamjax import execution
+from beamjax import planning
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import parse_options
 from beamjax.plan import Gather, Loop, Map, walk
@@ -155,7 +155,7 @@ def scan_over_members(w, x):
 
 def plan_of(fn):
     arguments, key, restore = flatten_arguments((W, X))
-    return execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    return planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
 
 
 @pytest.mark.parametrize("name", CASES)

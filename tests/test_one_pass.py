@@ -7,7 +7,7 @@ import pytest
 from streams import stream
 
 import beamjax as bj
-from beamjax import execution
+from beamjax import planning
 from beamjax.interpreters import stage
 from beamjax.one_pass import obstacle, open_placements, split
 from beamjax.options import Options
@@ -18,7 +18,7 @@ opened = bj.program(placements={"clients": None})
 
 def plan_of(fn, *args):
     arguments, key, restore = stage.flatten_arguments(args)
-    plan = execution.plan_for(fn, arguments, key, restore, Options()).plan
+    plan = planning.plan_for(fn, arguments, key, restore, Options()).plan
     return plan, [i for i, argument in enumerate(arguments) if argument.is_stream]
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.execution import make_plan
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import Options
 from beamjax.plan import Gather, Map, Plan, Server, ValueType
+from beamjax.planning import make_plan
 
 N = 20
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax import records
 from beamjax.errors import ArrayFormatError, JobCancelledError
-from beamjax.execution import _stage, plan_for
 from beamjax.interpreters import evaluate
 from beamjax.job_folder import JobFolder
 from beamjax.meters import Meter, Recorder, Reports, recorder_for
 from beamjax.monitor import Monitor
 from beamjax.options import Options
 from beamjax.pipelines import combiners, workers
+from beamjax.planning import _stage, plan_for
 from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, expected, merged, tally
 from beamjax.shards import shards
 

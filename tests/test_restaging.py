@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import execution, restaging
+from beamjax import planning, restaging
 from beamjax.errors import StagingError, WorkerError
 from beamjax.interpreters import evaluate, stage
 from beamjax.options import Options
@@ -43,9 +43,9 @@ def host_sin(v):
 def plan_and_inputs(fn, args):
     arguments, key, restore = stage.flatten_arguments(args)
     options = Options(shard_size=8)
-    plan = execution.plan_for(fn, arguments, key, restore, options).plan
+    plan = planning.plan_for(fn, arguments, key, restore, options).plan
     recipe = restaging.Recipe(fn, arguments, restore, options)
-    return dataclasses.replace(plan, recipe=recipe), execution.bind_inputs(plan, arguments)
+    return dataclasses.replace(plan, recipe=recipe), planning.bind_inputs(plan, arguments)
 
 
 def elsewhere(plan, program=None):
@@ -149,9 +149,9 @@ def test_a_context_sets_and_resets():
 def test_the_plan_is_made_once_a_process(monkeypatch):
     plan, inputs = plan_and_inputs(two_passes, (X,))
     calls = []
-    make = execution.make_plan
+    make = planning.make_plan
     monkeypatch.setattr(
-        execution, "make_plan", lambda *args, **kw: calls.append(1) or make(*args, **kw)
+        planning, "make_plan", lambda *args, **kw: calls.append(1) or make(*args, **kw)
     )
     monkeypatch.setattr(restaging, "_plans", {})
     assert sum(body.python is not None for body in plan.bodies.values()) == 3

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.execution import plan_for
 from beamjax.interpreters import stage
 from beamjax.options import parse_options
 from beamjax.plan import Gather, Scatter, walk
+from beamjax.planning import plan_for
 
 N, B = 20, 3
 OPTIONS = {"shard_size": 8}

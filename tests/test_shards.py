@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import SourceError, WorkerError
-from beamjax.execution import plan_for
 from beamjax.interpreters import stage
 from beamjax.options import Options
 from beamjax.plan import Map
+from beamjax.planning import plan_for
 from beamjax.shards import (
     Shard,
     ShardExecutor,

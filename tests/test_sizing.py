@@ -6,10 +6,10 @@ import pytest
 
 import beamjax as bj
 from beamjax.errors import OptionsError
-from beamjax.execution import plan_for
 from beamjax.interpreters import flatten, place, sizing, split, stage
 from beamjax.interpreters.sizing import MAX_SHARD_BYTES, shard_sizes
 from beamjax.options import Options
+from beamjax.planning import plan_for
 
 
 def array(*shape, dtype="float32"):

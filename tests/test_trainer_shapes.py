@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import beamjax as drjax
-from beamjax.execution import plan_for
 from beamjax.interpreters import stage
 from beamjax.options import parse_options
 from beamjax.plan import Gather, Map, Scatter, walk
+from beamjax.planning import plan_for
 
 optax = pytest.importorskip("optax")
 struct = pytest.importorskip("flax.struct")

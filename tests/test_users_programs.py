@@ -14,7 +14,7 @@ from jax.experimental.ode import odeint
 from jax.scipy.sparse.linalg import bicgstab, cg
 
 import beamjax as bj
-from beamjax import execution
+from beamjax import planning
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import parse_options
 from beamjax.plan import Gather, Loop, Map, Scatter, walk
@@ -487,7 +487,7 @@ def types(tree):
 def steps(name, kind):
     fn, args = of(name)
     arguments, key, restore = flatten_arguments(args)
-    plan = execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    plan = planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
     return [step for step in walk(plan.steps) if isinstance(step, kind)]
 
 
@@ -532,5 +532,5 @@ def test_what_a_body_computes_of_few_numbers_stays_in_it():
         return bj.reduce_sum(bj.map_fn(lambda v: v * jnp.outer(w, w).sum(), x))
 
     arguments, key, restore = flatten_arguments((W, X))
-    plan = execution.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+    plan = planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
     assert [type(step) for step in plan.steps] == [Map]

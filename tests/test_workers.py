@@ -11,7 +11,6 @@ import pytest
 import beamjax as bj
 from beamjax import bodies, shards
 from beamjax.errors import WorkerError
-from beamjax.execution import _stage, plan_for
 from beamjax.options import parse_options
 from beamjax.pipelines import tasks
 from beamjax.pipelines.elements import Block, Environment
@@ -19,6 +18,7 @@ from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, Task, store_body
 from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges, RunServer
 from beamjax.plan import Body, Map, Server
+from beamjax.planning import _stage, plan_for
 from beamjax.reducers import decode_accumulator
 from beamjax.shards import Shard, ShardExecutor
 from beamjax.sources import live_spec, register, release

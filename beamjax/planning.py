@@ -1,0 +1,136 @@
+"""From a function to its plan: all stages, cached by function and types of arguments."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from beamjax.fitting import buckets_of, fitted, fitting_notes
+from beamjax.inputs import Inputs
+from beamjax.interpreters import flatten as _flatten
+from beamjax.interpreters import lower as _lower
+from beamjax.interpreters import place as _place
+from beamjax.interpreters import split as _split
+from beamjax.interpreters import stage as _stage
+from beamjax.interpreters import unknown as _unknown
+from beamjax.interpreters.pieces import Piece
+from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.stage import Argument
+from beamjax.options import Options
+from beamjax.plan import Plan
+from beamjax.restaging import settings
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All stages of one program for one set of argument types.
+
+    Attributes:
+      staged: the jaxpr, for the longest of members of unequal length.
+      flat: its equations, calls inlined.
+      placed: the same with a place for every value.
+      pieces: cut at the reductions.
+      plan: what is run.
+      notes: what people are told of it.
+    """
+
+    staged: _stage.Staged
+    flat: _flatten.FlatProgram
+    placed: PlacedProgram
+    pieces: list[Piece]
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+
+def plan_for(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    key: Any,
+    restore: Callable[..., Any],
+    options: Options,
+    unroll: bool = False,
+) -> Planned:
+    """The stages of `fn` for arguments of these types, from the cache if they were made before."""
+    types = tuple(
+        (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
+        for a in arguments
+    )
+    buckets = tuple(buckets_of(arguments).values())
+    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
+    cache = _cache_of(fn)
+    if full_key not in cache:
+        planned = make_plan(fn, arguments, restore, options, unroll)
+        if buckets:
+            planned = _fitted(planned, fn, arguments, restore, options, unroll)
+        cache[full_key] = planned
+    return cache[full_key]
+
+
+def _fitted(
+    planned: Planned,
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    options: Options,
+    unroll: bool,
+) -> Planned:
+    """The same with bodies for short members, if they can have their own."""
+
+    def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
+        return make_plan(fn, others, restore, options, unroll, sizes).plan
+
+    plan, reason = fitted(planned.plan, arguments, make)
+    return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
+
+
+def make_plan(
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    options: Options,
+    unroll: bool = False,
+    shard_sizes: Mapping[str, int] | None = None,
+) -> Planned:
+    """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
+    staged = _stage.stage(fn, arguments, restore)
+    flat = _flatten.flatten(staged.closed, unroll)
+    placed = placed_program(staged, flat, arguments)
+    pieces = _split.split(placed)
+    _unknown.settle_sizes(placed, pieces)
+    paths = [argument.path for argument in arguments]
+    paths += [f"constant {i}" for i in range(len(flat.constants))]
+    plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes)
+    return Planned(staged, flat, placed, pieces, plan)
+
+
+def placed_program(
+    staged: _stage.Staged, flat: _flatten.FlatProgram, arguments: Sequence[Argument]
+) -> PlacedProgram:
+    """A flat program with a place for every value; what comes by shards is placed in any case."""
+    known = {
+        var: argument.path
+        for var, argument in zip(flat.arguments, arguments, strict=True)
+        if argument.comes_by_shards
+    }
+    return _place.place(flat, known, staged.placements)
+
+
+_plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()
+_plans_lock = threading.Lock()
+
+
+def _cache_of(fn: Callable[..., Any]) -> dict[Any, Planned]:
+    try:
+        with _plans_lock:
+            return _plans.setdefault(fn, {})
+    except TypeError:  # not hashable, or no weak references: partials of arrays, builtins
+        return {}
+
+
+def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
+    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
+    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
+    return Inputs(plan, [*values, *plan.constants])
