@@ -8,7 +8,7 @@ IS_TOLD = Path("/proc/self/net/tcp").exists()
 
 
 def listening(pid="self"):
-    """Addresses at which a process listens, in hexadecimal."""
+    """Addresses and ports at which a process listens, in hexadecimal: "0100007F:1F90"."""
     sockets, found = set(), set()
     with contextlib.suppress(OSError):  # it ended
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -18,12 +18,13 @@ def listening(pid="self"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                    found.add(fields[1].partition(":")[0])
+                    found.add(fields[1])
     return found
 
 
-def for_others(addresses):
-    """Those of these that others reach: not 127.x.x.x, in IPv6 or not, and not ::1."""
+def for_others(sockets):
+    """The addresses of these that others reach: not 127.x.x.x, in IPv6 or not, and not ::1."""
+    addresses = {socket.partition(":")[0] for socket in sockets}
     own = ("0" * 24 + "01000000",)
     mapped = "0000000000000000FFFF0000"
     return {a for a in addresses if a not in own and a.removeprefix(mapped)[-2:] != "7F"}
