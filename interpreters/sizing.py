@@ -1,7 +1,8 @@
 """How many members make a shard.
 
 On a CPU the fastest shard is the largest one that stays in the second-level cache; past 64 members
-nothing is gained unless members are tiny, where the cost of the call is what counts.
+nothing is gained unless members are tiny, where the cost of the call is what counts. Then shards
+grow with n as well, as long as there are enough of them to be dealt to many workers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CACHE_BYTES = 1 << 20
 MULTIPLE = 8
 USUAL_LIMIT = 64
 TINY_MEMBER_BYTES = 1 << 10
-TINY_LIMIT = 4096
+TINY_LIMIT, TINY_SHARDS = 4096, 64
 LARGE_MEMBER_BYTES = 4 << 20
 # What a shard reads and writes travels as elements, which have to stay under 64 MiB.
 MAX_SHARD_BYTES = 32 << 20
@@ -61,7 +62,9 @@ def _fitting(piece: MapPiece, n: int) -> int:
     read = _read(piece, n)
     written = sum(_nbytes(var.aval) for var in piece.results) / n
     used = read + _used(piece, n)
-    limit = TINY_LIMIT if used <= TINY_MEMBER_BYTES else USUAL_LIMIT
+    limit = USUAL_LIMIT
+    if used <= TINY_MEMBER_BYTES:
+        limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(read + written, 1), limit)
     return max(MULTIPLE, 1 << (int(size).bit_length() - 1) if size >= 1 else MULTIPLE)
 

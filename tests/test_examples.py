@@ -71,6 +71,75 @@ def test_federated_digits_hands_other_flags_on(capsys: pytest.CaptureFixture[str
     assert "100 clients" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flags", [[], ["--slopes"]])
+def test_monte_carlo_comes_near_the_formula_with_the_same_bits_everywhere(flags: list[str]) -> None:
+    monte_carlo = example("monte_carlo")
+    flags = ["--paths=200_000", *flags]
+    found = monte_carlo.main([*flags, "--runner=local"])
+    assert found == monte_carlo.main([*flags, "--runner=DirectRunner"])
+    estimate, expected = found["price"]
+    assert abs(estimate - expected) < 4 * 9.04 / 200_000**0.5
+    for name in monte_carlo.MARKET if "--slopes" in flags else ():
+        estimate, expected = found[f"slope in {name}"]
+        assert estimate == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_corpus_pca_finds_the_axes_of_numpy(runner: str, tmp_path: Path) -> None:
+    corpus = example("corpus_pca")
+    np, bj = corpus.np, corpus.bj
+    corpus.write_corpus(tmp_path, 100, np.random.default_rng(1))
+    documents = bj.from_parquet(tmp_path)
+    projection = np.random.default_rng(2).normal(size=(corpus.PAIRS, corpus.WIDTH))
+    vectors = bj.run(corpus.embed, projection.astype("float32"), documents, runner=runner)
+
+    letters = documents.read(0, 100)[0].astype(int)
+    pairs = (letters[:, :-1] * 31 + letters[:, 1:]) % corpus.PAIRS
+    counts = np.log1p([np.bincount(row, minlength=corpus.PAIRS) for row in pairs])
+    expected = counts / np.linalg.norm(counts, axis=1, keepdims=True) @ projection
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+    mean, variances, axes = bj.run(corpus.components, np.asarray(vectors), runner=runner)
+    covariance = np.cov(expected.T, bias=True)
+    np.testing.assert_allclose(mean, expected.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(variances, np.linalg.eigvalsh(covariance)[::-1], atol=1e-5)
+    np.testing.assert_allclose(axes.T @ covariance @ axes, np.diag(variances[:3]), atol=1e-5)
+
+
+def test_corpus_pca_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = example("corpus_pca").main(["--gigabytes=0.001", f"--folder={tmp_path}"])
+    printed = capsys.readouterr().out
+    assert "244 documents of 4096 letters written" in printed
+    assert shares.sum() == pytest.approx(1, abs=1e-5)
+    told = [re.findall(r"[\d.]+%", line) for line in printed.splitlines()[-2:]]
+    assert told[0] == told[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_federated_table_learns_what_is_behind_the_labels(
+    runner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--rows=20_000", "--clients=500", "--cohort=200", "--rounds=3", f"--runner={runner}"]
+    assert example("federated_table").main(flags) > 0.97
+    printed = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"^round \d  200 clients  loss ([\d.]+)", printed, re.M)]
+    assert losses[0] == 0.6931
+    assert max(losses[1:]) < 0.6
+
+
+def test_federated_table_is_what_jit_gives(tmp_path: Path) -> None:
+    table = example("federated_table")
+    table.write_table(tmp_path, 2_000, 50, table.np.random.default_rng(0))
+    clients = table.bj.from_parquet(
+        tmp_path, text_bytes=16, group_by="client", folder=tmp_path / "grouped"
+    )
+    weights = table.jnp.zeros(table.WIDTH)
+    assert table.bj.verify(table.federated_round, weights, clients, runner="local").ok
+
+
 def test_the_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code_block("python"), encoding="utf-8")

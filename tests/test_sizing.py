@@ -72,6 +72,15 @@ def test_scalar_members_come_in_thousands():
     assert sizes_of(prog, array(100_000)) == {"draws": 4096}
 
 
+@pytest.mark.parametrize(("n", "size"), [(262_144, 4096), (524_288, 8192), (10**9, 65_536)])
+def test_shards_of_many_scalar_members_fill_the_cache(n, size):
+    @bj.program(draws=None)
+    def prog(i):
+        return bj.reduce_mean(bj.map_fn(lambda k: jnp.sin(k.astype("float32")) ** 2, i))
+
+    assert sizes_of(prog, array(n, dtype="int32")) == {"draws": size}
+
+
 def test_huge_members_come_in_eights():
     prog = mean_of(lambda w, x: jnp.sum(x) * w, 20)
     assert sizes_of(prog, array(), array(20, 2_500_000)) == {"clients": 8}
