@@ -1,5 +1,6 @@
 """The examples and the README: what they print is what they say."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -138,6 +139,70 @@ def test_federated_table_is_what_jit_gives(tmp_path: Path) -> None:
     )
     weights = table.jnp.zeros(table.WIDTH)
     assert table.bj.verify(table.federated_round, weights, clients, runner="local").ok
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_kmeans_digits_ends_where_sklearn_does(runner: str) -> None:
+    ours, truth = example("kmeans_digits").main(["--restarts=2", f"--runner={runner}"])
+    assert ours == pytest.approx(truth, rel=1e-3)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_private_statistics_drops_whom_it_says_and_comes_near(
+    runner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, true = example("private_statistics").main([f"--runner={runner}"])
+    assert private == pytest.approx(true, rel=0.1)
+    printed = capsys.readouterr().out
+    assert "dropped: patients 7, 100, 101;" in printed
+    assert "true: 439" in printed
+
+
+def test_private_statistics_clips_members_and_is_right_without_noise() -> None:
+    private = example("private_statistics")
+    np = private.np
+    rows = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+    norms = np.linalg.norm(rows.astype("float64"), axis=1)
+    key = private.jax.random.key(0)
+    sums, count, share = private.bj.run(private.private_sum, key, 2.0, 0.0, rows, runner="local")
+    expected = (rows * np.minimum(1, 2 / norms)[:, None]).sum(axis=0)
+    np.testing.assert_allclose(sums, expected, atol=1e-5)
+    assert float(count) == 50
+    assert float(share) == pytest.approx(np.mean(norms > 2))
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_self_tuning_rate_lowers_the_loss(runner: str) -> None:
+    losses = example("self_tuning_rate").main(["--steps=3", f"--runner={runner}"])
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_self_tuning_rate_has_the_slope_of_the_loss() -> None:
+    tuning = example("self_tuning_rate")
+    training, held_out = tuning.dealt()
+    rates = {"client": tuning.jnp.log(0.3), "server": tuning.jnp.log(2.0)}
+    run = functools.partial(tuning.bj.run, runner="local")
+    slopes = run(tuning.jax.grad(tuning.held_out_loss), rates, training, held_out)
+    for name in rates:
+        up, down = (
+            float(run(tuning.held_out_loss, rates | {name: rates[name] + s}, training, held_out))
+            for s in (0.02, -0.02)
+        )
+        assert float(slopes[name]) == pytest.approx((up - down) / 0.04, rel=1e-2)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_clustered_clients_find_their_like(runner: str) -> None:
+    assert example("clustered_clients").main(["--rounds=4", f"--runner={runner}"]) == 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_examples_are_short_and_say_how_they_are_called(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert f"    python examples/{path.name} " in text
+    assert "--runner" in text
+    assert f"examples/{path.name}" in README
 
 
 def test_the_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
