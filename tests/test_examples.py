@@ -196,6 +196,29 @@ def test_clustered_clients_find_their_like(runner: str) -> None:
     assert example("clustered_clients").main(["--rounds=4", f"--runner={runner}"]) == 1
 
 
+def test_diloco_text_learns_with_the_same_bits_everywhere() -> None:
+    diloco = example("diloco_text")
+    with diloco.jax.numpy_dtype_promotion("standard"):  # optax needs it
+        losses = diloco.main(["--rounds=2", "--runner=local"])
+        assert 3 < losses[1] < losses[0] < 7
+        assert diloco.main(["--rounds=2"]) == losses
+
+
+def test_influence_tells_what_a_fit_without_the_patient_shows() -> None:
+    found, truth = example("influence").main(["--top=3", "--runner=local"])
+    assert found == pytest.approx(truth, rel=0.35)
+
+
+def test_influence_has_the_same_bits_on_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+    influence = example("influence")
+    monkeypatch.setattr(influence, "NEWTON_STEPS", 2)
+    monkeypatch.setattr(influence, "SOLVER_STEPS", 3)
+    (local, _), (beam, _) = (
+        influence.main(["--top=3", f"--runner={runner}"]) for runner in ("local", "DirectRunner")
+    )
+    assert local.tobytes() == beam.tobytes()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_examples_are_short_and_say_how_they_are_called(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
