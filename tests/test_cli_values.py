@@ -173,6 +173,14 @@ def test_dtypes_in_files(leaf, expected, tmp_path):
     same(np.load(tmp_path / "a.npy"), expected)
 
 
+def test_any_names_in_a_file(tmp_path):
+    tree = {"file": jnp.arange(3), "self": {"args": jnp.float32(1)}, "": [jnp.zeros((0, 2))]}
+    path = str(tmp_path / "a.npz")
+    write_out(tree, path)
+    same(read_value(path, "x"), jax.tree.map(np.asarray, tree))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("3", 3), ("true", True), ("mean", "mean"), ("[1]", [1]), ('"3"', "3")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -84,13 +85,10 @@ def _bench(arguments: argparse.Namespace) -> Answer:
 
     call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
     read = with_files(call, options)
-    found = [
-        _measure(
-            runner, lambda on=runner: run(read.fn, *read.args, runner=on, options=options),
-            arguments.repeat,
-        )
-        for runner in runners
-    ]  # fmt: skip
+    found = []
+    for runner in runners:
+        once = functools.partial(run, read.fn, *read.args, runner=runner, options=options)
+        found.append(_measure(runner, once, arguments.repeat))
     reason = "--no-jit" if arguments.no_jit else _too_big(call)
     jit = _jit(call, arguments.repeat) if reason is None else None
     rows = [*([jit] if jit else []), *found]
@@ -144,7 +142,9 @@ def _data(row: Times, jit: Times | None) -> dict[str, Any]:
 def _table(name: str, rows: list[Times], jit: Times | None) -> str:
     from beamjax.verification import aligned
 
-    cells = [("", "first call", "of it once", "best", "median", "median / jit")]
+    cells: list[tuple[str, ...]] = [
+        ("", "first call", "of it once", "best", "median", "median / jit")
+    ]
     cells += [
         (
             row.name,

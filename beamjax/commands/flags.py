@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from beamjax.commands.suggestions import closest
 from beamjax.commands.value_help import VALUES
@@ -140,6 +141,7 @@ def _beam_parser() -> argparse.ArgumentParser:
     import beamjax.pipelines.cluster_options  # noqa: F401  (adds its own)
 
     parser = _Parser(allow_abbrev=False, add_help=False, conflict_handler="resolve")
-    for kind in dict.fromkeys(PipelineOptions.__subclasses__()):
+    kinds: Any = dict.fromkeys(PipelineOptions.__subclasses__())
+    for kind in kinds:
         kind._add_argparse_args(parser)
     return parser

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ def write_out(result: Any, path: str) -> None:
     leaves = {name: leaf for _, name, leaf in named_leaves(result)}
     try:
         if path.endswith(".npz"):
-            _write(path, lambda file: np.savez(file, **_arrays(leaves)))
+            _write(path, lambda file: _save_all(file, _arrays(leaves)))
         elif path.endswith(".npy"):
             arrays = _arrays(leaves)
             if len(arrays) != 1:
@@ -130,7 +131,8 @@ def write_out(result: Any, path: str) -> None:
                     f"--out {path}: found {len(arrays)} leaves, expected one; a name that ends in "
                     ".npz takes them all"
                 )
-            _write(path, lambda file: np.save(file, *arrays.values()))
+            (single,) = arrays.values()
+            _write(path, lambda file: np.save(file, single))
         else:
             for name, array in _arrays(leaves, skip=(Placed, KeyedTable)).items():
                 to = Path(path, f"{name}.npy")
@@ -146,6 +148,14 @@ def _write(path: str, save: Any) -> None:
     with open(temporary, "wb") as file:
         save(file)
     os.replace(temporary, path)
+
+
+def _save_all(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
+    """The format of `np.savez`, which does not take all names."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
 def _arrays(leaves: dict[str, Any], skip: tuple[type, ...] = ()) -> dict[str, np.ndarray]:

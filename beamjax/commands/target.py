@@ -35,8 +35,8 @@ def find_target(text: str) -> Callable[..., Any]:
     where, colon, attribute = text.rpartition(":")
     if not colon or not where or not attribute:
         module = _module(where or attribute or text) if _is_there(where or attribute) else None
-        names = "" if module is None else f"; functions there: {listed(functions_of(module))}"
-        raise OptionsError(f"{text}: found no function, expected {EXPECTED}{names}")
+        there = "" if module is None else f"; functions there: {listed(functions_of(module))}"
+        raise OptionsError(f"{text}: found no function, expected {EXPECTED}{there}")
     module = _module(where)
     found: Any = module
     for part in attribute.split("."):
@@ -51,7 +51,7 @@ def find_target(text: str) -> Callable[..., Any]:
         raise OptionsError(
             f"{text}: found {_kind(found)}, expected a function; those there: {listed(names)}"
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def functions_of(module: ModuleType) -> list[str]:
@@ -115,8 +115,7 @@ def _other_modules(name: str) -> str:
 def _load_file(where: str) -> ModuleType:
     path = os.path.abspath(where)
     if not os.path.isfile(path):
-        folder = Path(path).parent
-        files = [file.name for file in folder.glob("*.py")]
+        files = [file.name for file in Path(path).parent.glob("*.py")]
         found = closest(Path(path).name, files)
         also = f"; did you mean {os.path.join(os.path.dirname(where), found)!r}?" if found else ""
         raise OptionsError(f"{where}: found no such file{also}")
