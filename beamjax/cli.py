@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
             parser.error(f"found no command {argv[0]!r}{hint(argv[0], COMMANDS)}")
         arguments = _parsed(parser, argv, takes_flags)
-        return int(arguments.command(arguments))
+        status = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return status
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
     except BeamjaxError as error:
@@ -60,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parsed(
