@@ -7,6 +7,7 @@ expected and what to do. All of them derive from `BeamjaxError`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,13 @@ class OptionsError(BeamjaxError, ValueError):
 
 
 class VerificationError(BeamjaxError, AssertionError):
-    """The runner's answer differs from the in-process answer by more than the tolerance."""
+    """The runner's answer differs from the in-process answer by more than the tolerance.
+
+    Attributes:
+      report: the `VerificationReport`, or None if the trees themselves differ.
+    """
+
+    report: Any = None
 
 
 class CheckpointError(BeamjaxError, ValueError):

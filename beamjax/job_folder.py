@@ -1,6 +1,7 @@
 """The folder of a job: who runs it, how far it is, how it ended, and what came out.
 
     job.record        the program, the runner, the launching process
+    command.record    the command line that started it, if one did
     state.record      running, done, failed or cancelled, and the error
     progress.record   written about every second while the job runs
     dropped.arrays    the members that were dropped so far
@@ -36,7 +37,9 @@ SILENCE = 60.0
 """Seconds without a sign of a launching process on another machine after which it is lost."""
 _RECORDS = "records"
 _DROPPED = "dropped.arrays"
-_OWN = re.compile(r"(job|state|progress|cancel|result)\.record|(result-\d+|dropped)\.arrays")
+_OWN = re.compile(
+    r"(job|command|state|progress|cancel|result)\.record|(result-\d+|dropped)\.arrays"
+)
 
 
 def _files() -> Any:

@@ -168,15 +168,16 @@ def verify(
         if value is not None and not value >= 0:
             raise OptionsError(f"{tolerance}: found {value!r}, expected a number >= 0, or None")
     found = execution.run(fn, *args, runner=runner, options=options)
-    arguments, _, restore = _stage.flatten_arguments(args)
-    expected = jax.jit(fn)(*restore(_whole(arguments)))
+    expected = jax.jit(fn)(*whole_arguments(args))
     found, expected = _by_key(found), _by_key(expected)
     name = runner if isinstance(runner, str) else type(runner).__name__
     rows = compare(found, expected, rtol=rtol, atol=atol)
     report = VerificationReport(_stage.function_name(fn), name, rows)
     if not report.ok:
         failures = "\n".join(row.failure() for row in rows if not row.passed)
-        raise VerificationError(f"{report}\n{failures}\n{ADVICE}")
+        error = VerificationError(f"{report}\n{failures}\n{ADVICE}")
+        error.report = report
+        raise error
     return report
 
 
@@ -191,8 +192,13 @@ def _by_key(result: Any) -> Any:
     return jax.tree_util.tree_map(arrays, result, is_leaf=lambda node: isinstance(node, Keyed))
 
 
+def whole_arguments(args: Sequence[Any]) -> Any:
+    """Arguments of `run` as `jit` takes them: each source is read, once for all its leaves."""
+    arguments, _, restore = _stage.flatten_arguments(args)
+    return restore(_whole(arguments))
+
+
 def _whole(arguments: Sequence[Argument]) -> list[Any]:
-    """The flat arguments for `jit`; each source is read once for all its leaves."""
     read: dict[int, list[np.ndarray]] = {}
     values = []
     for argument in arguments:

@@ -27,6 +27,17 @@ def test_wrong_arguments(arguments, capsys):
     assert "usage: beamjax" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_enough():
+    code = "import sys; from beamjax import cli; sys.exit(cli.main(['jobs', 'list']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
 def test_errors_are_one_line_without_a_traceback(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", "")

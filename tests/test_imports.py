@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("beamjax", "beamjax/sources", "interpreters", "pipelines")
+FOLDERS = ("beamjax", "beamjax/commands", "beamjax/sources", "interpreters", "pipelines")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 HIDDEN = ("jax._src", "jax.interpreters", "jaxlib")
 
@@ -159,6 +159,14 @@ TESTED_ELSEWHERE = {
     "flink": "test_clusters",
     "flink_cluster": "test_cluster_faults",
     "flink_command": "test_cli",
+    "suggestions": "test_cli_target",
+    "arguments": "test_cli_values",
+    "value_help": "test_cli_values",
+    "command_lines": "test_cli_jobs",
+    "output": "test_cli_run",
+    "verify": "test_cli_run",
+    "explain": "test_cli_run",
+    "bench": "test_cli_run",
     "folds": "test_rules",
     "guard": "test_processes",
     "shuffling": "test_grouping",
@@ -223,7 +231,8 @@ TESTED_ELSEWHERE = {
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem != "__init__"], ids=lambda p: p.stem)
 def test_every_file_has_a_file_of_tests(path):
-    own = ROOT / "tests" / f"test_{path.stem}.py"
+    command = "cli_" if path.parent.name == "commands" else ""
+    own = ROOT / "tests" / f"test_{command}{path.stem}.py"
     if not own.exists():
         assert path.stem in TESTED_ELSEWHERE, f"{path} has no tests/test_{path.stem}.py"
         own = ROOT / "tests" / f"{TESTED_ELSEWHERE[path.stem]}.py"

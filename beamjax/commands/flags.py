@@ -1,0 +1,147 @@
+"""The arguments that commands on a function share, and the options that go to beamjax and Beam."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from beamjax.commands.suggestions import closest
+from beamjax.commands.value_help import VALUES
+from beamjax.errors import OptionsError
+from beamjax.options import OWN, Options, parse_options
+
+EXIT_CODES = """\
+exit codes: 0 done; 1 a run failed, or a result is past its tolerance; 2 the command line is wrong;
+130 interrupted
+"""
+
+
+def add_call(parser: argparse.ArgumentParser, runner: bool = True) -> None:
+    """The function, its arguments and the options of a run."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    parser.usage = f"{parser.prog} TARGET [--arg NAME=VALUE ...] [options] [flags of Beam]"
+    parser.epilog = f"{VALUES}\n{EXIT_CODES}"
+    parser.add_argument(
+        "target", metavar="TARGET", help="module:function or file.py:function; comes first"
+    )
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE",
+        help="a parameter of the function, by its name or its position; how a VALUE is read is "
+        "below",
+    )  # fmt: skip
+    parser.add_argument(
+        "--static", action="append", default=[], metavar="NAME=VALUE",
+        help="a parameter that is no data: a value of Python, in JSON, or else text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--factory", action="store_true",
+        help="TARGET is called without data, and returns the function, or a tuple of the function "
+        "and its arguments",
+    )  # fmt: skip
+    if runner:
+        parser.add_argument(
+            "--runner", default="DirectRunner",
+            help="'local' for this process, or a runner of Beam (default: %(default)s)",
+        )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("--traceback", action="store_true", help="show all frames of errors")
+    group = parser.add_argument_group(
+        "options of beamjax (see beamjax.Options); all others are Beam's"
+    )
+    for name, help in option_help().items():
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        group.add_argument(*names, dest=name, metavar="X", help=help)
+
+
+def option_help() -> dict[str, str]:
+    """The first sentence on each option, from where they are documented."""
+    _, _, attributes = (inspect.getdoc(Options) or "").partition("Attributes:\n")
+    found = dict.fromkeys(OWN, "")
+    for entry in re.split(r"\n  (?=\w)", f"\n{attributes}"):
+        name, _, text = entry.strip().partition(": ")
+        if name in found:
+            sentence = re.split(r"(?<=[.;:])\s", " ".join(text.split()))[0]
+            found[name] = sentence.rstrip(".;:").replace("%", "%%")
+    return found
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """The options of a run, those of Beam checked for slips of the pen.
+
+    Raises:
+      OptionsError: an option has an impossible value, or nobody knows it.
+    """
+    own = [f"--{n}={getattr(arguments, n)}" for n in OWN if getattr(arguments, n) is not None]
+    check_flags(arguments.flags, getattr(arguments, "runner", "local"))
+    return parse_options([*own, *arguments.flags, *arguments.beam_flags])
+
+
+def check_flags(flags: Sequence[str], runner: str) -> None:
+    """Raises OptionsError for words that belong to no flag, and for flags that nobody knows.
+
+    A runner on a server of its own may know flags that Beam's Python does not; of these, only what
+    is nearly the name of a known flag is refused.
+
+    Args:
+      flags: what is left of a command line.
+      runner: its name.
+    """
+    if not flags:
+        return
+    parser = _beam_parser()
+    try:
+        _, left = parser.parse_known_args(list(flags))
+    except argparse.ArgumentError as error:
+        raise OptionsError(f"Beam does not take these flags: {error}") from None
+    known = [*OWN, *_OF_COMMANDS, *(flag[2:] for flag in parser._option_string_actions)]
+    elsewhere = runner not in ("local", "DirectRunner")
+    value_of = ""
+    for word in left:
+        if not word.startswith("--"):
+            if not value_of:
+                raise OptionsError(
+                    f"found {word!r}, which belongs to no flag; arguments of the function are "
+                    "given as --arg name=value"
+                )
+            value_of = ""
+            continue
+        name, equals, _ = word[2:].partition("=")
+        value_of = "" if equals else name
+        close = closest(name.replace("-", "_"), known)
+        if close or not elsewhere:
+            also = f"; did you mean --{close}?" if close else ""
+            raise OptionsError(
+                f"found --{name}, which is no option of beamjax, nor one of Beam{also}{_AFTER}"
+            )
+        print(f"beamjax: --{name} is handed to {runner} as it is", file=sys.stderr)
+
+
+_OF_COMMANDS = ("arg", "static", "factory", "runner", "json", "traceback", "out")
+_AFTER = "\nWhat comes after a word `--` is handed to Beam unchecked."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes what Beam's classes of options add, and raises instead of leaving the process."""
+
+    def add_value_provider_argument(self, *names: str, **settings: object) -> None:
+        self.add_argument(*names, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise argparse.ArgumentError(None, message)
+
+
+def _beam_parser() -> argparse.ArgumentParser:
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    import beamjax.pipelines.cluster_options  # noqa: F401  (adds its own)
+
+    parser = _Parser(allow_abbrev=False, add_help=False, conflict_handler="resolve")
+    kinds: Any = dict.fromkeys(PipelineOptions.__subclasses__())
+    for kind in kinds:
+        kind._add_argparse_args(parser)
+    return parser

@@ -1,0 +1,171 @@
+"""Results of a run: a summary for people and programs, and files."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beamjax.bodies import unwrap
+from beamjax.errors import OptionsError, SourceError
+from beamjax.sources.keyed_table import KeyedTable
+from beamjax.sources.placed import Placed
+from beamjax.verification import aligned
+
+SMALL = 8
+"""Elements of a leaf that a summary shows all of."""
+
+
+def named_leaves(result: Any) -> Iterator[tuple[str, str, Any]]:
+    """The leaves of a tree: where each is as JAX writes it, its path as a name, and itself."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        yield f"result{jax.tree_util.keystr(path)}", name or "result", leaf
+
+
+def result_data(result: Any) -> list[dict[str, Any]]:
+    """Each leaf as JSON values: name, dtype, shape; and all elements if there are few."""
+    found = []
+    for _, name, leaf in named_leaves(result):
+        told: dict[str, Any] = {"name": name}
+        if isinstance(leaf, KeyedTable):
+            told |= {"keys": len(leaf), "folder": leaf.folder}
+        elif isinstance(leaf, Placed):
+            told |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "folder": leaf.folder}
+        else:
+            told |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+            if leaf.size <= SMALL:
+                array = plain(leaf)
+                told["value"] = (array.astype(str) if array.dtype.kind == "c" else array).tolist()
+        found.append(told)
+    return found
+
+
+def result_text(result: Any) -> str:
+    """A line for each leaf: where, its type, and its elements or their extent."""
+    rows = [(where, _type(leaf), _extent(leaf)) for where, _, leaf in named_leaves(result)]
+    return "\n".join(aligned(rows)) if rows else "the result has no leaves"
+
+
+def _type(leaf: Any) -> str:
+    if isinstance(leaf, KeyedTable):
+        return f"{len(leaf)} keys"
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _extent(leaf: Any) -> str:
+    if isinstance(leaf, Placed | KeyedTable):
+        return f"in {leaf.folder}"
+    array = plain(leaf)
+    if array.size <= SMALL:
+        return np.array2string(array, separator=" ", max_line_width=10_000).replace("\n", "")
+    if array.dtype.kind not in "fiu":
+        return ""
+    numbers = array.astype(np.float64)
+    finite = numbers[np.isfinite(numbers)]
+    if not finite.size:
+        return "no finite element"
+    odd = f", {numbers.size - finite.size} not finite" if finite.size < numbers.size else ""
+    return f"from {finite.min():.6g} to {finite.max():.6g}, mean {finite.mean():.6g}{odd}"
+
+
+def plain(leaf: Any) -> np.ndarray:
+    """An array of a dtype that files of NumPy know, with the same numbers.
+
+    Keys are their data, bfloat16 and narrower floats are float32, int4 is int8.
+    """
+    if getattr(leaf, "dtype", None) == jax.dtypes.float0:
+        return np.zeros(leaf.shape, bool)
+    array = np.asarray(unwrap(leaf) if isinstance(leaf, jax.Array) else leaf)
+    if array.dtype.isbuiltin == 1:
+        return array
+    return array.astype(np.float32 if jnp.issubdtype(array.dtype, jnp.floating) else np.int8)
+
+
+# --- files
+
+
+def check_out(path: str | None, keep: str | None) -> None:
+    """Raises OptionsError if results can't go to this path, before anything is computed."""
+    if path is None:
+        return
+    name, file = os.path.basename(path), path.endswith((".npz", ".npy"))
+    if file and keep == "placed":
+        raise OptionsError(f"--out {path}: found a file, but with --keep placed it is a folder")
+    if not file and keep != "placed":
+        raise OptionsError(
+            f"--out {path}: found {name!r}, expected a name that ends in .npz, or in .npy for a "
+            "single array; a folder needs --keep placed"
+        )
+    folder = os.path.dirname(os.path.abspath(path))
+    if file and not os.path.isdir(folder):
+        raise OptionsError(f"--out {path}: there is no folder {folder}")
+
+
+def write_out(result: Any, path: str) -> None:
+    """Writes the leaves of a result.
+
+    Args:
+      result: a tree.
+      path: of an .npz file, with the paths of leaves as names; of an .npy file, for a tree of one
+        leaf; or of a folder, in which placed results are already and each other leaf gets a file.
+
+    Raises:
+      OptionsError: several leaves for one .npy file.
+      SourceError: it can't be written.
+    """
+    leaves = {name: leaf for _, name, leaf in named_leaves(result)}
+    try:
+        if path.endswith(".npz"):
+            _write(path, lambda file: _save_all(file, _arrays(leaves)))
+        elif path.endswith(".npy"):
+            arrays = _arrays(leaves)
+            if len(arrays) != 1:
+                raise OptionsError(
+                    f"--out {path}: found {len(arrays)} leaves, expected one; a name that ends in "
+                    ".npz takes them all"
+                )
+            (single,) = arrays.values()
+            _write(path, lambda file: np.save(file, single))
+        else:
+            for name, array in _arrays(leaves, skip=(Placed, KeyedTable)).items():
+                to = Path(path, f"{name}.npy")
+                to.parent.mkdir(parents=True, exist_ok=True)
+                _write(str(to), lambda file, array=array: np.save(file, array))
+    except OSError as error:
+        raise SourceError(f"--out {path}: cannot write the result ({error})") from error
+
+
+def _write(path: str, save: Any) -> None:
+    """Writes a file under another name first, so that it is whole or not there."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        save(file)
+    os.replace(temporary, path)
+
+
+def _save_all(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
+    """The format of `np.savez`, which does not take all names."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
+
+
+def _arrays(leaves: dict[str, Any], skip: tuple[type, ...] = ()) -> dict[str, np.ndarray]:
+    found = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, skip):
+            continue
+        if isinstance(leaf, KeyedTable):
+            for _, inner, array in named_leaves(leaf.arrays()):
+                found[f"{name}/{inner}"] = plain(array)
+        else:
+            found[name] = plain(leaf)
+    return found

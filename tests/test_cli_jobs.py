@@ -1,0 +1,215 @@
+# ruff: noqa: F811
+"""`beamjax jobs`: jobs by their folders, of this and of other processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
+
+import beamjax
+from beamjax import cli
+from beamjax.commands.command_lines import read_command
+from beamjax.job_folder import JobFolder
+
+RUN = ["run", *LOSS, "--runner=local"]
+
+
+def test_a_job_that_is_done(folder, capsys):
+    assert cli.main([*RUN, "--job_folder=jobs/7"]) == 0
+    ran = capsys.readouterr().out.splitlines()[:2]
+    status, found, _ = json_of(capsys, "jobs", "show", "jobs/7")
+    assert status == 0
+    job = found["job"]
+    assert (job["state"], job["program"], job["runner"]) == ("done", "loss", "local")
+    assert job["command"] == ["beamjax", *RUN, "--job_folder=jobs/7"]
+    assert job["progress"]["done"]["members"] == 40
+    assert [leaf["name"] for leaf in job["result"]] == ["loss", "weights"]
+    assert cli.main(["jobs", "show", "jobs/7"]) == 0
+    told = capsys.readouterr().out
+    assert "state     done" in told
+    assert told.splitlines()[-2:] == ran
+    assert cli.main(["jobs", "resume", "jobs/7"]) == 2
+    assert "the job is done" in capsys.readouterr().err
+    assert cli.main(["jobs", "cancel", "jobs/7"]) == 0
+    assert capsys.readouterr().out == f"{folder}/jobs/7: done\n"
+
+
+def test_a_job_that_failed(folder, capsys):
+    argv = [
+        "run",
+        "programs_here.py:total",
+        "--arg=0=npy:y.npy",
+        "--runner=local",
+        "--job_folder=j",
+    ]
+    (folder / "y.npy").write_bytes((folder / "y.npy").read_bytes())
+    run = beamjax.jobs.write_result
+    beamjax.jobs.write_result = lambda *_: 1 / 0
+    try:
+        assert cli.main(argv) == 1
+    finally:
+        beamjax.jobs.write_result = run
+    capsys.readouterr()
+    status, found, _ = json_of(capsys, "jobs", "show", "j")
+    assert status == 0
+    assert found["job"]["state"] == "failed"
+    assert found["job"]["error"]["type"] == "ZeroDivisionError"
+    assert cli.main(["jobs", "show", "j"]) == 0
+    assert "error     ZeroDivisionError: division by zero" in capsys.readouterr().out
+    status, found, told = json_of(capsys, "jobs", "resume", "j")
+    assert (status, found["ok"], found["program"]) == (0, True, "total")
+    assert f"beamjax: in {folder}: beamjax run programs_here.py:total" in told
+    assert json_of(capsys, "jobs", "show", "j")[1]["job"]["state"] == "done"
+
+
+def test_lists(folder, capsys, monkeypatch):
+    assert cli.main(["jobs", "list"]) == 0
+    assert capsys.readouterr().out == "no jobs in .\n"
+    for number in (1, 2):
+        assert cli.main([*RUN, f"--job_folder=all/{number}"]) == 0
+    (folder / "all" / "other").mkdir()
+    (folder / "all" / "damaged").mkdir()
+    (folder / "all" / "damaged" / "job.record").write_bytes(b"nothing")
+    capsys.readouterr()
+    status, found, _ = json_of(capsys, "jobs", "list", "all")
+    assert status == 0
+    names = [os.path.basename(job["folder"]) for job in found["jobs"]]
+    assert sorted(names) == ["1", "2", "damaged"]
+    assert {job["state"] for job in found["jobs"]} == {"done", "damaged"}
+    monkeypatch.setenv("BEAMJAX_JOBS", "all")
+    assert cli.main(["jobs", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["JOB", "STATE", "PROGRAM", "RUNNER", "STARTED", "PROGRESS"]
+    assert len(lines) == 4
+    assert json_of(capsys, "jobs", "show", "2")[1]["job"]["folder"] == f"{folder}/all/2"
+    assert cli.main(["jobs", "show", "3"]) == 2
+    assert "jobs nearby: all/1, all/2, all/damaged" in capsys.readouterr().err
+
+
+def test_a_job_of_python(folder, capsys):
+    total = beamjax.program(rows=3)(beamjax.reduce_sum)
+    beamjax.run(total, jnp.arange(3.0), runner="local", options={"job_folder": "j"})
+    assert read_command(JobFolder("j")) is None
+    found = json_of(capsys, "jobs", "show", "j")[1]["job"]
+    assert found["command"] is None
+    assert found["result"][0]["value"] == 3
+    JobFolder("j").end("failed", ValueError("x"))
+    assert cli.main(["jobs", "resume", "j"]) == 2
+    assert "the job was not started by `beamjax run`" in capsys.readouterr().err
+
+
+def test_the_command_line_goes_with_the_job(folder):
+    assert cli.main([*RUN, "--job_folder=j"]) == 0
+    assert read_command(JobFolder("j")) == ([*RUN, "--job_folder=j"], str(folder))
+    total = beamjax.program(rows=3)(beamjax.reduce_sum)
+    beamjax.run(total, jnp.arange(3.0), runner="local", options={"job_folder": "j"})
+    assert read_command(JobFolder("j")) is None
+
+
+def test_where_the_folder_of_the_command_line_is_gone(folder, capsys):
+    assert cli.main([*RUN, "--job_folder=j"]) == 0
+    JobFolder("j").write("command", {"argv": RUN, "cwd": "/nowhere/at/all"})
+    JobFolder("j").end("failed", ValueError("x"))
+    assert cli.main(["jobs", "resume", "j"]) == 2
+    assert "/nowhere/at/all: the folder in which the job was started is gone" in (
+        capsys.readouterr().err
+    )
+
+
+# --- other processes
+
+SLOW = """
+import time
+
+import jax
+import jax.numpy as jnp
+
+import beamjax as bj
+
+
+def wait(x):
+    time.sleep(0.2)
+    return x
+
+
+@bj.program(placements={"rows": 4})
+def rounds(x):
+    def one(total, _):
+        held = jax.pure_callback(wait, jax.ShapeDtypeStruct((), "float32"), total)
+        return held / 2 + bj.reduce_sum(bj.map_fn(lambda v: v + total, x)), total
+
+    return jax.lax.scan(one, jnp.float32(0), None, length=20)
+"""
+
+
+def start(folder, *argv):
+    (folder / "slow_here.py").write_text(SLOW)
+    command = [sys.executable, "-m", "beamjax.cli", "run", "slow_here.py:rounds",
+               "--arg", "x=[1.0, 2.0, 3.0, 4.0]", "--runner=local", *argv]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(condition, process):
+    end = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_resume_after_a_kill(folder, capsys):
+    process = start(folder, "--job_folder=j", "--checkpoint=c")
+    try:
+        until(lambda: (folder / "c").is_dir() and len(os.listdir(folder / "c")) > 2, process)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert json_of(capsys, "jobs", "show", "j")[1]["job"]["state"] == "lost"
+    # A program of this process would save what it computes here; it reads what is saved there.
+    argv = [sys.executable, "-m", "beamjax.cli", "jobs", "resume", "j", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "beamjax run slow_here.py:rounds" in done.stderr
+    assert found["progress"]["done"]["members"] < 20 * 4
+    process = start(folder, "--out=whole.npz")
+    assert process.wait() == 0, process.communicate()[1]
+    process.communicate()
+    with np.load("whole.npz") as whole:
+        assert found["result"][0]["value"] == whole["0"]
+    assert json_of(capsys, "jobs", "show", "j")[1]["job"]["state"] == "done"
+
+
+@pytest.mark.long
+def test_cancel_and_interrupt(folder, capsys):
+    process = start(folder, "--job_folder=j")
+    try:
+        until(lambda: (folder / "j" / "progress.record").exists(), process)
+        assert cli.main(["jobs", "resume", "j"]) == 2
+        assert "`beamjax jobs cancel` ends it" in capsys.readouterr().err
+        assert json_of(capsys, "jobs", "cancel", "j")[:2] == (
+            0, {"ok": True, "folder": f"{folder}/j", "state": "cancelled", "warnings": []},
+        )  # fmt: skip
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "cancelled" in told
+        process = start(folder, "--job_folder=k", "--json")
+        until(lambda: (folder / "k" / "progress.record").exists(), process)
+        process.send_signal(signal.SIGINT)
+        found, told = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert "beamjax: cancelling the job" in told
+        assert json.loads(found)["error"]["type"] == "KeyboardInterrupt"
+        assert json_of(capsys, "jobs", "show", "k")[1]["job"]["state"] == "cancelled"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
