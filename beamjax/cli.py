@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       wrong arguments; 130 for an interrupt.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="beamjax", description=__doc__)
+    parser = argparse.ArgumentParser(prog="beamjax", description="JAX programs on Apache Beam.")
     parser.add_argument("--version", action="version", version=f"beamjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     takes_flags = False

@@ -96,8 +96,8 @@ class StepFact:
       placed: placed values that it reads.
       results: what it makes, but for reductions.
       executables: bytes of StableHLO by platform.
-      axis: of the members, if the step gathers or scatters; `reason` says why it does, or why a
-        step on the server holds a map.
+      axis: of the members, if the step gathers or scatters; `reason` says why it does, why a step
+        on the server holds a map, or why a map computes its members one after the other.
       lines: the user's `file:line (function)`.
       python: why the step runs as Python, if it does.
       read_bytes: of the placed values that a pass reads, all members.

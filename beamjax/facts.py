@@ -113,6 +113,7 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
                 read_bytes=_total(operands),
                 broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
+                reason=f"members one after the other: {step.turns}" if step.turns else "",
             )  # fmt: skip
         case Gather(name, operand, result, axis, reason, line):
             moved, lines, placement = values([operand]), (line,), plan.values[operand].placement

@@ -183,7 +183,8 @@ class Map:
     member, the number of true members in it and operands padded to the shard size; it returns the
     placed results of the shard, one flat vector of partials per lane, and the arrays of each
     combine. A `guard` has it take and return more. One of `fitted` takes its place for operands of
-    the shapes that it is for.
+    the shapes that it is for. `turns` says why the body computes its members one after the other,
+    if it does.
     """
 
     name: str
@@ -197,6 +198,7 @@ class Map:
     combines: tuple[Combine, ...] = ()
     guard: Guard | None = None
     fitted: tuple[Fitted, ...] = ()
+    turns: str = ""
 
     @property
     def reduced(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from beamjax.interpreters.flatten import HOST_CALLS
 from beamjax.interpreters.keeping import guard_of, with_kept_members
 from beamjax.interpreters.lanes import lanes_of
 from beamjax.interpreters.map_bodies import goes_one_by_one, map_body, one_by_one, read
+from beamjax.interpreters.own_kernels import convolves_by_member
 from beamjax.interpreters.pieces import (
     BlockPiece,
     BranchPiece,
@@ -284,8 +285,8 @@ class _Lowering:
         impls = [value.key_impl for value, _ in types]
         arguments = [*self.heads(size), *(_argument(*each) for each in types)]
         guard = self.guard
-        large = sizing.is_large(piece, self.program.sizes[piece.placement])
-        how = one_by_one if large and goes_one_by_one(piece, lanes) else map_body
+        turns = self.turns(piece) if goes_one_by_one(piece, lanes) else ""
+        how = one_by_one if turns else map_body
         sized = functools.partial(how, self.program, piece, lanes, impls, guard)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
@@ -299,7 +300,16 @@ class _Lowering:
             tuple(functions),
             combines,
             guard,
+            turns=turns,
         )
+
+    def turns(self, piece: MapPiece) -> str:
+        """Why the members of a shard had better be computed one after the other, if so."""
+        if sizing.is_large(piece, self.program.sizes[piece.placement]):
+            return "large members"
+        if self.platforms == ("cpu",) and convolves_by_member(piece):
+            return "convolutions with kernels of the members' own"
+        return ""
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """What the body of a pass takes first: where its shard starts, and who is in it."""

@@ -219,6 +219,23 @@ def test_influence_has_the_same_bits_on_beam(monkeypatch: pytest.MonkeyPatch) ->
     assert local.tobytes() == beam.tobytes()
 
 
+@pytest.mark.long
+def test_cnn_clients_learn_with_the_same_bits_everywhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cnn = example("cnn_clients")
+    allow = cnn.jax.numpy_rank_promotion("allow")  # optax and stax need these two
+    with cnn.jax.numpy_dtype_promotion("standard"), allow:
+        found = [
+            cnn.main(["--rounds=3", "--clients=20", f"--runner={runner}"])
+            for runner in ("local", "DirectRunner")
+        ]
+    assert found[0] == found[1]
+    assert found[0][-1] > 0.25
+    losses = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
+    assert losses[:3] == losses[3:]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_examples_are_short_and_say_how_they_are_called(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
