@@ -198,7 +198,7 @@ def test_as_a_process_of_its_own_with_workers(folder):
     argv = ["run", "programs_here.py:told", "--arg", "x=range:30", "--direct_num_workers", "2"]
     argv += ["--direct_running_mode", "multi_processing", "--shard_size", "8", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "beamjax.cli", *argv], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "beamjax", *argv], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"][0]["value"] == 435

@@ -152,6 +152,7 @@ TESTED_ELSEWHERE = {
     "member_files": "test_members",
     "placed": "test_kept",
     "fetching": "test_kept",
+    "__main__": "test_cli",
     "_compat": "test_transformations",
     "_version": "test_api",
     "block_source": "test_table_source",
