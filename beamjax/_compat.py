@@ -60,6 +60,9 @@ def hide_frames(folder: str) -> None:
     source_info_util.register_exclusion(os.path.join(folder, ""))
 
 
+hide_frames(os.path.dirname(__file__))
+
+
 def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None:
     """Lowers `primitive` by tracing `fun`, which takes the operands and the parameters."""
     rule = mlir.lower_fun(fun, multiple_results=primitive.multiple_results)

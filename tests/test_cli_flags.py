@@ -42,6 +42,7 @@ HERE = "programs_here.py:"
         (["run", *LOSS, "--out=x.npy", "--runner=local"], 2, "found 2 leaves, expected one"),
         (["run", *LOSS, "--results_folder=x"], 2, "add keep='placed'"),
         (["run", f"{HERE}los"], 2, "did you mean 'loss'?"),
+        (["run", "--direct_num_workers", "2", *LOSS], 2, "found '2' as TARGET, which comes before"),
         (["verify", *LOSS, "--rtol=x"], 2, "argument --rtol: invalid float value: 'x'"),
         (["verify", *LOSS, "--rtol=-1"], 2, "rtol: found -1.0, expected a number >= 0"),
         (["verify", *LOSS, "--out=x.npz"], 2, "found --out, which is no option"),

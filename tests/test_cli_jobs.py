@@ -151,7 +151,7 @@ def rounds(x):
 
 def start(folder, *argv):
     (folder / "slow_here.py").write_text(SLOW)
-    command = [sys.executable, "-m", "beamjax.cli", "run", "slow_here.py:rounds",
+    command = [sys.executable, "-m", "beamjax", "run", "slow_here.py:rounds",
                "--arg", "x=[1.0, 2.0, 3.0, 4.0]", "--runner=local", *argv]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -174,7 +174,7 @@ def test_resume_after_a_kill(folder, capsys):
         process.communicate()
     assert json_of(capsys, "jobs", "show", "j")[1]["job"]["state"] == "lost"
     # A program of this process would save what it computes here; it reads what is saved there.
-    argv = [sys.executable, "-m", "beamjax.cli", "jobs", "resume", "j", "--json"]
+    argv = [sys.executable, "-m", "beamjax", "jobs", "resume", "j", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -136,6 +136,17 @@ def test_verify(folder, capsys):
     assert "loss on local against jit: 2 leaves" in capsys.readouterr().out
 
 
+def test_a_table_in_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(["verify", *LOSS, "--runner=local"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("loss on local against jit: 2 leaves")
+    assert [line.split()[0] for line in told.splitlines()[2:]] == [
+        "result['loss']",
+        "result['weights']",
+    ]
+
+
 def test_verify_past_the_tolerance(folder, capsys, monkeypatch):
     run = execution.run
     wrong = lambda fn, *args, **rest: jax.tree.map(lambda x: x + 1, run(fn, *args, **rest))
@@ -198,7 +209,7 @@ def test_as_a_process_of_its_own_with_workers(folder):
     argv = ["run", "programs_here.py:told", "--arg", "x=range:30", "--direct_num_workers", "2"]
     argv += ["--direct_running_mode", "multi_processing", "--shard_size", "8", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "beamjax.cli", *argv], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "beamjax", *argv], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"][0]["value"] == 435

@@ -103,10 +103,33 @@ def test_importing_beamjax_imports_no_beam_and_starts_no_backend():
     assert python("""
 import sys
 import beamjax, jax
+beamjax.run
 from jax._src import xla_bridge
 beams = [name for name in sys.modules if name.startswith(("apache_beam", "beamjax.pipelines"))]
 print(beams, xla_bridge.backends_are_initialized())
 """) == "[] False"  # fmt: skip
+
+
+def test_jax_is_imported_with_the_first_name():
+    assert python("""
+import sys
+import beamjax
+print(beamjax.__version__ > "0", "jax" in sys.modules, "numpy" in sys.modules)
+from beamjax import *
+print(map_fn is beamjax.map_fn, beamjax.sources.Source is Source, "jax" in sys.modules)
+print(hasattr(beamjax, "nothing"), {"run", "verify", "Source"} <= set(dir(beamjax)))
+""").split() == "True False False True True True False True".split()  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["bench", "--help"]])
+def test_help_of_commands_imports_no_jax(argv):
+    told = python(f"""
+import sys
+from beamjax import cli
+cli.main({argv})
+print([name for name in ("jax", "numpy", "apache_beam") if name in sys.modules])
+""")
+    assert told.endswith("\n[]")
 
 
 def test_planning_and_the_local_runner_need_no_beam():
@@ -129,6 +152,7 @@ TESTED_ELSEWHERE = {
     "member_files": "test_members",
     "placed": "test_kept",
     "fetching": "test_kept",
+    "__main__": "test_cli",
     "_compat": "test_transformations",
     "_version": "test_api",
     "block_source": "test_table_source",
@@ -200,6 +224,7 @@ TESTED_ELSEWHERE = {
     "places": "test_place",
     "process_ids": "test_jobs",
     "probes": "test_checks",
+    "public": "test_api",
     "prism": "test_clusters",
     "tfrecord_frames": "test_tfrecord_source",
     "products": "test_accumulators",

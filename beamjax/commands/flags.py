@@ -51,11 +51,13 @@ def add_call(parser: argparse.ArgumentParser, runner: bool = True) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--traceback", action="store_true", help="show all frames of errors")
     group = parser.add_argument_group(
-        "options of beamjax (see beamjax.Options); all others are Beam's"
+        "options of beamjax (see beamjax.Options), also with dashes; all others are Beam's"
     )
     for name, help in option_help().items():
-        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        group.add_argument(*names, dest=name, metavar="X", help=help)
+        group.add_argument(f"--{name}", metavar="X", help=help)
+        if "_" in name:
+            dashes = f"--{name.replace('_', '-')}"
+            group.add_argument(dashes, dest=name, help=argparse.SUPPRESS)
 
 
 def option_help() -> dict[str, str]:
@@ -65,8 +67,8 @@ def option_help() -> dict[str, str]:
     for entry in re.split(r"\n  (?=\w)", f"\n{attributes}"):
         name, _, text = entry.strip().partition(": ")
         if name in found:
-            sentence = re.split(r"(?<=[.;:])\s", " ".join(text.split()))[0]
-            found[name] = sentence.rstrip(".;:").replace("%", "%%")
+            sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()))[0]
+            found[name] = sentence.rstrip(".;").replace("%", "%%")
     return found
 
 
@@ -76,6 +78,12 @@ def options_of(arguments: argparse.Namespace) -> Options:
     Raises:
       OptionsError: an option has an impossible value, or nobody knows it.
     """
+    words = [word for word in arguments.flags if not word.startswith("-") and ":" in word]
+    if words and ":" not in arguments.target:
+        raise OptionsError(
+            f"found {arguments.target!r} as TARGET, which comes before the flags of Beam; "
+            f"is it {words[0]!r}?"
+        )
     own = [f"--{n}={getattr(arguments, n)}" for n in OWN if getattr(arguments, n) is not None]
     check_flags(arguments.flags, getattr(arguments, "runner", "local"))
     return parse_options([*own, *arguments.flags, *arguments.beam_flags])

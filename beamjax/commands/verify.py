@@ -31,11 +31,12 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> Answer:
     options = flags.options_of(arguments)
-    from beamjax.commands.arguments import find_call
+    from beamjax.commands.arguments import find_call, with_files
     from beamjax.errors import VerificationError
     from beamjax.verification import ADVICE, verify
 
     call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
+    call = with_files(call, options)
     try:
         report = verify(
             call.fn, *call.args, runner=arguments.runner, options=options,
@@ -67,10 +68,10 @@ def _text(report: VerificationReport) -> str:
 
     from beamjax.verification import HEADINGS
 
-    table = Table(*HEADINGS, title=Text(report.headline), title_justify="left", box=None)
+    table = Table(*HEADINGS, box=None)
     for row in report.rows:
         table.add_row(*map(Text, row.cells()), style="" if row.passed else "red")
     console = Console()
     with console.capture() as captured:
         console.print(table)
-    return captured.get().rstrip()
+    return f"{report.headline}\n{captured.get().rstrip()}"

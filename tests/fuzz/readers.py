@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import json
 import pickle
@@ -31,6 +32,7 @@ from beamjax import arrays, checkpoints, job_results, records
 from beamjax.accumulators import decode_accumulator, make_accumulator
 from beamjax.bodies import default_platform, load_body
 from beamjax.chunks import members_of
+from beamjax.commands import command_lines
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.job_folder import JobFolder
 from beamjax.kept import Kept
@@ -437,6 +439,7 @@ def _checkpoint_seeds(_: Path) -> list[bytes]:
 def _job_seeds(folder: Path) -> list[bytes]:
     job = JobFolder(str(folder / "job"))
     job.begin({"name": "total", "runner": "local"})
+    command_lines.keep_command(job.path, ["run", "programs.py:total", "--arg", "x=x.npy"])
     done = Tally(members=3, shards=1)
     progress = Progress(done, members=6, shards=2, step="map_clients_0", workers=1, seconds=2.5)
     job.write_progress(progress)
@@ -446,14 +449,16 @@ def _job_seeds(folder: Path) -> list[bytes]:
     return [(folder / "job" / f"{name}.record").read_bytes() for name in _JOB]
 
 
-_JOB = ("job", "state", "progress", "result")
+_JOB = ("job", "state", "progress", "command", "result")
 
 
 def _job(data: bytes, folder: Path) -> None:
     """Each record of a job, and the result that one of them describes."""
     job = JobFolder(str(folder / "job"))
     refusals = []
-    reads = (job.describe, job.state, job.progress, lambda: job_results.read_result(job))
+    command = functools.partial(command_lines.read_command, job)
+    result = functools.partial(job_results.read_result, job)
+    reads = (job.describe, job.state, job.progress, command, result)
     for name, read in zip(_JOB, reads, strict=True):
         with _replaced(folder / "job" / f"{name}.record", data):
             try:
