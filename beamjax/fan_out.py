@@ -42,6 +42,13 @@ class FanOut:
     groups: int
     why: str
 
+    def text(self, size: str) -> str:
+        """All of it in a line, with `nbytes` as text."""
+        where = "files" if self.in_files else "memory"
+        pieces = "1 piece" if self.pieces == 1 else f"{self.pieces} pieces"
+        groups = f", each in {self.groups} groups before" if self.groups > 1 else ""
+        return f"{size} of accumulators in {where}, {pieces}{groups}: {self.why}"
+
 
 def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
     """Chooses it for a pass.
@@ -57,10 +64,13 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
     pieces = len(step_sections(step) if in_files else step_pieces(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     groups = _groups(pieces, partials, nbytes, workers or 1)
-    why = f"each of {workers or 1} workers" if workers != 1 else "the worker"
-    why = f"{why} has a piece or more" if pieces >= (workers or 1) else f"too little for {why}"
+    who = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
-        why = f"{workers} workers for {partials} partials"
+        why = f"{who} for {partials} partials"
+    elif pieces < (workers or 1):
+        why = f"too little to be divided for {who}"
+    else:
+        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {who}"
     return FanOut(pieces, nbytes, in_files, groups, why)
 
 
@@ -96,7 +106,7 @@ def accumulator_bytes(lane: Lane, mode: str) -> int:
     if dtype.kind not in "fc" or lane.kind not in ("sum", "prod"):
         return lane.size * dtype.itemsize
     parts = 2 if dtype.kind == "c" else 1
-    digits = 2 if dtype.itemsize // parts == 4 else 3
+    digits = 1 if dtype.itemsize // parts == 4 else 3
     if mode == "fast" or lane.kind == "prod":
         digits = 1
     return lane.size * parts * 8 * digits

@@ -24,9 +24,9 @@ def floats(gib):
 @pytest.mark.parametrize(
     ("kind", "dtype", "mode", "expected"),
     [
-        ("sum", "float32", "exact", 16),
+        ("sum", "float32", "exact", 8),
         ("sum", "float64", "exact", 24),
-        ("sum", "complex64", "exact", 32),
+        ("sum", "complex64", "exact", 16),
         ("sum", "float32", "fast", 8),
         ("sum", "int32", "exact", 4),
         ("max", "float32", "exact", 4),
@@ -58,10 +58,34 @@ def test_pieces_alone_keep_few_workers_busy(workers):
 
 def test_many_workers_merge_in_groups():
     found = fan_out(floats(1 / 256), 10_000, 64, "exact")
-    assert (found.pieces, found.groups) == (1, 16)
+    assert (found.pieces, found.groups) == (1, 8)
     assert found.why == "64 workers for 256 partials"
     assert fan_out(floats(1 / 256), 10_000, 8, "exact").groups == 8
     assert fan_out(floats(1 / 256), 4, 64, "exact").groups == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "workers", "expected"),
+    [
+        (floats(1 / 256), None, "8 of accumulators in memory, 1 piece: on one worker"),
+        (floats(3), None, "8 of accumulators in files, 96 pieces: side by side on the workers"),
+        (floats(3), 2, "8 of accumulators in files, 96 pieces: side by side on 2 workers"),
+        (floats(3), 1, "8 of accumulators in files, 96 pieces: on one worker"),
+        (
+            floats(1 / 256),
+            8,
+            "8 of accumulators in memory, 1 piece, each in 8 groups before: 8 workers for 256 "
+            "partials",
+        ),
+        (
+            floats(0),
+            8,
+            "8 of accumulators in memory, 1 piece: too little to be divided for 8 workers",
+        ),
+    ],
+)
+def test_it_is_told_in_a_line(step, workers, expected):
+    assert fan_out(step, None, workers, "exact").text("8") == expected
 
 
 def test_small_values_are_merged_at_once():
