@@ -29,7 +29,7 @@ import numpy as np
 
 from beamjax.rounding import append
 
-BLOCK = 1 << 14
+BLOCK = 1 << 15
 """Values in a block: two float64 vectors of it and its digits fit in a core's second cache."""
 
 WIDTH = 44
