@@ -1,7 +1,9 @@
 """Arrays that wait in a file."""
 
+import contextlib
 import gc
 import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -39,13 +41,22 @@ def test_room_is_used_again():
 
 
 def test_nothing_is_left(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
     scratch = Scratch(str(tmp_path))
     scratch.write(np.zeros(9))
     assert os.listdir(tmp_path) == []
+    assert len(opened(tmp_path)) == 1
     del scratch
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened(tmp_path) == []
+
+
+def opened(folder):
+    """The files in a folder that this process holds open."""
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(link))
+    return [link for link in links if link.startswith(str(folder))]
 
 
 def test_a_folder_that_is_not_there(tmp_path):
