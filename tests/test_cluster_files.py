@@ -96,7 +96,7 @@ def test_joined_tables(runner, tmp_path):
 def test_reductions_too_large_for_memory(runner, monkeypatch):
     @bj.program(clients=N)
     def reduced(w, x):
-        y = bj.map_fn(lambda v, w: v[:, None] * w, (x, bj.broadcast(w)))
+        y = bj.map_fn(jnp.outer, (x, bj.broadcast(w)))
         return bj.reduce_sum(y), bj.reduce_mean(y), bj.reduce_max(y)
 
     w = RNG.normal(size=500).astype(np.float32)
