@@ -3,7 +3,8 @@
 Three arrays describe the digits: `index`, int32 (rows, 3), one row (block, key, bytes) a digit
 vector in ascending order; `data`, uint8, the vectors one after the other, each as little-endian
 whole numbers of the fewest bytes that hold all of it, in planes (all lowest bytes, then all second
-bytes, ...); `flagged`, int64 (n, 2), a coordinate and the flags of infinities and NaN seen there.
+bytes, ...), or, of key -1, as the float64 numbers that stand for all digits; `flagged`, int64
+(n, 2), a coordinate and the flags of infinities and NaN seen there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from beamjax.digits import BLOCK, Digits
+from beamjax.digits import BLOCK, LOWEST, Digits
 from beamjax.errors import ArrayFormatError
 
 MAX_EXPONENT = 1024 + 64
 """2^1024 bounds what is added, and less than 2^64 terms are."""
+
+MAX_HELD = 128 + 64
+"""The same of float32."""
+
+HELD = -1
+"""In the place of the key of a digit: float64 numbers."""
 
 
 def pack(blocks: dict[int, Digits]) -> list[np.ndarray]:
@@ -31,6 +38,9 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray]:
     index, data, flagged = [], [], []
     for number in sorted(blocks):
         block = blocks[number]
+        if block.held is not None and block.top:
+            index.append((number, HELD, 8))
+            data.append(np.ascontiguousarray(block.held, "<f8").view(np.uint8))
         for key in sorted(block.vectors):
             planes = _to_planes(block.vectors[key])
             index.append((number, key, len(planes)))
@@ -65,18 +75,22 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int, width: int) -> di
         _fail(f"arrays {found}", f"{expected}")
     index, data, flagged = arrays
     blocks: dict[int, Digits] = {}
-    before, end = (-1, -1), 0
+    before, end = (-1, HELD), 0
     for number, key, nbytes in index.tolist():
         limit = (MAX_EXPONENT - lowest) // width + 2
-        if not (before < (number, key) and 0 <= number * BLOCK < length and 0 <= key < limit):
+        least = HELD if lowest == LOWEST[np.dtype(np.float32)] else 0
+        if not (before < (number, key) and 0 <= number * BLOCK < length and least <= key < limit):
             _fail(f"digit {key} of block {number} after {before}", "ascending digits in range")
         size = min(BLOCK, length - number * BLOCK)
         start, end = end, end + size * nbytes
         if not 1 <= nbytes <= 8 or end > len(data):
             _fail(f"{nbytes} bytes a number, {len(data)} in all", f"1 to 8, at least {end} in all")
         block = blocks.setdefault(number, Digits(size, lowest, width))
-        block.vectors[key] = _from_planes(data[start:end].reshape(nbytes, size), width)
-        block.bound = 1
+        if key == HELD:
+            block.hold(_checked(data[start:end], nbytes))
+        else:
+            block.vectors[key] = _from_planes(data[start:end].reshape(nbytes, size), width)
+            block.bound = 1
         before = (number, key)
     if end != len(data):
         _fail(f"{len(data)} bytes of digits", f"{end}")
@@ -106,6 +120,17 @@ def _to_planes(vector: np.ndarray) -> np.ndarray:
     highest = max(int(whole.max()), ~int(whole.min()))
     nbytes = highest.bit_length() // 8 + 1
     return np.ascontiguousarray(whole.view(np.uint8).reshape(-1, 8)[:, :nbytes].T)
+
+
+def _checked(data: np.ndarray, nbytes: int) -> np.ndarray:
+    """The float64 numbers of a block, which are sums of float32."""
+    if nbytes != 8:
+        _fail(f"{nbytes} bytes a float64", "8")
+    held = data.view("<f8").astype(np.float64)
+    size = np.abs(held)
+    if not (size < 2.0**MAX_HELD).all() or ((size < 2.0**-149) & (size > 0)).any():
+        _fail("other numbers", f"sums of float32, below 2^{MAX_HELD}")
+    return held
 
 
 def _from_planes(planes: np.ndarray, width: int) -> np.ndarray:

@@ -15,6 +15,9 @@ where 2^lowest is the smallest subnormal of the dtype. `bound` is kept such that
 2^(width-1) < 2^53: every operation on digits is exact, so the number held is the exact sum,
 whatever the order, the merges and the moments at which carries happen. Infinities and NaN are kept
 apart, as three flags that are OR-ed.
+
+Float32 vectors mostly need no digits: as long as all that was added are multiples of one power of
+two, and their sum is below 2^53 of it, one float64 vector holds it exactly (`Digits.held`).
 """
 
 from __future__ import annotations
@@ -24,13 +27,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-BLOCK = 1 << 14
+from beamjax.rounding import append
+
+BLOCK = 1 << 15
 """Values in a block: two float64 vectors of it and its digits fit in a core's second cache."""
 
 WIDTH = 44
 """Bits of a digit: two digits hold the 24 bits of most float32 vectors, 510 adds need no carry."""
 
 POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
+
+LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
+"""Exponent of the smallest subnormal."""
+
+_NO_SIGN, _ONE = np.uint32(0x7FFFFFFF), np.uint32(1)
+_INFINITY = 0x7F800000
 
 
 class Digits:
@@ -43,9 +54,12 @@ class Digits:
         vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
         bound: |digit| <= bound · 2^(width-1).
         flags: uint8 vector (size,) of infinities and NaN seen, or None.
+        held: float64 vector (size,) that is to be added to the digits, or None.
+        low: `held` is a multiple of 2^low.
+        top: |held| <= top <= 2^(53 + low), so that it is exact.
     """
 
-    __slots__ = ("bound", "flags", "lowest", "size", "vectors", "width")
+    __slots__ = ("bound", "flags", "held", "low", "lowest", "size", "top", "vectors", "width")
 
     def __init__(self, size: int, lowest: int, width: int = WIDTH) -> None:
         self.size = size
@@ -54,6 +68,12 @@ class Digits:
         self.vectors: dict[int, np.ndarray] = {}
         self.bound = 0
         self.flags: np.ndarray | None = None
+        self.hold(None)
+
+    def hold(self, held: np.ndarray | None) -> None:
+        """Lets `held` be another vector, which belongs to this block from now on."""
+        self.held = held
+        self.low, self.top = (0, 0.0) if held is None else _extent(held)
 
     @property
     def capacity(self) -> int:
@@ -63,6 +83,7 @@ class Digits:
     @property
     def nbytes(self) -> int:
         flags = 0 if self.flags is None else self.flags.nbytes
+        flags += 0 if self.held is None else self.held.nbytes
         return flags + sum(vector.nbytes for vector in self.vectors.values())
 
     def unit(self, key: int) -> int:
@@ -75,14 +96,57 @@ class Digits:
         Args:
             rows: float32 or float64 (terms, size), at most `capacity` // 2 terms; not kept.
         """
+        if rows.dtype == np.float32 and self._held_too(rows):
+            return
         top = max(float(rows.max()), -float(rows.min()))
         if not top < math.inf:
             rows, top = self._take_flags(rows)
+        self._split(rows, top)
+
+    def _held_too(self, rows: np.ndarray) -> bool:
+        """Adds float32 vectors to `held`, if that is exact; whether it was."""
+        bits = np.bitwise_and(rows.view(np.uint32), _NO_SIGN)
+        highest = int(bits.max())
+        if highest >= _INFINITY:
+            return False
+        if highest == 0:
+            return True
+        np.subtract(bits, _ONE, out=bits)  # zeros become the largest, and do not count below
+        low = max((int(bits.min()) + 1) >> 23, 1) - 150
+        if not self._has_room(low, math.ldexp(len(rows), (highest >> 23) - 126)):
+            return False
+        if self.held is None:
+            self.held = np.zeros(self.size)
+        more = rows[0] if len(rows) == 1 else rows.sum(axis=0, dtype=np.float64)
+        np.add(self.held, more, out=self.held)
+        return True
+
+    def _has_room(self, low: int, top: float) -> bool:
+        """Makes room in `held` for multiples of 2^low up to `top`, and counts them; if it can."""
+        if not self.top:
+            self.low = low
+        if max(self.top, top) and self.top + top > math.ldexp(1.0, 53 + min(self.low, low)):
+            if top > math.ldexp(1.0, 53 + low):
+                return False
+            self._release()
+            self.low = low
+        self.low, self.top = min(self.low, low), self.top + top
+        return True
+
+    def _release(self) -> None:
+        """Moves `held` to the digits."""
+        held = self.held
+        self.hold(None)
+        if held is not None:
+            self._split(held[None], max(float(held.max()), -float(held.min())))
+
+    def _split(self, rows: np.ndarray, top: float) -> None:
+        """Adds rows of finite numbers, |rows| <= top, to the digits."""
         if top == 0.0:
             return
         cost = len(rows) if rows.dtype == np.float32 else 2 * len(rows)
         if self.bound + cost > self.capacity:
-            self.carry()
+            self._carry()
         exponent = math.frexp(top)[1]
         key = max(0, -((self.width - 1 + self.lowest - exponent) // self.width))
         split = self._split_float32 if rows.dtype == np.float32 else self._split_float64
@@ -150,8 +214,28 @@ class Digits:
     def carry(self) -> None:
         """Brings every digit to [-2^(width-1), 2^(width-1)) and drops those that are zero.
 
-        The digits are then a function of the number alone.
+        The digits are then a function of the number alone, and nothing is held beside them.
         """
+        self._release()
+        self._carry()
+
+    def settle(self) -> None:
+        """Brings the state to one that depends on the numbers alone.
+
+        Sums of float32 vectors are then `held`, if doubles hold all of them, and have no digits.
+        """
+        if self.held is None or self.vectors:
+            self.carry()
+        if self.lowest != LOWEST[np.dtype(np.float32)] or self.held is not None:
+            return
+        head, tail = np.zeros(self.size), None
+        for term in self.terms(0, self.size):
+            head, tail = append(head, tail, term)
+        if self.vectors and tail is None and np.isfinite(head).all():
+            self.vectors, self.bound = {}, 0
+            self.hold(head)
+
+    def _carry(self) -> None:
         base = 2.0**self.width
         key = min(self.vectors, default=0)
         while key <= max(self.vectors, default=-1):
@@ -169,11 +253,19 @@ class Digits:
 
     def merge(self, other: Digits) -> None:
         """Adds the number that `other` holds, and leaves `other` as it is."""
+        if other.held is not None:
+            if not self._has_room(other.low, other.top):
+                other = other.copy()
+                other._release()
+            elif self.held is None:
+                self.held = other.held.copy()
+            else:
+                np.add(self.held, other.held, out=self.held)
         if self.bound + other.bound > self.capacity:
-            self.carry()
+            self._carry()
         if self.bound + other.bound > self.capacity:
             other = other.copy()
-            other.carry()
+            other._carry()
         for key, vector in other.vectors.items():
             mine = self.vectors.get(key)
             if mine is None:
@@ -190,6 +282,8 @@ class Digits:
         same.vectors = {key: vector.copy() for key, vector in self.vectors.items()}
         same.bound = self.bound
         same.flags = None if self.flags is None else self.flags.copy()
+        same.held = None if self.held is None else self.held.copy()
+        same.low, same.top = self.low, self.top
         return same
 
     def terms(self, lo: int, hi: int) -> Iterator[np.ndarray]:
@@ -197,14 +291,29 @@ class Digits:
 
         Each is exact, or infinite where it is past the range of float64.
         """
+        if self.held is not None and not self.vectors:
+            yield self.held[lo:hi]
+            return
+        self._release()
         for key in sorted(self.vectors, reverse=True):
             yield _scale(self.vectors[key][lo:hi], self.unit(key))
 
     def integer(self, position: int) -> int:
         """The number at one coordinate, in units of 2^lowest."""
+        self._release()
         return sum(
             int(vector[position]) << (key * self.width) for key, vector in self.vectors.items()
         )
+
+
+def _extent(held: np.ndarray) -> tuple[int, float]:
+    """The largest `low` and the least `top` of a float64 vector without subnormal numbers."""
+    top = max(float(held.max(initial=0.0)), -float(held.min(initial=0.0)))
+    bits = held.view(np.int64)
+    whole = (bits & ((1 << 52) - 1)) | (1 << 52)
+    ones = (whole & -whole).astype(np.float64).view(np.int64) >> 52  # trailing zeros, and 1023
+    lows = np.where(held == 0, 1 << 20, ((bits >> 52) & 0x7FF) + ones)
+    return int(lows.min(initial=1 << 20)) - 1023 - 1075, top
 
 
 def _scale(values: np.ndarray, exponent: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -14,13 +14,19 @@ import numpy as np
 
 from beamjax import digit_bytes
 from beamjax.arrays import encode_arrays
-from beamjax.digits import BLOCK, NEGATIVE_INFINITY, NOT_A_NUMBER, POSITIVE_INFINITY, WIDTH, Digits
+from beamjax.digits import (
+    BLOCK,
+    LOWEST,
+    NEGATIVE_INFINITY,
+    NOT_A_NUMBER,
+    POSITIVE_INFINITY,
+    WIDTH,
+    Digits,
+)
 from beamjax.errors import StructureError, WorkerError
 from beamjax.partials import check_partial, check_same, describe, described, fail, left_out
-from beamjax.rounding import DIVISOR_LIMIT, append, divide, round_pair
-
-LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
-"""Exponent of the smallest subnormal."""
+from beamjax.rounding import DIVISOR_LIMIT, Pair, append, divide, round_pair
+from beamjax.side_by_side import in_parts
 
 MAX_ROWS = 256
 """Partials that a small accumulator keeps as they are, to add them all at once."""
@@ -160,13 +166,18 @@ class ExactSum:
     def compact(self) -> None:
         """Brings the state to the canonical form, which depends on the sum alone."""
         self._flush()
-        with np.errstate(all="ignore"):
-            for block in self._blocks.values():
-                block.carry()
+        blocks = list(self._blocks.values())
+
+        def settle(first: int, last: int) -> None:
+            with np.errstate(all="ignore"):
+                for block in blocks[first:last]:
+                    block.settle()
+
+        in_parts(len(blocks), self._length, settle)
         self._blocks = {
             number: block
             for number, block in sorted(self._blocks.items())
-            if block.vectors or (block.flags is not None and block.flags.any())
+            if block.top or block.vectors or (block.flags is not None and block.flags.any())
         }
 
     def encode(self) -> bytes:
@@ -205,10 +216,16 @@ class ExactSum:
 
     def _deposit(self, rows: np.ndarray) -> None:
         """Adds rows (terms, length) of real numbers."""
-        check_subnormals()
-        with np.errstate(all="ignore"):
-            for number, start in enumerate(range(0, self._length, BLOCK)):
-                self._block(number).add(rows[:, start : start + BLOCK])
+        count = -(-self._length // BLOCK)
+        blocks = [self._block(number) for number in range(count)]
+
+        def add(first: int, last: int) -> None:
+            check_subnormals()
+            with np.errstate(all="ignore"):
+                for number in range(first, last):
+                    blocks[number].add(rows[:, number * BLOCK : (number + 1) * BLOCK])
+
+        in_parts(count, self._length, add)
 
     def _rounded(self, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
         self._flush()
@@ -216,28 +233,32 @@ class ExactSum:
         real = dtype if self._parts == 1 else np.dtype(f"f{dtype.itemsize // 2}")
         lo, hi = lo * self._parts, hi * self._parts
         result = np.zeros(hi - lo, real)
-        with np.errstate(all="ignore"):
-            for number, block in self._blocks.items():
-                first, last = max(lo, number * BLOCK), min(hi, number * BLOCK + block.size)
-                if first < last:
+        blocks = list(self._blocks.items())
+
+        def put(first_block: int, last_block: int) -> None:
+            with np.errstate(all="ignore"):
+                for number, block in blocks[first_block:last_block]:
                     start = number * BLOCK
-                    part = _rounded_block(block, first - start, last - start, real, divisor)
-                    result[first - lo : last - lo] = part
+                    first, last = max(lo, start), min(hi, start + block.size)
+                    if first < last:
+                        part = _rounded_block(block, first - start, last - start, real, divisor)
+                        result[first - lo : last - lo] = part
+
+        in_parts(len(blocks), hi - lo, put)
         return result if self._parts == 1 else result.view(dtype)
 
 
 def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
     """The numbers of a block over `divisor`, rounded to `dtype`, with infinities and NaN."""
-    head, tail = np.zeros(hi - lo), None
-    if block.bound > 1:
-        block.carry()
-    for term in block.terms(lo, hi):
-        head, tail = append(head, tail, term)
+    if block.held is not None and not block.vectors:
+        head, tail = block.held[lo:hi], None
+    else:
+        head, tail = _pair(block, lo, hi)
     outside = _outside(head, divisor, block.lowest)
     if 1 < divisor < DIVISOR_LIMIT:
         head, tail = divide(head, tail, divisor)
     if outside is not None and outside.any():
-        tail = np.zeros(hi - lo) if tail is None else tail
+        head, tail = head.copy(), np.zeros(hi - lo) if tail is None else tail
         for position in np.flatnonzero(outside).tolist():
             pair = _quotient(block.integer(lo + position), divisor << -block.lowest)
             head[position], tail[position] = pair
@@ -249,6 +270,16 @@ def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: in
         nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
         result[nan] = _special(dtype, math.nan)
     return result
+
+
+def _pair(block: Digits, lo: int, hi: int) -> Pair:
+    """The numbers of a block, each in two doubles."""
+    head, tail = np.zeros(hi - lo), None
+    if block.bound > 1 or block.held is not None:
+        block.carry()
+    for term in block.terms(lo, hi):
+        head, tail = append(head, tail, term)
+    return head, tail
 
 
 def _special(dtype: np.dtype, value: float) -> np.generic:

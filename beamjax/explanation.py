@@ -21,6 +21,7 @@ from beamjax import reading as reading_of
 from beamjax.errors import OptionsError
 from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.facts import input_facts, plan_facts
+from beamjax.fan_out import workers_of
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
@@ -113,6 +114,8 @@ def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
         notes.append(("code", f"runs from cloudpickle of {facts.program}: {step.python}"))
     notes += [("code", f"{human_bytes(size)} for {p}") for p, size in step.executables.items()]
     rows = aligned((f"{label:<9}", *rest) for label, *rest in cells)
+    if step.merge is not None:
+        notes.insert(0, ("merges", step.merge.text(human_bytes(step.merge.nbytes))))
     rows += [f"{label:<9}  {text}" for label, text in notes]
     for block in step.blocks:
         gives = ", ".join(value.name for value in block.outputs) or "nothing"
@@ -350,7 +353,8 @@ def explain(
     ]
     inputs = input_facts(planned.plan, arguments)
     facts = dataclasses.replace(
-        plan_facts(planned.plan, inputs, paths, parsed.reduction), notes=notes
+        plan_facts(planned.plan, inputs, paths, parsed.reduction, workers_of(parsed.beam)),
+        notes=notes,
     )
     return Explanation(stage, plan_text(facts), facts)
 

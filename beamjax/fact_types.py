@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from beamjax.fan_out import FanOut
+
 
 @dataclass(frozen=True)
 class MemberBytes:
@@ -103,6 +105,7 @@ class StepFact:
       read_bytes: of the placed values that a pass reads, all members.
       broadcast_bytes: of the server values that a pass reads, once.
       partial_bytes: that each shard sends to the reductions.
+      merge: how the accumulators of a pass are merged, if it reduces anything by lanes.
       rounds: of a loop, if they are known.
       reverse: whether a loop starts with the last entries.
       handed: values that a loop carries, slices and stacks.
@@ -125,6 +128,7 @@ class StepFact:
     read_bytes: Bytes = 0
     broadcast_bytes: int = 0
     partial_bytes: int = 0
+    merge: FanOut | None = None
     rounds: int | None = None
     reverse: bool = False
     handed: tuple[HandedFact, ...] = ()

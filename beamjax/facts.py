@@ -30,6 +30,7 @@ from beamjax.fact_types import (
     ValueFact,
     walk_facts,
 )
+from beamjax.fan_out import FanOut, fan_out
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.stage import Argument
 from beamjax.plan import (
@@ -49,7 +50,11 @@ from beamjax.plan import (
 
 
 def plan_facts(
-    plan: Plan, inputs: Sequence[InputFact], paths: Sequence[str], reduction: str = "exact"
+    plan: Plan,
+    inputs: Sequence[InputFact],
+    paths: Sequence[str],
+    reduction: str = "exact",
+    workers: int | None = None,
 ) -> PlanFacts:
     """Everything that is told about a plan.
 
@@ -58,8 +63,9 @@ def plan_facts(
       inputs: from `input_facts`.
       paths: where each output stands in the result.
       reduction: of `Options`.
+      workers: that options of Beam ask for, if they do.
     """
-    steps = tuple(step_fact(plan, step, reduction) for step in plan.steps)
+    steps = tuple(step_fact(plan, step, reduction, workers) for step in plan.steps)
     everything = list(walk_facts(steps))
     makers = {name: fact.path for fact in inputs for name in fact.values}
     for fact in everything:
@@ -87,7 +93,9 @@ def plan_facts(
     )  # fmt: skip
 
 
-def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
+def step_fact(
+    plan: Plan, step: Step, reduction: str = "exact", workers: int | None = None
+) -> StepFact:
     """The facts of one step."""
 
     def values(names: Sequence[str]) -> tuple[ValueFact, ...]:
@@ -114,6 +122,7 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
                 broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
                 reason=f"members one after the other: {step.turns}" if step.turns else "",
+                merge=_merge(plan, step, reduction, workers),
             )  # fmt: skip
         case Gather(name, operand, result, axis, reason, line):
             moved, lines, placement = values([operand]), (line,), plan.values[operand].placement
@@ -128,10 +137,11 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
                 axis=axis, reason=reason, lines=lines,
             )  # fmt: skip
         case Loop():
-            return _loop_fact(plan, step, reduction)
+            return _loop_fact(plan, step, reduction, workers)
         case Branch(name, index, blocks, results, line):
             facts = tuple(
-                _block_fact(plan, f"block {i}", block, reduction) for i, block in enumerate(blocks)
+                _block_fact(plan, f"block {i}", block, reduction, workers)
+                for i, block in enumerate(blocks)
             )
             return StepFact(
                 name, "Branch", None, values([index]), (), values(results), lines=(line,),
@@ -139,7 +149,12 @@ def step_fact(plan: Plan, step: Step, reduction: str = "exact") -> StepFact:
             )  # fmt: skip
 
 
-def _loop_fact(plan: Plan, loop: Loop, reduction: str) -> StepFact:
+def _merge(plan: Plan, step: Map, mode: str, workers: int | None) -> FanOut | None:
+    shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
+    return fan_out(step, shards, workers, mode) if step.lanes else None
+
+
+def _loop_fact(plan: Plan, loop: Loop, reduction: str, workers: int | None) -> StepFact:
     handed = [
         HandedFact("carries", value_fact(plan, v.param), v.init, v.result) for v in loop.carried
     ]
@@ -151,9 +166,9 @@ def _loop_fact(plan: Plan, loop: Loop, reduction: str) -> StepFact:
     ]
     read = [value_fact(plan, fact.outside) for fact in handed if fact.outside is not None]
     made = [value_fact(plan, fact.afterwards) for fact in handed if fact.afterwards is not None]
-    blocks = [_block_fact(plan, "each round", loop.block, reduction)]
+    blocks = [_block_fact(plan, "each round", loop.block, reduction, workers)]
     if loop.condition is not None:
-        blocks.insert(0, _block_fact(plan, "condition", loop.condition, reduction))
+        blocks.insert(0, _block_fact(plan, "condition", loop.condition, reduction, workers))
     return StepFact(
         loop.name, "Loop", None,
         tuple(value for value in read if value.member_bytes is None),
@@ -163,8 +178,10 @@ def _loop_fact(plan: Plan, loop: Loop, reduction: str) -> StepFact:
     )  # fmt: skip
 
 
-def _block_fact(plan: Plan, title: str, block: Block, reduction: str) -> BlockFact:
-    steps = tuple(step_fact(plan, step, reduction) for step in block.steps)
+def _block_fact(
+    plan: Plan, title: str, block: Block, reduction: str, workers: int | None
+) -> BlockFact:
+    steps = tuple(step_fact(plan, step, reduction, workers) for step in block.steps)
     return BlockFact(title, steps, tuple(value_fact(plan, name) for name in block.outputs))
 
 

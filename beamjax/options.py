@@ -106,6 +106,12 @@ class Options:
     beam: Any = field(default=(), hash=False)
 
     @property
+    def scratch_folder(self) -> str | None:
+        """Where files of this process may be; None for the usual place of temporary files."""
+        folder = self.work_folder
+        return folder if folder is not None and os.path.isdir(folder) else None
+
+    @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
         return (

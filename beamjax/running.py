@@ -17,6 +17,10 @@ from beamjax.partials import (
     left_out,
     only_array,
 )
+from beamjax.side_by_side import in_parts
+
+PART = 1 << 16
+"""Values of a vector that stay on one thread."""
 
 OPERATIONS = {
     "sum": np.add,
@@ -113,5 +117,11 @@ class Running:
         if self._state is None:
             self._state = vector.astype(self._held)
         else:
-            with np.errstate(all="ignore"):
-                self._operation(self._state, vector, out=self._state)
+            state = self._state
+
+            def apply(first: int, last: int) -> None:
+                part = slice(first * PART, last * PART)
+                with np.errstate(all="ignore"):
+                    self._operation(state[part], vector[part], out=state[part])
+
+            in_parts(-(-self.size // PART), self.size, apply)

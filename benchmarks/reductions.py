@@ -8,6 +8,7 @@ in-place add. The ways are timed in turn in one process; the table shows the sho
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 
@@ -39,12 +40,60 @@ def show(title: str, best: dict[str, float], base: str) -> None:
         print(f"  {name:32} {seconds:8.3f} s {seconds / best[base]:7.2f} x")
 
 
+def wide(shards: int, width: int) -> None:
+    """Partials of 100 MB: what merging them takes, against as many in-place adds of NumPy.
+
+    What a job takes besides its bodies (its `compute`) and compiling is the reduction: adding up,
+    sending, merging, rounding, and bringing the result home. The adds of NumPy are timed right
+    before and after each job; the ratio is to their mean. A small job before pays for imports.
+    """
+    w = jax.device_put(np.random.default_rng(0).normal(size=width).astype(np.float32))
+    members = shards * 8
+
+    @bj.program(placements={"i": members})
+    def total(w, i):
+        one = lambda k, v: jnp.where(k % 8 == 0, v, 0.0)
+        return bj.reduce_sum(bj.map_fn(one, (i, bj.broadcast(w))))
+
+    rows = [np.array(w), np.array(w)]
+
+    def adds() -> float:
+        sums = np.ones(width, np.float32)
+        start = time.perf_counter()
+        for k in range(shards):
+            np.add(sums, rows[k % 2], out=sums)
+        return time.perf_counter() - start
+
+    load = os.getloadavg()[0]
+    print(f"{shards} shards, partials of {width * 4 / 1e6:.0f} MB; load {load:.1f}")
+    print(f"  {'':22} {'job':>8} {'bodies':>8} {'merge':>8} {'rest':>8} {'adds':>8} {'ratio':>7}")
+    for runner in ("local", "DirectRunner"):
+        bj.run(total, jnp.zeros(9), bj.from_range(members), runner=runner)
+        for mode in ("fast", "exact"):
+            base = adds()
+            options = {"reduction": mode, "shard_size": 8}
+            start = time.perf_counter()
+            job = bj.launch(total, w, bj.from_range(members), runner=runner, options=options)
+            job.result()
+            seconds = time.perf_counter() - start
+            base = (base + adds()) / 2
+            done = job.progress().done
+            rest = seconds - done.compute - done.compile
+            found = (seconds, done.compute, done.merge, rest, base)
+            cells = " ".join(f"{each:7.2f}s" for each in found)
+            print(f"  {runner + ', ' + mode:22} {cells} {rest / base:6.1f}x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--members", type=int, default=512)
     parser.add_argument("--width", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--wide", action="store_true", help="only 64 shards of 100 MB")
     args = parser.parse_args()
+    if args.wide:
+        wide(64, 25_000_000)
+        return
     n, width = args.members, args.width
     print(f"{n} members, {width} floats each, jax {jax.__version__}")
 

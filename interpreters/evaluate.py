@@ -14,6 +14,7 @@ from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
+from beamjax.fan_out import fan_out
 from beamjax.inputs import Inputs
 from beamjax.kept import NOTHING, Kept
 from beamjax.liveness import Position, step_index
@@ -22,6 +23,7 @@ from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
+from beamjax.scratch import Scratch
 from beamjax.shards import (
     Shard,
     ShardExecutor,
@@ -35,6 +37,7 @@ from beamjax.shards import (
 )
 from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
+from beamjax.wide_lanes import WideLanes
 
 
 def evaluate(
@@ -273,7 +276,11 @@ class _Evaluation:
         execute = ShardExecutor(self.plan, step, self.served)
         for name in step.results:
             self.placed[name] = self.room(name, n)
-        accumulators = new_accumulators(step, self.options.reduction)
+        mode, lanes = self.options.reduction, len(step.lanes)
+        wide = None
+        if fan_out(step, None, 1, mode).in_files:
+            wide = WideLanes(step, mode, Scratch(self.options.scratch_folder))
+        accumulators = [] if wide else new_accumulators(step, mode)
         trees = execute.trees()
         letters = DeadLetters(self.options.drop_limit)
         meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
@@ -288,10 +295,12 @@ class _Evaluation:
             self.drop(letters, found.dropped)
             for name, array in zip(step.results, found.results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
-            lanes = len(step.lanes)
+            partials = found.partials[:lanes]
             with self.at_work("merging", step, shard):
+                if wide is not None:
+                    wide.add(shard.index, partials, found.left_out)
                 add_computed(
-                    list(zip(step.lanes, accumulators, found.partials[:lanes], strict=True)),
+                    [] if wide else list(zip(step.lanes, accumulators, partials, strict=True)),
                     list(zip(trees, found.partials[lanes:], strict=True)),
                     shard,
                     found.left_out,
@@ -303,7 +312,10 @@ class _Evaluation:
         for name in step.results:
             self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
         meter.start()
-        for lane, accumulator in zip(step.lanes, accumulators, strict=True):
+        if wide is not None:
+            with self.at_work("merging", step):
+                self.served.update(wide.results(self.plan))
+        for lane, accumulator in zip(step.lanes, accumulators, strict=False):
             for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
                 self.served[name] = values.reshape(self.plan.values[name].shape)
         for combine, tree in zip(step.combines, trees, strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
+from beamjax.fan_out import FanOut, fan_out, workers_of
 from beamjax.machine import Machine
 from beamjax.one_pass import open_placements
 from beamjax.pipelines.combiners import (
@@ -30,6 +31,7 @@ from beamjax.pipelines.results import ReadMembers
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
+from beamjax.pipelines.wide import DealGroups, FinishSections, MergeGroup
 from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
 from beamjax.plan import Combine, Fitted, Gather, Map, Plan, Scatter, Server, size_name
 
@@ -95,6 +97,7 @@ class Graph:
         self.store = store
         self.options = connection.options
         self.spread = connection.spread
+        self.workers = workers_of(connection.flags)
         self.bodies = {} if bodies is None else bodies
         self.machine = Machine.of(self.options)
         self.static = dict(inputs.static)
@@ -151,6 +154,7 @@ class Graph:
         lasting = bool(needed & set(step.results))
         carried = tuple(n for n in stream.names if n in needed) if stream and lasting else ()
         where = self.inputs.sources.where
+        fan = self._fan_out(step)
         fn = MapShards(
             self._task(step, served),
             self._sources({name: where[name] for name in step.operands if name in where}),
@@ -158,6 +162,7 @@ class Graph:
             carried,
             self.options.reduction,
             self.options.drop_limit,
+            fan.in_files,
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
@@ -176,20 +181,24 @@ class Graph:
             if lasting:
                 self.live[step.placement] = made
         if step.lanes:
-            self._reduce(step, outputs[PARTIALS])
+            self._reduce(step, outputs[PARTIALS], fan)
         for number, tag in enumerate(tags):
             outputs[tag].element_type = Environment
             self._combine(step, number, outputs[tag])
 
-    def _reduce(self, step: Map, partials: beam.PCollection) -> None:
-        finish = FinishPieces(self._task(step))
+    def _reduce(self, step: Map, partials: beam.PCollection, fan: FanOut) -> None:
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
-        reports = self.store.reports
-        parts = (
-            partials
-            | f"{step.name}/Merge" >> beam.CombinePerKey(MergeAccumulators(step.name, reports))
-            | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
-        )
+        finish: FinishPieces | FinishSections
+        if fan.in_files:
+            finish = FinishSections(self._task(step), self.options.reduction)
+            merged = self._merged_in_files(step, partials, fan)
+        else:
+            finish = FinishPieces(self._task(step))
+            merge = beam.CombinePerKey(MergeAccumulators(step.name, self.store.reports))
+            if fan.groups > 1:
+                merge = merge.with_hot_key_fanout(fan.groups)
+            merged = partials | f"{step.name}/Merge" >> merge
+        parts = merged | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
         results = [r.result for lane in step.lanes for r in lane.reductions]
         if not finish.whole:
             types = {name: self.plan.values[name] for name in results}
@@ -197,6 +206,25 @@ class Graph:
                 Assemble(self.store, types, {})
             )
         self._serve(parts, results)
+
+    def _merged_in_files(
+        self, step: Map, partials: beam.PCollection, fan: FanOut
+    ) -> beam.PCollection:
+        """The terms of each section together; merged before in groups, if they are many."""
+        if fan.groups > 1:
+            merge = MergeGroup(self._task(step), self.options.reduction)
+            partials = (
+                partials
+                | f"{step.name}/Groups" >> beam.ParDo(DealGroups(fan.groups))
+                | f"{step.name}/GroupsTogether" >> beam.GroupByKey()
+                | f"{step.name}/MergeGroups" >> beam.ParDo(merge)
+            )
+        return partials | f"{step.name}/Merge" >> beam.GroupByKey()
+
+    def _fan_out(self, step: Map) -> FanOut:
+        n = self.plan.sizes[step.placement]
+        shards = None if n is None else self.plan.shards(step.placement)
+        return fan_out(step, shards, self.workers, self.options.reduction)
 
     def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
         combine, label = step.combines[number], f"{step.name}/Combine_{number}"

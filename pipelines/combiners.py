@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import apache_beam as beam
@@ -13,48 +13,15 @@ from apache_beam.coders.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.dyadic import DyadicTree
+from beamjax.lane_pieces import Piece, step_pieces
 from beamjax.meters import Reports
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
-from beamjax.plan import Gather, Lane, Map, Plan, ValueType, size_name
+from beamjax.plan import Gather, Map, Plan, ValueType, size_name
 from beamjax.reducers import decode_accumulator
 from beamjax.shards import finish_lane, finish_tree, join_shards, shards
-
-PIECE_VALUES = 1 << 20
-"""Values in a piece: an exact accumulator of as many float32 takes 16 MiB, and 64 MiB at worst."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Values [start, stop) of lane number `lane` of a step."""
-
-    lane: int
-    start: int
-    stop: int
-
-    @classmethod
-    def from_key(cls, key: str) -> Piece:
-        """Undoes `key_of`."""
-        return cls(*map(int, key.split(":")))
-
-
-def key_of(piece: Piece) -> str:
-    """The Beam key of a piece."""
-    return f"{piece.lane}:{piece.start}:{piece.stop}"
-
-
-def lane_pieces(number: int, lane: Lane, limit: int | None = None) -> Iterator[Piece]:
-    """Cuts a lane to pieces of at most `limit` values; an empty lane is one empty piece."""
-    limit = limit or PIECE_VALUES
-    for start in range(0, max(lane.size, 1), limit):
-        yield Piece(number, start, min(start + limit, lane.size))
-
-
-def step_pieces(step: Map) -> list[Piece]:
-    """The pieces of all lanes of a step."""
-    return [piece for i, lane in enumerate(step.lanes) for piece in lane_pieces(i, lane)]
 
 
 class AccumulatorCoder(Coder):
@@ -144,27 +111,31 @@ class FinishPieces(StepFn):
     def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
         key, data = element
         piece = Piece.from_key(key)
-        plan, step = self._plan(served), self.task.step
+        plan, step = plan_with_size(self.task, served), self.task.step
         lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
         with self.times.measured():
             found = list(finish_lane(plan, step, lane, decode_accumulator(data), where))
         values = {}
         for name, offset, part in found:
-            array = part.reshape(plan.values[name].shape) if self.whole else part
-            values[name if self.whole else f"{name}|{offset}"] = self.task.store.put([array], name)
+            if self.whole:
+                array = part.reshape(plan.values[name].shape)
+                values[name] = self.task.store.put([array], name)
+            else:
+                values[f"{name}|{offset}"] = self.task.store.put([part], name, inline=False)
         yield Environment(values)
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
         self.times.tell()
 
-    def _plan(self, served: tuple[Environment, ...]) -> Plan:
-        """The plan, with the number of members also where it is found in the pipeline."""
-        plan, placement = self.task.plan, self.task.step.placement
-        if plan.sizes[placement] is not None:
-            return plan
-        (n,) = self.task.arrays(self.task.refs([size_name(placement)], served)).values()
-        return replace(plan, sizes={**plan.sizes, placement: int(n)})
+
+def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
+    """The plan of a pass, with the number of members also where it is found in the pipeline."""
+    plan, placement = task.plan, task.step.placement
+    if plan.sizes[placement] is not None:
+        return plan
+    (n,) = task.arrays(task.refs([size_name(placement)], served)).values()
+    return replace(plan, sizes={**plan.sizes, placement: int(n)})
 
 
 class FinishCombine(ComputeFn):
@@ -234,12 +205,16 @@ class Assemble(StepFn):
                 parts[name][int(offset)] = ref
         whole = {}
         for name, refs in parts.items():
+            value = self.types[name]
+            if not self.axes.get(name) and all(r.kind == "file" for r in refs.values()):
+                in_order = [refs[offset] for offset in sorted(refs)]
+                whole[name] = self.store.joined(in_order, value.shape, np.dtype(value.dtype))
+                continue
             arrays = [self.store.get(refs[o], cache=False)[0] for o in sorted(refs)]
             array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
             if name in self.axes:
                 array = np.moveaxis(array, 0, self.axes[name])
-            array = array.reshape(self.types[name].shape)
-            array = array.astype(self.types[name].dtype, copy=False)
+            array = array.reshape(value.shape).astype(value.dtype, copy=False)
             whole[name] = self.store.put([array], name)
         yield Environment(whole)
 

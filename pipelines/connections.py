@@ -30,7 +30,7 @@ RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
     "DirectRunner": FnApiRunner,
     "FnApiRunner": FnApiRunner,
-    "PrismRunner": PrismRunner,
+    "PrismRunner": prism.PrismRunner,
     "FlinkRunner": FlinkRunner,
     "SparkRunner": SparkRunner,
 }

@@ -8,12 +8,14 @@ import os
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from apache_beam.options.pipeline_options import (
     PipelineOptions,
     PortableOptions,
     PrismRunnerOptions,
 )
+from apache_beam.runners.portability import prism_runner
 from apache_beam.runners.portability.prism_runner import PrismJobServer
 from apache_beam.version import __version__ as beam_version
 
@@ -32,6 +34,19 @@ _SECONDS_TO_TAKE_A_JOB = 60
 _SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
 _EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
 """How Prism opens its only port, and how the one that is built here does: where workers look."""
+
+
+class PrismRunner(prism_runner.PrismRunner):
+    """Beam's own, for pipelines of any length.
+
+    Beam listens to a job on Prism for no longer than Prism may take to accept it.
+    """
+
+    def create_job_service_handle(self, job_service: Any, options: PipelineOptions) -> Any:
+        """The connection for one pipeline."""
+        handle = super().create_job_service_handle(job_service, options)
+        handle.timeout = None
+        return handle
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from beamjax import aligned
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.meters import Reports
@@ -152,12 +153,13 @@ class Store:
             ) from error
         return store
 
-    def put(self, arrays: Sequence[Any], hint: str = "") -> Ref:
+    def put(self, arrays: Sequence[Any], hint: str = "", *, inline: bool = True) -> Ref:
         """Writes a value, unless the same one is there already.
 
         Args:
             arrays: arrays of any shapes, with dtypes that `beamjax.arrays` takes.
             hint: a word for people who look into the folder, for example a step's name.
+            inline: whether a small value may travel inside of its reference.
 
         Returns:
             The reference to give to `get`, here or in another process.
@@ -168,7 +170,7 @@ class Store:
         """
         arrays = [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
         leaves = tuple((wire.dtype_name(a.dtype), a.shape) for a in arrays)
-        if sum(a.nbytes for a in arrays) <= INLINE_BYTES:
+        if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
             data = wire.encode_arrays(arrays)
             if len(data) <= INLINE_BYTES:
                 return Ref(_digest([data]), leaves, inline=data)
@@ -179,8 +181,28 @@ class Store:
             name = f"{_digest([data])}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
             self.write(name, data, keep=True)
             files.append((name, len(data)))
-        names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
-        return Ref(_digest(names), leaves, files=tuple(files))
+        return _ref_to_files(leaves, files)
+
+    def joined(self, refs: Sequence[Ref], shape: tuple[int, ...], dtype: np.dtype) -> Ref:
+        """One array of parts that follow one another, without moving them.
+
+        Args:
+            refs: to values in files, of one array each.
+            shape: of the whole array.
+            dtype: of it, and of the parts.
+
+        Raises:
+            ArrayFormatError: if the parts do not make such an array.
+        """
+        leaves = [leaf for ref in refs for leaf in ref.leaves]
+        found = sum(math.prod(part) for _, part in leaves)
+        if {name for name, _ in leaves} != {wire.dtype_name(dtype)} or found != math.prod(shape):
+            raise ArrayFormatError(
+                f"{self.root}: found {len(leaves)} parts with {found} values, expected "
+                f"{dtype}{list(shape)}."
+            )
+        files = [file for ref in refs for file in ref.files]
+        return _ref_to_files(((wire.dtype_name(dtype), tuple(shape)),), files)
 
     def get(self, ref: Ref, *, cache: bool = True) -> list[np.ndarray]:
         """Reads a value.
@@ -284,6 +306,13 @@ def clear_cache() -> None:
     _CACHE.clear()
 
 
+def _ref_to_files(
+    leaves: tuple[tuple[str, tuple[int, ...]], ...], files: Sequence[tuple[str, int]]
+) -> Ref:
+    names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
+    return Ref(_digest(names), leaves, files=tuple(files))
+
+
 def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
@@ -315,7 +344,7 @@ def _assemble(
 ) -> np.ndarray:
     """One array from the flat chunks that come next; without a copy if there is only one."""
     size = math.prod(shape) if dtype.itemsize else 0
-    parts, found = [], 0
+    whole, found = None, 0
     while found < size:
         chunk = next(chunks, None)
         if chunk is None or chunk.dtype != dtype or found + chunk.size > size:
@@ -324,10 +353,12 @@ def _assemble(
                 f"{where}: found {what} at element {found} of an array, expected {dtype}"
                 f"{list(shape)}; another file took the place of this one."
             )
-        parts.append(chunk)
+        if chunk.size == size:
+            return chunk.reshape(shape)
+        if whole is None:
+            whole = aligned.empty((size,), dtype)
+        whole[found : found + chunk.size] = chunk
         found += chunk.size
-    if len(parts) == 1:
-        return parts[0].reshape(shape)
-    joined = np.concatenate(parts).reshape(shape) if parts else np.empty(shape, dtype)
-    joined.flags.writeable = False
-    return joined
+    whole = np.empty(shape, dtype) if whole is None else whole
+    whole.flags.writeable = False
+    return whole.reshape(shape)

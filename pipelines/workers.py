@@ -16,12 +16,14 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies import run_server
 from beamjax.dropping import DeadLetters, encode_lines
 from beamjax.dyadic import DyadicTree
+from beamjax.lane_pieces import Piece, key_of, step_pieces
 from beamjax.meters import Meter, recorder_for
-from beamjax.pipelines.combiners import Piece, key_of, partials_of_tree, step_pieces
+from beamjax.pipelines.combiners import partials_of_tree
 from beamjax.pipelines.dealing import Dealer
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.step_metrics import StepMetrics, StepTimes
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
+from beamjax.pipelines.wide import scratch_of, terms_of_bundle
 from beamjax.plan import Map, Server
 from beamjax.progress import Tally
 from beamjax.shards import (
@@ -34,6 +36,7 @@ from beamjax.shards import (
     shards,
 )
 from beamjax.survivors import Computed
+from beamjax.wide_lanes import WideLanes
 
 PARTIALS = "partials"
 DROPPED = "dropped"
@@ -74,6 +77,7 @@ class MapShards(ComputeFn):
       carried: names of placed values that go on in the blocks.
       mode: of the accumulators, "exact" or "fast".
       drop_limit: the share of the members that may be dropped.
+      in_files: whether lanes are too large for memory, so that partials go by the store.
     """
 
     yields = Block
@@ -86,6 +90,7 @@ class MapShards(ComputeFn):
         carried: tuple[str, ...],
         mode: Any,
         drop_limit: float = 1.0,
+        in_files: bool = False,
     ):
         self.task = task
         self.sources = sources
@@ -93,6 +98,7 @@ class MapShards(ComputeFn):
         self.carried = carried
         self.mode = mode
         self.drop_limit = drop_limit
+        self.in_files = in_files
         self.metrics = StepMetrics(task.step.name)
         self.dealer: Dealer[_Done] | None = None
 
@@ -110,6 +116,7 @@ class MapShards(ComputeFn):
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
+        self.wide: WideLanes | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
         self.spent = Tally()
@@ -140,10 +147,13 @@ class MapShards(ComputeFn):
         for piece, accumulator in (self.accumulators or {}).items():
             partial = (key_of(piece), accumulator.encode())
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
+        if self.wide is not None:
+            for partial in terms_of_bundle(self.wide, self.task.store):
+                yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
             environment = partials_of_tree(tree, self.task.store)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
-        self.accumulators, self.trees = None, []
+        self.accumulators, self.wide, self.trees = None, None, []
         self.metrics.add(self.spent)
         if self.recorder is not None:
             self.recorder.flush()
@@ -201,6 +211,12 @@ class MapShards(ComputeFn):
 
     def _add(self, shard: Shard, found: Computed) -> None:
         lanes = self.task.step.lanes
+        if self.in_files:
+            if self.wide is None:
+                self.wide = WideLanes(self.task.step, self.mode, scratch_of(self.task.store))
+            with self.task.at_work("merging", shard):
+                self.wide.add(shard.index, found.partials[: len(lanes)], found.left_out)
+            self.accumulators = {}
         if self.accumulators is None:
             self.accumulators = {
                 piece: new_accumulator(lanes[piece.lane], piece.stop - piece.start, self.mode)

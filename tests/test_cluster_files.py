@@ -9,7 +9,7 @@ import pytest
 from cluster_runners import params
 
 import beamjax as bj
-from beamjax import grouping, joining
+from beamjax import fan_out, grouping, joining, lane_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -91,6 +91,20 @@ def test_joined_tables(runner, tmp_path):
     bj.join(left, right, "id", folder=tmp_path / "here")
     same_files(tmp_path / "here", tmp_path / "there")
     assert len(joined) == N
+
+
+def test_reductions_too_large_for_memory(runner, monkeypatch):
+    @bj.program(clients=N)
+    def reduced(w, x):
+        y = bj.map_fn(jnp.outer, (x, bj.broadcast(w)))
+        return bj.reduce_sum(y), bj.reduce_mean(y), bj.reduce_max(y)
+
+    w = RNG.normal(size=500).astype(np.float32)
+    expected = here(reduced, w, X)
+    monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
+    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
+    monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 100)
+    same_bits(on(runner, reduced, w, X), expected)
 
 
 def test_keys_that_nobody_knows_beforehand(runner):

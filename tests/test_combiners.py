@@ -10,16 +10,13 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
 
 from beamjax.errors import ArrayFormatError
+from beamjax.lane_pieces import Piece, key_of, lane_pieces, step_pieces
 from beamjax.pipelines.combiners import (
     AccumulatorCoder,
     Assemble,
     MergeAccumulators,
     PartsOfBlocks,
     PartsOfSource,
-    Piece,
-    key_of,
-    lane_pieces,
-    step_pieces,
 )
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.store import Store

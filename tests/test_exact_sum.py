@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamjax.accumulators import decode_accumulator
-from beamjax.digits import BLOCK
+from beamjax.digits import BLOCK, _extent
 from beamjax.errors import StructureError, WorkerError
 from beamjax.exact_sum import ExactSum, check_subnormals
 
@@ -237,9 +237,11 @@ def test_digits_are_carried_before_they_are_full(dtype: np.dtype, width: int, si
 
 def test_digits_are_carried_in_a_copy_of_what_is_merged() -> None:
     full = [ExactSum(F32, BLOCK) for _ in range(2)]
+    row = np.full(BLOCK, 1.75, np.float32)
+    row[-1] = 2.0**-149  # so that no double holds what is added
     for each in full:
         for _ in range(full[0]._block(0).capacity):
-            each.add(np.full(BLOCK, 1.75, np.float32))
+            each.add(row)
     digits = full[1]._blocks[0]
     bound, before = digits.bound, {key: each.tobytes() for key, each in digits.vectors.items()}
     full[0].merge(full[1])
@@ -396,3 +398,59 @@ def test_flushing_of_subnormals_is_noticed() -> None:
         finally:
             set_mxcsr(ctypes.c_uint32(usual))
     check_subnormals()
+
+
+HELD = {
+    "few bits": np.array([1.5, -2.0, 0.0, 1024.0], np.float32),
+    "one bit far down": np.array([1.5, -2.0, 2.0**-149, 1024.0], np.float32),
+    "infinity": np.array([1.5, -np.inf, 0.0, 1024.0], np.float32),
+}
+
+
+@pytest.mark.parametrize("first", HELD)
+@pytest.mark.parametrize("second", HELD)
+def test_the_bytes_do_not_tell_how_sums_were_held(first: str, second: str) -> None:
+    back = {"infinity": np.array([0, 0, 0, 0], np.float32)}.get(second, -HELD[second])
+    plain, other = ExactSum(F32, 4), ExactSum(F32, 4)
+    for row in (HELD[first], HELD[second], back):
+        plain.add(row)
+        one = ExactSum(F32, 4)
+        one.add(row)
+        other.merge(decode_accumulator(one.encode()))
+    assert plain.encode() == other.encode()
+    assert plain.total(0, 4, F32).tobytes() == other.total(0, 4, F32).tobytes()
+    if second != "infinity":
+        straight = ExactSum(F32, 4)
+        straight.add(HELD[first])
+        assert plain.encode() == straight.encode()
+
+
+def test_sums_are_held_in_doubles_as_long_as_these_are_exact() -> None:
+    total = ExactSum(F32, BLOCK + 1)
+    row = np.full(BLOCK + 1, 1.0, np.float32)
+    for _ in range(9):
+        total.add(row)
+    assert total.nbytes == 8 * (BLOCK + 1)
+    row[0] = 2.0**-60
+    total.add(row)
+    assert total.nbytes > 8 * (BLOCK + 1)
+    assert total.total(0, 1, np.dtype(np.float64))[0] == 9.0 + 2.0**-60
+    assert total.mean(0, 2, 1 << 27, np.dtype(np.float64)).tolist() == [
+        (9.0 + 2.0**-60) / (1 << 27), 10.0 / (1 << 27)
+    ]  # fmt: skip
+    assert total.total(1, 2, F32)[0] == 10.0
+
+
+@given(
+    st.lists(st.floats(-(2.0**70), 2.0**70, width=32), min_size=1, max_size=40),
+    st.lists(st.integers(0, 3), min_size=40, max_size=40),
+)
+def test_the_extent_of_doubles(values: list[float], repeats: list[int]) -> None:
+    held = np.zeros(1)
+    for value, times in zip(values, repeats, strict=False):
+        held += np.float64(value) * times
+    low, top = _extent(held)
+    number = Fraction(float(held[0]))
+    assert top == abs(number)
+    assert number == 0 or (number / Fraction(2) ** low).denominator == 1
+    assert number == 0 or (number / Fraction(2) ** (low + 1)).denominator == 2

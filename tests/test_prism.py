@@ -8,11 +8,12 @@ import zipfile
 
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.portability import prism_runner
 from apache_beam.version import __version__ as beam_version
 
 import beamjax as bj
 from beamjax.errors import OptionsError
-from beamjax.pipelines import prism
+from beamjax.pipelines import connections, prism
 
 LISTENER = 'net.Listen("tcp", fmt.Sprintf(":%d", port))'
 SERVER = f"func NewServer(port int) {{\n\tlis, err := {LISTENER}\n}}\n"
@@ -99,3 +100,11 @@ def test_the_release_of_beam_is_taken_only_where_it_is_asked_for(offered, monkey
     options = PipelineOptions([f"--prism_location={given}"])
     assert prism.locate(options) == "/its/prism"
     assert asked[0].startswith("https://github.com/apache/beam/releases/download/")
+
+
+def test_pipelines_may_take_longer_than_prism_to_take_them():
+    options = PipelineOptions(["--job_server_timeout=60"])
+    runner = connections.make_runner("prism")
+    assert isinstance(runner, prism_runner.PrismRunner)
+    assert prism_runner.PrismRunner().create_job_service_handle(None, options).timeout == 60
+    assert runner.create_job_service_handle(None, options).timeout is None

@@ -206,7 +206,7 @@ def test_runs_in_several_threads_at_once():
 
 def test_pieces_of_lanes_give_the_same_bits(monkeypatch):
     whole = run_stages(runner="local")
-    monkeypatch.setattr("beamjax.pipelines.combiners.PIECE_VALUES", 2)
+    monkeypatch.setattr("beamjax.lane_pieces.PIECE_VALUES", 2)
     assert_same_bits(run_stages(), whole)
 
 

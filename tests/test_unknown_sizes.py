@@ -273,7 +273,7 @@ def test_several_workers():
 
 
 def test_big_reductions_in_pieces(monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.combiners.PIECE_VALUES", 5)
+    monkeypatch.setattr("beamjax.lane_pieces.PIECE_VALUES", 5)
     check(opened(lambda d: bj.reduce_mean(d["x"])), tree=data(20))
 
 

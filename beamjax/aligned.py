@@ -1,0 +1,21 @@
+"""Room for large arrays, placed so that JAX takes them on a CPU as they are, without a copy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+ALIGNMENT = 64
+"""Bytes; what JAX on a CPU asks of the memory of a NumPy array that it is to share."""
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As `np.empty`, at an address that is a multiple of `ALIGNMENT`."""
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + nbytes].view(dtype).reshape(shape)

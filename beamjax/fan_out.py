@@ -1,0 +1,112 @@
+"""How the reductions of a pass are merged: in memory or in files, in how many pieces, and where.
+
+Chosen from bytes, shards and workers alone, so that it can be told before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from beamjax.lane_pieces import step_pieces, step_sections
+from beamjax.plan import Lane, Map
+
+HELD_BYTES = 512 << 20
+"""Accumulators of a pass that a process holds in memory, in bytes; larger ones are in files."""
+
+MERGE_BYTES = 256 << 20
+"""What one worker merges of a piece in less time than it takes to hand out more of them."""
+
+MAX_PARTIALS = 256
+"""Partials of a piece at most, one for each range of shards that a pass is dealt in."""
+
+
+@dataclass(frozen=True)
+class FanOut:
+    """How the reductions of a pass are merged.
+
+    Attributes:
+      pieces: keys of the merge; each is merged by itself, on any worker.
+      nbytes: of the accumulators of one process.
+      in_files: whether partials wait in files, and travel as references to them.
+      groups: merges of one piece that go side by side before the last one.
+      why: of the last two, in words.
+    """
+
+    pieces: int
+    nbytes: int
+    in_files: bool
+    groups: int
+    why: str
+
+    def text(self, size: str) -> str:
+        """All of it in a line, with `nbytes` as text."""
+        where = "files" if self.in_files else "memory"
+        pieces = "1 piece" if self.pieces == 1 else f"{self.pieces} pieces"
+        groups = f", each in {self.groups} groups before" if self.groups > 1 else ""
+        return f"{size} of accumulators in {where}, {pieces}{groups}: {self.why}"
+
+
+def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
+    """Chooses it for a pass.
+
+    Args:
+      step: the pass.
+      shards: that it has, if that is known.
+      workers: that merge at the same time, if that is known.
+      mode: of the accumulators.
+    """
+    nbytes = sum(accumulator_bytes(lane, mode) for lane in step.lanes)
+    in_files = nbytes > HELD_BYTES
+    pieces = len(step_sections(step) if in_files else step_pieces(step))
+    partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
+    groups = _groups(pieces, partials, nbytes, workers or 1)
+    who = "the workers" if workers is None else f"{workers} workers"
+    if groups > 1:
+        why = f"{who} for {partials} partials"
+    elif pieces < (workers or 1):
+        why = f"too little to be divided for {who}"
+    else:
+        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {who}"
+    return FanOut(pieces, nbytes, in_files, groups, why)
+
+
+def _groups(pieces: int, partials: int, nbytes: int, workers: int) -> int:
+    """In how many groups the partials of a piece are merged before."""
+    if not pieces or workers <= pieces:
+        return 1
+    worth = partials * nbytes // pieces // MERGE_BYTES
+    return max(1, min(workers // pieces, math.isqrt(partials), worth))
+
+
+def workers_of(options: Any) -> int | None:
+    """The workers that options of Beam ask for; None if they do not say.
+
+    Args:
+      options: a Beam `PipelineOptions`, or flags.
+    """
+    if hasattr(options, "get_all_options"):
+        found = options.get_all_options(retain_unknown_options=True)
+    else:
+        pairs = (flag.lstrip("-").split("=", 1) for flag in options if "=" in flag)
+        found = dict(pairs)
+    for name in ("parallelism", "max_num_workers", "num_workers", "direct_num_workers"):
+        text = str(found.get(name) or "")
+        if text.isdigit() and int(text) > (name == "direct_num_workers"):
+            return int(text)
+    return None
+
+
+def accumulator_bytes(lane: Lane, mode: str) -> int:
+    """Bytes of the accumulator of a lane, for numbers of ordinary size."""
+    dtype = np.dtype(lane.dtype)
+    if dtype.kind not in "fc" or lane.kind not in ("sum", "prod"):
+        return lane.size * dtype.itemsize
+    parts = 2 if dtype.kind == "c" else 1
+    digits = 1 if dtype.itemsize // parts == 4 else 3
+    if mode == "fast" or lane.kind == "prod":
+        digits = 1
+    return lane.size * parts * 8 * digits

@@ -1,0 +1,85 @@
+"""Arrays that wait in a file without a name, so that they take no memory."""
+
+from __future__ import annotations
+
+import collections
+import os
+import tempfile
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from beamjax.errors import SourceError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a flat array is in a `Scratch`."""
+
+    offset: int
+    nbytes: int
+    dtype: np.dtype
+
+
+class Scratch:
+    """Flat arrays in one temporary file, which is gone with this object, or with the process.
+
+    Args:
+      folder: where the file is; None for the usual place of temporary files.
+    """
+
+    def __init__(self, folder: str | None = None):
+        self.folder = folder or tempfile.gettempdir()
+        self._file: int | None = None
+        self._end = 0
+        self._free: dict[int, list[int]] = collections.defaultdict(list)
+
+    def write(self, array: np.ndarray) -> Slot:
+        """Writes an array.
+
+        Raises:
+          SourceError: there is no room, or the folder can't be written.
+        """
+        flat = np.ascontiguousarray(array).reshape(-1)
+        free = self._free[flat.nbytes]
+        slot = Slot(free.pop() if free else self._end, flat.nbytes, flat.dtype)
+        data = flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
+        try:
+            file, done = self._opened(), 0
+            while done < slot.nbytes:
+                done += os.pwrite(file, data[done:], slot.offset + done)
+        except OSError as error:
+            raise SourceError(
+                f"{self.folder}: cannot write {slot.nbytes} bytes of a large reduction ({error}); "
+                "some partials of shards wait there; set the option work_folder, or TMPDIR, to a "
+                "folder with more room"
+            ) from error
+        self._end = max(self._end, slot.offset + slot.nbytes)
+        return slot
+
+    def read(self, slot: Slot) -> np.ndarray:
+        """The array, in memory.
+
+        Raises:
+          SourceError: the file can't be read.
+        """
+        found = np.empty(slot.nbytes, np.uint8)
+        file, done = self._opened(), 0
+        while done < slot.nbytes:
+            count = os.preadv(file, [found[done:].data], slot.offset + done)
+            if not count:
+                raise SourceError(f"{self.folder}: a file of a large reduction ended too early")
+            done += count
+        return found.view(slot.dtype)
+
+    def free(self, slot: Slot) -> None:
+        """Lets another array of the same size take the place of one."""
+        self._free[slot.nbytes].append(slot.offset)
+
+    def _opened(self) -> int:
+        if self._file is None:
+            self._file, path = tempfile.mkstemp(prefix="beamjax-", dir=self.folder)
+            weakref.finalize(self, os.close, self._file)
+            os.unlink(path)
+        return self._file

@@ -1,0 +1,213 @@
+"""Reductions too large to add up in memory: partials wait in files, and are merged piece by piece.
+
+Lanes are cut to sections, of which a file holds the partial of a shard as it is; an accumulator
+is in memory for a piece of a section at a time, and for no longer than it takes to merge it. Where
+partials become many, they are merged to encoded accumulators, which take their place. As merging is
+associative, nobody sees in the results when that happens.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from beamjax import aligned, lane_pieces
+from beamjax.accumulators import Accumulator, decode_accumulator
+from beamjax.lane_pieces import Piece, step_sections
+from beamjax.plan import Lane, Map, Plan
+from beamjax.scratch import Scratch, Slot
+from beamjax.shards import finish_lane, new_accumulator
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+MAX_ROWS = 8
+"""Partials that wait before they are merged."""
+
+
+@dataclass
+class Terms(Generic[T]):
+    """What there is to be merged in a section; `T` tells where an array is.
+
+    Attributes:
+      rows: number of the shard, and the partial, a flat vector.
+      merged: for each piece of the section an encoded accumulator; as many times as there are.
+      left_out: how many members are in none of the partials; those of `merged` know for themselves.
+    """
+
+    rows: list[tuple[int, T]] = field(default_factory=list)
+    merged: list[list[T]] = field(default_factory=list)
+    left_out: int = 0
+
+    def moved(self, move: Callable[[T], U]) -> Terms[U]:
+        """The same with each array elsewhere."""
+        rows = [(shard, move(row)) for shard, row in self.rows]
+        return Terms(rows, [list(map(move, pieces)) for pieces in self.merged], self.left_out)
+
+    def __iadd__(self, other: Terms[T]) -> Terms[T]:
+        self.rows += other.rows
+        self.merged += other.merged
+        self.left_out += other.left_out
+        return self
+
+
+def merged_pieces(
+    section: Piece, lane: Lane, mode: Any, terms: Terms[T], load: Callable[[T], np.ndarray]
+) -> Iterator[tuple[Piece, Accumulator]]:
+    """Each piece of a section, with an accumulator of all terms, one after the other.
+
+    Args:
+      section: of the lane.
+      lane: the lane.
+      mode: of the accumulators.
+      terms: of the section.
+      load: gives the array that a term tells of.
+    """
+    rows = [(shard, load(row)) for shard, row in terms.rows]
+    for number, piece in enumerate(section.cut(lane_pieces.PIECE_VALUES)):
+        accumulator = new_accumulator(lane, piece.stop - piece.start, mode)
+        for shard, row in rows:
+            accumulator.add(row[piece.start - section.start : piece.stop - section.start], shard)
+        for pieces in terms.merged:
+            accumulator.merge(decode_accumulator(load(pieces[number]).data))
+        if lane.kind == "sum":
+            accumulator.left_out += terms.left_out  # type: ignore[attr-defined]
+        yield piece, accumulator
+
+
+def merge_terms(
+    section: Piece,
+    lane: Lane,
+    mode: Any,
+    terms: Terms[T],
+    load: Callable[[T], np.ndarray],
+    save: Callable[[np.ndarray], U],
+) -> Terms[U]:
+    """All terms of a section as encoded accumulators; see `merged_pieces`."""
+    pieces = merged_pieces(section, lane, mode, terms, load)
+    return Terms([], [[save(np.frombuffer(a.encode(), np.uint8)) for _, a in pieces]])
+
+
+def finished_sections(
+    plan: Plan,
+    step: Map,
+    section: Piece,
+    pieces: Iterable[tuple[Piece, Accumulator]],
+    room: Callable[[str, int, int], np.ndarray],
+) -> None:
+    """Puts the results of a section where they belong.
+
+    Args:
+      plan: that the step is part of.
+      step: the pass.
+      section: of one of its lanes.
+      pieces: of the section, merged.
+      room: gives the place for values of a result [start, stop).
+    """
+    lane = step.lanes[section.lane]
+    for piece, accumulator in pieces:
+        where = piece.start, piece.stop
+        for name, start, values in finish_lane(plan, step, lane, accumulator, where):
+            room(name, start, start + values.size)[...] = values
+
+
+class WideLanes:
+    """The lanes of a pass that are too large to be added up in memory.
+
+    Args:
+      step: the pass.
+      mode: of the accumulators.
+      scratch: where partials wait.
+    """
+
+    def __init__(self, step: Map, mode: Any, scratch: Scratch):
+        self.step = step
+        self.mode = mode
+        self.scratch = scratch
+        self.sections = step_sections(step)
+        self._waiting: dict[Piece, Terms[Slot]] = collections.defaultdict(Terms)
+        # Of the last shard: nothing is written where there is only one.
+        self._last: tuple[int, Sequence[np.ndarray | None]] | None = None
+
+    def add(self, shard: int, partials: Sequence[np.ndarray | None], left_out: int) -> None:
+        """Adds the partials of a shard; they are kept, and must not be changed afterwards."""
+        self._write_last()
+        for section in self.sections:
+            if self.step.lanes[section.lane].kind == "sum":
+                self._waiting[section].left_out += left_out
+        self._last = shard, partials
+
+    def terms(self) -> Iterator[tuple[Piece, Terms[np.ndarray]]]:
+        """All that there is of each section, in memory while it is looked at."""
+        for section in self.sections:
+            terms = self._waiting[section]
+            if len(terms.rows) > self._few(section):
+                self._waiting[section] = terms = self._merged(section)
+            found = terms.moved(self.scratch.read)
+            if self._last is not None:
+                shard, partials = self._last
+                whole = partials[section.lane]
+                if whole is not None:
+                    found.rows.append((shard, whole[section.start : section.stop]))
+            yield section, found
+
+    def results(self, plan: Plan) -> dict[str, np.ndarray]:
+        """The results by name, as whole values."""
+        found = {
+            r.result: aligned.empty((r.size,), np.dtype(plan.values[r.result].dtype))
+            for lane in self.step.lanes
+            for r in lane.reductions
+        }
+        for section, terms in self.terms():
+            lane = self.step.lanes[section.lane]
+            pieces = merged_pieces(section, lane, self.mode, terms, lambda array: array)
+            finished_sections(
+                plan, self.step, section, pieces, lambda name, lo, hi: found[name][lo:hi]
+            )
+        return {name: array.reshape(plan.values[name].shape) for name, array in found.items()}
+
+    def _write_last(self) -> None:
+        if self._last is None:
+            return
+        shard, partials = self._last
+        for section in self.sections:
+            whole = partials[section.lane]
+            if whole is None:
+                continue
+            row = self.scratch.write(whole[section.start : section.stop])
+            self._waiting[section].rows.append((shard, row))
+            if len(self._waiting[section].rows) >= MAX_ROWS:
+                self._waiting[section] = self._merged(section)
+        self._last = None
+
+    def _few(self, section: Piece) -> int:
+        """How many partials take no more room than an accumulator that is encoded."""
+        lane = self.step.lanes[section.lane]
+        return 3 if lane.kind == "sum" and np.dtype(lane.dtype).kind in "fc" else 1
+
+    def _merged(self, section: Piece) -> Terms[Slot]:
+        lane, terms = self.step.lanes[section.lane], self._waiting[section]
+        merged = merge_terms(section, lane, self.mode, terms, self.scratch.read, self.scratch.write)
+        for slot in (*(row for _, row in terms.rows), *(s for m in terms.merged for s in m)):
+            self.scratch.free(slot)
+        return merged
+
+
+def encoded_terms(terms: Terms[Any], to_json: Callable[[Any], Any]) -> dict[str, Any]:
+    """Terms as plain JSON values."""
+    plain = terms.moved(to_json)
+    return {
+        "rows": [list(row) for row in plain.rows],
+        "merged": plain.merged,
+        "left_out": plain.left_out,
+    }
+
+
+def decoded_terms(meta: Mapping[str, Any], from_json: Callable[[Any], T]) -> Terms[T]:
+    """Undoes `encoded_terms`."""
+    rows = [(shard, row) for shard, row in meta["rows"]]
+    return Terms(rows, meta["merged"], meta["left_out"]).moved(from_json)

@@ -1,0 +1,166 @@
+"""Reductions too large for memory, in a pipeline: their partials are in the store.
+
+What travels are pairs of the key of a section (`beamjax.lane_pieces`) and a small text that says
+where its `Terms` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from apache_beam import typehints
+
+from beamjax import aligned
+from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.lane_pieces import Piece, key_of
+from beamjax.pipelines import files
+from beamjax.pipelines.combiners import plan_with_size
+from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.step_metrics import StepTimes
+from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.tasks import StepFn, Task
+from beamjax.plan import Map
+from beamjax.scratch import Scratch
+from beamjax.wide_lanes import (
+    Terms,
+    WideLanes,
+    decoded_terms,
+    encoded_terms,
+    finished_sections,
+    merge_terms,
+    merged_pieces,
+)
+
+MAX_OPEN = 64
+"""Partials of a section that are merged at once: each is a file that is open."""
+
+
+def scratch_of(store: Store) -> Scratch:
+    """Where the partials of a bundle wait: beside the store, if that is a local folder."""
+    return Scratch(None if files.is_url(store.root) else store.root)
+
+
+def terms_of_bundle(wide: WideLanes, store: Store) -> Iterator[tuple[str, bytes]]:
+    """What a bundle sends of lanes that are too large for memory."""
+    for section, terms in wide.terms():
+        yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
+
+
+class DealGroups(StepFn):
+    """Deals the terms of each section to groups, whose keys are `section|group`."""
+
+    yields = typehints.KV[str, bytes]
+
+    def __init__(self, groups: int):
+        self.groups = groups
+
+    def start_bundle(self) -> None:
+        """Starts with any group."""
+        self.next = int(np.random.default_rng().integers(self.groups))
+
+    def process(self, element: tuple[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        key, data = element
+        yield f"{key}|{self.next}", data
+        self.next = (self.next + 1) % self.groups
+
+
+class MergeSections(StepFn):
+    """What merges the terms of a section.
+
+    Args:
+      task: the pass.
+      mode: of the accumulators.
+    """
+
+    def __init__(self, task: Task[Map], mode: Any):
+        self.task = task
+        self.mode = mode
+        self.times = StepTimes(task.step.name, "merge", task.store.reports)
+
+    def load(self, ref: Ref) -> np.ndarray:
+        """A partial, or an encoded accumulator."""
+        return self.task.store.get(ref, cache=False)[0]
+
+    def terms(self, section: Piece, elements: Iterable[bytes]) -> Terms[Any]:
+        """All terms of a section; those that are too many to be open at once are merged."""
+        lane, terms = self.task.step.lanes[section.lane], Terms[Any]()
+        for data in elements:
+            terms += _received(data)
+            if len(terms.rows) >= MAX_OPEN:
+                terms = merge_terms(section, lane, self.mode, terms, self._array, _kept)
+        return terms
+
+    def _array(self, where: Ref | np.ndarray) -> np.ndarray:
+        return self.load(where) if isinstance(where, Ref) else where
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.tell()
+
+
+class MergeGroup(MergeSections):
+    """The terms of a group, merged: what is left for the last merge."""
+
+    yields = typehints.KV[str, bytes]
+
+    def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
+        key = element[0].rpartition("|")[0]
+        section = Piece.from_key(key)
+        lane, store = self.task.step.lanes[section.lane], self.task.store
+        with self.times.measured(), self.task.at_work("merging"):
+            terms = self.terms(section, element[1])
+            merged = merge_terms(
+                section, lane, self.mode, terms, self._array, lambda array: _save(store, array)
+            )
+        yield key, _sent(merged)
+
+
+class FinishSections(MergeSections):
+    """The terms of a section to parts of the results, `name|offset`."""
+
+    yields = Environment
+    whole = False
+
+    def process(
+        self, element: tuple[str, Iterable[bytes]], *served: Environment
+    ) -> Iterator[Environment]:
+        section, step = Piece.from_key(element[0]), self.task.step
+        plan, lane = plan_with_size(self.task, served), step.lanes[section.lane]
+        parts = {}
+        for r in lane.reductions:
+            start, stop = max(section.start, r.offset), min(section.stop, r.offset + r.size)
+            if start < stop or not r.size:
+                dtype = np.dtype(plan.values[r.result].dtype)
+                size = max(stop - start, 0)
+                parts[r.result] = start - r.offset, aligned.empty((size,), dtype)
+
+        def room(name: str, lo: int, hi: int) -> np.ndarray:
+            start, part = parts[name]
+            return part[lo - start : hi - start]
+
+        with self.times.measured(), self.task.at_work("merging"):
+            terms = self.terms(section, element[1])
+            pieces = merged_pieces(section, lane, self.mode, terms, self._array)
+            finished_sections(plan, step, section, pieces, room)
+        put = self.task.store.put
+        yield Environment(
+            {f"{n}|{start}": put([part], n, inline=False) for n, (start, part) in parts.items()}
+        )
+
+
+def _save(store: Store, array: np.ndarray) -> Ref:
+    return store.put([array], "partial", inline=False)
+
+
+def _kept(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def _sent(terms: Terms[Ref]) -> bytes:
+    return encode_arrays([], {"terms": encoded_terms(terms, Ref.to_json)})
+
+
+def _received(data: bytes) -> Terms[Ref]:
+    return decoded_terms(decode_arrays(data)[1]["terms"], Ref.from_json)
