@@ -81,6 +81,10 @@ class LeafSpec:
             raise TypeError("found ragged members of shape [], expected rows")
         return cls(shape, dtype, impl, field(record, "path", str), ragged)
 
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], LeafSpec], tuple[dict[str, Any]]]:
+        """Pickles by names: NumPy's own dtypes are other objects once they are unpickled."""
+        return LeafSpec.from_json, (self.to_json(),)
+
     def __str__(self) -> str:
         key = f" (keys, {self.key_impl})" if self.key_impl else ""
         return f"{wire.dtype_name(self.dtype)}{list(self.shape)}{key}"
