@@ -25,8 +25,13 @@ class Tally:
       retries: shards that were computed again, as after a failure of a runner's bundle.
       bytes_read: of placed inputs.
       read: seconds of reading them.
+      transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
+        that a body needs, and then for those of what it gave. On a CPU, arrays are read where they
+        are, or copied as part of `compute`. And between workers: encoding and decoding server
+        values and partials, and writing and reading their files and those of placed results. What
+        Beam does with its elements is not seen here.
       compile: seconds of making executables.
-      compute: seconds of running them, transfers included, on the server too.
+      compute: seconds of running them, on the server too.
       merge: seconds of adding up what shards are reduced to, wherever that is done.
     """
 
@@ -35,6 +40,7 @@ class Tally:
     retries: int = 0
     bytes_read: int = 0
     read: float = 0.0
+    transfer: float = 0.0
     compile: float = 0.0
     compute: float = 0.0
     merge: float = 0.0
@@ -45,7 +51,7 @@ class Tally:
 
 
 _TALLIED = tuple(f.name for f in fields(Tally))
-SECONDS = ("read", "compile", "compute", "merge")
+SECONDS = ("read", "transfer", "compile", "compute", "merge")
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Progress:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of the measured time of the workers: of reading, compiling, computing, merging."""
+        """Parts of the measured time of the workers, of each kind of `Tally`: reading, ..."""
         total = sum(getattr(self.done, name) for name in SECONDS)
         return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
 
