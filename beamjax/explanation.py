@@ -21,6 +21,7 @@ from beamjax import reading as reading_of
 from beamjax.errors import OptionsError
 from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.facts import input_facts, plan_facts
+from beamjax.fitting import padding_notes
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
@@ -350,7 +351,8 @@ def explain(
     ]
     inputs = input_facts(planned.plan, arguments)
     facts = dataclasses.replace(
-        plan_facts(planned.plan, inputs, paths, parsed.reduction), notes=notes
+        plan_facts(planned.plan, inputs, paths, parsed.reduction),
+        notes=notes + padding_notes(planned.plan, arguments),
     )
     return Explanation(stage, plan_text(facts), facts)
 

@@ -12,9 +12,10 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from beamjax.compile_time import compile_seconds
+from beamjax.compile_time import compile_clock, compile_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
+from beamjax.padded_bytes import padding_bytes
 from beamjax.progress import Range, StepCount, Tally, WorkerRecord, merged
 from beamjax.transfer_time import transfer_seconds
 
@@ -77,6 +78,7 @@ class Meter:
     def resume(self) -> None:
         """What was done since the last lap is not measured, it was waiting."""
         self._compiled, self._moved = compile_seconds(), transfer_seconds()
+        self._counts = _counts()
         self._mark = time.perf_counter()
 
     def lap(self, name: str, nbytes: int = 0) -> None:
@@ -92,6 +94,10 @@ class Meter:
         laps["compile"] = laps.get("compile", 0.0) + making
         laps[name] = laps.get(name, 0.0) + passed - making - moving
         laps["bytes_read"] = laps.get("bytes_read", 0) + nbytes
+        counts = _counts()
+        for kind, count in counts.items():
+            laps[kind] = laps.get(kind, 0) + count - self._counts[kind]
+        self._counts = counts
         self._mark, self._compiled, self._moved = now, compiled, moved
 
     def shard(self, start: int, count: int) -> None:
@@ -112,6 +118,11 @@ class Meter:
         self.total += spent
         if self.listener is not None:
             self.listener.spend(self.step, spent)
+
+
+def _counts() -> dict[str, int]:
+    """What this thread has counted so far, by the names of a tally."""
+    return {"bytes_padding": padding_bytes(), "executables": compile_clock().executables}
 
 
 class Recorder:

@@ -24,6 +24,8 @@ class Tally:
       shards: likewise.
       retries: shards that were computed again, as after a failure of a runner's bundle.
       bytes_read: of placed inputs.
+      bytes_padding: those of them that pad members of unequal length.
+      executables: that JAX made; each worker makes its own, one for each body and bucket.
       read: seconds of reading them.
       transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
         that a body needs, and then for those of what it gave. On a CPU, arrays are read where they
@@ -39,6 +41,8 @@ class Tally:
     shards: int = 0
     retries: int = 0
     bytes_read: int = 0
+    bytes_padding: int = 0
+    executables: int = 0
     read: float = 0.0
     transfer: float = 0.0
     compile: float = 0.0

@@ -136,6 +136,10 @@ class Source(abc.ABC):
         """The mean number of rows of ragged members; 0 if no leaf is ragged."""
         return 0.0
 
+    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
+        """int[n]: the rows of ragged members, if known before these are read; else None."""
+        return None
+
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
         """As `read`, but ragged leaves are padded to the first of `buckets` that is long enough."""
         return self.read(start, stop)
