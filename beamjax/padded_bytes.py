@@ -46,8 +46,6 @@ def count_padding(
 
 def mask_of(source: Source) -> int | None:
     """The number of the leaf that tells rows from padding, if members are ragged."""
-    if not source.buckets:
-        return None
     names = [i for i, leaf in enumerate(source.leaves) if leaf.path == "['mask']" and leaf.ragged]
     return names[0] if names else None
 
