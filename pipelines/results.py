@@ -54,11 +54,13 @@ class ReadMembers(StepFn):
       name: of the input.
       n: the number of members.
       size: members in a shard.
+      store: for errors.
     """
 
     yields = Block
 
-    def __init__(self, sources: Sources, name: str, n: int, size: int):
+    def __init__(self, sources: Sources, name: str, n: int, size: int, store: Store):
+        self.store = store
         self.sources = sources
         self.name = name
         self.n = n

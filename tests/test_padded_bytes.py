@@ -68,8 +68,17 @@ def test_members_that_can_only_be_padded_to_the_longest():
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_a_run_counts_what_it_reads_and_the_executables(runner):
-    with bj.launch(total, W, clients(), runner=runner, options={"shard_size": 8}) as job:
-        assert float(job.result()) == 4 * LENGTHS.sum()
+    own = 5.0 if runner == "local" else 6.0  # so that nobody has compiled it
+
+    @bj.program(clients=None)
+    def scaled(data):
+        one = lambda c: (
+            jnp.sum(c["x"], where=c["mask"][:, None]) * own + jnp.sum(c["k"]).astype("float32")
+        )
+        return bj.reduce_sum(bj.map_fn(one, data))
+
+    with bj.launch(scaled, clients(), runner=runner, options={"shard_size": 8}) as job:
+        assert float(job.result()) == (3 * own + 1) * LENGTHS.sum()
         done = job.progress().done
     padded = 8 * 16 + 4 * 32
     assert done.bytes_read == padded * ROW

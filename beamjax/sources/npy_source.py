@@ -282,7 +282,8 @@ def map_file(file: str) -> np.ndarray:
         raise _cannot_open(file, error) from error
     except Exception as error:
         raise SourceError(
-            f"{file}: found {status.st_size} bytes that are not a whole .npy array ({error})."
+            f"{file}: found {status.st_size} bytes that are not a whole .npy array ({error}); "
+            "expected numbers, as np.save writes them. Was it cut off as it was written or copied?"
         ) from error
     with _MAPPED_LOCK:
         _MAPPED[key] = array
