@@ -22,6 +22,7 @@ from beamjax import _compat
 from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan import Body, Plan, Server, ValueType
 from beamjax.restaging import python_function
+from beamjax.transfer_time import from_device
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -198,7 +199,7 @@ def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dic
     call = load_body(step.body, plan.bodies[step.body])
     try:
         with with_x64(plan.x64):
-            outs = [np.asarray(out) for out in call(*(known[name] for name in step.inputs))]
+            outs = from_device(call(*(known[name] for name in step.inputs)))
     except Exception as error:
         told = WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}")
         told.failure = Failure(step.name)

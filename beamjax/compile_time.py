@@ -18,11 +18,13 @@ class CompileClock:
 
     Attributes:
       seconds: that it has traced, lowered and compiled.
+      executables: that it has compiled, or found in a cache on disk.
       since: when it began to compile what it is compiling, by `time.monotonic`; else None.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.executables = 0
         self.since: float | None = None
 
     def now(self) -> float:
@@ -45,6 +47,7 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
     if event in _EVENTS:
         clock = _local.clock
         clock.seconds += duration_secs
+        clock.executables += event == _COMPILED
         # JAX tells of compiling at its end only, but it compiles at once what it has lowered.
         clock.since = time.monotonic() if event == _LOWERED else None
 

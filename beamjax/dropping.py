@@ -171,7 +171,7 @@ class DeadLetters:
                 continue
             dropped = [each for each in self.dropped if each.placement == placement]
             raise WorkerError(
-                f"{_summary(dropped)}. That is {count} of {n} members, and drop_limit="
+                f"{_summary(dropped).rstrip('.')}. That is {count} of {n} members, and drop_limit="
                 f"{self.limit:g} allows {min(int(self.limit * n), n - 1)}: find out why they fail, "
                 "or raise the option drop_limit"
             )

@@ -22,6 +22,7 @@ from beamjax.errors import OptionsError
 from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.facts import input_facts, plan_facts
 from beamjax.fan_out import workers_of
+from beamjax.fitting import padding_notes
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
@@ -354,7 +355,7 @@ def explain(
     inputs = input_facts(planned.plan, arguments)
     facts = dataclasses.replace(
         plan_facts(planned.plan, inputs, paths, parsed.reduction, workers_of(parsed.beam)),
-        notes=notes,
+        notes=notes + padding_notes(planned.plan, arguments),
     )
     return Explanation(stage, plan_text(facts), facts)
 

@@ -17,6 +17,7 @@ from beamjax.errors import BeamjaxError
 from beamjax.inputs import raw_array
 from beamjax.interpreters.sizing import MAX_SHARD_BYTES
 from beamjax.interpreters.stage import Argument
+from beamjax.padded_bytes import padding_text
 from beamjax.plan import Block, Branch, Fitted, Loop, Map, Plan, walk
 from beamjax.sources.source_base import Source
 
@@ -177,4 +178,20 @@ def fitting_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tup
     if reason:
         return (f"{what} to the longest, because {reason}.",)
     count = sum(len(step.fitted) for step in _passes(plan))
-    return (f"{what} to {ladder} rows; {count} executables more than one for each pass.",)
+    most = count + len(_passes(plan))
+    told = f"{count} executables more than one for each pass, {most} at most"
+    return (f"{what} to {ladder} rows; {told}.",)
+
+
+def padding_notes(plan: Plan, arguments: Sequence[Argument]) -> tuple[str, ...]:
+    """What people are told of the padding of members of unequal length."""
+    told: dict[int, str] = {}
+    for argument, spec in zip(arguments, plan.inputs, strict=False):
+        source = argument.value
+        if not isinstance(source, Source) or not source.buckets or id(source) in told:
+            continue
+        if spec.placed is None or not _leaf(argument).ragged:
+            continue
+        size = plan.shard_sizes[plan.values[spec.placed].placement or ""]
+        told[id(source)] = padding_text(source, size, spec.short)
+    return tuple(filter(None, told.values()))

@@ -12,6 +12,7 @@ import numpy as np
 from beamjax.bodies import unwrap
 from beamjax.chunks import Streams, members_of
 from beamjax.errors import SourceError
+from beamjax.padded_bytes import count_padding, mask_of
 from beamjax.plan import Input, Plan
 from beamjax.sources import ArraySource
 from beamjax.sources.grouped_source import grouped
@@ -48,6 +49,11 @@ class Reader:
                     f"{self.sources[source].describe()}: asked for members {start} to {stop - 1}, "
                     f"found {len(array)} of them; a source must not change while it is read"
                 )
+        for i in wanted:
+            mask = mask_of(self.sources[i])
+            used = [self.where[name][1] for name in names if self.where[name][0] == i]
+            if mask is not None:
+                count_padding(self.sources[i].leaves, arrays[i], used, mask)
         return found
 
 

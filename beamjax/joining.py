@@ -114,8 +114,9 @@ class Joining(Grouping):
         again = np.flatnonzero(keys[1:] == keys[:-1])
         if len(again):
             first, second = numbers[order][again[0] : again[0] + 2]
+            key = keys[again[0]].item()
             raise SourceError(
-                f"join: found the key {keys[again[0]]!r} twice in {_SIDES[side]}, in rows {first} "
+                f"join: found the key {key!r} twice in {_SIDES[side]}, in rows {first} "
                 f"and {second}; expected each key once. beamjax.group_by brings the rows of a key "
                 "together."
             )
@@ -123,8 +124,8 @@ class Joining(Grouping):
 
     def _refuse(self, side: int, key: Any) -> None:
         raise SourceError(
-            f"join: found the key {key!r} in {_SIDES[side]} only, expected the same keys in both; "
-            "how='inner' leaves out such rows, and counts them."
+            f"join: found the key {key.item()!r} in {_SIDES[side]} only, expected the same keys in "
+            "both; how='inner' leaves out such rows, and counts them."
         )
 
 

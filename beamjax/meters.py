@@ -12,10 +12,12 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from beamjax.compile_time import compile_seconds
+from beamjax.compile_time import compile_clock, compile_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
+from beamjax.padded_bytes import padding_bytes
 from beamjax.progress import Range, StepCount, Tally, WorkerRecord, merged
+from beamjax.transfer_time import transfer_seconds
 
 EVERY = 1.0
 """Seconds between two records of a worker, in which a job that is cancelled goes on."""
@@ -75,21 +77,28 @@ class Meter:
 
     def resume(self) -> None:
         """What was done since the last lap is not measured, it was waiting."""
-        self._compiled = compile_seconds()
+        self._compiled, self._moved = compile_seconds(), transfer_seconds()
+        self._counts = _counts()
         self._mark = time.perf_counter()
 
     def lap(self, name: str, nbytes: int = 0) -> None:
         """What was done since the last lap, or the start, was this: "read", "compute" or "merge".
 
-        Compiling is told apart by itself.
+        Compiling and transfers are told apart by themselves.
         """
-        now, compiled = time.perf_counter(), compile_seconds()
+        now, compiled, moved = time.perf_counter(), compile_seconds(), transfer_seconds()
         passed, laps = now - self._mark, self._laps
-        making = min(compiled - self._compiled, passed)
+        moving = min(moved - self._moved, passed)
+        making = min(compiled - self._compiled, passed - moving)
+        laps["transfer"] = laps.get("transfer", 0.0) + moving
         laps["compile"] = laps.get("compile", 0.0) + making
-        laps[name] = laps.get(name, 0.0) + passed - making
+        laps[name] = laps.get(name, 0.0) + passed - making - moving
         laps["bytes_read"] = laps.get("bytes_read", 0) + nbytes
-        self._mark, self._compiled = now, compiled
+        counts = _counts()
+        for kind, count in counts.items():
+            laps[kind] = laps.get(kind, 0) + count - self._counts[kind]
+        self._counts = counts
+        self._mark, self._compiled, self._moved = now, compiled, moved
 
     def shard(self, start: int, count: int) -> None:
         """The shard from this member on is done.
@@ -109,6 +118,11 @@ class Meter:
         self.total += spent
         if self.listener is not None:
             self.listener.spend(self.step, spent)
+
+
+def _counts() -> dict[str, int]:
+    """What this thread has counted so far, by the names of a tally."""
+    return {"bytes_padding": padding_bytes(), "executables": compile_clock().executables}
 
 
 class Recorder:

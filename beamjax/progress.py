@@ -24,9 +24,16 @@ class Tally:
       shards: likewise.
       retries: shards that were computed again, as after a failure of a runner's bundle.
       bytes_read: of placed inputs.
+      bytes_padding: those of them that pad members of unequal length.
+      executables: that JAX made; each worker makes its own, one for each body and bucket.
       read: seconds of reading them.
+      transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
+        that a body needs, and then for those of what it gave. On a CPU, arrays are read where they
+        are, or copied as part of `compute`. And between workers: encoding and decoding server
+        values and partials, and writing and reading their files and those of placed results. What
+        Beam does with its elements is not seen here.
       compile: seconds of making executables.
-      compute: seconds of running them, transfers included, on the server too.
+      compute: seconds of running them, on the server too.
       merge: seconds of adding up what shards are reduced to, wherever that is done.
     """
 
@@ -34,7 +41,10 @@ class Tally:
     shards: int = 0
     retries: int = 0
     bytes_read: int = 0
+    bytes_padding: int = 0
+    executables: int = 0
     read: float = 0.0
+    transfer: float = 0.0
     compile: float = 0.0
     compute: float = 0.0
     merge: float = 0.0
@@ -45,7 +55,7 @@ class Tally:
 
 
 _TALLIED = tuple(f.name for f in fields(Tally))
-SECONDS = ("read", "compile", "compute", "merge")
+SECONDS = ("read", "transfer", "compile", "compute", "merge")
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ class Progress:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of the measured time of the workers: of reading, compiling, computing, merging."""
+        """Parts of the measured time of the workers, of each kind of `Tally`: reading, ..."""
         total = sum(getattr(self.done, name) for name in SECONDS)
         return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
 

@@ -38,6 +38,7 @@ from beamjax.joining import join as join
 from beamjax.kept import open_placed as open_placed
 from beamjax.keyed import Keyed as Keyed
 from beamjax.options import Options as Options
+from beamjax.pcollections import from_beam as from_beam
 from beamjax.progress import Progress as Progress
 from beamjax.reductions import reduce as reduce
 from beamjax.reductions import reduce_by_key as reduce_by_key

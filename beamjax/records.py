@@ -85,8 +85,10 @@ def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
     """
     known = getattr(error, "failure", None) or Failure(step)
     text = "".join(traceback.format_exception(error))
+    kinds = (kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     return asdict(known) | {
-        "type": type(error).__name__,
+        # Others than those that users know count as what they are kinds of.
+        "type": next(kinds, type(error)).__name__,
         "message": str(error)[:MAX_TEXT],
         "members": list(known.members) if known.members else None,
         "worker": known.worker or f"{socket.gethostname()}, process {os.getpid()}",

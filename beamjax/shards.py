@@ -21,6 +21,7 @@ from beamjax.padding import check_padding, padded_rows
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
+from beamjax.transfer_time import from_device, to_device, transferring
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ShardExecutor:
         self._fitted = {fitted.shapes: fitted.body for fitted in step.fitted}
         self._checked: set[str] = set()
         self._bodies = plan.bodies
-        with with_x64(self._x64):
+        with with_x64(self._x64), transferring():
             self._broadcasts = [
                 jax.device_put(broadcasts[name], device) for name in step.broadcasts
             ]
@@ -128,8 +129,8 @@ class ShardExecutor:
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
         with with_x64(self._x64), _on(self.device):
-            outs = call(np.int32(shard.start), *heads, *self._broadcasts, *arrays)
-            return [np.asarray(out) for out in outs]
+            inputs = to_device(arrays, self.device)
+            return from_device(call(np.int32(shard.start), *heads, *self._broadcasts, *inputs))
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """What a body gave as placed results and partials."""
@@ -294,7 +295,7 @@ def join_shards(
     def join(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarray]:
         try:
             with with_x64(plan.x64):
-                return [np.asarray(out) for out in call(*inputs, *left, *right)]
+                return from_device(call(*inputs, *left, *right))
         except Exception as error:
             raise WorkerError(
                 f"step {step.name!r}, reduction by {combine.name!r}: "

@@ -88,7 +88,7 @@ def _written(
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with contextlib.ExitStack() as stack:
             files = [
-                stack.enter_context(_Growing(path, leaf))
+                stack.enter_context(GrowingFile(path, leaf))
                 for path, leaf in zip(paths, source.leaves, strict=True)
             ]
             for chunk in chunks:
@@ -102,7 +102,7 @@ def _written(
     return paths, count
 
 
-class _Growing:
+class GrowingFile:
     """An .npy file to which rows are appended. Its header has room for any number of them."""
 
     def __init__(self, path: str, leaf: LeafSpec) -> None:
@@ -115,7 +115,7 @@ class _Growing:
         self.file.write(storable(np.asarray(array, self.leaf.dtype)).tobytes())
         self.rows += len(array)
 
-    def __enter__(self) -> _Growing:
+    def __enter__(self) -> GrowingFile:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -134,8 +134,18 @@ def _aval(name: str, leaf: Any) -> Any:
     except TypeError as error:
         raise StructureError(
             f"{name}: found a {type(leaf).__name__} ({leaf!r:.80}), expected an array, a scalar or "
-            "a beamjax.Source; bind what is not data with functools.partial"
+            f"a beamjax.Source; {_instead(leaf)}"
         ) from error
+
+
+def _instead(leaf: Any) -> str:
+    """What to do with something that is no data."""
+    if any(kind.__module__.startswith("apache_beam.") for kind in type(leaf).__mro__):
+        return (
+            "beamjax.from_beam(transform, like=..., folder=...) makes one of what a PTransform "
+            "reads, and beamjax.transform runs a program inside of a pipeline of your own"
+        )
+    return "bind what is not data with functools.partial"
 
 
 def _checked(

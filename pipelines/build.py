@@ -258,7 +258,8 @@ class Graph:
         if name in where:
             placement = self.plan.values[name].placement or ""
             n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
-            read = ReadMembers(self._sources({name: where[name]}), name, n, size)
+            source = self._sources({name: where[name]})
+            read = ReadMembers(source, name, n, size, self.store)
             return self._ranges(f"Read {name}", placement) | f"Read {name}" >> beam.ParDo(read)
         return self._find(self.plan.values[name].placement or "", name).blocks
 
@@ -327,7 +328,7 @@ class Graph:
         label, names = f"Read {placement}", tuple(streams.where)
         size = self.plan.shard_sizes[placement]
         begin = self.root | f"{label}/Impulse" >> beam.Impulse()
-        blocks = begin | label >> beam.ParDo(ReadStreams(streams, size))
+        blocks = begin | label >> beam.ParDo(ReadStreams(streams, size, self.store))
         self._serve(count_members(blocks, self.store, placement), [size_name(placement)])
         if self.spread and names:
             blocks = (

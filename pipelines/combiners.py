@@ -22,6 +22,7 @@ from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan import Gather, Map, Plan, ValueType, size_name
 from beamjax.reducers import decode_accumulator
 from beamjax.shards import finish_lane, finish_tree, join_shards, shards
+from beamjax.transfer_time import transferring
 
 
 class AccumulatorCoder(Coder):
@@ -73,12 +74,20 @@ class MergeAccumulators(beam.CombineFn):
         return merged
 
     def compact(self, accumulator: Any) -> Any:
-        self.times.tell_beam()
-        return accumulator if accumulator is None else _encoded(accumulator)
+        return accumulator if accumulator is None else self._told(accumulator)
 
     def extract_output(self, accumulator: Any) -> bytes:
+        return self._told(accumulator)
+
+    def _told(self, accumulator: Any) -> bytes:
+        """The bytes of an accumulator; Beam is told how long it all took."""
+        if isinstance(accumulator, bytes):
+            encoded = accumulator
+        else:
+            with self.times.measured():
+                encoded = _encoded(accumulator)
         self.times.tell_beam()
-        return _encoded(accumulator)
+        return encoded
 
     def _merge(self, accumulator: Any, other: Any) -> Any:
         if other is None:
@@ -92,7 +101,10 @@ class MergeAccumulators(beam.CombineFn):
 
 
 def _live(accumulator: Any) -> Any:
-    return decode_accumulator(accumulator) if isinstance(accumulator, bytes) else accumulator
+    if not isinstance(accumulator, bytes):
+        return accumulator
+    with transferring():
+        return decode_accumulator(accumulator)
 
 
 class FinishPieces(StepFn):
@@ -114,14 +126,14 @@ class FinishPieces(StepFn):
         plan, step = plan_with_size(self.task, served), self.task.step
         lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
         with self.times.measured():
-            found = list(finish_lane(plan, step, lane, decode_accumulator(data), where))
-        values = {}
-        for name, offset, part in found:
-            if self.whole:
-                array = part.reshape(plan.values[name].shape)
-                values[name] = self.task.store.put([array], name)
-            else:
-                values[f"{name}|{offset}"] = self.task.store.put([part], name, inline=False)
+            found = finish_lane(plan, step, lane, _live(data), where)
+            values = {}
+            for name, offset, part in found:
+                if self.whole:
+                    array = part.reshape(plan.values[name].shape)
+                    values[name] = self.task.store.put([array], name)
+                else:
+                    values[f"{name}|{offset}"] = self.task.store.put([part], name, inline=False)
         yield Environment(values)
 
     def finish_bundle(self) -> None:
@@ -157,9 +169,9 @@ class FinishCombine(ComputeFn):
         self, element: tuple[Any, Iterable[Environment]], *served: Environment
     ) -> Iterator[Environment]:
         task, combine = self.task, self.task.step.combines[self.number]
-        known = task.arrays(task.refs(combine.inputs, served))
-        tree = DyadicTree(join_shards(task.with_bodies(), task.step, combine, known))
         with self.times.measured():
+            known = task.arrays(task.refs(combine.inputs, served))
+            tree = DyadicTree(join_shards(task.with_bodies(), task.step, combine, known))
             for environment in element[1]:
                 for name, ref in environment.values.items():
                     level, index = map(int, name.split("|"))
@@ -168,7 +180,7 @@ class FinishCombine(ComputeFn):
                         tree.add(arrays, index, level)
             with task.at_work("merging"):
                 values = dict(finish_tree(combine, tree))
-        refs = {name: task.store.put([array], name) for name, array in values.items()}
+            refs = {name: task.store.put([array], name) for name, array in values.items()}
         yield Environment(refs)
 
     def finish_bundle(self) -> None:
@@ -227,10 +239,16 @@ class PartsOfBlocks(StepFn):
     def __init__(self, store: Store, step: Gather):
         self.store = store
         self.step = step
+        self.times = StepTimes(step.name, "transfer", store.reports)
 
     def process(self, block: Block) -> Iterator[Environment]:
-        ref = self.store.put([block.values[self.step.operand]], self.step.result)
+        with self.times.measured():
+            ref = self.store.put([block.values[self.step.operand]], self.step.result)
         yield Environment({f"{self.step.result}|{block.start}": ref})
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.tell()
 
 
 class PartsOfSource(StepFn):
@@ -252,6 +270,7 @@ class PartsOfSource(StepFn):
         self.step = step
         self.n = n
         self.size = size
+        self.times = StepTimes(step.name, "read", store.reports)
 
     def setup(self) -> None:
         """Opens the source."""
@@ -260,10 +279,19 @@ class PartsOfSource(StepFn):
     def process(self, element: tuple[int, int]) -> Iterator[Environment]:
         step = self.step
         for shard in shards(self.n, self.size, *element):
-            values = self.reader.read([step.operand], shard.start, shard.start + shard.count)
-            ref = self.store.put([values[step.operand]], step.result)
+            with self.times.measured():
+                values = self.reader.read([step.operand], shard.start, shard.start + shard.count)
+                ref = self.store.put([values[step.operand]], step.result)
             yield Environment({f"{step.result}|{shard.start}": ref})
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.tell()
 
 
 def _encoded(accumulator: Any) -> bytes:
-    return accumulator if isinstance(accumulator, bytes) else accumulator.encode()
+    if isinstance(accumulator, bytes):
+        return accumulator
+    with transferring():
+        encoded: bytes = accumulator.encode()
+    return encoded

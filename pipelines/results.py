@@ -14,6 +14,7 @@ from beamjax.kept import NOTHING, Kept
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
 from beamjax.pipelines.members import MembersSource
+from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.pipelines.values import leaf_spec
@@ -53,11 +54,13 @@ class ReadMembers(StepFn):
       name: of the input.
       n: the number of members.
       size: members in a shard.
+      store: for errors.
     """
 
     yields = Block
 
-    def __init__(self, sources: Sources, name: str, n: int, size: int):
+    def __init__(self, sources: Sources, name: str, n: int, size: int, store: Store):
+        self.store = store
         self.sources = sources
         self.name = name
         self.n = n
@@ -92,6 +95,7 @@ class WritePlaced(StepFn):
         self.name = name
         self.stem = stem
         self.results = results
+        self.times = StepTimes(f"write {name}", "transfer", store.reports)
 
     def start_bundle(self) -> None:
         self.blocks: list[Block] = []
@@ -114,8 +118,13 @@ class WritePlaced(StepFn):
         if run:
             self._write(run)
         self.start_bundle()
+        self.times.tell()
 
     def _write(self, run: list[Block]) -> None:
+        with self.times.measured():
+            self._write_members(run)
+
+    def _write_members(self, run: list[Block]) -> None:
         members = np.concatenate([block.values[self.name] for block in run])
         if self.name in self.results.folders:
             self.results.write(self.name, run[0].start, members)

@@ -14,7 +14,9 @@ from beamjax.pipelines import waiting
 from beamjax.pipelines.connections import connect
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.launch import new_pipeline
+from beamjax.pipelines.loopback import loopback_only
 from beamjax.pipelines.runners import temporary_store
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.sources.source_base import Source, live_spec, open_spec, register, release
 
@@ -40,12 +42,12 @@ def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> 
                     pipeline
                     | "Ranges" >> beam.Create(list(grouping.blocks(rows)))
                     | "Deal ranges" >> beam.Reshuffle()
-                    | DEAL >> beam.ParDo(DealRows(spec, grouping))
+                    | DEAL >> beam.ParDo(DealRows(store, spec, grouping))
                     | "Together" >> beam.GroupByKey()
-                    | WRITE >> beam.ParDo(WriteGroups(grouping))
+                    | WRITE >> beam.ParDo(WriteGroups(store, grouping))
                 )
                 name = type(connection.runner).__name__
-                with own_errors(store, name, [DEAL, WRITE], shared):
+                with own_errors(store, name, [DEAL, WRITE], shared), loopback_only():
                     waiting.run(pipeline, connection.flags)
         finally:
             release(token)
@@ -55,13 +57,15 @@ class DealRows(StepFn):
     """Ranges of rows to (part, rows of it).
 
     Args:
+      store: for errors.
       spec: of the table.
       grouping: of its rows.
     """
 
     yields = typehints.KV[int, bytes]
 
-    def __init__(self, spec: dict[str, Any], grouping: Grouping):
+    def __init__(self, store: Store, spec: dict[str, Any], grouping: Grouping):
+        self.store = store
         self.spec = spec
         self.grouping = grouping
 
@@ -78,7 +82,8 @@ class WriteGroups(StepFn):
 
     yields = typehints.Any
 
-    def __init__(self, grouping: Grouping):
+    def __init__(self, store: Store, grouping: Grouping):
+        self.store = store
         self.grouping = grouping
 
     def process(self, element: tuple[int, Iterable[bytes]]) -> None:

@@ -24,6 +24,7 @@ from beamjax.pipelines import files, waiting
 from beamjax.pipelines.connections import Connection, connect
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.launch import new_pipeline
+from beamjax.pipelines.loopback import loopback_only
 from beamjax.pipelines.results import FILE_BYTES
 from beamjax.pipelines.runners import opened_streams, temporary_store
 from beamjax.pipelines.store import Store
@@ -98,7 +99,8 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
     with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
         dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
         dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
-        with own_errors(store, type(connection.runner).__name__, ["Read members"], shared):
+        name = type(connection.runner).__name__
+        with own_errors(store, name, ["Read members"], shared), loopback_only():
             waiting.run(pipeline, connection.flags)
 
 

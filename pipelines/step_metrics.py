@@ -23,7 +23,7 @@ class StepMetrics:
     """
 
     def __init__(self, step: str):
-        names = ("members", "shards", "bytes_read")
+        names = ("members", "shards", "bytes_read", "bytes_padding", "executables")
         self._counters = {n: Metrics.counter(NAMESPACE, f"{step}/{n}") for n in names}
         self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in SECONDS}
 
@@ -42,7 +42,7 @@ class StepTimes:
 
     Args:
       step: name of the step.
-      kind: what they are, "compute" or "merge". Compiling is told apart.
+      kind: what they are, "compute", "merge" or "transfer". Compiling and transfers are told apart.
       reports: where the job is told; None if nobody wants to know.
     """
 
@@ -51,7 +51,7 @@ class StepTimes:
         self.kind = kind
         self.reports = reports
         self.spent = Tally()
-        names = ("compile", kind)
+        names = dict.fromkeys(("compile", "transfer", kind))
         self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in names}
 
     @contextlib.contextmanager
@@ -65,10 +65,15 @@ class StepTimes:
 
     def tell_beam(self) -> None:
         """Adds what was measured since the last time to the metrics, if it is anything."""
-        if self.spent != Tally():
+        spent = self.take()
+        if spent != Tally():
             for name, distribution in self._times.items():
-                distribution.update(round(1000 * getattr(self.spent, name)))
-            self.spent = Tally()
+                distribution.update(round(1000 * getattr(spent, name)))
+
+    def take(self) -> Tally:
+        """What was measured since the last time, for who tells Beam by other means."""
+        spent, self.spent = self.spent, Tally()
+        return spent
 
     def tell(self) -> None:
         """The same, and writes the record of this process; for the end of a bundle."""

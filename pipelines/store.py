@@ -26,6 +26,7 @@ from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.meters import Reports
 from beamjax.pipelines import files as file_io
 from beamjax.shared_cache import SharedCache, nbytes
+from beamjax.transfer_time import transferring
 
 PIECE_BYTES = 64 * 2**20
 """Largest file, in bytes."""
@@ -168,6 +169,10 @@ class Store:
             StructureError: if an array is not plain numbers.
             SourceError: if the folder cannot be written.
         """
+        with transferring():
+            return self._put(arrays, hint, inline)
+
+    def _put(self, arrays: Sequence[Any], hint: str, inline: bool) -> Ref:
         arrays = [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
         leaves = tuple((wire.dtype_name(a.dtype), a.shape) for a in arrays)
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
@@ -219,11 +224,12 @@ class Store:
             SourceError: if a file is missing or cannot be read.
             ArrayFormatError: if a file is corrupted or holds something else.
         """
-        if ref.inline:
-            return wire.decode_arrays(ref.inline)[0]
-        if not cache:
-            return self._load(ref)
-        return list(_CACHE.get(ref.key, lambda: self._load(ref)))
+        with transferring():
+            if ref.inline:
+                return wire.decode_arrays(ref.inline)[0]
+            if not cache:
+                return self._load(ref)
+            return list(_CACHE.get(ref.key, lambda: self._load(ref)))
 
     def sweep(self, live: Container[str]) -> None:
         """Removes all files but those of these names, while nothing else uses the store.

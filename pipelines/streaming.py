@@ -28,11 +28,13 @@ class ReadStreams(StepFn):
     Args:
       sources: of unknown length.
       size: members in a shard.
+      store: for errors.
     """
 
     yields = Block
 
-    def __init__(self, sources: Sources, size: int):
+    def __init__(self, sources: Sources, size: int, store: Store):
+        self.store = store
         self.sources = sources
         self.size = size
 

@@ -100,6 +100,7 @@ class MapShards(ComputeFn):
         self.drop_limit = drop_limit
         self.in_files = in_files
         self.metrics = StepMetrics(task.step.name)
+        self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
         self.dealer: Dealer[_Done] | None = None
 
     def setup(self) -> None:
@@ -120,10 +121,12 @@ class MapShards(ComputeFn):
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
         self.spent = Tally()
+        self.moving.take()
 
     def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
         if self.dealer is None:
-            self.execute = self._prepare(served)
+            with self.moving.measured():
+                self.execute = self._prepare(served)
             self.trees = self.execute[0].trees()
             self.dealer = Dealer([execute.device for execute in self.execute])
         step = self.task.step
@@ -145,16 +148,20 @@ class MapShards(ComputeFn):
                 else:
                     yield _windowed(made)
         for piece, accumulator in (self.accumulators or {}).items():
-            partial = (key_of(piece), accumulator.encode())
+            with self.moving.measured():
+                partial = (key_of(piece), accumulator.encode())
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         if self.wide is not None:
-            for partial in terms_of_bundle(self.wide, self.task.store):
+            with self.moving.measured():
+                sent = list(terms_of_bundle(self.wide, self.task.store))
+            for partial in sent:
                 yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
-            environment = partials_of_tree(tree, self.task.store)
+            with self.moving.measured():
+                environment = partials_of_tree(tree, self.task.store)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
         self.accumulators, self.wide, self.trees = None, None, []
-        self.metrics.add(self.spent)
+        self.metrics.add(self.spent + self.moving.take())
         if self.recorder is not None:
             self.recorder.flush()
 
@@ -263,11 +270,13 @@ class RunServer(ComputeFn):
     def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
         task, step = self.task, self.task.step
         known = (element, *served) if isinstance(element, Environment) else served
-        arrays = task.arrays(task.refs(step.inputs, known))
-        plan = task.with_bodies()
-        with self.times.measured(), task.at_work("computing"):
-            made = run_server(plan, step, arrays)
-        yield Environment({name: task.store.put([out], name) for name, out in made.items()})
+        with self.times.measured():
+            arrays = task.arrays(task.refs(step.inputs, known))
+            plan = task.with_bodies()
+            with task.at_work("computing"):
+                made = run_server(plan, step, arrays)
+            refs = {name: task.store.put([out], name) for name, out in made.items()}
+        yield Environment(refs)
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""

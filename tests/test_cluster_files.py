@@ -1,7 +1,9 @@
 """Data that stays in files, on Prism and on Flink: results, groups, joins, samples, keys."""
 
+import operator
 import os
 
+import apache_beam as beam
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from cluster_runners import params
 
 import beamjax as bj
-from beamjax import fan_out, grouping, joining, lane_pieces
+from beamjax import collecting, fan_out, grouping, joining, lane_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -31,6 +33,9 @@ def _small(monkeypatch):
     monkeypatch.setattr(grouping, "PART_BYTES", 4000)
     monkeypatch.setattr(grouping, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(joining, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(collecting, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(collecting, "INLINE_BYTES", 200)
+    monkeypatch.setattr(collecting, "PART_BYTES", 700)
 
 
 def on(runner, fn, *args, keep=None, **flags):
@@ -105,6 +110,33 @@ def test_reductions_too_large_for_memory(runner, monkeypatch):
     monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
     monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 100)
     same_bits(on(runner, reduced, w, X), expected)
+
+
+@pytest.mark.parametrize("index", [None, operator.itemgetter("i")])
+def test_members_of_a_pipeline(runner, index, tmp_path):
+    rows = [{"x": x, "i": i} for i, x in enumerate(X)]
+    like = {"x": X[0], "i": np.int32(0)}
+    there = bj.from_beam(
+        beam.Create(rows) | beam.Reshuffle(),
+        like=like,
+        folder=tmp_path / "there",
+        index=index,
+        runner=runner.name,
+        options=runner.flags(),
+    )
+    here = bj.from_beam(beam.Create(rows[::-1]), like=like, folder=tmp_path / "here", index=index)
+    same_files(tmp_path / "here", tmp_path / "there")
+
+    @bj.program(placements={"rows": None})
+    def draws(key, rows, numbers):
+        def one(row, i):
+            return row["x"] * jax.random.normal(jax.random.fold_in(key, i), (3,))
+
+        return bj.reduce_mean(bj.map_fn(one, (rows, numbers)))
+
+    key, numbers = jax.random.key(1), bj.from_range(N)
+    found = [on(runner, draws, key, data, numbers) for data in (there, here)]
+    assert np.asarray(found[0]).tobytes() == np.asarray(found[1]).tobytes()
 
 
 def test_keys_that_nobody_knows_beforehand(runner):

@@ -147,6 +147,8 @@ print("apache_beam" in sys.modules)
 
 TESTED_ELSEWHERE = {
     "array_source": "test_sources",
+    "collected_source": "test_pcollections",
+    "one_member": "test_pcollections",
     "npy_header": "test_npy_parts",
     "leaf_checks": "test_sources",
     "member_files": "test_members",

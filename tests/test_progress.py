@@ -88,7 +88,8 @@ def test_steps_are_counted_by_themselves():
 
 def test_shares_and_speed():
     progress = Progress(done=Tally(members=30, read=1.0, compile=1.0, compute=6.0), seconds=10.0)
-    assert progress.shares == {"read": 0.125, "compile": 0.125, "compute": 0.75, "merge": 0.0}
+    told = {"read": 0.125, "transfer": 0.0, "compile": 0.125, "compute": 0.75, "merge": 0.0}
+    assert progress.shares == told
     assert progress.members_per_second == 3.0
     assert progress.fraction is None
     assert set(Progress().shares.values()) == {0.0}

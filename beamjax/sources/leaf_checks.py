@@ -14,6 +14,8 @@ from beamjax.sources.source_base import LeafSpec, PyTreeDef
 
 
 def leaf_name(name: str) -> str:
+    if name.startswith((" ", "(")):  # no leaf of a tree, but a file of its own
+        return f"placed input {name.strip()}"
     return f"placed input, leaf {name}" if name else "placed input"
 
 

@@ -141,6 +141,12 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
             found += read_blocks([leaf], blocks_of(ends, start, stop), load, start, stop)
         return found
 
+    def check_files(self) -> None:
+        """SourceError unless each file is there, and holds what it must."""
+        for files, leaf in zip(self._files, self._leaves, strict=True):
+            for file, rows in files:
+                _open_checked(file, leaf, rows)
+
     def describe(self) -> str:
         more = sum(map(len, self._files)) - 1
         return describe_source(self, f"in {self._files[0][0][0]} and {more} more")
@@ -276,7 +282,8 @@ def map_file(file: str) -> np.ndarray:
         raise _cannot_open(file, error) from error
     except Exception as error:
         raise SourceError(
-            f"{file}: found {status.st_size} bytes that are not a whole .npy array ({error})."
+            f"{file}: found {status.st_size} bytes that are not a whole .npy array ({error}); "
+            "expected numbers, as np.save writes them. Was it cut off as it was written or copied?"
         ) from error
     with _MAPPED_LOCK:
         _MAPPED[key] = array

@@ -218,6 +218,8 @@ def _array(opened: BinaryIO, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], S
     start = opened.seek(name + extra, os.SEEK_CUR)
     shape, in_columns, dtype = read_header(opened)
     offset = opened.tell()
+    if dtype.hasobject:
+        raise ValueError(f"objects of Python{list(shape)}, expected numbers")
     nbytes = math.prod(shape) * dtype.itemsize
     if offset - start + nbytes != entry.file_size or any(size >= MAX_VALUES for size in shape):
         raise ValueError(f"{entry.file_size} bytes, expected {dtype}{list(shape)} after a header")

@@ -88,6 +88,9 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         rows, ends = self._rows.spilled(folder), self._ends.spilled(folder)
         return RaggedSource(rows, ends, self._buckets, self._mask_at, self._treedef)
 
+    def rows_of(self, start: int, stop: int) -> np.ndarray:
+        return np.diff(self._bounds(start, stop))
+
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         ends = self._bounds(start, stop)
         return self._padded(ends, self._buckets[-1])

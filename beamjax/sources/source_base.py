@@ -81,6 +81,10 @@ class LeafSpec:
             raise TypeError("found ragged members of shape [], expected rows")
         return cls(shape, dtype, impl, field(record, "path", str), ragged)
 
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], LeafSpec], tuple[dict[str, Any]]]:
+        """Pickles by names: NumPy's own dtypes are other objects once they are unpickled."""
+        return LeafSpec.from_json, (self.to_json(),)
+
     def __str__(self) -> str:
         key = f" (keys, {self.key_impl})" if self.key_impl else ""
         return f"{wire.dtype_name(self.dtype)}{list(self.shape)}{key}"
@@ -131,6 +135,10 @@ class Source(abc.ABC):
     def usual_rows(self) -> float:
         """The mean number of rows of ragged members; 0 if no leaf is ragged."""
         return 0.0
+
+    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
+        """int[n]: the rows of ragged members, if known before these are read; else None."""
+        return None
 
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
         """As `read`, but ragged leaves are padded to the first of `buckets` that is long enough."""

@@ -52,6 +52,15 @@ class TakenSource(Source, kind="taken"):
     def usual_rows(self) -> float:
         return self._source.usual_rows
 
+    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
+        (numbers,) = self._numbers.read(start, stop)
+        found = [self._source.rows_of(int(run[0]), int(run[-1]) + 1) for run in self._runs(numbers)]
+        known = [rows for rows in found if rows is not None]
+        if len(known) < len(found) or not found:
+            return None
+        runs = self._runs(numbers)
+        return np.concatenate([x[run - run[0]] for x, run in zip(known, runs, strict=True)])
+
     @property
     def inner(self) -> tuple[Source, ...]:
         return self._source, self._numbers

@@ -183,9 +183,7 @@ def _spans(start: int, stop: int, rows: int, size: int) -> Iterator[tuple[int, i
 
 
 def _rows(opened: Any, array: ZarrArray, start: int, stop: int) -> np.ndarray:
-    with _readable(
-        array.store, f"members {start} to {stop - 1} of {_EXPECTED[3:]}, {array.name!r}"
-    ):
+    with _readable(array.store, f"members {start} to {stop - 1} of the array {array.name!r}"):
         return native_view(np.asarray(opened[start:stop]))
 
 

@@ -1,0 +1,190 @@
+"""Placed inputs that are made by the user's own pipeline of Beam: it is run once, into files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from beamjax import collecting
+from beamjax.collecting import Collecting
+from beamjax.dropping import DeadLetters, Dropped
+from beamjax.errors import ArrayFormatError, OptionsError, SourceError
+from beamjax.grouping import LOCAL, checked_folder, found_before, write_manifest
+from beamjax.options import Options, parse_options
+from beamjax.sources.collected_source import CollectedMembers
+from beamjax.sources.leaf_checks import member_leaves
+from beamjax.sources.npy_source import map_file
+from beamjax.sources.one_member import MemberType
+from beamjax.sources.source_base import PyTreeDef, natural
+from beamjax.trees import tree_to_json
+
+VERSION = 1
+PARTS = "parts.json"
+
+
+def from_beam(
+    transform: Any,
+    *,
+    like: Any,
+    folder: str | os.PathLike[str],
+    index: Callable[[Any], int] | None = None,
+    runner: Any = "DirectRunner",
+    options: Any = None,
+) -> CollectedMembers:
+    """Members that a pipeline of Beam makes: an element of a bounded PCollection is a member.
+
+        rows = beam.io.ReadFromText("rows-*.csv") | beam.Map(parse)  # {"x": [...], "y": 1.5}
+        like = {"x": np.zeros(3, np.float32), "y": np.float32(0)}  # or jax.ShapeDtypeStruct
+        data = bj.from_beam(rows, like=like, folder="/data/rows")
+        bj.run(train, weights, data)  # also with loops, gradients and several passes
+
+    The pipeline is run once, now, by the runner. Its workers write the members to files in the
+    folder, where the next call finds them: the folder stands for the data, and what the pipeline
+    would give by then is not looked at. Remove the folder to read anew.
+
+    A PCollection has no order. Members are numbered by `index`; without it they are sorted by a
+    hash of their bytes, and those that are equal are next to each other. Either way member i is the
+    same one in each run and on each runner, and so are what is drawn for it by
+    `jax.random.fold_in(key, i)` and all bits of results.
+
+    With `options={"on_error": "drop"}`, elements that are no such member are left out, up to
+    `drop_limit`: `data.dropped`, and in the file of `dead_letters`. The others are numbered in the
+    order of their indices.
+
+    Args:
+      transform: a PTransform to apply to a pipeline (`beam.io.ReadFrom... | beam.Map(...)`), or a
+        function that takes the pipeline and gives the PCollection.
+      like: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), one member. An element is
+        such a tree of arrays; or of numbers of Python and lists of them, which take the dtype. Rows
+        of Beam and named tuples count as dicts.
+      folder: a local path that the workers see, made if it is not there.
+      index: gives the number of an element: 0 to n - 1, each once. It travels to the workers as
+        functions in a pipeline of Beam do.
+      runner: a name or an instance of a runner of Beam, as for `beamjax.run`.
+      options: as for `beamjax.run`.
+
+    Raises:
+      StructureError: `like` is no tree of arrays, or an element is another one, or the PCollection
+        is unbounded or in windows.
+      SourceError: there is no element, or a number is missing or there twice, or the folder can't
+        be written.
+      OptionsError: there is no such runner, or the folder holds something else.
+      WorkerError: the pipeline failed, or too many elements were dropped.
+    """
+    parsed = parse_options(options)
+    if runner == LOCAL:
+        raise OptionsError(
+            "from_beam, runner: found 'local', expected a runner of Beam, which the pipeline "
+            "needs; 'DirectRunner' runs it in this process"
+        )
+    leaves, treedef = member_leaves(like, "from_beam")
+    where = checked_folder(folder, "from_beam")
+    record = {
+        "version": VERSION,
+        "members": "from_beam",
+        "tree": tree_to_json(treedef),
+        "leaves": [leaf.to_json() for leaf in leaves],
+        "indexed": index is not None,
+    }
+    template = treedef.unflatten(range(len(leaves)))
+    member = MemberType("from_beam", template, tuple(leaves))
+    if not found_before(where, record, "from_beam"):
+        _collect(transform, index, where, member, runner, parsed)
+        write_manifest(where, record)
+    return _opened(where, member, treedef)
+
+
+def _collect(
+    transform: Any,
+    index: Callable[[Any], int] | None,
+    folder: str,
+    member: MemberType,
+    runner: Any,
+    options: Options,
+) -> None:
+    """Runs the pipeline, and lists what its workers wrote."""
+    from beamjax.pipelines import collecting as pipeline
+
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        for path in Path(folder).glob("part-*.npy"):  # of a call that was stopped
+            path.unlink()
+        scratch = tempfile.mkdtemp(prefix="blocks-", dir=folder)
+    except OSError as error:
+        raise SourceError(f"{folder}: cannot write members here ({error}).") from error
+    try:
+        what = Collecting(
+            folder,
+            scratch,
+            member,
+            indexed=index is not None,
+            drop=options.on_error == "drop",
+            block_bytes=collecting.BLOCK_BYTES,
+            inline_bytes=collecting.INLINE_BYTES,
+            part_bytes=collecting.PART_BYTES,
+        )
+        pipeline.collect(transform, index, what, runner, options)
+        listed = what.listed()
+        letters = _letters(listed, options)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    first = f"leaf-{0:03d}"
+    parts = [
+        (part, len(map_file(what.path(part, first))))
+        for part in range(listed["parts"])
+        if os.path.exists(what.path(part, first))
+    ]
+    found = sum(rows for _, rows in parts)
+    if found != listed["count"]:
+        raise SourceError(
+            f"{folder}: found {found} members, expected {listed['count']}; do the launcher and the "
+            "workers see the same files there?"
+        )
+    dropped = [each.to_json() for each in letters.dropped]
+    Path(folder, PARTS).write_text(json.dumps({"parts": parts, "dropped": dropped}))
+
+
+def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
+    """The elements that were left out; WorkerError if these are too many."""
+    letters = DeadLetters(options.drop_limit, options.dead_letters)
+    letters.begin(anew=True)
+    dropped = [
+        Dropped("from_beam", number, "Check elements", "error", message)
+        for number, message in enumerate(listed["dropped"])
+    ]
+    letters.add(dropped, {"from_beam": listed["count"] + len(dropped)})
+    letters.tell()
+    return letters
+
+
+def _opened(folder: str, member: MemberType, treedef: PyTreeDef) -> CollectedMembers:
+    """What is in a folder, if it is whole.
+
+    Raises:
+      ArrayFormatError: its list is damaged.
+      SourceError: a file is missing, or not what was written.
+    """
+    path = os.path.join(folder, PARTS)
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        parts = [(natural(part), natural(rows, 1)) for part, rows in record["parts"]]
+        dropped = [Dropped.from_json(each, path) for each in record["dropped"]]
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ArrayFormatError(
+            f"{path}: found no list of members ({error}); remove the folder to read anew"
+        ) from error
+    files = [
+        [(os.path.join(folder, f"part-{part:05d}-leaf-{i:03d}.npy"), rows) for part, rows in parts]
+        for i in range(len(member.leaves))
+    ]
+    found = CollectedMembers(folder, files, member.leaves, treedef, dropped)
+    try:
+        found.check_files()
+    except SourceError as error:
+        raise SourceError(f"{error} Remove {folder} to read anew.") from error
+    return found

@@ -1,0 +1,108 @@
+"""One member, as others hold it: a tree of arrays, numbers and lists, to the arrays of a source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import StructureError
+from beamjax.sources.leaf_checks import native_dtype
+from beamjax.sources.source_base import LeafSpec
+
+_WIDER = {"b": "b", "i": "iufVc", "u": "iufVc", "f": "fVc", "c": "c"}
+"""Kinds of dtypes that plain numbers of a kind may become; V are those of ml_dtypes."""
+
+
+@dataclass(frozen=True)
+class MemberType:
+    """What each member must be.
+
+    Attributes:
+      who: asks, for messages: "from_beam".
+      template: a tree of the numbers of the leaves; structures of trees can't be pickled.
+      leaves: one member of each.
+    """
+
+    who: str
+    template: Any
+    leaves: tuple[LeafSpec, ...]
+
+    def arrays(self, member: Any) -> list[np.ndarray]:
+        """The leaves of a member.
+
+        Rows of Beam and named tuples count as dicts where a dict is expected. Arrays have the
+        dtype that is expected; numbers of Python, and lists of them, take it.
+
+        Raises:
+          StructureError: it is another tree, or a leaf has another shape or dtype.
+        """
+        import jax
+
+        treedef: Any = jax.tree_util.tree_structure(self.template)
+        tree = member
+        if isinstance(self.template, dict) and not isinstance(member, dict):
+            as_dict = getattr(member, "_asdict", None)
+            tree = as_dict() if callable(as_dict) else member
+        try:
+            values = treedef.flatten_up_to(tree)
+        except (TypeError, ValueError) as error:
+            raise StructureError(
+                f"{self.who}: found the element {shown(member)}, expected the tree of `like`, "
+                f"{treedef}: {' '.join(str(error).split())}"
+            ) from None
+        try:
+            return [_array(v, leaf) for v, leaf in zip(values, self.leaves, strict=True)]
+        except StructureError as error:
+            raise StructureError(f"{self.who}: {error}; the element is {shown(member)}") from None
+
+
+def shown(element: Any) -> str:
+    """The beginning of an element, in one line."""
+    return f"{' '.join(repr(element).split()):.200}"
+
+
+def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
+    """A leaf of a member as a plain array."""
+    import jax
+
+    from beamjax.bodies import unwrap
+
+    if isinstance(value, jax.Array):
+        value = np.asarray(unwrap(value))
+    plain = not isinstance(value, np.ndarray | np.generic)
+    if isinstance(value, np.ma.MaskedArray) or (plain and not _is_number(value)):
+        raise _refused(f"{type(value).__name__} {shown(value)}", leaf)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise _refused(f"lists of unequal lengths {shown(value)}", leaf) from None
+    told = f"{array.dtype}{list(array.shape)}"
+    if array.shape != leaf.shape or array.dtype.kind not in "biufcV":
+        raise _refused(told, leaf)
+    if not plain:
+        if array.dtype.newbyteorder("=") != leaf.dtype:
+            raise _refused(told, leaf)
+        return array.astype(native_dtype(leaf.dtype), copy=False)
+    # An empty list is of no kind.
+    if array.size and leaf.dtype.kind not in _WIDER.get(array.dtype.kind, ""):
+        raise _refused(told, leaf)
+    with np.errstate(over="ignore"):
+        cast = array.astype(leaf.dtype)
+    if leaf.dtype.kind in "iu" and (cast != array).any():
+        raise _refused(f"{shown(value)}, which {leaf.dtype} can't hold,", leaf)
+    return cast
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number of Python, or a list that may hold such."""
+    return isinstance(value, bool | int | float | complex | Sequence) and not isinstance(
+        value, str | bytes
+    )
+
+
+def _refused(found: str, leaf: LeafSpec) -> StructureError:
+    where = f"leaf {leaf.path}" if leaf.path else "a member"
+    return StructureError(f"found {found} as {where}, expected {leaf}")

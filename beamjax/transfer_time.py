@@ -1,0 +1,59 @@
+"""Seconds spent on moving values: to devices and back, and between workers through the store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.depth = 0
+
+
+_local = _Local()
+
+
+def transfer_seconds() -> float:
+    """Seconds that this thread has moved values. Only differences mean anything."""
+    return _local.seconds
+
+
+@contextlib.contextmanager
+def transferring() -> Iterator[None]:
+    """What is done here is moving values; within itself it counts once."""
+    begun = time.perf_counter()
+    _local.depth += 1
+    try:
+        yield
+    finally:
+        _local.depth -= 1
+        if not _local.depth:
+            _local.seconds += time.perf_counter() - begun
+
+
+def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]:
+    """What a body is called with on a device, None for JAX's own choice.
+
+    An accelerator has copies when this returns, which a body would wait for before all else. A CPU
+    is given the arrays: it reads most of them where they are, and copies others as it computes.
+    """
+    if (jax.devices()[0] if device is None else device).platform == "cpu":
+        return arrays
+    with transferring():
+        copies: Sequence[Any] = jax.block_until_ready(jax.device_put(list(arrays), device))
+    return copies
+
+
+def from_device(outs: Sequence[Any]) -> list[np.ndarray]:
+    """What a body gave, as NumPy arrays; the time that it takes to compute is not counted."""
+    done = jax.block_until_ready(list(outs))
+    with transferring():
+        return [np.asarray(out) for out in done]

@@ -1,0 +1,254 @@
+"""The user's own pipeline, up to files of its elements in an order that depends on them alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam import typehints
+from apache_beam.transforms.ptransform import _ChainedPTransform, _NamedPTransform
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.timestamp import MIN_TIMESTAMP
+from apache_beam.utils.windowed_value import WindowedValue
+
+from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.collecting import Block, Collecting, encoded, gathered
+from beamjax.errors import StructureError
+from beamjax.options import Options
+from beamjax.pipelines import waiting
+from beamjax.pipelines.connections import connect
+from beamjax.pipelines.failures import own_errors
+from beamjax.pipelines.launch import new_pipeline
+from beamjax.pipelines.loopback import loopback_only
+from beamjax.pipelines.runners import temporary_store
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.tasks import StepFn
+from beamjax.sources.one_member import shown
+
+BLOCKS, GATHER, LIST, WRITE = "Write blocks", "Gather blocks", "List blocks", "Write members"
+_LANES = 16
+"""Small blocks are gathered by so many workers at most."""
+
+Index = Callable[[Any], int] | None
+
+
+def collect(
+    transform: Any, index: Index, collecting: Collecting, runner: Any, options: Options
+) -> None:
+    """Runs a pipeline and writes its elements as members.
+
+    Raises:
+      OptionsError: the runner is unknown.
+      StructureError: the transform gives no bounded PCollection of members.
+      SourceError, WorkerError: elements can't be made or written.
+    """
+    connection = connect(runner, options)
+    with temporary_store(connection.options) as store, new_pipeline(connection) as pipeline:
+        elements = _applied(transform, pipeline)
+        elements | "beamjax" >> _Collect(store, collecting, index)  # labels of its own
+        name = type(connection.runner).__name__
+        steps = [BLOCKS, GATHER, LIST, WRITE]
+        with own_errors(store, name, steps, connection.shared), loopback_only():
+            waiting.run(pipeline, connection.flags)
+
+
+class _Collect(beam.PTransform):
+    """Elements to files of members."""
+
+    def __init__(self, store: Store, collecting: Collecting, index: Index):
+        super().__init__()
+        self.store = store
+        self.collecting = collecting
+        self.index = index
+
+    def expand(self, input_or_inputs: Any) -> Any:
+        """Beam's name for what a transform does."""
+        store, collecting = self.store, self.collecting
+        begin = input_or_inputs.pipeline | "Impulse" >> beam.Impulse()
+        blocks = (
+            input_or_inputs
+            | BLOCKS >> beam.ParDo(WriteBlocks(store, collecting, self.index))
+            | "Small blocks together" >> beam.GroupByKey()
+            | GATHER >> beam.ParDo(GatherBlocks(store, collecting))
+        )
+        return (
+            (blocks, begin | "No block" >> beam.ParDo(NoBlock()))
+            | "Flatten" >> beam.Flatten()
+            | "All blocks together" >> beam.GroupByKey()
+            | LIST >> beam.ParDo(ListBlocks(store, collecting))
+            | "Deal parts" >> beam.Reshuffle()
+            | WRITE >> beam.ParDo(WriteMembers(store, collecting))
+        )
+
+
+def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
+    """The PCollection of a user.
+
+    Raises:
+      StructureError: it is none, or unbounded, or in windows.
+    """
+    if isinstance(transform, beam.PCollection):
+        raise StructureError(
+            "from_beam: found a PCollection, which is part of a pipeline of your own; expected the "
+            "PTransform that makes it, or a function of the pipeline: from_beam(lambda p: p | ...)."
+            " Inside your own pipeline, apply beamjax.transform to it."
+        )
+    if isinstance(transform, beam.PTransform):
+        found = pipeline | "Elements" >> _unused(transform)
+    elif callable(transform):
+        found = transform(pipeline)
+    else:
+        raise StructureError(
+            f"from_beam: found a {type(transform).__name__}, expected a PTransform or a function "
+            "of a pipeline."
+        )
+    if not isinstance(found, beam.PCollection) or found.pipeline is not pipeline:
+        raise StructureError(
+            f"from_beam: the transform gives {shown(found)}, expected a PCollection of the "
+            "pipeline that it is applied to."
+        )
+    if not found.is_bounded:
+        raise StructureError(
+            "from_beam: found an unbounded PCollection, which has no last member; expected a "
+            "bounded one, as of ReadFromKafka(..., max_num_records=n)."
+        )
+    if not found.windowing.is_default():
+        raise StructureError(
+            f"from_beam: the elements are in {type(found.windowing.windowfn).__name__}, expected "
+            "the global window and the default trigger: a program reduces over all members at "
+            "once. Put beam.WindowInto(beam.window.GlobalWindows()) at the end."
+        )
+    return found
+
+
+def _unused(transform: Any) -> Any:
+    """A copy of a transform, since Beam applies one in a single pipeline only."""
+    if isinstance(transform, _NamedPTransform):
+        return _NamedPTransform(_unused(transform.transform), transform.label)
+    own = copy.copy(transform)
+    own.pipeline = None
+    if isinstance(own, _ChainedPTransform):
+        own._parts = tuple(map(_unused, own._parts))
+    return own
+
+
+class _Collects(StepFn):
+    """A step that knows what is collected."""
+
+    def __init__(self, store: Store, collecting: Collecting):
+        self.store = store
+        self.collecting = collecting
+
+
+class WriteBlocks(_Collects):
+    """Elements to (lane, block): one that is in files, or a small one as it is.
+
+    Args:
+      store: for errors.
+      collecting: what is collected.
+      index: gives the number of an element.
+    """
+
+    yields = typehints.KV[int, bytes]
+
+    def __init__(self, store: Store, collecting: Collecting, index: Index):
+        super().__init__(store, collecting)
+        self.index = index
+
+    def start_bundle(self) -> None:
+        """Begins a block."""
+        self.keys: list[bytes] = []
+        self.members: list[list[np.ndarray]] = []
+
+    def process(self, element: Any) -> Iterator[tuple[int, bytes]]:
+        collecting = self.collecting
+        try:
+            arrays = collecting.member.arrays(element)
+            number = self.index(element) if self.index is not None else None
+            key = collecting.key(arrays, number)
+        except Exception as error:
+            if not collecting.drop:
+                raise
+            message = f"{type(error).__name__}: {error}"
+            if not isinstance(error, StructureError):
+                message = f"{message}; the element is {shown(element)}"
+            yield 0, encode_arrays([], {"dropped": message})
+            return
+        self.keys.append(key)
+        self.members.append(arrays)
+        if len(self.keys) * collecting.member_bytes >= collecting.block_bytes:
+            yield self._block()
+
+    def finish_bundle(self) -> Iterator[WindowedValue]:
+        """Ends the last block."""
+        if self.keys:
+            yield WindowedValue(self._block(), MIN_TIMESTAMP, (GlobalWindow(),))
+
+    def _block(self) -> tuple[int, bytes]:
+        block = self.collecting.block(self.keys, self.members)
+        lane = self.keys[0][-1] if not self.collecting.indexed else self.keys[0][7]
+        small = len(self.keys) * self.collecting.member_bytes <= self.collecting.inline_bytes
+        self.start_bundle()
+        return lane % _LANES, encoded(block) if small else _saved(self.collecting, block)
+
+
+class GatherBlocks(_Collects):
+    """(lane, blocks) to blocks in files, all of one key."""
+
+    yields = typehints.KV[int, bytes]
+
+    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
+        others: list[bytes] = []
+        for block in gathered(_small(element[1], others), self.collecting.block_bytes):
+            yield 0, _saved(self.collecting, block)
+        for other in others:
+            yield 0, other
+
+
+class NoBlock(StepFn):
+    """An element to one that is no block, so that where there are none somebody says so."""
+
+    yields = typehints.KV[int, bytes]
+
+    def process(self, element: bytes) -> Iterator[tuple[int, bytes]]:
+        yield 0, encode_arrays([])
+
+
+class ListBlocks(_Collects):
+    """All blocks to the numbers of the parts that are made of them."""
+
+    yields = int
+
+    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[int]:
+        told = [decode_arrays(data)[1] for data in element[1]]
+        blocks = sorted((meta["name"], meta["rows"]) for meta in told if "name" in meta)
+        dropped = sorted(meta["dropped"] for meta in told if "dropped" in meta)
+        yield from range(self.collecting.list_blocks(blocks, dropped))
+
+
+class WriteMembers(_Collects):
+    """Numbers of parts to files."""
+
+    yields = typehints.Any
+
+    def process(self, element: int) -> None:
+        self.collecting.write(element)
+
+
+def _saved(collecting: Collecting, block: Block) -> bytes:
+    """A block as an element that says where it is."""
+    name, rows = collecting.save_block(block)
+    return encode_arrays([], {"name": name, "rows": rows})
+
+
+def _small(elements: Iterable[bytes], others: list[bytes]) -> Iterator[Block]:
+    """The blocks that are here; what is elsewhere goes to `others`."""
+    for data in elements:
+        arrays, meta = decode_arrays(data)
+        if "name" in meta or "dropped" in meta:
+            others.append(data)
+        else:
+            yield arrays[0], arrays[1:]
