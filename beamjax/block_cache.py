@@ -15,7 +15,7 @@ from beamjax.shared_cache import SharedCache, nbytes
 
 Arrays = list[np.ndarray]
 
-PASSING_BYTES = 2**26
+PASSING_BYTES = 2**25
 """Of blocks that were read, for threads that are not as far; each has its last ones besides."""
 LASTING_BYTES = 2**29
 """Of blocks that are read again and again."""

@@ -178,14 +178,22 @@ def main() -> None:
     )
     print(f"{'job':8} {'runner':13} {'members':>10} {'GB':>6} {'seconds':>8} {'launcher':>9} "
           f"{'a worker':>9}  MiB, and the ratio to the row before")  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="beamjax-memory-") as data:
+        measure_all(flags, Path(data))
+
+
+def measure_all(flags: argparse.Namespace, data: Path) -> None:
     for job in flags.jobs:
         for name in flags.runners:
             before: dict[str, float] = {}
             for step in range(flags.steps):
                 n = flags.members * 10**step
-                with tempfile.TemporaryDirectory(prefix="beamjax-memory-") as folder:
-                    if job != "draws":
-                        write_rows(Path(folder) / f"{n}.parquet", n)
+                rows = data / f"{n}.parquet"
+                if job != "draws" and not rows.exists():
+                    write_rows(rows, n)
+                with tempfile.TemporaryDirectory(prefix="run-", dir=data) as folder:
+                    if rows.exists():
+                        os.link(rows, Path(folder) / rows.name)
                     found = measured(job, name, n, Path(folder))
                 kinds = ("own", "workers")
                 ratio = [found[k] / before[k] if before.get(k) else 1.0 for k in kinds]

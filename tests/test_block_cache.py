@@ -1,4 +1,4 @@
-"""The blocks that are kept: the last ones of each reader, and those that are read again and again."""
+"""The blocks that are kept: the last of each reader, and those that are read again and again."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -16,7 +16,6 @@ from beamjax.block_cache import Arrays, BlockCache
 from beamjax.errors import SourceError
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef
 
-
 BLOCKS = BlockCache()
 """The blocks that this process has decoded and keeps."""
 
