@@ -81,7 +81,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def write_rows(path: Path, n: int) -> None:
-    """A table of n rows of 4 KiB, a row group at a time."""
+    """A table of n rows of 4 KiB, in row groups of 4 MiB."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -89,8 +89,8 @@ def write_rows(path: Path, n: int) -> None:
     rng = np.random.default_rng(0)
     kind = pa.schema({"key": pa.int64(), "x": pa.list_(pa.float32(), WIDTH)})
     with pq.ParquetWriter(path, kind, compression="none", use_dictionary=False) as writer:
-        for start in range(0, n, 4096):
-            rows = min(4096, n - start)
+        for start in range(0, n, 1024):
+            rows = min(1024, n - start)
             x = rng.standard_normal((rows, WIDTH), np.float32)
             keys = (start + np.arange(rows)) * 7919 % max(n // 32, 1)
             lists = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), WIDTH)
