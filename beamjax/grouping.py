@@ -7,9 +7,9 @@ neither on who reads which rows, nor on how often.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.dealt_rows import DealtRows
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.fingerprints import source_fingerprint
 from beamjax.options import Options, parse_options
@@ -31,7 +32,7 @@ from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 LOCAL = "local"
 MANIFEST = "groups.json"
 VERSION = 1
-PART_BYTES = 1 << 26
+PART_BYTES = 1 << 25
 """Of the rows of a part, about: a worker sorts them in memory."""
 BLOCK_BYTES = 1 << 24
 """Of the rows that are read and dealt at once."""
@@ -290,24 +291,22 @@ def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> 
     os.makedirs(grouping.folder, mode=0o700, exist_ok=True)
     for path in Path(grouping.folder).glob("part-*.npy"):  # of a call that was stopped
         path.unlink()
-    if runner != LOCAL:
-        from beamjax.pipelines import shuffling
-
-        shuffling.shuffle(rows, grouping, runner, options)
-        return
-    dealt = tempfile.mkdtemp(prefix="dealt-", dir=grouping.folder)
+    # Several runners of Beam have what they shuffle in memory.
+    dealt = DealtRows.inside(grouping.folder)
     try:
-        for number, (start, stop) in enumerate(grouping.blocks(rows)):
-            for part, block in grouping.deal(rows, start, stop):
-                Path(dealt, f"{part:05d}-{number:08d}").write_bytes(block)
-        for part in range(grouping.parts):
-            blocks = sorted(Path(dealt).glob(f"{part:05d}-*"))
-            if blocks:
-                grouping.write(part, (path.read_bytes() for path in blocks))
-    except OSError as error:
-        raise SourceError(f"{dealt}: cannot write rows of the table ({error}).") from error
+        if runner != LOCAL:
+            from beamjax.pipelines import shuffling
+
+            shuffling.shuffle(rows, grouping, dealt, runner, options)
+            return
+        parts = collections.defaultdict(list)
+        for start, stop in grouping.blocks(rows):
+            for part, piece in dealt.write(grouping.deal(rows, start, stop)):
+                parts[part].append(piece)
+        for part in sorted(parts):
+            grouping.write(part, dealt.read(parts[part]))
     finally:
-        shutil.rmtree(dealt, ignore_errors=True)
+        dealt.remove()
 
 
 def _opened(

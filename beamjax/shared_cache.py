@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -11,12 +12,16 @@ import numpy as np
 
 T = TypeVar("T")
 
+MAX_READERS = 64
+"""Of a thread, whose last values stay."""
+
 
 class SharedCache(Generic[T]):
     """Least recently used values of this process, up to a number of bytes; thread-safe.
 
     Args:
-      limit: in bytes; the newest value stays even if it alone is over it.
+      limit: in bytes; the newest value stays even if it alone is over it, and so does the last one
+        of each reader of each thread that is alive.
       weigh: gives the bytes of a value, or whatever else is limited.
     """
 
@@ -27,10 +32,22 @@ class SharedCache(Generic[T]):
         self._values: collections.OrderedDict[Hashable, tuple[T, int]] = collections.OrderedDict()
         self._total = 0
         self._pending: dict[Hashable, _Pending[T]] = {}
+        # The last key of each reader, by thread.
+        self._last: weakref.WeakKeyDictionary[
+            threading.Thread, collections.OrderedDict[Hashable, Hashable]
+        ] = weakref.WeakKeyDictionary()
 
-    def get(self, key: Hashable, load: Callable[[], T]) -> T:
-        """The value of a key; `load` makes it, once for all threads that ask at the same time."""
+    def get(self, key: Hashable, load: Callable[[], T], reader: Hashable = None) -> T:
+        """The value of a key; `load` makes it, once for all threads that ask at the same time.
+
+        Args:
+          key: of the value.
+          load: makes it.
+          reader: who asks, and for several values one after the other; None if nobody does.
+        """
         with self._lock:
+            if reader is not None:
+                self._note(key, reader)
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key][0]
@@ -55,16 +72,28 @@ class SharedCache(Generic[T]):
         """Forgets all values."""
         with self._lock:
             self._values.clear()
+            self._last.clear()
             self._total = 0
+
+    def _note(self, key: Hashable, reader: Hashable) -> None:
+        last = self._last.setdefault(threading.current_thread(), collections.OrderedDict())
+        last[reader] = key
+        last.move_to_end(reader)
+        if len(last) > MAX_READERS:
+            last.popitem(last=False)
 
     def _keep(self, key: Hashable, value: T, weight: int) -> None:
         _, replaced = self._values.pop(key, (None, 0))
         self._values[key] = value, weight
         self._total += weight - replaced
-        # The newest stays even if it is over the limit: it is about to be asked for again.
-        while self._total > self.limit and len(self._values) > 1:
-            _, (_, gone) = self._values.popitem(last=False)
-            self._total -= gone
+        if self._total <= self.limit:
+            return
+        # They are about to be asked for again.
+        staying = {key}.union(*(last.values() for last in self._last.values()))
+        for other in [other for other in self._values if other not in staying]:
+            self._total -= self._values.pop(other)[1]
+            if self._total <= self.limit:
+                return
 
 
 class _Pending(Generic[T]):

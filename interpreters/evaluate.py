@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
 from beamjax.fan_out import fan_out
 from beamjax.inputs import Inputs
-from beamjax.kept import NOTHING, Kept
+from beamjax.kept import HANDED_BYTES, NOTHING, Kept, scratch
 from beamjax.liveness import Position, step_index
 from beamjax.meters import Meter
 from beamjax.monitor import Monitor
@@ -103,6 +104,7 @@ class _Evaluation:
         self.results = results
         self.tracker = Tracker(keeper)
         self.table = Table()
+        self.wanted = {out.value for out in plan.outputs if out.value is not None}
         if keeper is not None:
             self.bind(keeper.values)
             self.stacks.update(keeper.stacks)
@@ -110,7 +112,7 @@ class _Evaluation:
     def outputs(self) -> dict[str, np.ndarray | Placed]:
         """Runs all steps; the outputs that are values of the plan, by name."""
         keeper = self.keeper
-        wanted = {out.value for out in self.plan.outputs if out.value is not None}
+        wanted = self.wanted
         if open_placements(self.plan):
             self.one_pass()
         elif keeper is None or not keeper.finished:
@@ -129,13 +131,17 @@ class _Evaluation:
         return self.results.finish(self.results.find(self.plan, name))
 
     def room(self, name: str, n: int | None) -> np.ndarray:
-        """Where a pass puts its placed results: a file from the start, if they are kept in one."""
+        """Where a pass puts its placed results: a file from the start, if they are kept in one, or
+        if they are large and only for other passes."""
         value = self.plan.values[name]
         shape, dtype = (n or 0, *value.shape), np.dtype(value.dtype)
         found = self.results.room(name, shape, dtype) if n is not None else None
         if found is not None:
             self.mapped.add(name)
-        return np.empty(shape, dtype) if found is None else found
+            return found
+        if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.wanted:
+            return scratch(shape, dtype, self.options)
+        return np.empty(shape, dtype)
 
     def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> AtWork:
         """A context in which something may take as long as a shard may."""

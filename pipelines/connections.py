@@ -65,6 +65,11 @@ class Connection:
     shared: bool
     spread: bool
 
+    @property
+    def holds_elements(self) -> bool:
+        """Whether the runner has in memory what one step hands to another that waits for more."""
+        return isinstance(self.runner, FnApiRunner | PrismRunner)
+
 
 def connect(runner: Any, options: Options) -> Connection:
     """A connection for pipelines that beamjax makes and waits for.

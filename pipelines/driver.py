@@ -20,13 +20,25 @@ import numpy as np
 from beamjax.at_work import Table, bounded
 from beamjax.bodies import default_platform, run_server
 from beamjax.errors import BeamjaxError
+from beamjax.kept import HANDED_BYTES
 from beamjax.liveness import Position
 from beamjax.meters import Meter
 from beamjax.pipelines import build, unroll
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.tasks import Sources
 from beamjax.pipelines.values import Served, Value, scattered, stacked
-from beamjax.plan import Block, Branch, Loop, Output, Plan, Scatter, Server, Step, ValueType
+from beamjax.plan import (
+    Block,
+    Branch,
+    Loop,
+    Map,
+    Output,
+    Plan,
+    Scatter,
+    Server,
+    Step,
+    ValueType,
+)
 from beamjax.tracker import Keeper, Tracker
 
 
@@ -237,6 +249,12 @@ class Driver:
           needed: names of the values that must be known afterwards.
           types: of values that have other names than in the plan.
         """
+        parts = self._parts(steps, types or {})
+        if len(parts) > 1:
+            for number, part in enumerate(parts):
+                later = (unroll.read(step) for others in parts[number + 1 :] for step in others)
+                self.segment(part, needed.union(*later), types)
+            return
         cuts = {step.result: step for step in steps if isinstance(step, Scatter)}
         if not self._runs_here(steps):
             wanted = {cuts[name].operand if name in cuts else name for name in needed}
@@ -252,6 +270,24 @@ class Driver:
             elif isinstance(step, Scatter) and step.result in needed:
                 operand = self.served(step.operand)
                 self.values[step.result] = scattered(operand, step.name, step.axis, self.store)
+
+    def _parts(self, steps: Sequence[Step], types: Mapping[str, ValueType]) -> list[Sequence[Step]]:
+        """Steps cut where a pass reads large values of another one, if Beam had them in memory."""
+        if not self.launcher.connection.holds_elements:
+            return [steps]
+        parts: list[list[Step]] = [[]]
+        large: set[str] = set()
+        for step in steps:
+            if isinstance(step, Map) and not large.isdisjoint(step.operands):
+                parts.append([])
+                large.clear()
+            parts[-1].append(step)
+            if isinstance(step, Map):
+                values = [types.get(name) or self.plan.values[name] for name in step.results]
+                n = self.plan.sizes[step.placement]
+                if n * sum(value.nbytes for value in values) > HANDED_BYTES:
+                    large.update(step.results)
+        return [*parts]
 
     def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Runs a step in this process, in the time that a shard may take."""

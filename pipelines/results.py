@@ -22,7 +22,7 @@ from beamjax.plan import Plan
 from beamjax.shards import shards
 
 SUFFIX = ".arrays"
-FILE_BYTES = 16 << 20
+FILE_BYTES = 4 << 20
 
 
 class WriteServed(StepFn):

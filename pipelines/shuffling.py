@@ -1,4 +1,7 @@
-"""One shuffle of the rows of a table by a hash of their keys, on the workers of a runner."""
+"""One shuffle of the rows of a table by a hash of their keys, on the workers of a runner.
+
+The rows themselves are in files; what Beam shuffles says where.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
+from beamjax.dealt_rows import DealtRows, Piece
 from beamjax.grouping import Grouping
 from beamjax.options import Options
 from beamjax.pipelines import waiting
@@ -23,8 +27,17 @@ from beamjax.sources.source_base import Source, live_spec, open_spec, register, 
 DEAL, WRITE = "Deal rows", "Write groups"
 
 
-def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> None:
+def shuffle(
+    rows: Source, grouping: Grouping, dealt: DealtRows, runner: Any, options: Options
+) -> None:
     """Has workers read the rows of a table, deal them to parts, and write each part.
+
+    Args:
+      rows: of the table.
+      grouping: of them.
+      dealt: where they are on their way.
+      runner: of Beam.
+      options: of the run.
 
     Raises:
       OptionsError: the runner is unknown.
@@ -42,9 +55,9 @@ def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> 
                     pipeline
                     | "Ranges" >> beam.Create(list(grouping.blocks(rows)))
                     | "Deal ranges" >> beam.Reshuffle()
-                    | DEAL >> beam.ParDo(DealRows(store, spec, grouping))
+                    | DEAL >> beam.ParDo(DealRows(store, spec, grouping, dealt))
                     | "Together" >> beam.GroupByKey()
-                    | WRITE >> beam.ParDo(WriteGroups(store, grouping))
+                    | WRITE >> beam.ParDo(WriteGroups(store, grouping, dealt))
                 )
                 name = type(connection.runner).__name__
                 with own_errors(store, name, [DEAL, WRITE], shared), loopback_only():
@@ -60,21 +73,23 @@ class DealRows(StepFn):
       store: for errors.
       spec: of the table.
       grouping: of its rows.
+      dealt: where they are written.
     """
 
-    yields = typehints.KV[int, bytes]
+    yields = typehints.KV[int, typehints.Tuple[str, int, int]]
 
-    def __init__(self, store: Store, spec: dict[str, Any], grouping: Grouping):
+    def __init__(self, store: Store, spec: dict[str, Any], grouping: Grouping, dealt: DealtRows):
         self.store = store
         self.spec = spec
         self.grouping = grouping
+        self.dealt = dealt
 
     def setup(self) -> None:
         """Opens the table."""
         self.source = open_spec(self.spec)
 
-    def process(self, element: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
-        yield from self.grouping.deal(self.source, *element)
+    def process(self, element: tuple[int, int]) -> Iterator[tuple[int, Piece]]:
+        yield from self.dealt.write(self.grouping.deal(self.source, *element))
 
 
 class WriteGroups(StepFn):
@@ -82,9 +97,11 @@ class WriteGroups(StepFn):
 
     yields = typehints.Any
 
-    def __init__(self, store: Store, grouping: Grouping):
+    def __init__(self, store: Store, grouping: Grouping, dealt: DealtRows):
         self.store = store
         self.grouping = grouping
+        self.dealt = dealt
 
-    def process(self, element: tuple[int, Iterable[bytes]]) -> None:
-        self.grouping.write(*element)
+    def process(self, element: tuple[int, Iterable[Piece]]) -> None:
+        part, pieces = element
+        self.grouping.write(part, self.dealt.read(pieces))

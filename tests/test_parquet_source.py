@@ -109,7 +109,7 @@ def test_big_row_groups_are_read_by_pieces_in_their_order(pieces, tmp_path):
     for start in range(0, 100, 3):
         assert_reads(source, [word, X], start, min(start + 3, 100))
     assert pieces == [0, 1]  # the last one has 14 rows, which is not much
-    assert len(block_source.BLOCKS._values) == 11
+    assert len(block_source.BLOCKS.passing._values) == 11
     block_source.BLOCKS.clear()
     assert_reads(source, [word, X], 5, 8)
     assert_reads(source, [word, X], 0, 100)
@@ -134,7 +134,7 @@ def test_any_range_of_pieces(pieces, tmp_path_factory, rows, ends):
 
 
 def test_threads_read_pieces(pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr(block_source.BLOCKS, "limit", 0)
+    monkeypatch.setattr(block_source.BLOCKS.passing, "limit", 0)
     pq.write_table(TABLE, tmp_path / "x.parquet")
     source = bj.from_parquet(tmp_path / "x.parquet", "x")
     assert_threads_read(source, [X])

@@ -194,10 +194,10 @@ def test_what_is_kept_is_bounded(name, tmp_path, monkeypatch):
     form, tree = FORMS[name], tree_of(400)
     block_source.BLOCKS.clear()
     source = form.read(form.save(table_of(tree), tmp_path / "x", rows=100))
-    monkeypatch.setattr(block_source.BLOCKS, "limit", 2 * 100 * (24 + 2))
+    monkeypatch.setattr(block_source.BLOCKS.passing, "limit", 2 * 100 * (24 + 2))
     for start in range(0, 400, 10):
         assert_reads(source, in_order(tree), start, start + 10)
-    assert len(block_source.BLOCKS._values) == 2
+    assert len(block_source.BLOCKS.passing._values) == 2
     assert_reads(source, in_order(tree))
 
 

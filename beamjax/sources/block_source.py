@@ -6,19 +6,18 @@ A block that several shards share is decoded once a process, as long as there is
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from beamjax import shared_cache
+from beamjax.block_cache import Arrays, BlockCache
 from beamjax.errors import SourceError
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef
 
-Arrays = list[np.ndarray]
-
-BLOCKS: shared_cache.SharedCache[Arrays] = shared_cache.SharedCache(2**29, shared_cache.nbytes)
-"""The blocks that this process has decoded and keeps: half a GiB of them."""
+BLOCKS = BlockCache()
+"""The blocks that this process has decoded and keeps."""
 
 
 class Block(NamedTuple):
@@ -77,7 +76,12 @@ class BlockSource(HoldsLeaves):
 
     def _block(self, block: Block) -> Arrays:
         key = self.kind, self._leaves, self._key(block)
-        return BLOCKS.get(key, lambda: self._checked(block))
+        return BLOCKS.get(key, lambda: self._checked(block), self._reader)
+
+    @functools.cached_property
+    def _reader(self) -> Hashable:
+        """What tells this source from others that a thread reads."""
+        return self.kind, self._leaves, self._key(Block(0, 0, 0, 0))
 
     def _checked(self, block: Block) -> Arrays:
         """A block that is what the spec says of it."""

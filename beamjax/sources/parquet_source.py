@@ -10,7 +10,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from beamjax.errors import OptionsError
@@ -22,6 +22,8 @@ from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tabl
 
 PIECE_BYTES = 2**26
 """Of decoded members; row groups of more than twice as much are decoded by pieces."""
+BATCH_BYTES = 2**22
+"""Of a row group that is decoded at once: Arrow needs several times as much memory meanwhile."""
 _KEPT_PIECES = 3
 
 
@@ -49,8 +51,31 @@ class ParquetSource(TableSource, kind="parquet"):
             key = file.file, number, tuple(columns), rows.step
             cursor = _CURSORS.get(key, lambda: _Cursor(*key))
             return cursor.piece(rows.start // rows.step)
-        with _opened(file.file, footer.metadata, f"row group {number} of ") as parquet:
-            return parquet.read_row_group(number, columns=list(columns))
+        part = f"row group {number} of "
+        batch = rows.length * BATCH_BYTES // max(_row_group_bytes(footer, number, columns), 1)
+        if is_url(file.file.path) or batch >= rows.length:
+            with _opened(file.file, footer.metadata, part) as parquet:
+                return parquet.read_row_group(number, columns=list(columns))
+        with _opened(file.file, footer.metadata, part, 1 << 20) as parquet:
+            batches = parquet.iter_batches(max(batch, 1), [number], list(columns))
+            return _table_of(batches)
+
+
+def _row_group_bytes(footer: _Footer, number: int, columns: Sequence[str]) -> int:
+    """Bytes of columns of a row group, unpacked."""
+    group, wanted = footer.metadata.row_group(number), set(columns)
+    chunks = map(group.column, range(group.num_columns))
+    return sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.path_in_schema.split(".")[0] in wanted or chunk.path_in_schema in wanted
+    )
+
+
+def _table_of(batches: Iterable[Any]) -> Any:
+    import pyarrow as pa
+
+    return pa.Table.from_batches(batches)
 
 
 class _Cursor:

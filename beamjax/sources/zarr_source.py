@@ -126,7 +126,8 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
     def _chunk(self, opened: Any, array: ZarrArray, first: int) -> np.ndarray:
         """The chunk that begins with a member, which others may need too."""
         last = min(first + array.rows, self._size)
-        return BLOCKS.get((array, first), lambda: [_rows(opened, array, first, last)])[0]
+        load = lambda: [_rows(opened, array, first, last)]
+        return BLOCKS.get((array, first), load, array)[0]
 
     def _opened(self, array: ZarrArray, leaf: LeafSpec) -> Any:
         """An array that still is what the spec says of it."""
