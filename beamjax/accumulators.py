@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays
+from beamjax.arrays import Buffer, decode_arrays
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
 from beamjax.exact_sum import ExactSum
 from beamjax.extremes import Extreme
@@ -102,7 +102,7 @@ def make_accumulator(lane: str, dtype: np.dtype, size: int, *, mode: Mode = "exa
     return Running(lane, dtype, size)
 
 
-def decode_accumulator(data: bytes) -> Accumulator:
+def decode_accumulator(data: Buffer) -> Accumulator:
     """The accumulator that `encode` wrote.
 
     Raises:
