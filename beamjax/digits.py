@@ -253,14 +253,15 @@ class Digits:
 
     def merge(self, other: Digits) -> None:
         """Adds the number that `other` holds, and leaves `other` as it is."""
-        if other.held is not None:
+        held = other.held
+        if held is not None:
             if not self._has_room(other.low, other.top):
                 other = other.copy()
                 other._release()
             elif self.held is None:
-                self.held = other.held.copy()
+                self.held = held.copy()
             else:
-                np.add(self.held, other.held, out=self.held)
+                np.add(self.held, held, out=self.held)
         if self.bound + other.bound > self.capacity:
             self._carry()
         if self.bound + other.bound > self.capacity:
