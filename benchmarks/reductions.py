@@ -8,6 +8,7 @@ in-place add. The ways are timed in turn in one process; the table shows the sho
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -55,15 +56,26 @@ def wide(shards: int, width: int) -> None:
         one = lambda k, v: jnp.where(k % 8 == 0, v, 0.0)
         return bj.reduce_sum(bj.map_fn(one, (i, bj.broadcast(w))))
 
-    rows = [np.array(w), np.array(w)]
+    rows, sums = [np.array(w), np.array(w)], np.ones(width, np.float32)
 
     def adds() -> float:
-        sums = np.ones(width, np.float32)
         start = time.perf_counter()
         for k in range(shards):
             np.add(sums, rows[k % 2], out=sums)
         return time.perf_counter() - start
 
+    print("one add of 100 MB, nanoseconds of a core for each value, and of the clock")
+    for name, add in {
+        "NumPy, in place": functools.partial(np.add, sums, out=sums),
+        "fast": make_accumulator("sum", np.dtype("float32"), width, mode="fast").add,
+        "exact": make_accumulator("sum", np.dtype("float32"), width, mode="exact").add,
+    }.items():
+        add(rows[0])
+        cpu, clock = time.process_time(), time.perf_counter()
+        for k in range(8):
+            add(rows[k % 2])
+        spent = [time.process_time() - cpu, time.perf_counter() - clock]
+        print(f"  {name:22} " + " ".join(f"{each / 8 / width * 1e9:8.2f}" for each in spent))
     load = os.getloadavg()[0]
     print(f"{shards} shards, partials of {width * 4 / 1e6:.0f} MB; load {load:.1f}")
     print(f"  {'':22} {'job':>8} {'bodies':>8} {'merge':>8} {'rest':>8} {'adds':>8} {'ratio':>7}")

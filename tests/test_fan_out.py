@@ -1,5 +1,6 @@
 """How reductions are merged follows from bytes and workers."""
 
+import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from hypothesis import given
@@ -34,8 +35,6 @@ def floats(gib):
     ],
 )
 def test_bytes_of_a_value_in_an_accumulator(kind, dtype, mode, expected):
-    import numpy as np
-
     lane = Lane(kind, dtype, 1 << 15, ())
     assert accumulator_bytes(lane, mode) == expected << 15
     accumulator = make_accumulator(kind, np.dtype(dtype), lane.size, mode=mode)
