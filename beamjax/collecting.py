@@ -67,8 +67,8 @@ class Collecting:
         """Of a member and its key."""
         return sum(leaf.nbytes for leaf in self.member.leaves) + 16
 
-    def key(self, arrays: Sequence[np.ndarray], index: Any = None) -> bytes:
-        """What a member is sorted by: 16 bytes.
+    def key(self, data: Sequence[bytes], index: Any = None) -> bytes:
+        """What a member, the bytes of each leaf, is sorted by: 16 bytes.
 
         Raises:
           StructureError: the number of an indexed member is none.
@@ -81,15 +81,15 @@ class Collecting:
                     "an int from 0"
                 )
             return int(index).to_bytes(8, "big") + bytes(8)
-        digest = hashlib.blake2b(digest_size=16)
-        for array in arrays:
-            digest.update(array.tobytes())
-        return digest.digest()
+        return hashlib.blake2b(b"".join(data), digest_size=16).digest()
 
-    def block(self, keys: Sequence[bytes], members: Sequence[Sequence[np.ndarray]]) -> Block:
-        """Members, one or more, as a block."""
+    def block(self, keys: Sequence[bytes], members: Sequence[Sequence[bytes]]) -> Block:
+        """Members, one or more, each the bytes of its leaves, as a block."""
         found = np.frombuffer(b"".join(keys), ">u8").reshape(-1, 2).astype(np.uint64)
-        columns = [np.stack(arrays) for arrays in zip(*members, strict=True)]
+        columns = [
+            np.ndarray((len(keys), *leaf.shape), leaf.dtype, b"".join(data))
+            for leaf, data in zip(self.member.leaves, zip(*members, strict=True), strict=True)
+        ]
         return in_order(found, columns)
 
     def save_block(self, block: Block) -> tuple[str, int]:

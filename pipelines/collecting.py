@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import apache_beam as beam
-import numpy as np
 from apache_beam import typehints
 from apache_beam.transforms.ptransform import _ChainedPTransform, _NamedPTransform
 from apache_beam.transforms.window import GlobalWindow
@@ -161,14 +160,14 @@ class WriteBlocks(_Collects):
     def start_bundle(self) -> None:
         """Begins a block."""
         self.keys: list[bytes] = []
-        self.members: list[list[np.ndarray]] = []
+        self.members: list[list[bytes]] = []
 
     def process(self, element: Any) -> Iterator[tuple[int, bytes]]:
         collecting = self.collecting
         try:
-            arrays = collecting.member.arrays(element)
+            data = [array.tobytes() for array in collecting.member.arrays(element)]
             number = self.index(element) if self.index is not None else None
-            key = collecting.key(arrays, number)
+            key = collecting.key(data, number)
         except Exception as error:
             if not collecting.drop:
                 raise
@@ -178,7 +177,7 @@ class WriteBlocks(_Collects):
             yield 0, encode_arrays([], {"dropped": message})
             return
         self.keys.append(key)
-        self.members.append(arrays)
+        self.members.append(data)
         if len(self.keys) * collecting.member_bytes >= collecting.block_bytes:
             yield self._block()
 

@@ -21,7 +21,7 @@ def collected(what, values, numbers, cuts, limit):
     """Collects members of these numbers, cut to bundles."""
     blocks = []
     for start, stop in zip([0, *cuts], cuts, strict=False):
-        rows = [[np.int8(values[i])] for i in numbers[start:stop]]
+        rows = [[np.int8(values[i]).tobytes()] for i in numbers[start:stop]]
         keys = [what.key(row, i) for row, i in zip(rows, numbers[start:stop], strict=True)]
         blocks.append(what.block(keys, rows))
     saved = [what.save_block(block) for block in collecting.gathered(iter(blocks), limit)]

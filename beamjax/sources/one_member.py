@@ -66,6 +66,8 @@ def shown(element: Any) -> str:
 
 def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
     """A leaf of a member as a plain array."""
+    if type(value) is np.ndarray and (value.shape, value.dtype) == (leaf.shape, leaf.dtype):
+        return value
     import jax
 
     from beamjax.bodies import unwrap
@@ -79,16 +81,15 @@ def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
         array = np.asarray(value)
     except ValueError:
         raise _refused(f"lists of unequal lengths {shown(value)}", leaf) from None
-    told = f"{array.dtype}{list(array.shape)}"
     if array.shape != leaf.shape or array.dtype.kind not in "biufcV":
-        raise _refused(told, leaf)
+        raise _refused(f"{array.dtype}{list(array.shape)}", leaf)
     if not plain:
         if array.dtype.newbyteorder("=") != leaf.dtype:
-            raise _refused(told, leaf)
+            raise _refused(f"{array.dtype}{list(array.shape)}", leaf)
         return array.astype(native_dtype(leaf.dtype), copy=False)
     # An empty list is of no kind.
     if array.size and leaf.dtype.kind not in _WIDER.get(array.dtype.kind, ""):
-        raise _refused(told, leaf)
+        raise _refused(f"{array.dtype}{list(array.shape)}", leaf)
     with np.errstate(over="ignore"):
         cast = array.astype(leaf.dtype)
     if leaf.dtype.kind in "iu" and (cast != array).any():
