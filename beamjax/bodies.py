@@ -23,6 +23,7 @@ from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan import Body, Plan, Server, ValueType
 from beamjax.restaging import python_function
 from beamjax.transfer_time import from_device
+from beamjax.working_memory import working_bytes
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -88,6 +89,7 @@ def export_body(
     """
     artefacts = {}
     narrow: tuple[str, ...] = ()
+    working = 0
     compiled = jax.jit(function)
     try:
         results = compiled.eval_shape(*arguments)
@@ -95,6 +97,7 @@ def export_body(
             narrow = tuple(x.dtype.name for x in results)
             compiled = jax.jit(_widened(function, arguments))
             arguments = list(map(_wider, arguments))
+        working = working_bytes(compiled.trace(*arguments).jaxpr)
         for platform in platforms:
             exported = export.export(compiled, platforms=[platform])(*arguments)
             artefacts[platform] = bytes(exported.serialize())
@@ -107,7 +110,7 @@ def export_body(
     for platform in sorted(artefacts):
         digest.update(platform.encode() + b"\0" + artefacts[platform])
     digest.update(",".join(narrow).encode())
-    return digest.hexdigest(), Body(name, artefacts, tuple(lines), narrow=narrow)
+    return digest.hexdigest(), Body(name, artefacts, tuple(lines), narrow=narrow, working=working)
 
 
 # Types that `jax.export` can't write, and those that stand for them at the border of a body.

@@ -19,6 +19,8 @@ from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job, Work, launch_work, run_work
 from beamjax.kept import Kept, kept_results
 from beamjax.keyed_results import kept_numbers, keyed_outputs, with_tables
+from beamjax.memory import Workers
+from beamjax.memory_limit import check_memory, sources_of
 from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
@@ -122,6 +124,8 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         planned = plan_for(fn, arguments, key, restore, options)
         plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
         inputs = bind_inputs(plan, arguments)
+        name = runner if isinstance(runner, str) else type(runner).__name__
+        check_memory(plan, sources_of(inputs.values), options, Workers.of(name, options))
         sources = files.pop_all()
     weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]
 
@@ -143,7 +147,6 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
             result = jax.tree_util.tree_unflatten(tree, leaves)
             return with_tables(result, results, runner, options)
 
-    name = runner if isinstance(runner, str) else type(runner).__name__
     return Work(plan, name, options, compute)
 
 
@@ -233,6 +236,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
         )
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))
     inputs = bind_inputs(plan, arguments)
+    check_memory(plan, sources_of(inputs.values), parsed, Workers.of("", parsed))
     groups = [
         jax.tree_util.tree_structure(arg)
         for arg in args

@@ -19,8 +19,8 @@ import jax
 from beamjax import planning
 from beamjax import reading as reading_of
 from beamjax.errors import OptionsError
-from beamjax.fact_types import Bytes, MemberBytes, PlanFacts, StepFact, ValueFact, walk_facts
-from beamjax.facts import input_facts, plan_facts
+from beamjax.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
+from beamjax.facts import input_facts, memory_fact, plan_facts
 from beamjax.fan_out import workers_of
 from beamjax.fitting import padding_notes
 from beamjax.interpreters import flatten as _flatten
@@ -28,26 +28,14 @@ from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
+from beamjax.memory import Workers, estimate
+from beamjax.memory_text import memory_rows, step_texts
 from beamjax.options import Options, parse_options
 from beamjax.verification import aligned
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
 
 # --- formats
-
-
-def human_bytes(count: Bytes) -> str:
-    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
-    if isinstance(count, MemberBytes):
-        fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
-        return f"n x {human_bytes(count.each)}{fixed}"
-    if count < 1024:
-        return f"{count} B"
-    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while size >= 1023.95 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.1f} {units[0]}"
 
 
 def plan_text(facts: PlanFacts) -> str:
@@ -79,6 +67,7 @@ def plan_text(facts: PlanFacts) -> str:
         [(o.path, o.type, human_bytes(o.nbytes), f"from {o.source}") for o in facts.outputs],
     )
     lines += _section("totals", _total_rows(facts))
+    lines += _section("memory at most", memory_rows(facts.memory)) if facts.memory else []
     return "\n".join(lines)
 
 
@@ -201,7 +190,8 @@ def plan_mermaid(facts: PlanFacts) -> str:
     names = {key: f"n{i}" for i, key in enumerate(keys)}
     lines = ["flowchart TD"]
     lines += [f"  {_node(names[i.path], '([', '])', i.path, i.type)}" for i in inputs]
-    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names)]
+    told = step_texts(facts.memory) if facts.memory else {}
+    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names, told)]
     lines += [f"  {_node(names[o.path], '([', '])', o.path, o.type)}" for o in facts.outputs]
     for edge in facts.edges:
         label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
@@ -217,11 +207,12 @@ def _node(name: str, left: str, right: str, *texts: str) -> str:
     return f'{name}{left}"{"<br/>".join(_escaped(text) for text in texts if text)}"{right}'
 
 
-def _step_nodes(step: StepFact, names: Mapping[str, str]) -> list[str]:
+def _step_nodes(step: StepFact, names: Mapping[str, str], told: Mapping[str, str]) -> list[str]:
     """A node; for a loop or a branch also a subgraph with those of its blocks around it."""
     name = names[step.name]
     if not step.blocks:
-        return [_node(name, "[", "]", step.name, *step.functions, step.reason)]
+        texts = (*step.functions, step.reason, told.get(step.name, ""))
+        return [_node(name, "[", "]", step.name, *texts)]
     left, right = ("{{", "}}") if step.kind == "Loop" else ("{", "}")
     rounds = _rounds(step) if step.kind == "Loop" else ""
     lines = [f'subgraph {name}_all["{_escaped(step.name)}"]']
@@ -229,7 +220,9 @@ def _step_nodes(step: StepFact, names: Mapping[str, str]) -> list[str]:
     for i, block in enumerate(step.blocks):
         if block.steps:
             lines.append(f'  subgraph {name}_{i}["{_escaped(block.title)}"]')
-            lines += [f"    {line}" for inner in block.steps for line in _step_nodes(inner, names)]
+            lines += [
+                f"    {line}" for inner in block.steps for line in _step_nodes(inner, names, told)
+            ]
             lines.append("  end")
     return [*lines, "end"]
 
@@ -353,9 +346,12 @@ def explain(
         for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]
     ]
     inputs = input_facts(planned.plan, arguments)
+    sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
+    found = estimate(planned.plan, sources, parsed, Workers.of("DirectRunner", parsed))
     facts = dataclasses.replace(
         plan_facts(planned.plan, inputs, paths, parsed.reduction, workers_of(parsed.beam)),
         notes=notes + padding_notes(planned.plan, arguments),
+        memory=memory_fact(found),
     )
     return Explanation(stage, plan_text(facts), facts)
 

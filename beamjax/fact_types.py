@@ -28,6 +28,20 @@ class MemberBytes:
 Bytes: TypeAlias = int | MemberBytes
 
 
+def human_bytes(count: Bytes) -> str:
+    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
+    if isinstance(count, MemberBytes):
+        fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
+        return f"n x {human_bytes(count.each)}{fixed}"
+    if count < 1024:
+        return f"{count} B"
+    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.95 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.1f} {units[0]}"
+
+
 @dataclass(frozen=True)
 class ValueFact:
     """A value, its type (`float32[5,3]@clients`) and its bytes, of all members if it is placed.
@@ -178,12 +192,33 @@ class PlacementFact:
 
 
 @dataclass(frozen=True)
+class MemoryFact:
+    """The peak memory of the processes of a run, at most, in bytes.
+
+    Attributes:
+      kept: what a worker has whatever step it is at, by what it is for.
+      steps: the same of each step besides.
+      worker_bytes: of a worker process.
+      launcher: of the launching process, by what it is for.
+      launcher_bytes: all of this; `worker_bytes` where it is `shared`, the worker itself.
+      shared: whether the launching process is the worker.
+    """
+
+    kept: Mapping[str, int]
+    steps: Mapping[str, Mapping[str, int]]
+    worker_bytes: int
+    launcher: Mapping[str, int]
+    launcher_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True)
 class PlanFacts:
     """A plan as numbers and text.
 
     `steps` has those of blocks inside of their loops and branches (see `walk_facts`). Bytes are the
     sums of those of all steps, of which each round of a loop is counted once. `notes` say how
-    sources of unknown length are read.
+    sources of unknown length are read. `memory` is for DirectRunner.
     """
 
     program: str
@@ -201,3 +236,4 @@ class PlanFacts:
     gathered_bytes: Bytes
     executable_bytes: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    memory: MemoryFact | None = None

@@ -22,6 +22,7 @@ from beamjax.fact_types import (
     HandedFact,
     InputFact,
     MemberBytes,
+    MemoryFact,
     OutputFact,
     PlacementFact,
     PlanFacts,
@@ -33,6 +34,7 @@ from beamjax.fact_types import (
 from beamjax.fan_out import FanOut, fan_out
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.stage import Argument
+from beamjax.memory import Estimate, Part
 from beamjax.plan import (
     Block,
     Body,
@@ -90,6 +92,18 @@ def plan_facts(
         partial_bytes=sum(fact.partial_bytes for fact in everything),
         gathered_bytes=_total(v for f in everything if f.kind == "Gather" for v in f.placed),
         executable_bytes={p: sum(f.executables.get(p, 0) for f in everything) for p in platforms},
+    )  # fmt: skip
+
+
+def memory_fact(found: Estimate) -> MemoryFact:
+    """What is told of an estimate."""
+
+    def parts(of: Sequence[Part]) -> dict[str, int]:
+        return {part.what: part.nbytes for part in of}
+
+    return MemoryFact(
+        parts(found.kept), {step.step: parts(step.parts) for step in found.steps if step.parts},
+        found.worker_bytes, parts(found.launcher), found.launcher_bytes, found.shared,
     )  # fmt: skip
 
 

@@ -121,6 +121,7 @@ class Machine:
       preallocate: whether JAX takes that memory when it starts.
       local_devices: how many devices of the worker are used; None for all of an accelerator, and
         one of a CPU.
+      memory: of the process in bytes, which what is kept in caches depends on; None for any.
       versions: of where the program was launched; None if nobody needs to know.
       launcher: the process that this was made in.
     """
@@ -129,6 +130,7 @@ class Machine:
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
     local_devices: int | None = None
+    memory: int | None = None
     versions: Versions | None = None
     launcher: str = PROCESS
 
@@ -140,6 +142,7 @@ class Machine:
             options.device_memory_fraction,
             options.preallocate,
             options.local_devices,
+            options.memory,
             Versions.here(),
         )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import fractions
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -61,6 +63,9 @@ class Options:
         same plan and inputs. None saves nothing.
       checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
         pipeline.
+      memory: of a worker process: bytes, or a text such as "2GiB" or "500MB". A program that may
+        take more is refused before it starts, by what `explain` tells; and less is kept of blocks
+        that were decoded and of server values. None refuses nothing.
       on_error: "raise" fails the run where a member can't be read, or a body raises an error for
         it; "drop" leaves such members out: of all reductions of this pass and of those that follow
         it, where means are over the rest. Their placed results are NaN, or 0 where there is no NaN.
@@ -97,6 +102,7 @@ class Options:
     shard_timeout: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
+    memory: int | str | None = None
     on_error: str = "raise"
     on_nonfinite: str = "keep"
     drop_limit: float = 0.1
@@ -252,7 +258,27 @@ def _checked(options: Options) -> Options:
     _check_machine(options)
     if isinstance(options.dead_letters, os.PathLike):
         options = replace(options, dead_letters=os.fspath(options.dead_letters))
-    return replace(options, platforms=_platforms(options))
+    return replace(options, platforms=_platforms(options), memory=_memory(options.memory))
+
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("kMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
+
+
+def _memory(found: Any) -> int | None:
+    """Bytes of a worker process."""
+    nbytes = found
+    if isinstance(found, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?i?B|)", found)
+        if match is not None and match[2] in _UNITS:
+            nbytes = int(fractions.Fraction(match[1]) * _UNITS[match[2]])
+    if nbytes is None or (type(nbytes) is int and nbytes > 0):
+        return nbytes
+    raise OptionsError(
+        f"memory: found {found!r}, expected a number of bytes, or a text such as '2GiB' or '500MB' "
+        f"with one of {', '.join(filter(None, _UNITS))}"
+    )
 
 
 def _check_dropping(options: Options) -> None:

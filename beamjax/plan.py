@@ -359,7 +359,8 @@ class PythonBody:
 class Body:
     """One executable: serialized StableHLO, an artefact a platform, or a Python function.
 
-    `narrow` are the dtypes of its results, if those at the border of the StableHLO are wider.
+    `narrow` are the dtypes of its results, if those at the border of the StableHLO are wider;
+    `working` are the bytes that it needs at once for its results and all that is in between.
     """
 
     name: str
@@ -367,6 +368,7 @@ class Body:
     lines: tuple[str, ...] = ()
     python: PythonBody | None = None
     narrow: tuple[str, ...] = ()
+    working: int = 0
 
 
 MAX_MEMBERS = 2**31 - 1

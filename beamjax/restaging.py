@@ -29,6 +29,7 @@ from beamjax import _compat
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
 from beamjax.plan import Body, Plan, PythonBody
+from beamjax.working_memory import working_bytes
 
 SETTINGS = (
     "enable_x64",
@@ -88,10 +89,12 @@ class PythonFunction:
 
         return call
 
-    def check(self, members: int | None, arguments: Sequence[Any]) -> None:
-        """Lowers the function, to find what it can't do before it runs."""
+    def check(self, members: int | None, arguments: Sequence[Any]) -> int:
+        """Lowers the function, to find what it can't do before it runs; gives `working_bytes`."""
         with with_settings(self._settings):
-            self._compile(members).lower(*arguments)
+            traced = self._compile(members).trace(*arguments)
+            traced.lower()
+            return working_bytes(traced.jaxpr)
 
     def _compile(self, members: int | None) -> Any:
         if members not in self._compiled:

@@ -4,8 +4,10 @@
 
 Runs each job over n, 10 n and 100 n members, each in a process of its own, and prints the peak of
 the memory that is that process's own (anonymous: neither shared nor mapped from files) and of its
-workers together with the ratio to n. The members are of 4 KiB, so n = 25,000 and three steps are 10
-GB at the top; they are made on the spot, or lie in files that are written before.
+workers together with the ratio to the row before and what share it is of the estimate, which
+`beamjax.explain` tells too (that of `groups` leaves out the grouping). The members are of 4 KiB, so
+n = 25,000 and three steps are 10 GB at the top; they are made on the spot, or lie in files that are
+written before.
 
 - `draws`: members from `from_range`, one sum.
 - `embed`: rows of Parquet, embedded to files (`keep="placed"`), nothing else.
@@ -150,6 +152,16 @@ def run(job: str, how: dict[str, Any], n: int, folder: Path) -> None:
         bj.run(total, groups, **how)
 
 
+def noting_estimates() -> list[Any]:
+    """A list to which the estimate of each run is added from now on."""
+    from beamjax import execution
+    from beamjax.memory import estimate
+
+    found: list[Any] = []
+    execution.check_memory = lambda *args: found.append(estimate(*args))
+    return found
+
+
 def measured(job: str, name: str, n: int, folder: Path) -> dict[str, float]:
     """Runs one job in a process of its own."""
     command = [sys.executable, __file__, "--one", job, name, str(n), str(folder)]
@@ -169,15 +181,21 @@ def main() -> None:
     if flags.one:
         job, name, number, folder = flags.one
         watch, began = Watch(), time.time()
+        estimates = noting_estimates()
         run(job, RUNNERS[name], int(number), Path(folder))
         own, workers = watch.end()
-        print(json.dumps({"own": own, "workers": workers, "seconds": time.time() - began}))
+        (expected,) = estimates
+        print(json.dumps({
+            "own": own, "workers": workers, "seconds": time.time() - began,
+            "own expected": expected.launcher_bytes / 2**20,
+            "workers expected": expected.worker_bytes / 2**20,
+        }))  # fmt: skip
         return
     print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'job':8} {'runner':13} {'members':>10} {'GB':>6} {'seconds':>8} {'launcher':>9} "
-          f"{'a worker':>9}  MiB, and the ratio to the row before")  # fmt: skip
+          f"{'a worker':>9}  MiB, to the row before, of the estimate")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="beamjax-memory-") as data:
         measure_all(flags, Path(data))
 
@@ -197,10 +215,11 @@ def measure_all(flags: argparse.Namespace, data: Path) -> None:
                     found = measured(job, name, n, Path(folder))
                 kinds = ("own", "workers")
                 ratio = [found[k] / before[k] if before.get(k) else 1.0 for k in kinds]
+                share = [found[k] / found[f"{k} expected"] for k in kinds]
                 size = n * WIDTH * 4 / 1e9
                 print(f"{job:8} {name:13} {n:10} {size:6.2f} {found['seconds']:8.1f} "
-                      f"{found['own']:9.0f} {found['workers']:9.0f}  "
-                      f"{ratio[0]:.2f} {ratio[1]:.2f}", flush=True)  # fmt: skip
+                      f"{found['own']:9.0f} {found['workers']:9.0f}  {ratio[0]:.2f} {ratio[1]:.2f} "
+                      f" {share[0]:.2f} {share[1]:.2f}", flush=True)  # fmt: skip
                 before = found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from beamjax.errors import StagingError
@@ -60,16 +61,18 @@ def as_python(
     """
     lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
     function = PythonFunction(sized)
+    working = 0
     try:
         if reason != NOT_EXPORTED:
-            function.check(members, arguments)
+            working = function.check(members, arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise StagingError(
             f"{name}: JAX can't compile this step, which runs as Python ({reason}): {error}\n"
             f"It holds the lines {', '.join(lines) or '(none known)'}"
         ) from error
     fingerprint = "\n".join([*map(str, arguments), *map(_text, eqns)])
-    return python_body(name, function, reason, fingerprint, lines)
+    key, body = python_body(name, function, reason, fingerprint, lines)
+    return key, replace(body, working=working)
 
 
 def _text(eqn: Eqn) -> str:

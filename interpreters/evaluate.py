@@ -19,6 +19,7 @@ from beamjax.fan_out import fan_out
 from beamjax.inputs import Inputs
 from beamjax.kept import HANDED_BYTES, NOTHING, Kept, scratch
 from beamjax.liveness import Position, step_index
+from beamjax.memory import block_budget
 from beamjax.meters import Meter
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
@@ -36,6 +37,7 @@ from beamjax.shards import (
     shard_errors,
     shards,
 )
+from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
 from beamjax.wide_lanes import WideLanes
@@ -68,6 +70,7 @@ def evaluate(
       JobCancelledError: the job was cancelled.
     """
     monitor = monitor or Monitor(plan)
+    BLOCKS.set_limit(None if options.memory is None else block_budget(options.memory))
     monitor.letters.begin(anew=starts_anew(keeper))
     run = _Evaluation(plan, inputs, options, monitor, keeper, results)
     if options.shard_timeout is None:

@@ -19,6 +19,7 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax.at_work import AtWork
 from beamjax.inputs import Reader
 from beamjax.machine import Machine
+from beamjax.memory import block_budget, store_budget
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
@@ -27,6 +28,7 @@ from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
 from beamjax.shards import Shard, ShardExecutor
 from beamjax.sources import open_spec
+from beamjax.sources.block_source import BLOCKS
 
 MAX_EXECUTORS = 8
 T = TypeVar("T")
@@ -170,8 +172,11 @@ class ComputeFn(StepFn):
 
     def setup(self) -> None:
         """Starts JAX."""
-        table_of(self.task.store, self.task.machine.is_here)
-        self.task.machine.check()
+        machine = self.task.machine
+        table_of(self.task.store, machine.is_here)
+        machine.check()
+        BLOCKS.set_limit(None if machine.memory is None else block_budget(machine.memory))
+        stores.set_cache_bytes(store_budget(machine.memory))
 
 
 def forget() -> None:

@@ -253,6 +253,10 @@ TESTED_ELSEWHERE = {
     "wanted": "test_place",
     "worker_pool": "test_clusters",
     "writes": "test_users_programs",
+    "dealt_rows": "test_grouping",
+    "memory_limit": "test_memory",
+    "memory_text": "test_memory",
+    "working_memory": "test_memory",
 }
 
 

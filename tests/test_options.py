@@ -114,7 +114,7 @@ def test_options_are_hashable_whatever_beam_gets():
         "require_platform", "device_memory_fraction", "preallocate",
         "local_devices", "shard_timeout",
         "checkpoint", "checkpoint_every", "on_error", "on_nonfinite", "drop_limit", "dead_letters",
-        "keep", "results_folder",
+        "keep", "results_folder", "memory",
     }  # fmt: skip
 
 

@@ -190,7 +190,8 @@ def from_parquet(
     A member is a dictionary of the columns: numbers and bools are arrays of shape (), lists of one
     length (nested ones too) and tensors of a fixed shape arrays of theirs, fixed-size binary uint8.
     Workers read the row groups of their members, of these only the columns that were chosen, and
-    decode each once a process while there is room for it (half a GiB). A row group should
+    decode each once a pass, a few MB at a time. Those that rounds of a loop read again and again
+    are kept while there is room for them (half a GiB, see `Options.memory`). A row group should
     have a few to a hundred MB of the columns that are read: it is decoded whole, and of more than
     128 MiB by pieces, from its beginning, which is fast where members are read in their order only.
     The launcher reads the footers, and the first row of columns of lists.

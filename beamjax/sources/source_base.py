@@ -149,6 +149,11 @@ class Source(abc.ABC):
         """The sources that this one reads, if it is made of others."""
         return ()
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the members that are decoded together, to read any of them; 0 if none is."""
+        return sum(source.block_bytes for source in self.inner)
+
     def spilled(self, folder: str) -> Source:
         """The same members, with what is in the memory of this process in files of a folder.
 

@@ -121,6 +121,11 @@ class TableSource(BlockSource):
     def usual_rows(self) -> float:
         return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
 
+    @property
+    def block_bytes(self) -> int:
+        rows = max(rows for file in self._files for rows in file.rows)
+        return min(rows, 2 * self._most_rows()) * sum(leaf.nbytes for leaf in self._leaves)
+
     def read_short(self, start: int, stop: int) -> Arrays:
         arrays = self.read(start, stop)
         if not self._buckets:

@@ -101,6 +101,11 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
     def is_local(self) -> bool:
         return not any(is_url(array.store) for array in self._arrays)
 
+    @property
+    def block_bytes(self) -> int:
+        pairs = zip(self._arrays, self._leaves, strict=True)
+        return sum(min(array.rows, self._size) * leaf.nbytes for array, leaf in pairs)
+
     def __len__(self) -> int:
         return self._size
 

@@ -1,0 +1,323 @@
+"""How much memory a run takes: an upper bound for each process, from the plan alone.
+
+Memory here is what a process has for itself (anonymous), not what it maps from files. The bound
+does not depend on the number of members, but where the program does: values that are gathered, and
+placed results that are wanted as arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from beamjax import lane_pieces
+from beamjax.block_cache import LASTING_BYTES, PASSING_BYTES
+from beamjax.fan_out import fan_out
+from beamjax.kept import HANDED_BYTES
+from beamjax.options import Options
+from beamjax.plan import Branch, Gather, Lane, Loop, Map, Plan, Scatter, Server, Step, walk
+from beamjax.sources.source_base import Source
+from beamjax.wide_lanes import MAX_ROWS
+
+BASE_BYTES = 272 << 20
+"""Of a process with Python, JAX and Beam, in which XLA compiles and calls its libraries: 155 MiB
+were measured with small bodies, up to 100 MiB more with others."""
+BASE_BYTES_LOCAL = 224 << 20
+"""Without Beam: 110 MiB, and likewise."""
+SLACK = 1.25
+"""What allocators keep of what was freed, over what is in use."""
+FILES_BYTES = 4 << 22
+"""Of results on their way to files: those of a file, together, encoded."""
+SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
+"""Of the limit of a process: a quarter for decoded blocks, an eighth for server values."""
+STORE_BYTES = 1 << 30
+"""Of server values that a process keeps where there is no limit."""
+MAX_EXECUTORS = 8
+PIECE_BYTES = 1 << 25
+"""Of an accumulator that is merged, about."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where a plan runs.
+
+    Attributes:
+      threads: of a worker process, each with shards of its own.
+      shared: whether the launching process is the worker.
+      beam: whether there is a Beam pipeline.
+      handing: how many worker processes hand what they made to the launching one, where that is the
+        runner.
+    """
+
+    threads: int = 1
+    shared: bool = True
+    beam: bool = True
+    handing: int = 0
+
+    @classmethod
+    def of(cls, runner: str, options: Options) -> Workers:
+        """Those of a runner, as far as its name and options tell."""
+        if runner == "local":
+            return cls(beam=False)
+        flags = _flags(options.beam)
+        if runner.lower().removesuffix("runner") in ("direct", "fnapi"):
+            mode = flags.get("direct_running_mode", "in_memory")
+            count = int(flags.get("direct_num_workers") or 0) if flags else 1
+            count = count or (os.cpu_count() or 1 if "direct_num_workers" in flags else 1)
+            if mode == "multi_processing":
+                return cls(shared=False, handing=count)
+            return cls(count)
+        usual = 12 if runner.lower().startswith("dataflow") else 1
+        return cls(int(flags.get("number_of_worker_harness_threads") or usual), shared=False)
+
+
+def _flags(beam: Any) -> dict[str, Any]:
+    """Beam's own options, by name."""
+    if hasattr(beam, "get_all_options"):
+        found: dict[str, Any] = beam.get_all_options(drop_default=True)
+        return found
+    pairs = (flag.removeprefix("--").partition("=") for flag in beam)
+    return {name: value for name, _, value in pairs}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What takes memory, and how much."""
+
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """A step, the user's line, and what it takes besides what its process has in any case."""
+
+    step: str
+    line: str
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The peak memory of the processes of a run, at most.
+
+    Attributes:
+      kept: what a worker has whatever step it is at.
+      steps: what each takes besides.
+      launcher: of the launching process.
+      shared: whether that is the worker too.
+    """
+
+    kept: tuple[Part, ...]
+    steps: tuple[StepMemory, ...]
+    launcher: tuple[Part, ...]
+    shared: bool
+
+    @property
+    def worker_bytes(self) -> int:
+        """Of a worker process, which is the launching one if that is shared."""
+        return sum(p.nbytes for p in self.kept) + max((s.nbytes for s in self.steps), default=0)
+
+    @property
+    def launcher_bytes(self) -> int:
+        """Of the launching process."""
+        return self.worker_bytes if self.shared else sum(part.nbytes for part in self.launcher)
+
+
+def estimate(
+    plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
+) -> Estimate:
+    """The peak memory of the processes that run a plan.
+
+    Args:
+      plan: to be run.
+      sources: the sources among its inputs, by the number of the input.
+      options: of the run.
+      workers: where.
+    """
+    return _Estimation(plan, sources, options, workers).estimate()
+
+
+class _Estimation:
+    def __init__(
+        self, plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
+    ):
+        self.plan = plan
+        self.options = options
+        self.workers = workers
+        self.sources = sources
+        self.limit = options.memory
+        self.in_loops = {s.name for s in walk(_blocks_of_loops(plan.steps))}
+        self.steps = list(walk(plan.steps))
+
+    def estimate(self) -> Estimate:
+        base = BASE_BYTES if self.workers.beam else BASE_BYTES_LOCAL
+        first = Part("Python, JAX and Beam" if self.workers.beam else "Python and JAX", base)
+        mine = [first, *_some(self.launching())]
+        kept = [*(mine if self.workers.shared else [first]), *_some(self.keeping())]
+        steps = [
+            StepMemory(step.name, _line(self.plan, step), tuple(_some(self.step(step))))
+            for step in self.steps
+            if not isinstance(step, Loop | Branch)
+        ]
+        return Estimate(tuple(kept), tuple(steps), tuple(mine), self.workers.shared)
+
+    def launching(self) -> Iterator[tuple[str, float]]:
+        """What the launching process has."""
+        plan = self.plan
+        arrays = [i for i in range(len(plan.inputs)) if i not in self.sources]
+        whole = {name for i in arrays for name in _names(plan.inputs[i])}
+        live = {id(s): s for s in self.sources.values() if s.is_live}.values()
+        served = {spec.server for spec in plan.inputs if spec.server is not None}
+        given = self.members(whole | served) + self.members(served) + sum(s.nbytes for s in live)
+        yield "inputs in memory", given
+        outputs = {out.value for out in plan.outputs if out.value is not None}
+        kept = self.options.keep == "placed"
+        wanted = {x for x in outputs if plan.values[x].placement is None or not kept}
+        yield "results", 2 * SLACK * self.members(wanted)
+        made = {name for step in self.steps if isinstance(step, Server) for name in step.outputs}
+        yield "server values", SLACK * self.members(made - wanted)
+        between = {x for s in self.steps if isinstance(s, Map) for x in s.results} - outputs
+        handed = sum(min(self.members([x]), HANDED_BYTES) for x in between)
+        yield "placed values between passes", (2 if self.workers.beam else 1) * handed
+        maps = [step for step in self.steps if isinstance(step, Map)]
+        sums = [sums_bytes(step, self.options.reduction) for step in maps]
+        yield "sums of workers", SLACK * 2 * self.workers.handing * max(sums, default=0)
+
+    def keeping(self) -> Iterator[tuple[str, float]]:
+        """What a worker has whatever step it is at."""
+        limit = self.limit
+        passing = min(PASSING_BYTES, block_budget(limit) // 2)
+        used = {id(source): source for source in self.sources.values()}.values()
+        blocks = sum(source.block_bytes for source in used)
+        if blocks:
+            # The blocks of each thread stay whatever the limit, and one more is decoded.
+            held = self.workers.threads * 2 * blocks
+            yield "decoded blocks of sources", SLACK * (passing + held)
+        if blocks and self.in_loops:
+            total = sum(source.nbytes for source in used if source.block_bytes)
+            yield "blocks for further rounds", min(total, LASTING_BYTES, block_budget(limit) // 2)
+        if self.workers.beam:
+            maps = [step for step in self.steps if isinstance(step, Map)]
+            sums = [self.members(s.broadcasts) for s in maps for _ in range(self.times(s))]
+            served = {x for s in maps for x in s.broadcasts}
+            yield "broadcasts on devices", sum(sorted(sums)[-MAX_EXECUTORS:])
+            again = MAX_EXECUTORS if self.in_loops else 1
+            yield "broadcasts", min(again * self.members(served), store_budget(limit))
+
+    def step(self, step: Step) -> Iterator[tuple[str, float]]:
+        """What a worker takes for a step besides."""
+        plan, threads = self.plan, self.workers.threads
+        match step:
+            case Map():
+                yield from ((what, threads * n) for what, n in self.shard(step))
+                if not self.workers.beam:
+                    yield "broadcasts on the device", self.members(step.broadcasts)
+                if self.workers.beam:
+                    more = merging_bytes(step, self.options.reduction, threads)
+                    yield "sums that are merged", SLACK * more
+            case Server():
+                moved = 2 * self.members(step.inputs) + 2 * self.members(step.outputs)
+                yield "values of the server", SLACK * moved
+                yield "computing", SLACK * plan.bodies[step.body].working
+            case Gather():
+                yield "gathered members", SLACK * 2 * self.members([step.operand])
+            case Scatter():
+                yield "scattered members", SLACK * self.members([step.operand])
+
+    def shard(self, step: Map) -> Iterator[tuple[str, float]]:
+        """What a thread takes for the shards of a pass."""
+        plan = self.plan
+        size = plan.shard_sizes[step.placement]
+        # A device has one that it computes, and one that waits.
+        devices = self.options.local_devices or 1
+        ahead = 1 if devices == 1 else 2 * devices
+        each = {name: size * plan.values[name].nbytes for name in (*step.operands, *step.results)}
+        yield "members of a shard", SLACK * (ahead + 1) * sum(each[x] for x in step.operands)
+        bodies = [step.body, *(combine.body for combine in step.combines)]
+        working = max(plan.bodies[body].working for body in bodies)
+        yield "computing", SLACK * devices * working
+        results = sum(each[x] for x in step.results)
+        if results:
+            files = FILES_BYTES if self.workers.beam else 0
+            yield "placed results", SLACK * ((ahead + 1) * results + files)
+        yield "sums", SLACK * sums_bytes(step, self.options.reduction)
+        shards = 1 << 20 if plan.sizes[step.placement] is None else plan.shards(step.placement)
+        leaves = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
+        yield "reduced shards", SLACK * leaves * (max(shards, 1).bit_length() + 2)
+
+    def members(self, names: Iterable[str]) -> int:
+        """Bytes of values, all members included; of unknown numbers of members none."""
+        values = ((name, self.plan.values[name].placement) for name in names)
+        known = [name for name, placement in values if not placement or self.plan.sizes[placement]]
+        return sum(map(self.plan.nbytes, known))
+
+    def times(self, step: Map) -> int:
+        """How often the broadcasts of a step are on a device with other values."""
+        return MAX_EXECUTORS if step.name in self.in_loops else 1
+
+
+def sums_bytes(step: Map, mode: str) -> int:
+    """Bytes of memory of the accumulators of a pass; those that wait in files take none."""
+    if fan_out(step, None, 1, mode).in_files:
+        return (MAX_ROWS + 2) * lane_pieces.SECTION_BYTES + 2 * PIECE_BYTES
+    return sum(most_bytes(lane, mode) for lane in step.lanes)
+
+
+def most_bytes(lane: Lane, mode: str) -> int:
+    """Bytes of the accumulator of a lane, of values of like size."""
+    dtype = np.dtype(lane.dtype)
+    parts, real = (2, dtype.itemsize // 2) if dtype.kind == "c" else (1, dtype.itemsize)
+    if lane.kind == "sum" and mode == "exact" and dtype.kind not in "biu":
+        digits = 3 if real <= 4 else 6
+        return lane.size * parts * (8 * digits + 1)
+    return lane.size * parts * max(8 if dtype.kind not in "biu" else real, real)
+
+
+def merging_bytes(step: Map, mode: str, bundles: int) -> int:
+    """Bytes of the accumulators of a pass on their way from its bundles to the result.
+
+    Those of each bundle are encoded, in half of their memory, and merged in pieces.
+    """
+    whole = sums_bytes(step, mode)
+    return bundles * whole // 2 + 4 * min(whole, PIECE_BYTES)
+
+
+def block_budget(limit: int | None) -> int:
+    """Bytes of decoded blocks that a process of so much memory keeps."""
+    return 2 * LASTING_BYTES if limit is None else limit // SHARE_OF_BLOCKS
+
+
+def store_budget(limit: int | None) -> int:
+    """Bytes of server values that a process of so much memory keeps."""
+    return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES
+
+
+def _some(parts: Iterable[tuple[str, float]]) -> list[Part]:
+    return [Part(what, math.ceil(nbytes)) for what, nbytes in parts if nbytes]
+
+
+def _names(spec: Any) -> list[str]:
+    """A name of an input, if any step reads it."""
+    names = [spec.server, spec.placed, *(view.placed for view in spec.views)]
+    return [name for name in names if name is not None][:1]
+
+
+def _line(plan: Plan, step: Step) -> str:
+    if isinstance(step, Map | Server):
+        return next(iter(plan.bodies[step.body].lines), "")
+    return step.line
+
+
+def _blocks_of_loops(steps: Sequence[Step]) -> list[Step]:
+    """The steps in the blocks of all loops."""
+    return [inner for step in walk(steps) if isinstance(step, Loop) for inner in step.block.steps]
