@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: `sphinx-build -W --keep-going docs site`."""
+"""How Sphinx builds the site: `sphinx-build -W docs site`."""
 
 import re
 from typing import Any

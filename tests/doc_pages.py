@@ -6,7 +6,7 @@
 - A block of `text` after either is what it prints. A line of `...` in it stands for any
   lines, ` ...` at the end of a line for the rest of it.
 - `<!-- numbers vary -->` before a block of text: its numbers need not be the same.
-- `<!-- not run: REASON -->` before a block: it is shown only.
+- `*Not run with this page: REASON.*`, a paragraph before a block: it is shown only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 RUN = ("python", "sh")
 
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<marker>[^\n]*?) -->\n)?(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^ *```$",
+    r"^(?:<!-- (?P<marker>[^\n]*?) -->\n| *\*Not run with this page: (?P<reason>[^*]*)\.\*\n\n)?"
+    r"(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?")
@@ -38,23 +39,18 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page; `line` is that of its fence."""
+    """A fenced block of a page; `line` is that of its fence, `not_run` why it is shown only."""
 
     page: Path
     line: int
     language: str
     text: str
     marker: str
+    not_run: str | None
 
     @property
     def where(self) -> str:
         return f"{self.page.relative_to(DOCS.parent)}:{self.line}"
-
-    @property
-    def not_run(self) -> str | None:
-        """Why it is shown only, or None."""
-        found = re.fullmatch(r"not run: (.+)", self.marker)
-        return found.group(1) if found else None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -64,7 +60,9 @@ def blocks(page: Path) -> list[Block]:
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start("indent")) + 1
         code = re.sub(f"^{match['indent']}", "", match["text"], flags=re.M)
-        found.append(Block(page, line, match["language"], code, match["marker"] or ""))
+        found.append(
+            Block(page, line, match["language"], code, match["marker"] or "", match["reason"])
+        )
     return found
 
 
