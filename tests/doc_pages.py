@@ -5,7 +5,8 @@
 - A block of `sh` is lines of `beamjax ...`, which are called in this process.
 - A block of `text` after either is what it prints. A line of `...` in it stands for any
   lines, ` ...` at the end of a line for the rest of it.
-- `<!-- numbers vary -->` before a block of text: its numbers need not be the same.
+- `<!-- numbers vary -->` before a block of text: its numbers need not be the same, nor whether bits
+  are equal or differ.
 - `*Not run with this page: REASON.*`, a paragraph before a block: it is shown only.
 """
 
@@ -34,7 +35,7 @@ _BLOCK = re.compile(
     r"(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?")
+_VARYING = re.compile(r"[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?|\b(?:equal|differ)\b")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def same(shown: str, printed: str, vary: bool) -> bool:
     """Whether a block of text shows what was printed."""
 
     def plain(line: str) -> str:
-        return " ".join(_NUMBER.sub("#", line).split()) if vary else line.rstrip()
+        return " ".join(_VARYING.sub("#", line).split()) if vary else line.rstrip()
 
     def pattern(line: str) -> str:
         if line == "...":

@@ -75,7 +75,9 @@ def test_markers_are_known_and_before_a_block() -> None:
     for page in PAGES:
         text, found = page.read_text(encoding="utf-8"), doc_pages.blocks(page)
         assert text.count("<!--") == sum(block.marker != "" for block in found), page
-        assert text.count("*Not run with this page") == sum(b.not_run is not None for b in found), page
+        assert text.count("*Not run with this page") == sum(b.not_run is not None for b in found), (
+            page
+        )
         for block in doc_pages.blocks(page):
             assert block.marker in ("", "numbers vary"), f"{block.where}: {block.marker}"
 
