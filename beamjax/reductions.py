@@ -90,10 +90,10 @@ def reduce_by_key(
       products, the lowest and the highest value of the dtype for "max" and "min", False for "any"
       and True for "all"; its mean is NaN, as of 0 / 0. Floats of 16 bits are summed and multiplied
       in float32. Members that tie for an extreme share the derivative; that of a product is as in
-        `reduce_prod`. Without `num_keys`, a `Keyed`, which the program can only return: any int is
-        a key then, `beamjax.run` gives a `KeyedTable` on disk for it, and `.reduced()` of what
-        `jax.jit` returns gives the same in memory. Floats are added in float64, in the order of
-        the members.
+      `reduce_prod`. Without `num_keys`, a `Keyed`, which the program can only return: any int is
+      a key then, `beamjax.run` gives a `KeyedTable` on disk for it, and `.reduced()` of what
+      `jax.jit` returns gives the same in memory. Floats are added in float64, in the order of
+      the members.
 
     Raises:
       OutsideProgramError: called outside a program.

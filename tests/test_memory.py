@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax.errors import OptionsError, StagingError
 from beamjax.execution import plan_of
-from beamjax.memory import Workers, accumulator_bytes, block_budget, estimate
+from beamjax.memory import Workers, block_budget, estimate, most_bytes
 from beamjax.options import Options, parse_options
 from beamjax.plan import Lane
 from beamjax.working_memory import working_bytes
@@ -205,7 +205,7 @@ def test_blocks_of_files(tmp_path):
 def test_accumulators(lane, mode, bytes_each):
     from beamjax.reducers import make_accumulator
 
-    found = accumulator_bytes(lane, mode)
+    found = most_bytes(lane, mode)
     assert found == 100 * bytes_each
     accumulator = make_accumulator(lane.kind, np.dtype(lane.dtype), lane.size, mode=mode)
     rng = np.random.default_rng(0)
