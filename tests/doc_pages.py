@@ -35,7 +35,7 @@ _BLOCK = re.compile(
     r"(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
-_VARYING = re.compile(r"[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?|\b(?:equal|differ)\b")
+_VARYING = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d*)*(?:e[-+]?\d+)?|\b(?:equal|differ)\b")
 
 
 @dataclass(frozen=True)

@@ -367,3 +367,28 @@ def test_explain_tells_memory():
 )
 def test_workers_of_a_runner(runner, options, expected):
     assert Workers.of(runner, parse_options(options)) == expected
+
+
+# --- what passes hand on
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_the_way_of_placed_values_between_passes_does_not_show(limit, monkeypatch):
+    from beamjax.interpreters import evaluate
+    from beamjax.pipelines import driver
+    from beamjax.pipelines.launch import Launcher
+
+    pipelines, original = [], Launcher.run
+    monkeypatch.setattr(
+        Launcher, "run", lambda self, *args: pipelines.append(1) or original(self, *args)
+    )
+    for module in (evaluate, driver):
+        monkeypatch.setattr(module, "HANDED_BYTES", limit)
+    x = np.random.default_rng(0).normal(size=(100, 16)).astype(np.float32)
+    w = np.eye(16, 4, dtype=np.float32)
+    here, on_beam = (
+        bj.run(two_passes, w, x, runner=runner) for runner in ("local", "DirectRunner")
+    )
+    np.testing.assert_array_equal(here, on_beam)
+    np.testing.assert_allclose(here, x[:, :4].var(axis=0), rtol=1e-5)
+    assert len(pipelines) == (2 if limit == 0 else 1)
