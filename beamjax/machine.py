@@ -142,7 +142,7 @@ class Machine:
             options.device_memory_fraction,
             options.preallocate,
             options.local_devices,
-            options.memory,
+            options.memory_bytes,
             Versions.here(),
         )
 

@@ -155,7 +155,7 @@ class _Estimation:
         self.options = options
         self.workers = workers
         self.sources = sources
-        self.limit = options.memory
+        self.limit = options.memory_bytes
         self.in_loops = {s.name for s in walk(_blocks_of_loops(plan.steps))}
         self.steps = list(walk(plan.steps))
 

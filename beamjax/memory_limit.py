@@ -23,7 +23,7 @@ def check_memory(
     Raises:
       StagingError: with the step, what takes how much, and what to change.
     """
-    limit = options.memory
+    limit = options.memory_bytes
     if limit is None:
         return
     found = estimate(plan, sources, options, workers)
@@ -43,7 +43,7 @@ def check_memory(
 def _advice(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
 ) -> Iterator[str]:
-    limit = options.memory or 0
+    limit = options.memory_bytes or 0
 
     def need(
         plan: Plan = plan,

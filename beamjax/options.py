@@ -112,6 +112,11 @@ class Options:
     beam: Any = field(default=(), hash=False)
 
     @property
+    def memory_bytes(self) -> int | None:
+        """The option `memory` as a number."""
+        return _memory(self.memory)
+
+    @property
     def scratch_folder(self) -> str | None:
         """Where files of this process may be; None for the usual place of temporary files."""
         folder = self.work_folder

@@ -70,7 +70,8 @@ def evaluate(
       JobCancelledError: the job was cancelled.
     """
     monitor = monitor or Monitor(plan)
-    BLOCKS.set_limit(None if options.memory is None else block_budget(options.memory))
+    limit = options.memory_bytes
+    BLOCKS.set_limit(None if limit is None else block_budget(limit))
     monitor.letters.begin(anew=starts_anew(keeper))
     run = _Evaluation(plan, inputs, options, monitor, keeper, results)
     if options.shard_timeout is None:
