@@ -310,6 +310,12 @@ class Digits:
 def _extent(held: np.ndarray) -> tuple[int, float]:
     """The largest `low` and the least `top` of a float64 vector without subnormal numbers."""
     top = max(float(held.max(initial=0.0)), -float(held.min(initial=0.0)))
+    unit = math.frexp(top)[1] - 53
+    scaled = held * math.ldexp(1.0, -unit)
+    counts = scaled.astype(np.int64)
+    if top and (counts == scaled).all():  # of all, so the lowest bit of any shows in the union
+        union = int(np.bitwise_or.reduce(counts))
+        return unit + (union & -union).bit_length() - 1, top
     bits = held.view(np.int64)
     whole = (bits & ((1 << 52) - 1)) | (1 << 52)
     ones = (whole & -whole).astype(np.float64).view(np.int64) >> 52  # trailing zeros, and 1023

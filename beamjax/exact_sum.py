@@ -25,8 +25,11 @@ from beamjax.digits import (
 )
 from beamjax.errors import StructureError, WorkerError
 from beamjax.partials import check_partial, check_same, describe, described, fail, left_out
-from beamjax.rounding import DIVISOR_LIMIT, Pair, append, divide, round_pair
+from beamjax.rounding import DIVISOR_LIMIT, Pair, append, divide, divide_to_float32, round_pair
 from beamjax.side_by_side import in_parts
+
+LOWEST_DIVIDED = -126 + 26
+"""Quotients of what is above, as an exponent, are no subnormal float32."""
 
 MAX_ROWS = 256
 """Partials that a small accumulator keeps as they are, to add them all at once."""
@@ -250,6 +253,22 @@ class ExactSum:
 
 def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
     """The numbers of a block over `divisor`, rounded to `dtype`, with infinities and NaN."""
+    short = dtype == np.float32 and 1 < divisor < DIVISOR_LIMIT
+    if short and block.held is not None and not block.vectors and block.low > LOWEST_DIVIDED:
+        result = divide_to_float32(block.held[lo:hi], divisor)
+    else:
+        result = _divided_block(block, lo, hi, dtype, divisor)
+    if block.flags is not None:
+        flags = block.flags[lo:hi]
+        result[flags == POSITIVE_INFINITY] = _special(dtype, math.inf)
+        result[flags == NEGATIVE_INFINITY] = _special(dtype, -math.inf)
+        nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
+        result[nan] = _special(dtype, math.nan)
+    return result
+
+
+def _divided_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
+    """The same without infinities and NaN."""
     if block.held is not None and not block.vectors:
         head, tail = block.held[lo:hi], None
     else:
@@ -262,14 +281,7 @@ def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: in
         for position in np.flatnonzero(outside).tolist():
             pair = _quotient(block.integer(lo + position), divisor << -block.lowest)
             head[position], tail[position] = pair
-    result = round_pair(head, tail, dtype)
-    if block.flags is not None:
-        flags = block.flags[lo:hi]
-        result[flags == POSITIVE_INFINITY] = _special(dtype, math.inf)
-        result[flags == NEGATIVE_INFINITY] = _special(dtype, -math.inf)
-        nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
-        result[nan] = _special(dtype, math.nan)
-    return result
+    return round_pair(head, tail, dtype)
 
 
 def _pair(block: Digits, lo: int, hi: int) -> Pair:

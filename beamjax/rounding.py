@@ -20,6 +20,7 @@ DIVISOR_LIMIT = 1 << 26
 """`divide` is proved for divisors below this: half of a double times the divisor is a double."""
 
 _LOW_27_BITS = np.int64((1 << 27) - 1)
+_LOW_29_BITS, _MIDWAY = np.int64((1 << 29) - 1), np.int64(1 << 28)
 
 
 def to_odd(rounded: np.ndarray, error: np.ndarray) -> np.ndarray:
@@ -104,6 +105,25 @@ def _remainder(dividend: np.ndarray, quotient: np.ndarray, divisor: float) -> np
     upper = (quotient.view(np.int64) & ~_LOW_27_BITS).view(np.float64)
     error = (upper * divisor - product) + (quotient - upper) * divisor
     return (dividend - product) - error
+
+
+def divide_to_float32(values: np.ndarray, divisor: int) -> np.ndarray:
+    """Quotients of float64 numbers by a whole one, rounded once to float32.
+
+    A double quotient is on the same side of all shorter numbers as the exact one, or is one of
+    them. So a second rounding is in doubt only where it is midway between two neighbours in
+    float32, which are the doubles whose last 29 bits are a one and zeros.
+
+    Args:
+        values: float64 vector; 0, or at least 2^-126 · divisor in absolute value.
+        divisor: from 1 to `DIVISOR_LIMIT` - 1.
+    """
+    quotients = values / float(divisor)
+    result = quotients.astype(np.float32)
+    (doubts,) = np.nonzero((quotients.view(np.int64) & _LOW_29_BITS) == _MIDWAY)
+    if len(doubts):
+        result[doubts] = round_pair(*divide(values[doubts], None, divisor), result.dtype)
+    return result
 
 
 def round_pair(head: np.ndarray, tail: np.ndarray | None, dtype: np.dtype) -> np.ndarray:

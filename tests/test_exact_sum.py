@@ -19,6 +19,7 @@ from beamjax.accumulators import decode_accumulator
 from beamjax.digits import BLOCK, _extent
 from beamjax.errors import StructureError, WorkerError
 from beamjax.exact_sum import ExactSum, check_subnormals
+from beamjax.rounding import divide_to_float32
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -163,6 +164,23 @@ def test_mean_next_to_the_middle_of_two_floats(dtype: np.dtype, data: st.DataObj
     for piece in pieces(middle * count + offset, dtype):
         total.add(piece[None])
     assert_bits(total.mean(0, 1, count, dtype), [rounded(middle + offset / count, dtype)])
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_quotients_of_doubles_next_to_the_middle_of_two_floats(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 2**26 - 1) | st.sampled_from([2, 3, 63, 1000]))
+    odd = st.integers(2**23, 2**24 - 1).map(lambda whole: 2 * whole + 1)
+    exponent = data.draw(st.integers(-60, 100))
+    values = []
+    for middle in data.draw(st.lists(odd, min_size=1, max_size=4)):
+        near = float(middle * count) * 2.0**exponent
+        for _ in range(data.draw(st.integers(0, 2))):
+            near = math.nextafter(near, data.draw(st.sampled_from([-math.inf, math.inf])))
+        values.append(near * data.draw(st.sampled_from([1, -1])))
+    wanted = [rounded(Fraction(value) / count, F32) for value in values]
+    with np.errstate(over="ignore"):
+        assert_bits(divide_to_float32(np.array(values), count), wanted)
 
 
 @pytest.mark.parametrize("narrow", [BF16, F16, *FP8], ids=str)
@@ -454,3 +472,11 @@ def test_the_extent_of_doubles(values: list[float], repeats: list[int]) -> None:
     assert top == abs(number)
     assert number == 0 or (number / Fraction(2) ** low).denominator == 1
     assert number == 0 or (number / Fraction(2) ** (low + 1)).denominator == 2
+
+
+@given(st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=2, max_size=9))
+def test_the_extent_of_a_vector_is_that_of_its_numbers(values: list[float]) -> None:
+    extents = [_extent(np.array([value])) for value in values]
+    low, top = _extent(np.array(values))
+    assert low == min(low for low, _ in extents)
+    assert top == max(top for _, top in extents)
