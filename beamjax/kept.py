@@ -122,26 +122,6 @@ class Kept:
 NOTHING = Kept()
 
 
-def scratch(shape: tuple[int, ...], dtype: np.dtype, options: Options) -> np.ndarray:
-    """A new array in a file without a name, which goes with it.
-
-    Args:
-      shape: of the array, without a 0.
-      dtype: of the array.
-      options: `work_folder`, where the file is if that is local, else in the temporary folder.
-
-    Raises:
-      SourceError: the file can't be made.
-    """
-    folder = options.work_folder
-    folder = tempfile.gettempdir() if folder is None or is_url(folder) else folder
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            return np.memmap(file, stored_dtype(dtype), "w+", shape=shape).view(dtype)
-    except OSError as error:
-        raise SourceError(f"{folder}: cannot write placed values ({error}).") from error
-
-
 def kept_results(
     plan: Plan, paths: Sequence[str], options: Options, numbers: Container[int] = ()
 ) -> Kept:

@@ -22,6 +22,27 @@ class Slot:
     dtype: np.dtype
 
 
+def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = None) -> np.ndarray:
+    """A new array of zeros in a temporary file, which is gone with it.
+
+    Args:
+      shape: of the array, without a 0.
+      dtype: of the array.
+      folder: where the file is; None for the usual place of temporary files.
+
+    Raises:
+      SourceError: the file can't be made.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return np.memmap(file, np.uint8, "w+", shape=(*shape, dtype.itemsize)).view(dtype)[
+                ..., 0
+            ]
+    except OSError as error:
+        where = folder or tempfile.gettempdir()
+        raise SourceError(f"{where}: cannot write placed values ({error}).") from error
+
+
 class Scratch:
     """Flat arrays in one temporary file, which is gone with this object, or with the process.
 

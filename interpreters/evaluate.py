@@ -17,7 +17,7 @@ from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
 from beamjax.fan_out import fan_out
 from beamjax.inputs import Inputs
-from beamjax.kept import HANDED_BYTES, NOTHING, Kept, scratch
+from beamjax.kept import HANDED_BYTES, NOTHING, Kept
 from beamjax.liveness import Position, step_index
 from beamjax.memory import block_budget
 from beamjax.meters import Meter
@@ -25,7 +25,7 @@ from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
-from beamjax.scratch import Scratch
+from beamjax.scratch import Scratch, file_array
 from beamjax.shards import (
     Shard,
     ShardExecutor,
@@ -144,7 +144,7 @@ class _Evaluation:
             self.mapped.add(name)
             return found
         if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.wanted:
-            return scratch(shape, dtype, self.options)
+            return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
 
     def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> AtWork:

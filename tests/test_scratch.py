@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from beamjax.errors import SourceError
-from beamjax.scratch import Scratch
+from beamjax.scratch import Scratch, file_array
 
 ARRAYS = [
     np.arange(100, dtype=np.float32),
@@ -62,3 +62,20 @@ def opened(folder):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(SourceError, match=r"nowhere.*36 bytes.*work_folder"):
         Scratch(str(tmp_path / "nowhere")).write(np.zeros(9, np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_an_array_in_a_file_is_an_array_of_zeros_in_rows(dtype, tmp_path):
+    array = file_array((5, 3), np.dtype(dtype), str(tmp_path))
+    assert (array.shape, array.dtype) == ((5, 3), np.dtype(dtype))
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    assert not array.any()
+    array[1:3] = 1
+    assert array[:, 0].tolist() == [0, 1, 1, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_array_in_a_file_needs_a_folder(tmp_path):
+    with pytest.raises(SourceError, match=r"missing: cannot write placed values \("):
+        file_array((1,), np.dtype(np.int8), str(tmp_path / "missing"))
