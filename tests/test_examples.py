@@ -236,6 +236,12 @@ def test_cnn_clients_learn_with_the_same_bits_everywhere(
     assert losses[:3] == losses[3:]
 
 
+def test_own_pipeline_finds_what_numpy_finds() -> None:
+    solved, descended, truth = example("own_pipeline").main(["--rounds=2000"])
+    assert solved == pytest.approx(truth, abs=1e-4)
+    assert descended == pytest.approx(truth, abs=1e-2)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_examples_are_short_and_say_how_they_are_called(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -243,6 +249,8 @@ def test_examples_are_short_and_say_how_they_are_called(path: Path) -> None:
     assert f"    python examples/{path.name} " in text
     assert "--runner" in text
     assert f"examples/{path.name}" in README
+    shown = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    assert f"{{literalinclude}} ../examples/{path.name}" in shown
 
 
 def test_the_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
