@@ -67,13 +67,18 @@ class Workers:
         flags = _flags(options.beam)
         if runner.lower().removesuffix("runner") in ("direct", "fnapi"):
             mode = flags.get("direct_running_mode", "in_memory")
-            count = int(flags.get("direct_num_workers") or 0) if flags else 1
-            count = count or (os.cpu_count() or 1 if "direct_num_workers" in flags else 1)
+            count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
             if mode == "multi_processing":
                 return cls(shared=False, handing=count)
             return cls(count)
         usual = 12 if runner.lower().startswith("dataflow") else 1
-        return cls(int(flags.get("number_of_worker_harness_threads") or usual), shared=False)
+        return cls(_number(flags, "number_of_worker_harness_threads", usual) or usual, shared=False)
+
+
+def _number(flags: Mapping[str, Any], name: str, usual: int) -> int:
+    """A flag of Beam; what is no number, Beam refuses later."""
+    text = str(flags.get(name, usual))
+    return int(text) if text.isdigit() else usual
 
 
 def _flags(beam: Any) -> dict[str, Any]:
