@@ -123,9 +123,11 @@ class Digits:
 
     def _has_room(self, low: int, top: float) -> bool:
         """Makes room in `held` for multiples of 2^low up to `top`, and counts them; if it can."""
+        if not top:  # Zeros fit beside anything, and are multiples of anything.
+            return True
         if not self.top:
             self.low = low
-        if max(self.top, top) and self.top + top > math.ldexp(1.0, 53 + min(self.low, low)):
+        if self.top + top > math.ldexp(1.0, 53 + min(self.low, low)):
             if top > math.ldexp(1.0, 53 + low):
                 return False
             self._release()

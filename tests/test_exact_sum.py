@@ -459,6 +459,19 @@ def test_sums_are_held_in_doubles_as_long_as_these_are_exact() -> None:
     assert total.total(1, 2, F32)[0] == 10.0
 
 
+def test_zeros_are_merged_with_numbers_of_any_size() -> None:
+    total, zeros = ExactSum(F32, 3), ExactSum(F32, 3)
+    total.add(np.array([2.0**-149, 2.0**127, 1.0], np.float32))
+    for value in (2.0**-149, 0.0, -(2.0**-149)):
+        zeros.add(np.full(3, value, np.float32))
+    zeros = decode_accumulator(zeros.encode())
+    total = decode_accumulator(total.encode())
+    total.merge(zeros)
+    zeros.merge(total)
+    for found in (total, zeros):
+        assert found.total(0, 3, F32).tolist() == [2.0**-149, 2.0**127, 1.0]
+
+
 @given(
     st.lists(st.floats(-(2.0**70), 2.0**70, width=32), min_size=1, max_size=40),
     st.lists(st.integers(0, 3), min_size=40, max_size=40),
