@@ -177,11 +177,7 @@ class Collecting:
             return
         where = np.concatenate(blocks)[order], np.concatenate(rows)[order]
         for i, leaf in enumerate(self.member.leaves):
-            self._write_leaf(self.path(part, f"leaf-{i:03d}"), i, leaf, names, *where)
-
-    def path(self, part: int, what: str) -> str:
-        """Of a file of a part."""
-        return os.path.join(self.folder, f"part-{part:05d}-{what}.npy")
+            self._write_leaf(part_path(self.folder, part, i), i, leaf, names, *where)
 
     def _range(self, part: int, listed: dict[str, Any]) -> tuple[int, int]:
         """Of the first words of the keys of a part."""
@@ -249,6 +245,11 @@ class Collecting:
 
     def _block_path(self, name: str, what: str) -> str:
         return os.path.join(self.scratch, f"{name}-{what}.npy")
+
+
+def part_path(folder: str, part: int, leaf: int) -> str:
+    """The file of a leaf of a part."""
+    return os.path.join(folder, f"part-{part:05d}-leaf-{leaf:03d}.npy")
 
 
 def in_order(keys: np.ndarray, leaves: Sequence[np.ndarray]) -> Block:

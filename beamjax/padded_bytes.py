@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from beamjax.fact_types import human_bytes
 from beamjax.sources.source_base import LeafSpec, Source
 
 SCANNED = 1 << 20
@@ -61,8 +62,6 @@ def padding_text(source: Source, shard_size: int, short: bool) -> str:
     Returns:
       A line; "" if the lengths are not known before the members are read.
     """
-    from beamjax.explanation import human_bytes
-
     n, buckets = len(source), np.array(source.buckets)
     shards = np.zeros(len(buckets), np.int64)
     rows = padded = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from beamjax import collecting
-from beamjax.collecting import Collecting
+from beamjax.collecting import Collecting, part_path
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.grouping import LOCAL, checked_folder, found_before, write_manifest
@@ -133,12 +133,8 @@ def _collect(
         letters = _letters(listed, options)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    first = f"leaf-{0:03d}"
-    parts = [
-        (part, len(map_file(what.path(part, first))))
-        for part in range(listed["parts"])
-        if os.path.exists(what.path(part, first))
-    ]
+    firsts = {part: part_path(folder, part, 0) for part in range(listed["parts"])}
+    parts = [(part, len(map_file(path))) for part, path in firsts.items() if os.path.exists(path)]
     found = sum(rows for _, rows in parts)
     if found != listed["count"]:
         raise SourceError(
@@ -179,7 +175,7 @@ def _opened(folder: str, member: MemberType, treedef: PyTreeDef) -> CollectedMem
             f"{path}: found no list of members ({error}); remove the folder to read anew"
         ) from error
     files = [
-        [(os.path.join(folder, f"part-{part:05d}-leaf-{i:03d}.npy"), rows) for part, rows in parts]
+        [(part_path(folder, part, i), rows) for part, rows in parts]
         for i in range(len(member.leaves))
     ]
     found = CollectedMembers(folder, files, member.leaves, treedef, dropped)

@@ -17,11 +17,8 @@ from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.collecting import Block, Collecting, encoded, gathered
 from beamjax.errors import StructureError
 from beamjax.options import Options
-from beamjax.pipelines import waiting
 from beamjax.pipelines.connections import connect
-from beamjax.pipelines.failures import own_errors
-from beamjax.pipelines.launch import new_pipeline
-from beamjax.pipelines.loopback import loopback_only
+from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.runners import temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
@@ -48,10 +45,7 @@ def collect(
     with temporary_store(connection.options) as store, new_pipeline(connection) as pipeline:
         elements = _applied(transform, pipeline)
         elements | "beamjax" >> _Collect(store, collecting, index)  # labels of its own
-        name = type(connection.runner).__name__
-        steps = [BLOCKS, GATHER, LIST, WRITE]
-        with own_errors(store, name, steps, connection.shared), loopback_only():
-            waiting.run(pipeline, connection.flags)
+        run_steps(pipeline, connection, store, [BLOCKS, GATHER, LIST, WRITE])
 
 
 class _Collect(beam.PTransform):

@@ -109,6 +109,20 @@ class Launcher:
         return outputs
 
 
+def run_steps(
+    pipeline: beam.Pipeline, connection: Connection, store: Store, steps: list[str]
+) -> None:
+    """Runs a pipeline that is no plan, and waits for it.
+
+    Raises:
+      BeamjaxError: what one of these steps, by their labels, raised on a worker.
+      WorkerError: the runner failed.
+    """
+    name = type(connection.runner).__name__
+    with own_errors(store, name, steps, connection.shared), loopback_only():
+        waiting.run(pipeline, connection.flags)
+
+
 @contextlib.contextmanager
 def new_pipeline(connection: Connection) -> Iterator[beam.Pipeline]:
     """A pipeline that leaves no folder behind."""

@@ -14,11 +14,8 @@ from apache_beam import typehints
 from beamjax.dealt_rows import DealtRows, Piece
 from beamjax.grouping import Grouping
 from beamjax.options import Options
-from beamjax.pipelines import waiting
 from beamjax.pipelines.connections import connect
-from beamjax.pipelines.failures import own_errors
-from beamjax.pipelines.launch import new_pipeline
-from beamjax.pipelines.loopback import loopback_only
+from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.runners import temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
@@ -59,9 +56,7 @@ def shuffle(
                     | "Together" >> beam.GroupByKey()
                     | WRITE >> beam.ParDo(WriteGroups(store, grouping, dealt))
                 )
-                name = type(connection.runner).__name__
-                with own_errors(store, name, [DEAL, WRITE], shared), loopback_only():
-                    waiting.run(pipeline, connection.flags)
+                run_steps(pipeline, connection, store, [DEAL, WRITE])
         finally:
             release(token)
 

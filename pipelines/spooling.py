@@ -20,11 +20,9 @@ from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
-from beamjax.pipelines import files, waiting
+from beamjax.pipelines import files
 from beamjax.pipelines.connections import Connection, connect
-from beamjax.pipelines.failures import own_errors
-from beamjax.pipelines.launch import new_pipeline
-from beamjax.pipelines.loopback import loopback_only
+from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.results import FILE_BYTES
 from beamjax.pipelines.runners import opened_streams, temporary_store
 from beamjax.pipelines.store import Store
@@ -99,9 +97,7 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
     with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
         dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
         dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
-        name = type(connection.runner).__name__
-        with own_errors(store, name, ["Read members"], shared), loopback_only():
-            waiting.run(pipeline, connection.flags)
+        run_steps(pipeline, connection, store, ["Read members"])
 
 
 class WritePieces(StepFn):
