@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.lane_pieces import step_pieces, step_sections
+from beamjax.options import beam_flags
 from beamjax.plan import Lane, Map
 
 HELD_BYTES = 512 << 20
@@ -59,8 +60,7 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
       workers: that merge at the same time, if that is known.
       mode: of the accumulators.
     """
-    nbytes = sum(accumulator_bytes(lane, mode) for lane in step.lanes)
-    in_files = nbytes > HELD_BYTES
+    nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
     pieces = len(step_sections(step) if in_files else step_pieces(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     groups = _groups(pieces, partials, nbytes, workers or 1)
@@ -72,6 +72,15 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
     else:
         why = "on one worker" if 1 in (pieces, workers) else f"side by side on {who}"
     return FanOut(pieces, nbytes, in_files, groups, why)
+
+
+def is_in_files(step: Map, mode: str) -> bool:
+    """Whether the partials of a pass wait in files: its accumulators are too large for memory."""
+    return _nbytes(step, mode) > HELD_BYTES
+
+
+def _nbytes(step: Map, mode: str) -> int:
+    return sum(accumulator_bytes(lane, mode) for lane in step.lanes)
 
 
 def _groups(pieces: int, partials: int, nbytes: int, workers: int) -> int:
@@ -88,11 +97,7 @@ def workers_of(options: Any) -> int | None:
     Args:
       options: a Beam `PipelineOptions`, or flags.
     """
-    if hasattr(options, "get_all_options"):
-        found = options.get_all_options(retain_unknown_options=True)
-    else:
-        pairs = (flag.lstrip("-").split("=", 1) for flag in options if "=" in flag)
-        found = dict(pairs)
+    found = beam_flags(options)
     for name in ("parallelism", "max_num_workers", "num_workers", "direct_num_workers"):
         text = str(found.get(name) or "")
         if text.isdigit() and int(text) > (name == "direct_num_workers"):

@@ -17,9 +17,9 @@ import numpy as np
 
 from beamjax import lane_pieces
 from beamjax.block_cache import LASTING_BYTES, PASSING_BYTES
-from beamjax.fan_out import fan_out
+from beamjax.fan_out import is_in_files
 from beamjax.kept import HANDED_BYTES
-from beamjax.options import Options
+from beamjax.options import Options, beam_flags
 from beamjax.plan import Branch, Gather, Lane, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.sources.source_base import Source
 from beamjax.wide_lanes import MAX_ROWS
@@ -64,7 +64,7 @@ class Workers:
         """Those of a runner, as far as its name and options tell."""
         if runner == "local":
             return cls(beam=False)
-        flags = _flags(options.beam)
+        flags = beam_flags(options.beam)
         if runner.lower().removesuffix("runner") in ("direct", "fnapi"):
             mode = flags.get("direct_running_mode", "in_memory")
             count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
@@ -79,15 +79,6 @@ def _number(flags: Mapping[str, Any], name: str, usual: int) -> int:
     """A flag of Beam; what is no number, Beam refuses later."""
     text = str(flags.get(name, usual))
     return int(text) if text.isdigit() else usual
-
-
-def _flags(beam: Any) -> dict[str, Any]:
-    """Beam's own options, by name."""
-    if hasattr(beam, "get_all_options"):
-        found: dict[str, Any] = beam.get_all_options(drop_default=True)
-        return found
-    pairs = (flag.removeprefix("--").partition("=") for flag in beam)
-    return {name: value for name, _, value in pairs}
 
 
 @dataclass(frozen=True)
@@ -273,7 +264,7 @@ class _Estimation:
 
 def sums_bytes(step: Map, mode: str) -> int:
     """Bytes of memory of the accumulators of a pass; those that wait in files take none."""
-    if fan_out(step, None, 1, mode).in_files:
+    if is_in_files(step, mode):
         return (MAX_ROWS + 2) * lane_pieces.SECTION_BYTES + 2 * PIECE_BYTES
     return sum(most_bytes(lane, mode) for lane in step.lanes)
 

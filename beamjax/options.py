@@ -266,6 +266,19 @@ def _checked(options: Options) -> Options:
     return replace(options, platforms=_platforms(options), memory=_memory(options.memory))
 
 
+def beam_flags(beam: Any) -> dict[str, Any]:
+    """What is asked of Beam, by name.
+
+    Args:
+      beam: `Options.beam`: a Beam `PipelineOptions`, or flags.
+    """
+    if hasattr(beam, "get_all_options"):
+        found: dict[str, Any] = beam.get_all_options(drop_default=True, retain_unknown_options=True)
+        return found
+    pairs = (flag.lstrip("-").partition("=") for flag in beam)
+    return {name: value for name, _, value in pairs}
+
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("kMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}

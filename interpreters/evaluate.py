@@ -15,7 +15,7 @@ from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
-from beamjax.fan_out import fan_out
+from beamjax.fan_out import is_in_files
 from beamjax.inputs import Inputs
 from beamjax.kept import HANDED_BYTES, NOTHING, Kept
 from beamjax.liveness import Position, step_index
@@ -288,7 +288,7 @@ class _Evaluation:
             self.placed[name] = self.room(name, n)
         mode, lanes = self.options.reduction, len(step.lanes)
         wide = None
-        if fan_out(step, None, 1, mode).in_files:
+        if is_in_files(step, mode):
             wide = WideLanes(step, mode, Scratch(self.options.scratch_folder))
         accumulators = [] if wide else new_accumulators(step, mode)
         trees = execute.trees()

@@ -154,7 +154,6 @@ class Graph:
         lasting = bool(needed & set(step.results))
         carried = tuple(n for n in stream.names if n in needed) if stream and lasting else ()
         where = self.inputs.sources.where
-        fan = self._fan_out(step)
         fn = MapShards(
             self._task(step, served),
             self._sources({name: where[name] for name in step.operands if name in where}),
@@ -162,7 +161,6 @@ class Graph:
             carried,
             self.options.reduction,
             self.options.drop_limit,
-            fan.in_files,
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
@@ -181,12 +179,13 @@ class Graph:
             if lasting:
                 self.live[step.placement] = made
         if step.lanes:
-            self._reduce(step, outputs[PARTIALS], fan)
+            self._reduce(step, outputs[PARTIALS])
         for number, tag in enumerate(tags):
             outputs[tag].element_type = Environment
             self._combine(step, number, outputs[tag])
 
-    def _reduce(self, step: Map, partials: beam.PCollection, fan: FanOut) -> None:
+    def _reduce(self, step: Map, partials: beam.PCollection) -> None:
+        fan = self._fan_out(step)
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
         finish: FinishPieces | FinishSections
         if fan.in_files:

@@ -16,6 +16,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies import run_server
 from beamjax.dropping import DeadLetters, encode_lines
 from beamjax.dyadic import DyadicTree
+from beamjax.fan_out import is_in_files
 from beamjax.lane_pieces import Piece, key_of, step_pieces
 from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import partials_of_tree
@@ -77,7 +78,6 @@ class MapShards(ComputeFn):
       carried: names of placed values that go on in the blocks.
       mode: of the accumulators, "exact" or "fast".
       drop_limit: the share of the members that may be dropped.
-      in_files: whether lanes are too large for memory, so that partials go by the store.
     """
 
     yields = Block
@@ -90,7 +90,6 @@ class MapShards(ComputeFn):
         carried: tuple[str, ...],
         mode: Any,
         drop_limit: float = 1.0,
-        in_files: bool = False,
     ):
         self.task = task
         self.sources = sources
@@ -98,7 +97,8 @@ class MapShards(ComputeFn):
         self.carried = carried
         self.mode = mode
         self.drop_limit = drop_limit
-        self.in_files = in_files
+        # Chosen where the graph is made, as is what merges its partials.
+        self.in_files = is_in_files(task.step, mode)
         self.metrics = StepMetrics(task.step.name)
         self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
         self.dealer: Dealer[_Done] | None = None
