@@ -85,7 +85,7 @@ def page(where: str, found: dict[str, dict[str, Run]], runners: list[str]) -> st
     lines = [
         "# What the examples printed",
         "",
-        "Made by `python benchmarks/examples.py --page docs/measured-examples.md`; not edited. Each "
+        "Made by `python benchmarks/examples.py --page docs/measured-examples.md`; not edited. A "
         "run is a process of its own: its seconds hold imports, compiling and the runner's start.",
         "",
         f"Measured {where}.",
