@@ -172,6 +172,32 @@ def _run_here(
         return _evaluate.evaluate(plan, inputs, options, monitor, keeper, results)
 
 
+def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline:
+    """A pipeline of Beam, to be filled by you, on a runner as `run` has it.
+
+        with beamjax.pipeline("PrismRunner") as mine:
+            members = mine | beam.io.ReadFromText("rows.csv") | beam.Map(parse)
+            members | beamjax.transform(fn, weights, rows) | beam.Map(print)
+
+    `beam.Pipeline(runner=...)` does as well, where Beam finds by itself what the runner needs. Here
+    Prism, Flink and Spark are those that `beamjax.run` builds, fetches and connects to, and the
+    servers that Beam opens in this process are at loopback addresses only.
+
+    Args:
+      runner: the name or an instance of a Beam runner.
+      options: flags of Beam: a dict, a list or a `PipelineOptions`. Those of beamjax go to
+        `transform`.
+
+    Raises:
+      OptionsError: the runner is unknown or can't be had, or an option does not fit.
+    """
+    from beamjax.pipelines.own_pipelines import own_pipeline
+
+    if runner == LOCAL:
+        raise OptionsError(f"runner: found {LOCAL!r}, which is without Beam; name a runner of Beam")
+    return own_pipeline(runner, parse_options(options))
+
+
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
     """The same as `run`, as a Beam transform for use inside a user's own pipeline.
 

@@ -27,6 +27,7 @@ from beamjax.errors import StructureError as StructureError
 from beamjax.errors import VerificationError as VerificationError
 from beamjax.errors import WorkerError as WorkerError
 from beamjax.execution import launch as launch
+from beamjax.execution import pipeline as pipeline
 from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import explain as explain

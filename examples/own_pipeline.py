@@ -20,7 +20,6 @@ import apache_beam as beam
 import jax
 import jax.numpy as jnp
 import numpy as np
-from apache_beam.options.pipeline_options import PipelineOptions
 from sklearn.datasets import load_diabetes
 
 import beamjax as bj
@@ -84,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[np.ndarray, np.ndarray, np.
         like = jax.eval_shape(lambda: {"id": jnp.int32(0), "x": jnp.zeros(11), "y": jnp.zeros(())})
         (n,) = jax.export.symbolic_shape("n")
         many = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), like)
-        options = PipelineOptions([f"--runner={flags.runner}", *others])
-        with beam.Pipeline(options=options) as pipeline:
+        with bj.pipeline(flags.runner, others) as pipeline:
             members = pipeline | read | "Number" >> beam.Map(lambda row: (int(row["id"]), row))
             matrix, right = members | bj.transform(sums, many)
             (

@@ -28,9 +28,7 @@ from test_run import MORE, assert_close, assert_same_bits, built, by_jit, by_loc
 import beamjax as bj
 from beamjax import cli
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.options import parse_options
 from beamjax.pipelines import flink_cluster, job_servers, prism, processes
-from beamjax.pipelines.connections import connect
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -157,9 +155,8 @@ def means(folder, name, flags):
     """The mean over a PCollection of nobody knows how many members, by a user's own pipeline."""
     (n,) = jax.export.symbolic_shape("n")
     program = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sin, x)))
-    found = connect(name, parse_options(flags))
     folder.mkdir()
-    with beam.Pipeline(runner=found.runner, options=found.flags) as pipeline:
+    with bj.pipeline(name, flags) as pipeline:
         members = pipeline | beam.Create(list(enumerate(MEMBERS)))
         found = members | bj.transform(
             program, jax.ShapeDtypeStruct((n,), "float32"), options={"work_folder": str(folder)}

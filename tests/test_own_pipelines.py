@@ -1,0 +1,52 @@
+"""Pipelines of users on runners of beamjax. On Prism and Flink: `test_clusters`."""
+
+import apache_beam as beam
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from listeners import IS_TOLD, Watch, for_others
+
+import beamjax as bj
+
+N = 12
+MEMBERS = np.arange(N, dtype=np.float32)
+PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
+
+
+@pytest.mark.parametrize("options", [None, PROCESSES], ids=["one", "processes"])
+def test_a_program_in_it_gives_what_run_gives(options, tmp_path):
+    program = bj.program(clients=N)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sin, x)))
+    with Watch() as watch, bj.pipeline(options=options) as pipeline:
+        members = pipeline | beam.Create(list(enumerate(MEMBERS)))
+        found = members | bj.transform(
+            program, jax.ShapeDtypeStruct((N,), "float32"), options={"work_folder": str(tmp_path)}
+        )
+        found | beam.Map(lambda v: v.tobytes().hex()) | beam.io.WriteToText(str(tmp_path / "out"))
+    (file,) = tmp_path.glob("out*")
+    assert bytes.fromhex(file.read_text()) == np.asarray(bj.run(program, MEMBERS)).tobytes()
+    if IS_TOLD:
+        assert not for_others(watch.found)
+
+
+def test_runner_and_flags_are_those_that_are_given():
+    for given in (["--direct_num_workers=3"], PipelineOptions(["--direct_num_workers=3"])):
+        made = bj.pipeline("DirectRunner", given)
+        assert type(made.runner) is FnApiRunner
+        assert made.options.view_as(DirectOptions).direct_num_workers == 3
+
+
+@pytest.mark.parametrize(
+    ("runner", "options", "message"),
+    [
+        ("local", None, "found 'local', which is without Beam"),
+        ("Nobody", None, "found 'Nobody', expected"),
+        ("DirectRunner", {"shard_size": 8}, "shard_size: found in the options of a pipeline"),
+        ("DirectRunner", {"direct_num_wokers": 2}, "did you mean 'direct_num_workers'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(runner, options, message):
+    with pytest.raises(bj.OptionsError, match=message):
+        bj.pipeline(runner, options)
