@@ -176,6 +176,7 @@ TESTED_ELSEWHERE = {
     "errors": "test_bad_input",
     "evaluate": "test_run",
     "planning": "test_run",
+    "reasons": "test_explanation",
     "execution": "test_run",
     "extremes": "test_accumulators",
     "fact_types": "test_explanation",
