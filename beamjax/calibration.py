@@ -26,6 +26,8 @@ KINDS = ("read", "compute", "merge", "compile")
 MEMORY = 0.6
 """How much of an old factor stays when there is a new one."""
 MAX_FACTOR = 100.0
+MIN_SECONDS = 1e-9
+"""Less is no time."""
 _BEST_OF = 3
 
 
@@ -86,7 +88,7 @@ class Calibration:
 
     def mended(self, kind: str, predicted: float, measured: float) -> Calibration:
         """The same after a run that took `measured` seconds of a kind, and not `predicted`."""
-        if predicted <= 0 or measured <= 0:
+        if min(predicted, measured) < MIN_SECONDS:
             return self
         before = math.log(self.factor(kind))
         new = before + (1 - MEMORY) * math.log(measured / predicted)

@@ -119,7 +119,8 @@ def prediction_fact(plan: Plan, options: Options, runner: str) -> PredictionFact
     )
     return PredictionFact(
         runner, steps, told.pipelines, told.overhead, told.compile, told.seconds, told.guessed,
-        known.measured, small_work(plan, options, runner),
+        known.measured, small_work(plan, options, told).advice,
+        forecast(plan, options, "local", known).seconds,
     )  # fmt: skip
 
 
@@ -168,6 +169,7 @@ def predicted_lines(facts: PlanFacts) -> list[str]:
         [
             (what, seconds_text(told.overhead)),
             ("all on " + told.runner, seconds_text(told.seconds)),
+            *[("all on local", seconds_text(told.local))] * (told.runner != "local"),
             ("compiling, the first time", seconds_text(told.compile)),
             ("this machine", machine),
         ]

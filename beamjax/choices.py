@@ -123,7 +123,7 @@ class Choices:
         tried = []
         for trial in _part(record, "tried", list):
             trial = trial if isinstance(trial, dict) else {}
-            size, seconds = trial.get("shard_size"), trial.get("seconds")
+            size, seconds = _part(trial, "shard_size", int), trial.get("seconds")
             _check_size("tried: shard_size", size)
             if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
                 raise ValueError(f"found {seconds!r} as seconds, expected a number from 0")

@@ -52,7 +52,7 @@ def chosen_plan(
     Raises:
       OptionsError: the option `plan` is for another program.
     """
-    text = planner.program_text(pieces)
+    text = planner.program_text(pieces, plan.sizes.values())
     print_ = plan_cache.digest(text)
     rule = Choices(plan.shard_sizes, _loopings(plan), program=print_)
     if options.plan is not None:

@@ -258,6 +258,7 @@ class PredictionFact:
       guessed: whether a number of rounds that depends on data is taken to be a few.
       calibrated: whether this machine was measured.
       advice: what would be quicker, if something is known to be.
+      local: all together on runner "local".
     """
 
     runner: str
@@ -269,6 +270,7 @@ class PredictionFact:
     guessed: bool
     calibrated: bool
     advice: str
+    local: float
 
 
 @dataclass(frozen=True)

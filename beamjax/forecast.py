@@ -18,6 +18,10 @@ from beamjax.progress import Progress, Tally
 
 GUESSED_ROUNDS = 10
 """Of a loop that goes on while a condition holds."""
+SMALL_SHARE = 0.25
+"""Of what a runner takes for itself, at which work is small."""
+ADVISED_SECONDS = 1.0
+"""Of what a runner takes for itself, at which people are told."""
 LEARNT_SECONDS = 1.0
 """Of runs from which something is learnt; in shorter ones the first calls are what counts."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
@@ -288,16 +292,32 @@ def _measured(found: Tally) -> dict[str, float]:
     return {"members": found.members, **parts}
 
 
-def small_work(plan: Plan, options: Options, runner: str) -> str:
-    """What to say where a plan takes less in this process than its runner takes for itself."""
-    if runner == "local" or not all(plan.sizes.values()):
-        return ""
-    there, here = forecast(plan, options, runner), forecast(plan, options, "local")
-    if here.guessed or here.seconds >= 0.25 * there.overhead:
-        return ""
-    return (
-        f"runner='local' would take about {here.seconds:.2g} s; {runner} takes about "
-        f"{there.overhead:.2g} s for {_count(there.pipelines)} besides the work"
+@dataclass(frozen=True)
+class SmallWork:
+    """Whether a plan is quicker in this process than on its runner.
+
+    Attributes:
+      is_small: whether it is told to be, clearly.
+      advice: what to tell people; "" where it is not worth their time.
+    """
+
+    is_small: bool = False
+    advice: str = ""
+
+
+def small_work(plan: Plan, options: Options, there: Forecast) -> SmallWork:
+    """Compares what is told of a plan on a runner with this process."""
+    if there.runner == "local" or not all(plan.sizes.values()):
+        return SmallWork()
+    here = forecast(plan, options, "local")
+    if here.guessed or here.seconds >= SMALL_SHARE * there.overhead:
+        return SmallWork()
+    if there.overhead < ADVISED_SECONDS:
+        return SmallWork(True)
+    return SmallWork(
+        True,
+        f"runner='local' would take about {here.seconds:.2g} s; {there.runner} takes about "
+        f"{there.overhead:.2g} s for {_count(there.pipelines)} besides the work",
     )
 
 

@@ -16,7 +16,7 @@ from beamjax.shards import Shard, ShardExecutor, add_computed, new_accumulators
 
 REPEATED_SECONDS = 0.1
 """A shard is computed again until so much time has passed; the best time counts."""
-MIN_RUNS, MAX_RUNS = 2, 30
+MIN_RUNS, MAX_RUNS = 4, 30
 
 Clock = Callable[[], float]
 

@@ -36,6 +36,8 @@ GAIN = 1.15
 """How much faster another choice has to be than that of the rule; less may be noise."""
 STEP_GAIN = 1.04
 """How much faster a neighbour has to be for its own neighbours to be tried."""
+CLOSE = 1.6
+"""How much slower all members at once may be for it to be tried with shards of other sizes."""
 WORKING_BYTES = 512 << 20
 """That the members of a shard may take at once in what is tried."""
 
@@ -131,36 +133,52 @@ def magnitude(n: Any) -> int:
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def program_text(pieces: Iterable[Piece]) -> list[Any]:
-    """What a program computes, as JSON values that are the same in each process."""
-    found: list[Any] = []
-    for piece in pieces:
-        match piece:
-            case MapPiece():
-                kinds = [type(e.reading).__name__ for e in piece.emissions]
-                operands = [str(var.aval) for var, _ in piece.operands]
-                served = [str(var.aval) for var in piece.broadcasts]
-                eqns = [_eqn_text(e.eqn) for e in piece.emissions]
-                found.append(["map", piece.placement, operands, served, kinds, eqns])
-            case ServerPiece(eqns=eqns):
-                found.append(["server", *map(_eqn_text, eqns)])
-            case GatherPiece() | ScatterPiece():
-                found.append([type(piece).__name__, str(piece.var.aval)])
-            case LoopPiece():
-                blocks = [piece.condition, piece.block] if piece.condition else [piece.block]
-                found.append(["loop", piece.eqn.rounds, *map(_block_text, blocks)])
-            case BranchPiece(branches=branches):
-                found.append(["branch", *map(_block_text, branches)])
-    return found
+def program_text(pieces: Iterable[Piece], sizes: Iterable[Any]) -> list[Any]:
+    """What a program computes, as JSON values that are the same in each process.
+
+    Args:
+      pieces: of the program.
+      sizes: numbers of members; axes of this length are not told from each other.
+    """
+    return list(_Texts(frozenset(sizes)).pieces(pieces))
 
 
-def _block_text(block: BlockPiece) -> list[Any]:
-    return program_text(block.pieces)
+class _Texts:
+    def __init__(self, sizes: frozenset[Any]):
+        self.sizes = sizes
 
+    def pieces(self, pieces: Iterable[Piece]) -> Iterator[Any]:
+        for piece in pieces:
+            match piece:
+                case MapPiece():
+                    kinds = [type(e.reading).__name__ for e in piece.emissions]
+                    operands = [self.type(var) for var, _ in piece.operands]
+                    served = [self.type(var) for var in piece.broadcasts]
+                    eqns = [self.eqn(e.eqn) for e in piece.emissions]
+                    yield ["map", piece.placement, operands, served, kinds, eqns]
+                case ServerPiece(eqns=server):
+                    yield ["server", *map(self.eqn, server)]
+                case GatherPiece() | ScatterPiece():
+                    yield [type(piece).__name__, self.type(piece.var)]
+                case LoopPiece():
+                    blocks = [piece.condition, piece.block] if piece.condition else [piece.block]
+                    yield ["loop", piece.eqn.rounds, *(self.block(block) for block in blocks)]
+                case BranchPiece(branches=branches):
+                    yield ["branch", *map(self.block, branches)]
 
-def _eqn_text(eqn: Any) -> list[str]:
-    bodies = [_ADDRESS.sub("", str(jaxpr)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
-    return [eqn.primitive.name, *(str(getattr(var, "aval", "")) for var in eqn.outputs), *bodies]
+    def block(self, block: BlockPiece) -> list[Any]:
+        return list(self.pieces(block.pieces))
+
+    def eqn(self, eqn: Any) -> list[str]:
+        bodies = [_ADDRESS.sub("", str(jaxpr)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
+        return [eqn.primitive.name, *map(self.type, eqn.outputs), *bodies]
+
+    def type(self, var: Any) -> str:
+        aval = getattr(var, "aval", None)
+        if not hasattr(aval, "shape"):
+            return str(aval)
+        dims = ("n" if dim in self.sizes else str(dim) for dim in aval.shape)
+        return f"{aval.dtype}[{','.join(dims)}]"
 
 
 # --- the search
@@ -264,15 +282,26 @@ class Search:
             best = {name: _fitting(way, other) for name, way in best.items()}
             if not self._attempt(other, best):
                 return
+            if any(self._is_close(p, size) for p in self.passes):
+                self._attempt(other, {p.name: Looping() for p in self.passes})
             if self._score(size) < STEP_GAIN * self._score(other):
                 return
             size = other
+
+    def _is_close(self, a_pass: Pass, size: int) -> bool:
+        """Whether all members at once are not the best way here, but may be at another size."""
+        together = self.times.get((a_pass.name, size, Looping()))
+        best, way = self._best(a_pass, size)
+        return way != Looping() and together is not None and together < CLOSE * best
 
     def _attempt(self, size: int, loopings: Mapping[str, Looping]) -> bool:
         """Times a way, unless it is known or there is no time; whether it is known then."""
         if all((name, size, way) in self.times for name, way in loopings.items()):
             return True
-        if self.left() < 1.2 * self.last * max(1.0, size / max(self.last_size, 1)):
+        # Most of a trial is compiling, which does not grow with the shard.
+        shard = sum(self._best(p, self.last_size)[0] for p in self.passes)
+        more = 3 * shard * max(0.0, size / self.last_size - 1)
+        if self.left() < 1.2 * (self.last + more):
             return False
         self._time(size, loopings)
         return True
