@@ -158,6 +158,16 @@ class NotebookBar(Bar):
             self._handle.update(shown, raw=True)
 
 
+def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
+    """Rows of what was predicted beside what was measured, and how often as long it took."""
+    measured, factors = progress.measured, progress.factors
+    rows = [
+        (name, f"{progress.predicted[name]:.3g} s", f"{measured[name]:.3g} s", f"x {factor:.2g}")
+        for name, factor in factors.items()
+    ]
+    return [("", "PREDICTED", "MEASURED", "FACTOR"), *rows] if rows else []
+
+
 def in_words(progress: Progress) -> str:
     """One line: the step, what is done of how much, how fast, and where the time goes."""
     return f"{progress.step or 'starting'}: {_details(progress)}"

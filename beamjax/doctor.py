@@ -18,13 +18,15 @@ def examine(
     require_platform: str | None = None,
     require_runners: Sequence[str] = (),
     work_folder: str | None = None,
+    measure: bool = False,
 ) -> Iterator[Finding]:
-    """Looks at this machine, without opening its devices in this process.
+    """Looks at this machine, without opening its devices in this process unless it is measured.
 
     Args:
       require_platform: as the option; anything else is a failure.
       require_runners: names of Beam runners that must be usable.
       work_folder: the option of a run, also a URL.
+      measure: whether to measure how fast the machine is.
 
     Yields:
       What was found, as soon as it is.
@@ -34,10 +36,26 @@ def examine(
     yield from checks.check_jaxlib()
     yield from checks.check_environment()
     yield from checks.check_devices(require_platform)
+    if measure:
+        yield check_speed()
     yield checks.check_folder(tempfile.gettempdir(), "temporary folder")
     if work_folder is not None:
         yield checks.check_folder(work_folder, "work folder")
     yield from checks.check_runners(require_runners)
+
+
+def check_speed() -> Finding:
+    """How fast this machine is; measured if it never was, which opens its devices."""
+    from beamjax.calibration import calibrated
+
+    known = calibrated()
+    rates = known.rates
+    found = (
+        f"{rates.flops / 1e9:.3g} GFLOP/s in bodies, {rates.nbytes / 1e9:.3g} GB/s, "
+        f"{1e6 * rates.shard:.3g} us a shard, merges {known.merge / 1e6:.3g} MB/s"
+    )
+    told = [f"{kind} x {factor:.2g}" for kind, factor in known.factors.items()]
+    return Finding("speed", OK, found + ("; by runs: " + ", ".join(told) if told else ""))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--require-runner", action="append", default=[], choices=list(checks.RUNNERS),
         help="fail if this runner can't be used from here",
     )  # fmt: skip
+    parser.add_argument(
+        "--measure", action="store_true", help="measure how fast this machine is, and keep that"
+    )
     parser.add_argument("--work-folder", help="a folder or URL for the option work_folder")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints what is found; returns 1 if something that is needed is missing."""
-    found = examine(arguments.require_platform, arguments.require_runner, arguments.work_folder)
+    found = examine(
+        arguments.require_platform,
+        arguments.require_runner,
+        arguments.work_folder,
+        arguments.measure,
+    )
     findings = []
     for finding in found:
         findings.append(finding)

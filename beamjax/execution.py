@@ -12,6 +12,7 @@ import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.errors import OptionsError, StagingError
+from beamjax.forecast import SmallWork, forecast, learn, small_work
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
 from beamjax.interpreters import stage as _stage
@@ -125,6 +126,11 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
         inputs = bind_inputs(plan, arguments)
         name = runner if isinstance(runner, str) else type(runner).__name__
+        told = forecast(plan, options, name)
+        small = small_work(plan, options, told)
+        if small.is_small and options.small_work == "here":
+            runner = name = LOCAL
+            told, small = forecast(plan, options, LOCAL), SmallWork()
         check_memory(plan, sources_of(inputs.values), options, Workers.of(name, options))
         sources = files.pop_all()
     weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]
@@ -140,6 +146,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
             with results.cleared():
                 values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
+            learn(plan, options, told, monitor.progress())
             leaves = [
                 _with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
                 for out, weak in zip(plan.outputs, weak_types, strict=True)
@@ -147,7 +154,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
             result = jax.tree_util.tree_unflatten(tree, leaves)
             return with_tables(result, results, runner, options)
 
-    return Work(plan, name, options, compute)
+    return Work(plan, name, options, compute, told.by_name(), small.advice)
 
 
 def _values(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import itertools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +18,28 @@ import jax
 
 from beamjax import planning
 from beamjax import reading as reading_of
+from beamjax.choice_facts import (
+    choice_facts,
+    choice_lines,
+    predicted_lines,
+    prediction_fact,
+    tried_facts,
+)
+from beamjax.choices import Choices, write_json
 from beamjax.errors import OptionsError
 from beamjax.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
 from beamjax.facts import input_facts, memory_fact, plan_facts
 from beamjax.fan_out import workers_of
 from beamjax.fitting import padding_notes
 from beamjax.interpreters import flatten as _flatten
-from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
 from beamjax.memory import Workers, estimate
 from beamjax.memory_text import memory_rows, step_texts
 from beamjax.options import Options, parse_options
+from beamjax.piece_text import graph_text
+from beamjax.total_text import move_lines, total_rows
 from beamjax.verification import aligned
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
@@ -61,12 +70,14 @@ def plan_text(facts: PlanFacts) -> str:
         "edges",
         [(e.source, "->", e.target, e.value, human_bytes(e.nbytes)) for e in facts.edges],
     )
-    lines += ["", "gathered and scattered", *_move_lines(facts)]
+    lines += ["", "gathered and scattered", *move_lines(facts)]
     lines += _section(
         "outputs",
         [(o.path, o.type, human_bytes(o.nbytes), f"from {o.source}") for o in facts.outputs],
     )
-    lines += _section("totals", _total_rows(facts))
+    lines += _section("totals", total_rows(facts))
+    for title, told in (("choices", choice_lines), ("predicted", predicted_lines)):
+        lines += ["", title, *(f"  {line}" for line in told(facts))]
     lines += _section("memory at most", memory_rows(facts.memory)) if facts.memory else []
     return "\n".join(lines)
 
@@ -144,39 +155,6 @@ def _handed_cells(step: StepFact) -> list[tuple[str, str, str, str]]:
     return cells
 
 
-def _move_lines(facts: PlanFacts) -> list[str]:
-    lines = []
-    steps = list(walk_facts(facts.steps))
-    if all(step.kind != "Gather" for step in steps):
-        lines.append("  nothing is gathered")
-    sources = {(edge.target, edge.value): edge.source for edge in facts.edges}
-    for step in steps:
-        if step.kind not in ("Gather", "Scatter"):
-            continue
-        (value,) = (*step.served, *step.placed)
-        lines.append(
-            f"  {step.name}: {value.name} of {sources[step.name, value.name]}, "
-            f"{human_bytes(value.nbytes)}, along axis {step.axis}, because {step.reason}"
-        )
-        lines += [f"    at {line}" for line in step.lines if line]
-    return lines
-
-
-def _total_rows(facts: PlanFacts) -> list[tuple[str, str]]:
-    rows = [
-        (f"read by {step.name}", f"{human_bytes(step.read_bytes)} of members")
-        for step in walk_facts(facts.steps)
-        if step.kind == "Map"
-    ]
-    rows.append(("read by all passes", human_bytes(facts.read_bytes)))
-    rows.append(("broadcast", human_bytes(facts.broadcast_bytes)))
-    rows.append(("gathered", human_bytes(facts.gathered_bytes)))
-    rows.append(("reduced", f"{human_bytes(facts.partial_bytes)} a shard"))
-    if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
-        rows.append(("rounds", "each round of a loop is counted once in these totals"))
-    return rows + [(f"code for {p}", human_bytes(n)) for p, n in facts.executable_bytes.items()]
-
-
 def plan_mermaid(facts: PlanFacts) -> str:
     """A plan as a Mermaid flowchart; steps that gather or scatter are red.
 
@@ -233,40 +211,6 @@ def _escaped(text: str) -> str:
     return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
 
 
-def graph_text(pieces: Sequence[_pieces.Piece]) -> str:
-    """The pieces that a program was cut to."""
-    return "\n".join(line for piece in pieces for line in _piece_lines(piece))
-
-
-def _piece_lines(piece: _pieces.Piece) -> list[str]:
-    match piece:
-        case _pieces.ServerPiece(eqns, inputs, outputs):
-            return [f"server: {inputs} -> {outputs}", *(f"  {eqn!r}" for eqn in eqns)]
-        case _pieces.MapPiece():
-            operands = ", ".join(f"{var!r} ({along})" for var, along in piece.operands)
-            return [
-                f"map over {piece.placement}: broadcasts {piece.broadcasts}, "
-                f"operands [{operands}], results {piece.results}",
-                *(f"  {emission.eqn!r}" for emission in piece.emissions),
-            ]
-        case _pieces.GatherPiece(var, along, user):
-            return [f"gather: {var!r} ({along}) for", f"  {user!r}"]
-        case _pieces.ScatterPiece(var, along, user):
-            return [f"scatter: {var!r} ({along}) for", f"  {user!r}"]
-        case _pieces.LoopPiece(eqn, _, condition, block):
-            while_ = _block_lines("while", condition) if condition else []
-            return [f"loop: {eqn!r}", *while_, *_block_lines("round", block)]
-        case _pieces.BranchPiece(eqn, branches):
-            blocks = (_block_lines(f"branch {i}", block) for i, block in enumerate(branches))
-            return [f"branch: {eqn!r}", *itertools.chain(*blocks)]
-
-
-def _block_lines(name: str, piece: _pieces.BlockPiece) -> list[str]:
-    lines = graph_text(piece.pieces).splitlines()
-    ends = ", ".join(map(repr, piece.block.outputs))
-    return [f"  {name}:", *(f"    {line}" for line in lines), f"    outputs {ends}"]
-
-
 # --- the front
 
 
@@ -277,6 +221,35 @@ class Explanation:
     stage: str
     text: str
     facts: PlanFacts | None = None
+    choices: Choices | None = None
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """What a run on the given runner is told to take, without compiling.
+
+        None where nobody knows the number of members before.
+
+        Raises:
+          OptionsError: the stage is not "plan".
+        """
+        told = self._plan_facts("predicted_seconds").predicted
+        return None if told is None else told.seconds
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what the plan was fixed to, for the option `plan` of other runs.
+
+        Args:
+          path: of a file of JSON.
+
+        Raises:
+          OptionsError: the stage is not "plan", or the file can't be written.
+        """
+        self._plan_facts("save")
+        assert self.choices is not None
+        try:
+            write_json(path, self.choices.to_json())
+        except OSError as error:
+            raise OptionsError(f"save: cannot write {os.fspath(path)} ({error})") from error
 
     def __repr__(self) -> str:
         return self.text
@@ -311,9 +284,16 @@ class Explanation:
 
 
 def explain(
-    fn: Callable[..., Any], *args: Any, stage: str = "plan", options: Any = None
+    fn: Callable[..., Any],
+    *args: Any,
+    stage: str = "plan",
+    options: Any = None,
+    runner: Any = "DirectRunner",
 ) -> Explanation:
-    """Tells how a function of programs would be run. Nothing is computed, and no data is read.
+    """Tells how a function of programs would be run. No data is read.
+
+    Nothing is computed but what `run` computes before it starts: bodies of long passes are timed on
+    made-up data, see the option `probe`.
 
     Args:
       fn: as for `run`.
@@ -322,9 +302,11 @@ def explain(
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (a place for every value), "graph"
         (cut at the reductions).
       options: as for `run`.
+      runner: that seconds are predicted for.
 
     Returns:
-      What `print` and notebooks show; for the plan also `to_mermaid()` and `to_json()`.
+      What `print` and notebooks show; for the plan also `to_mermaid()`, `to_json()`,
+      `predicted_seconds` and `save(path)`.
 
     Raises:
       OptionsError: there is no such stage.
@@ -348,12 +330,18 @@ def explain(
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
     found = estimate(planned.plan, sources, parsed, Workers.of("DirectRunner", parsed))
+    plan, name = planned.plan, runner if isinstance(runner, str) else type(runner).__name__
+    workers = workers_of(parsed.beam)
+    facts = plan_facts(plan, inputs, paths, parsed.reduction, workers, parsed.merge_fan_out)
     facts = dataclasses.replace(
-        plan_facts(planned.plan, inputs, paths, parsed.reduction, workers_of(parsed.beam)),
-        notes=notes + padding_notes(planned.plan, arguments),
+        facts,
+        notes=notes + padding_notes(plan, arguments),
         memory=memory_fact(found),
+        choices=tuple(choice_facts(plan, facts.steps, parsed, name)),
+        tried=tried_facts(plan),
+        predicted=prediction_fact(plan, parsed, name),
     )
-    return Explanation(stage, plan_text(facts), facts)
+    return Explanation(stage, plan_text(facts), facts, plan.choices)
 
 
 def _planned(

@@ -213,12 +213,74 @@ class MemoryFact:
 
 
 @dataclass(frozen=True)
+class ChoiceFact:
+    """One thing that could be otherwise: what was chosen, why, and which option fixes it."""
+
+    what: str
+    chosen: str
+    why: str
+    option: str
+
+
+@dataclass(frozen=True)
+class TriedFact:
+    """What a probe timed: a pass with shards of a size, computed in a way."""
+
+    step: str
+    shard_size: int
+    member_loop: str
+    member_seconds: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a step is told to take, all of its rounds together, and what tells it."""
+
+    step: str
+    rounds: int
+    read: float
+    compute: float
+    merge: float
+    source: str
+
+
+@dataclass(frozen=True)
+class PredictionFact:
+    """What a plan is told to take on a runner, in seconds.
+
+    Attributes:
+      steps: those that compute.
+      pipelines: of Beam.
+      overhead: what the runner takes for itself.
+      compile: for executables, the first time in a process; not part of `seconds`.
+      seconds: all together.
+      guessed: whether a number of rounds that depends on data is taken to be a few.
+      calibrated: whether this machine was measured.
+      advice: what would be quicker, if something is known to be.
+      local: all together on runner "local".
+    """
+
+    runner: str
+    steps: tuple[StepSeconds, ...]
+    pipelines: int
+    overhead: float
+    compile: float
+    seconds: float
+    guessed: bool
+    calibrated: bool
+    advice: str
+    local: float
+
+
+@dataclass(frozen=True)
 class PlanFacts:
     """A plan as numbers and text.
 
     `steps` has those of blocks inside of their loops and branches (see `walk_facts`). Bytes are the
     sums of those of all steps, of which each round of a loop is counted once. `notes` say how
-    sources of unknown length are read. `memory` is for DirectRunner.
+    sources of unknown length are read. `memory` is for DirectRunner. `choices` are what could be
+    otherwise, `tried` what was timed for them, and `predicted` what all of it takes.
     """
 
     program: str
@@ -237,3 +299,6 @@ class PlanFacts:
     executable_bytes: Mapping[str, int]
     notes: tuple[str, ...] = ()
     memory: MemoryFact | None = None
+    choices: tuple[ChoiceFact, ...] = ()
+    tried: tuple[TriedFact, ...] = ()
+    predicted: PredictionFact | None = None

@@ -57,6 +57,7 @@ def plan_facts(
     paths: Sequence[str],
     reduction: str = "exact",
     workers: int | None = None,
+    groups: int | None = None,
 ) -> PlanFacts:
     """Everything that is told about a plan.
 
@@ -66,8 +67,9 @@ def plan_facts(
       paths: where each output stands in the result.
       reduction: of `Options`.
       workers: that options of Beam ask for, if they do.
+      groups: the option `merge_fan_out`.
     """
-    steps = tuple(step_fact(plan, step, reduction, workers) for step in plan.steps)
+    steps = tuple(step_fact(plan, step, reduction, workers, groups) for step in plan.steps)
     everything = list(walk_facts(steps))
     makers = {name: fact.path for fact in inputs for name in fact.values}
     for fact in everything:
@@ -108,7 +110,11 @@ def memory_fact(found: Estimate) -> MemoryFact:
 
 
 def step_fact(
-    plan: Plan, step: Step, reduction: str = "exact", workers: int | None = None
+    plan: Plan,
+    step: Step,
+    reduction: str = "exact",
+    workers: int | None = None,
+    groups: int | None = None,
 ) -> StepFact:
     """The facts of one step."""
 
@@ -135,8 +141,8 @@ def step_fact(
                 read_bytes=_total(operands),
                 broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
-                reason=f"members one after the other: {step.turns}" if step.turns else "",
-                merge=_merge(plan, step, reduction, workers),
+                reason=_turns(step),
+                merge=_merge(plan, step, reduction, workers, groups),
             )  # fmt: skip
         case Gather(name, operand, result, axis, reason, line):
             moved, lines, placement = values([operand]), (line,), plan.values[operand].placement
@@ -151,10 +157,10 @@ def step_fact(
                 axis=axis, reason=reason, lines=lines,
             )  # fmt: skip
         case Loop():
-            return _loop_fact(plan, step, reduction, workers)
+            return _loop_fact(plan, step, reduction, workers, groups)
         case Branch(name, index, blocks, results, line):
             facts = tuple(
-                _block_fact(plan, f"block {i}", block, reduction, workers)
+                _block_fact(plan, f"block {i}", block, reduction, workers, groups)
                 for i, block in enumerate(blocks)
             )
             return StepFact(
@@ -163,12 +169,23 @@ def step_fact(
             )  # fmt: skip
 
 
-def _merge(plan: Plan, step: Map, mode: str, workers: int | None) -> FanOut | None:
+def _turns(step: Map) -> str:
+    if not step.turns:
+        return ""
+    how = "one after the other" if step.looping.kind == "loop" else f"in {step.looping}"
+    return f"members {how}: {step.turns}"
+
+
+def _merge(
+    plan: Plan, step: Map, mode: str, workers: int | None, groups: int | None
+) -> FanOut | None:
     shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
-    return fan_out(step, shards, workers, mode) if step.lanes else None
+    return fan_out(step, shards, workers, mode, groups) if step.lanes else None
 
 
-def _loop_fact(plan: Plan, loop: Loop, reduction: str, workers: int | None) -> StepFact:
+def _loop_fact(
+    plan: Plan, loop: Loop, reduction: str, workers: int | None, groups: int | None
+) -> StepFact:
     handed = [
         HandedFact("carries", value_fact(plan, v.param), v.init, v.result) for v in loop.carried
     ]
@@ -180,9 +197,9 @@ def _loop_fact(plan: Plan, loop: Loop, reduction: str, workers: int | None) -> S
     ]
     read = [value_fact(plan, fact.outside) for fact in handed if fact.outside is not None]
     made = [value_fact(plan, fact.afterwards) for fact in handed if fact.afterwards is not None]
-    blocks = [_block_fact(plan, "each round", loop.block, reduction, workers)]
+    blocks = [_block_fact(plan, "each round", loop.block, reduction, workers, groups)]
     if loop.condition is not None:
-        blocks.insert(0, _block_fact(plan, "condition", loop.condition, reduction, workers))
+        blocks.insert(0, _block_fact(plan, "condition", loop.condition, reduction, workers, groups))
     return StepFact(
         loop.name, "Loop", None,
         tuple(value for value in read if value.member_bytes is None),
@@ -193,9 +210,9 @@ def _loop_fact(plan: Plan, loop: Loop, reduction: str, workers: int | None) -> S
 
 
 def _block_fact(
-    plan: Plan, title: str, block: Block, reduction: str, workers: int | None
+    plan: Plan, title: str, block: Block, reduction: str, workers: int | None, groups: int | None
 ) -> BlockFact:
-    steps = tuple(step_fact(plan, step, reduction, workers) for step in block.steps)
+    steps = tuple(step_fact(plan, step, reduction, workers, groups) for step in block.steps)
     return BlockFact(title, steps, tuple(value_fact(plan, name) for name in block.outputs))
 
 

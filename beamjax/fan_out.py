@@ -51,7 +51,9 @@ class FanOut:
         return f"{size} of accumulators in {where}, {pieces}{groups}: {self.why}"
 
 
-def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
+def fan_out(
+    step: Map, shards: int | None, workers: int | None, mode: str, fixed: int | None = None
+) -> FanOut:
     """Chooses it for a pass.
 
     Args:
@@ -59,11 +61,15 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
       shards: that it has, if that is known.
       workers: that merge at the same time, if that is known.
       mode: of the accumulators.
+      fixed: groups of each piece, if that is fixed.
     """
     nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
     pieces = len(step_sections(step) if in_files else step_pieces(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     groups = _groups(pieces, partials, nbytes, workers or 1)
+    if fixed is not None:
+        why = f"the option merge_fan_out={fixed}"
+        return FanOut(pieces, nbytes, in_files, min(fixed, max(partials, 1)), why)
     who = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
         why = f"{who} for {partials} partials"

@@ -11,8 +11,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from beamjax import records
@@ -56,12 +56,16 @@ class Work:
       runner: its name.
       options: of the run.
       compute: runs the plan under a monitor, and gives the tree that the function returns.
+      predicted: seconds by step, see `Progress`.
+      advice: what would be quicker, if something is known to be.
     """
 
     plan: Plan
     runner: str
     options: Options
     compute: Callable[[Monitor], Any]
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    advice: str = ""
 
 
 class Job:
@@ -329,7 +333,8 @@ def _tell_where(
 
 def _monitor(work: Work, folder: JobFolder | None = None) -> Monitor:
     options = work.options
-    return Monitor(work.plan, folder, DeadLetters(options.drop_limit, options.dead_letters))
+    letters = DeadLetters(options.drop_limit, options.dead_letters)
+    return Monitor(work.plan, folder, letters, work.predicted, work.advice)
 
 
 def _describe(work: Work) -> dict[str, Any]:

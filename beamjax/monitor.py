@@ -14,7 +14,14 @@ from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
 from beamjax.meters import Reports
 from beamjax.plan import Plan
-from beamjax.progress import Progress, Tally, WorkerRecord, expected, tally
+from beamjax.progress import (
+    Progress,
+    Tally,
+    WorkerRecord,
+    expected,
+    step_name,
+    tallies,
+)
 
 
 class Monitor:
@@ -26,6 +33,8 @@ class Monitor:
       plan: what is to be done.
       folder: of the job; without one, nobody can look on.
       letters: for the members that are dropped.
+      predicted: seconds by step, see `Progress`.
+      advice: what would be quicker, if something is known to be.
 
     Attributes:
       folder, letters: as given.
@@ -36,13 +45,16 @@ class Monitor:
         plan: Plan,
         folder: JobFolder | None = None,
         letters: DeadLetters | None = None,
+        predicted: Mapping[str, float] | None = None,
+        advice: str = "",
     ):
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
-        self._expected = expected(plan)
+        self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._done = Tally()
+        self._steps: dict[str, Tally] = {}
         self._rounds = 0
         self._step = ""
         self._workers: set[str] = set()
@@ -55,13 +67,20 @@ class Monitor:
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
         """A shard is done in this process."""
         with self._lock:
-            self._done += replace(spent, members=count, shards=1)
+            self._count({step: replace(spent, members=count, shards=1)})
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:
         """A step took these seconds in this process, which are not those of a shard."""
         with self._lock:
-            self._done += spent
+            self._count({step: spent})
+
+    def _count(self, spent: Mapping[str, Tally]) -> None:
+        """Adds what was done of steps, while the lock is held."""
+        self._done = sum(spent.values(), self._done)
+        for name, more in spent.items():
+            plain = step_name(name)
+            self._steps[plain] = self._steps.get(plain, Tally()) + more
 
     def tick(self) -> None:
         """Time has passed.
@@ -119,7 +138,7 @@ class Monitor:
         found = self.folder.workers(name) if self.folder is not None else []
         with self._lock:
             self._pipeline = None
-            self._done += tally(found)
+            self._count(tallies(found))
             self._step = _last_step(found, self._step)
             self._workers.update(record.worker for record in found)
         if found and self.folder is not None:
@@ -161,9 +180,14 @@ class Monitor:
         with self._lock:
             if name != self._pipeline:  # it ended meanwhile, and is counted
                 found = []
+            under_way = tallies(found)
             return replace(
                 self._expected,
-                done=self._done + tally(found),
+                done=sum(under_way.values(), self._done),
+                steps={
+                    name: self._steps.get(name, Tally()) + under_way.get(name, Tally())
+                    for name in {**self._steps, **under_way}
+                },
                 rounds=self._rounds,
                 dropped=len(self.letters),
                 step=_last_step(found, self._step),

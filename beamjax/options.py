@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from beamjax.choices import Choices, check_choices, chosen
 from beamjax.errors import OptionsError
 
 REDUCTIONS = ("exact", "fast")
@@ -18,6 +19,7 @@ ON_ERROR = ("raise", "drop")
 ON_NONFINITE = ("keep", "raise", "drop")
 KEEP_FOLDER = (None, "failed", "always")
 KEEP = (None, "placed")
+SMALL_WORK = ("runner", "here")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,17 @@ class Options:
     """How a program is planned and run.
 
     Attributes:
-      shard_size: members in a shard, a multiple of 8; None chooses by the bytes of a member.
+      shard_size: members in a shard, a multiple of 8; None chooses by the bytes of a member, or by
+        `probe`.
+      member_loop: how a shard is computed: "vmap" for all of its members at once, "loop" for one
+        after the other, "batches" for some at once. None chooses by the bodies, or by `probe`.
+      member_batch: members at once for "batches", a multiple of 8 of which shards have a whole
+        number; None chooses by the bytes of a member.
+      probe: whether shard size and loop are chosen by timing the bodies of long passes on made-up
+        data: True for passes of any length, False for none; None where it pays. What was found is
+        remembered, by program, machine and version of JAX.
+      plan: what `explain(...).save(path)` wrote: shard sizes and loops are those, and so are the
+        bits. A path, or None.
       reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
         for any order; "fast" adds in float64, with no promise about the last bits.
       platforms: of the workers: "cpu", "cuda", "rocm", "tpu". None means `require_platform`, and
@@ -38,6 +50,10 @@ class Options:
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
         Beam pipeline; None chooses by the steps and the bytes of a round. Rounds that hold further
         control flow, and those of a `while_loop`, always have pipelines of their own.
+      merge_fan_out: groups in which the partials of a pass are merged side by side, before those of
+        the groups are; 1 for none. None chooses by bytes and workers.
+      small_work: "here" lets a run whose work is told to be shorter than what its runner takes for
+        a pipeline run in this process instead; "runner" does not.
       gather_limit: bytes past which staging refuses to gather a placed value to the server; None
         gathers whatever an operation needs. `explain` shows what is gathered, and why.
       job_folder: a folder for the records of the job and its result, from which `open_job` reads
@@ -86,6 +102,12 @@ class Options:
     """
 
     shard_size: int | None = None
+    member_loop: str | None = None
+    member_batch: int | None = None
+    probe: bool | None = None
+    plan: Choices | str | None = None
+    merge_fan_out: int | None = None
+    small_work: str = "runner"
     reduction: str = "exact"
     platforms: tuple[str, ...] | None = None
     work_folder: str | None = None
@@ -127,6 +149,11 @@ class Options:
         """The options that a plan depends on."""
         return (
             self.shard_size,
+            self.member_loop,
+            self.member_batch,
+            self.probe,
+            self.plan,
+            self.memory,
             self.platforms,
             self.callbacks,
             self.gather_limit,
@@ -195,6 +222,8 @@ def _flag(key: str, value: Any) -> str | None:
 
 _NUMBERS: dict[str, type[int] | type[float]] = {
     "shard_size": int,
+    "member_batch": int,
+    "merge_fan_out": int,
     "rounds_per_graph": int,
     "gather_limit": int,
     "checkpoint_every": int,
@@ -213,7 +242,7 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "progress", "preallocate"):
+    for name in ("callbacks", "progress", "preallocate", "probe"):
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:
@@ -259,6 +288,12 @@ def _checked(options: Options) -> Options:
         raise OptionsError(
             f"results_folder: found {results!r}, expected the path or URL of a folder"
         )
+    check_choices(options)
+    if options.small_work not in SMALL_WORK:
+        raise OptionsError(
+            f"small_work: found {options.small_work!r}, expected one of {', '.join(SMALL_WORK)}"
+        )
+    options = replace(options, plan=chosen(options.plan))
     _check_dropping(options)
     _check_machine(options)
     if isinstance(options.dead_letters, os.PathLike):

@@ -16,7 +16,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
+from beamjax.choices import Choices, Looping
+from beamjax.costs import Cost
 from beamjax.dropping import Guard
+
+VMAP = Looping()
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,8 @@ class Map:
     member, the number of true members in it and operands padded to the shard size; it returns the
     placed results of the shard, one flat vector of partials per lane, and the arrays of each
     combine. A `guard` has it take and return more. One of `fitted` takes its place for operands of
-    the shapes that it is for. `turns` says why the body computes its members one after the other,
-    if it does.
+    the shapes that it is for. `looping` says how the body computes the members of a shard, and
+    `turns` why not all of them at once, if so.
     """
 
     name: str
@@ -199,6 +203,7 @@ class Map:
     guard: Guard | None = None
     fitted: tuple[Fitted, ...] = ()
     turns: str = ""
+    looping: Looping = VMAP
 
     @property
     def reduced(self) -> tuple[str, ...]:
@@ -392,6 +397,8 @@ class Plan:
       bodies: executables by content hash.
       x64: whether 64-bit types were enabled when the program was staged.
       recipe: a `restaging.Recipe` of the plan, if a body runs as Python.
+      costs: of a member in each pass, and of each server step, by name of the step.
+      choices: what it was fixed to, and who chose it.
     """
 
     name: str
@@ -406,6 +413,8 @@ class Plan:
     jax_version: str
     constants: tuple[Any, ...] = field(default=(), repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
+    costs: Mapping[str, Cost] = field(default_factory=dict, compare=False, repr=False)
+    choices: Choices = field(default_factory=Choices, compare=False, repr=False)
 
     def shards(self, placement: str) -> int:
         """Number of shards of a placement."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from beamjax.choices import Looping
+from beamjax.choosing import chosen_plan
 from beamjax.fitting import buckets_of, fitted, fitting_notes
 from beamjax.inputs import Inputs
 from beamjax.interpreters import flatten as _flatten
@@ -63,10 +65,26 @@ def plan_for(
     cache = _cache_of(fn)
     if full_key not in cache:
         planned = make_plan(fn, arguments, restore, options, unroll)
+        special = "members have unequal lengths" if buckets else ""
+        planned = _chosen(planned, arguments, options, special)
         if buckets:
             planned = _fitted(planned, fn, arguments, restore, options, unroll)
         cache[full_key] = planned
     return cache[full_key]
+
+
+def _chosen(
+    planned: Planned, arguments: Sequence[Argument], options: Options, special: str
+) -> Planned:
+    """The same with the plan that is run: of what is worth it, the fastest one."""
+
+    def relower(sizes: Mapping[str, int], loopings: Mapping[str, Looping]) -> Plan:
+        placed, pieces, name = planned.placed, planned.pieces, planned.staged.name
+        paths = _paths(arguments, planned.flat)
+        return _lower.lower(placed, pieces, paths, name, options, sizes, loopings)
+
+    plan = chosen_plan(planned.plan, planned.placed, planned.pieces, options, relower, special)
+    return replace(planned, plan=plan)
 
 
 def _fitted(
@@ -79,8 +97,12 @@ def _fitted(
 ) -> Planned:
     """The same with bodies for short members, if they can have their own."""
 
+    loopings = planned.plan.choices.loopings if options.plan is not None else None
+
     def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
-        return make_plan(fn, others, restore, options, unroll, sizes).plan
+        if sizes is None and options.plan is not None:
+            sizes = planned.plan.shard_sizes
+        return make_plan(fn, others, restore, options, unroll, sizes, loopings).plan
 
     plan, reason = fitted(planned.plan, arguments, make)
     return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
@@ -93,6 +115,7 @@ def make_plan(
     options: Options,
     unroll: bool = False,
     shard_sizes: Mapping[str, int] | None = None,
+    loopings: Mapping[str, Looping] | None = None,
 ) -> Planned:
     """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
     staged = _stage.stage(fn, arguments, restore)
@@ -100,10 +123,14 @@ def make_plan(
     placed = placed_program(staged, flat, arguments)
     pieces = _split.split(placed)
     _unknown.settle_sizes(placed, pieces)
-    paths = [argument.path for argument in arguments]
-    paths += [f"constant {i}" for i in range(len(flat.constants))]
-    plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes)
+    paths = _paths(arguments, flat)
+    plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes, loopings)
     return Planned(staged, flat, placed, pieces, plan)
+
+
+def _paths(arguments: Sequence[Argument], flat: _flatten.FlatProgram) -> list[str]:
+    paths = [argument.path for argument in arguments]
+    return paths + [f"constant {i}" for i in range(len(flat.constants))]
 
 
 def placed_program(

@@ -185,6 +185,8 @@ class Recipe:
         arguments = [_abstract(argument) for argument in self.arguments]
         options = Options(
             shard_size=self.options.shard_size,
+            member_loop=self.options.member_loop,
+            member_batch=self.options.member_batch,
             platforms=(),
             on_error=self.options.on_error,
             on_nonfinite=self.options.on_nonfinite,

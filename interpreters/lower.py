@@ -12,15 +12,17 @@ import numpy as np
 
 from beamjax import _compat
 from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
+from beamjax.choices import Looping
+from beamjax.costs import Cost
 from beamjax.errors import StagingError
-from beamjax.interpreters import callbacks, rules, sizing
+from beamjax.interpreters import callbacks, rules
+from beamjax.interpreters.cost import member_cost, server_cost
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
-from beamjax.interpreters.flatten import HOST_CALLS
 from beamjax.interpreters.keeping import guard_of, with_kept_members
 from beamjax.interpreters.lanes import lanes_of
-from beamjax.interpreters.map_bodies import goes_one_by_one, map_body, one_by_one, read
-from beamjax.interpreters.own_kernels import convolves_by_member
+from beamjax.interpreters.looping import looping_of
+from beamjax.interpreters.map_bodies import map_body, one_by_one, read
 from beamjax.interpreters.pieces import (
     BlockPiece,
     BranchPiece,
@@ -30,9 +32,10 @@ from beamjax.interpreters.pieces import (
     Piece,
     ScatterPiece,
     ServerPiece,
+    walk,
 )
 from beamjax.interpreters.places import Along, Place, PlacedProgram
-from beamjax.interpreters.readings import draw_by_batch
+from beamjax.interpreters.reasons import why_on_server
 from beamjax.interpreters.rules import Combination
 from beamjax.interpreters.sizing import shard_sizes
 from beamjax.options import Options
@@ -64,6 +67,7 @@ def lower(
     name: str,
     options: Options,
     sizes: Mapping[str, int] | None = None,
+    loopings: Mapping[str, Looping] | None = None,
 ) -> Plan:
     """Makes a plan.
 
@@ -74,12 +78,28 @@ def lower(
       name: of the plan.
       options: shard size and platforms.
       sizes: members in a shard of each placement; by default as fits the program.
+      loopings: how passes compute the members of a shard, by name; by default likewise.
 
     Raises:
       StagingError: a piece can't be exported, or more would be gathered than the options allow.
     """
     sizes = shard_sizes(program, pieces, options) if sizes is None else sizes
-    return _Lowering(program, pieces, options, sizes).plan(name, paths)
+    return _Lowering(program, pieces, options, sizes, loopings or {}).plan(name, paths)
+
+
+def lower_passes(
+    program: PlacedProgram,
+    pieces: Sequence[Piece],
+    placement: str,
+    options: Options,
+    size: int,
+    loopings: Mapping[str, Looping],
+) -> Plan:
+    """The passes over one placement alone, in order and by their names, with shards of a size."""
+    sizes = {**dict.fromkeys(program.sizes, size)}
+    lowering = _Lowering(program, pieces, options, sizes, loopings)
+    passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
+    return lowering.with_steps([lowering.map(piece) for piece in passes], "passes")
 
 
 class _Lowering:
@@ -89,12 +109,15 @@ class _Lowering:
         pieces: Sequence[Piece],
         options: Options,
         sizes: Mapping[str, int],
+        loopings: Mapping[str, Looping],
     ):
         self.program = program
         self.pieces = pieces
         self.options = options
         self.platforms = (default_platform(),) if options.platforms is None else options.platforms
         self.sizes = sizes
+        self.loopings = loopings
+        self.costs: dict[str, Cost] = {}
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
         self.served_inputs: set[Var] = set()
@@ -105,24 +128,34 @@ class _Lowering:
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(piece) for piece in self.pieces]
         outputs = tuple(self.output(atom) for atom in self.program.flat.outputs)
-        plan = Plan(
+        plan = self.with_steps(steps, name, outputs, paths)
+        if self.guard is None or not self.guard.drops:
+            return plan
+        return with_kept_members(plan, self.empty_pass)
+
+    def with_steps(
+        self,
+        steps: Sequence[Step],
+        name: str,
+        outputs: tuple[Output, ...] = (),
+        paths: Sequence[str] | None = None,
+    ) -> Plan:
+        """A plan of steps that were made; without paths it has no inputs."""
+        inputs = self.program.flat.inputs if paths is not None else []
+        return Plan(
             name=name,
             sizes={k: None if is_unknown(n) else n for k, n in self.program.sizes.items()},
             shard_sizes=self.sizes,
             values=self.values,
-            inputs=tuple(
-                self.input(v, p) for v, p in zip(self.program.flat.inputs, paths, strict=True)
-            ),
+            inputs=tuple(self.input(v, p) for v, p in zip(inputs, paths or (), strict=True)),
             steps=tuple(steps),
             outputs=outputs,
             bodies=self.bodies,
             x64=bool(_compat.config.jax_enable_x64),
             jax_version=jax.__version__,
-            constants=tuple(self.program.flat.constants),
+            constants=tuple(self.program.flat.constants) if paths is not None else (),
+            costs=self.costs,
         )
-        if self.guard is None or not self.guard.drops:
-            return plan
-        return with_kept_members(plan, self.empty_pass)
 
     def empty_pass(self, placement: str) -> Map:
         """A pass that computes nothing."""
@@ -205,7 +238,7 @@ class _Lowering:
 
     def gather(self, piece: GatherPiece) -> Gather:
         operand, result = self.placed(piece.var, piece.along), self.served(piece.var)
-        line, reason = piece.user.line, _why(piece.user)
+        line, reason = piece.user.line, why_on_server(piece.user)
         nbytes, limit = self.values[result].nbytes, self.options.gather_limit
         if limit is not None and nbytes > limit:
             raise StagingError(
@@ -263,8 +296,9 @@ class _Lowering:
         inputs = tuple(self.served(var) for var in piece.inputs)
         arguments = [_argument(self.values[x]) for x in inputs]
         key = self.export(name, lambda members: body, None, arguments, piece.eqns)
-        reasons = (_why(eqn) for eqn in piece.eqns if eqn.primitive.name == "bj_map")
+        reasons = (why_on_server(eqn) for eqn in piece.eqns if eqn.primitive.name == "bj_map")
         outputs = tuple(self.served(var) for var in piece.outputs)
+        self.costs[name] = server_cost(piece)
         return Server(name, key, inputs, outputs, next(reasons, ""))
 
     def map(self, piece: MapPiece) -> Map:
@@ -285,9 +319,15 @@ class _Lowering:
         impls = [value.key_impl for value, _ in types]
         arguments = [*self.heads(size), *(_argument(*each) for each in types)]
         guard = self.guard
-        turns = self.turns(piece) if goes_one_by_one(piece, lanes) else ""
-        how = one_by_one if turns else map_body
-        sized = functools.partial(how, self.program, piece, lanes, impls, guard)
+        n, chosen = self.program.sizes[piece.placement], self.loopings.get(name)
+        looping, turns = looping_of(piece, lanes, n, size, self.options, self.platforms, chosen)
+        sized = functools.partial(map_body, self.program, piece, lanes, impls, guard)
+        if looping.kind != "vmap":
+            batch = looping.batch or 1
+            sized = functools.partial(
+                one_by_one, self.program, piece, lanes, impls, guard, batch=batch
+            )
+        self.costs[name] = member_cost(piece, n)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
             name,
@@ -301,15 +341,8 @@ class _Lowering:
             combines,
             guard,
             turns=turns,
+            looping=looping,
         )
-
-    def turns(self, piece: MapPiece) -> str:
-        """Why the members of a shard had better be computed one after the other, if so."""
-        if sizing.is_large(piece, self.program.sizes[piece.placement]):
-            return "large members"
-        if self.platforms == ("cpu",) and convolves_by_member(piece):
-            return "convolutions with kernels of the members' own"
-        return ""
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """What the body of a pass takes first: where its shard starts, and who is in it."""
@@ -364,23 +397,6 @@ class _Lowering:
             key, exported = export_body(name, sized(size), arguments, self.platforms, lines)
         self.bodies[key] = exported
         return key
-
-
-def _why(user: Eqn) -> str:
-    name = user.primitive.name
-    if name == "bj_map":
-        draw = draw_by_batch(user.params["jaxpr"])
-        if draw is not None:
-            return (
-                f"the body {user.params['name']} draws from rbg keys ({draw[0]} at "
-                f"{draw[1] or user.line}), and such draws depend on all members"
-            )
-        return f"the body {user.params['name']} closes over a placed value"
-    if user.is_placed_operator:
-        return f"{name.removeprefix('bj_')} reads it as a server value"
-    if name in HOST_CALLS:
-        return f"{name} calls back to the host with all members"
-    return f"{name} mixes members"
 
 
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:

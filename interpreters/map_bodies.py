@@ -92,9 +92,15 @@ def one_by_one(
     impls: Sequence[str | None],
     guard: Guard | None,
     size: int,
+    batch: int = 1,
 ) -> Callable[..., list[jax.Array]]:
-    """The same for large members: a loop over those of a shard, in the memory of one of them."""
-    single = map_body(program, piece, lanes, impls, guard, 1)
+    """The same as a loop over the members of a shard, in the memory of one of them.
+
+    Args:
+      batch: members at once; a shard has a whole number of batches.
+    """
+    single = map_body(program, piece, lanes, impls, guard, batch)
+    rounds = size // batch
     heads = 2 if guard is None else 3
     broadcasts = heads + len(piece.broadcasts)
     results = len(piece.results)
@@ -102,31 +108,37 @@ def one_by_one(
     def body(*raw: jax.Array) -> list[jax.Array]:
         shared, operands = raw[heads:broadcasts], raw[broadcasts:]
 
-        def member(i: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        def members(i: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             first: tuple[Any, ...]
             if guard is None:
                 start, count = raw[:heads]
-                first = start + jnp.asarray(i, start.dtype), (i < count).astype(count.dtype)
+                before = batch * jnp.asarray(i, start.dtype)
+                true = jnp.clip(count - before.astype(count.dtype), 0, batch)
+                first = start + before, true.astype(count.dtype)
             else:
-                first = raw[0], *(_row(x, i) for x in raw[1:heads])
-            outs = single(*first, *shared, *(_row(x, i) for x in operands))
+                first = raw[0], *(_rows(x, i, batch) for x in raw[1:heads])
+            outs = single(*first, *shared, *(_rows(x, i, batch) for x in operands))
             made = outs[results : results + len(lanes)]
-            return made, [x[0] for x in (*outs[:results], *outs[results + len(lanes) :])]
+            return made, [*outs[:results], *outs[results + len(lanes) :]]
 
         def step(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], Any]:
-            made, rows = member(i)
+            made, rows = members(i)
             merged = [
                 _MERGE[lane.kind](a, b) for lane, a, b in zip(lanes, totals, made, strict=True)
             ]
             return merged, rows
 
         number = np.dtype("int32")
-        totals, first = member(np.zeros((), number))
+        totals, first = members(np.zeros((), number))
         if guard is None and not first:  # Nothing is made of padding, so it is left out.
             one = jnp.ones((), raw[1].dtype)
-            return lax.fori_loop(one, raw[1], lambda i, totals: step(totals, i)[0], totals)
-        totals, rest = lax.scan(step, totals, lax.iota(number, size)[1:])
-        rows = [jnp.concatenate([a[None], b]) for a, b in zip(first, rest, strict=True)]
+            stop = (raw[1] + (batch - 1)) // batch
+            return lax.fori_loop(one, stop, lambda i, totals: step(totals, i)[0], totals)
+        totals, rest = lax.scan(step, totals, lax.iota(number, rounds)[1:])
+        rows = [
+            jnp.concatenate([a, b.reshape((size - batch, *a.shape[1:]))])
+            for a, b in zip(first, rest, strict=True)
+        ]
         return [*rows[:results], *totals, *rows[results:]]
 
     return body
@@ -149,8 +161,8 @@ def goes_one_by_one(piece: MapPiece, lanes: Sequence[Lane]) -> bool:
     )
 
 
-def _row(x: jax.Array, i: Any) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, i, 1)
+def _rows(x: jax.Array, i: Any, batch: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, batch * i, batch)
 
 
 def read(env: Mapping[Var, Any], atom: Atom) -> Any:

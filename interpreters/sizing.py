@@ -75,6 +75,27 @@ def is_large(piece: MapPiece, n: Any) -> bool:
     return _used(piece, n) >= LARGE_MEMBER_BYTES
 
 
+def batch_size(piece: MapPiece, n: Any) -> int:
+    """Members to be computed at once where those of a shard come in batches: a power of two."""
+    n = 1 if is_unknown(n) else n
+    members = int(min(CACHE_BYTES / max(_read(piece, n) + _used(piece, n), 1), USUAL_LIMIT))
+    return max(MULTIPLE, 1 << (members.bit_length() - 1))
+
+
+def largest_size(piece: MapPiece, n: int, limit: int) -> int:
+    """The largest shard of a pass over n members that may be tried, a power of two.
+
+    Args:
+      limit: bytes that its members may take at once.
+    """
+    read = _read(piece, n)
+    written = sum(_nbytes(var.aval) for var in piece.results) / n
+    used = read + written + _used(piece, n)
+    size = int(min(limit / max(used, 1), MAX_SHARD_BYTES / max(read + written, 1)))
+    size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
+    return max(MULTIPLE, 1 << (size.bit_length() - 1) if size else MULTIPLE)
+
+
 def _read(piece: MapPiece, n: int) -> float:
     """Bytes that a pass reads of a member."""
     return sum(_nbytes(var.aval) for var, _ in piece.operands) / n

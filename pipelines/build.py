@@ -223,7 +223,8 @@ class Graph:
     def _fan_out(self, step: Map) -> FanOut:
         n = self.plan.sizes[step.placement]
         shards = None if n is None else self.plan.shards(step.placement)
-        return fan_out(step, shards, self.workers, self.options.reduction)
+        fixed = self.options.merge_fan_out
+        return fan_out(step, shards, self.workers, self.options.reduction, fixed)
 
     def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
         combine, label = step.combines[number], f"{step.name}/Combine_{number}"

@@ -10,6 +10,8 @@ import socket
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What runs on this machine took before must not show in tests.
+os.environ["BEAMJAX_PLANNER_CACHE"] = ""
 
 import cluster_runners  # noqa: E402
 import hypothesis  # noqa: E402

@@ -56,7 +56,7 @@ def test_arguments_are_what_is_required(monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda *required: asked.append(required) or [])
     flags = ["--require-platform=gpu", "--require-runner=FlinkRunner", "--work-folder=gs://b/x"]
     doctor.main(flags)
-    assert asked == [("gpu", ["FlinkRunner"], "gs://b/x")]
+    assert asked == [("gpu", ["FlinkRunner"], "gs://b/x", False)]
     with pytest.raises(SystemExit):
         doctor.main(["--require-platform=npu"])
 

@@ -70,7 +70,7 @@ def test_shards_cover_all_members(n, size):
 
 
 def test_a_plan_holds_plain_values_only(plan):
-    plain = (str, int, bool, bytes, type(None), np.ndarray)
+    plain = (str, int, float, bool, bytes, type(None), np.ndarray)
 
     def check(value):
         if dataclasses.is_dataclass(value):

@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mermaid", action="store_true", help="a Mermaid flowchart of the steps")
     parser.add_argument("--html", metavar="FILE", help="write what notebooks show to a file")
+    parser.add_argument(
+        "--save", metavar="FILE", help="write shard sizes and loops to a file, for --plan of a run"
+    )
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -36,12 +39,16 @@ def _explain(arguments: argparse.Namespace) -> Answer:
     call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
     if arguments.stage == "plan":
         call = with_files(call, options)
-    found = explain(call.fn, *call.args, stage=arguments.stage, options=options)
+    found = explain(
+        call.fn, *call.args, stage=arguments.stage, options=options, runner=arguments.runner
+    )
     if arguments.html:
         try:
             Path(arguments.html).write_text(found._repr_html_(), encoding="utf-8")
         except OSError as error:
             raise OptionsError(f"--html {arguments.html}: cannot write it ({error})") from error
+    if arguments.save:
+        found.save(arguments.save)
     data: dict[str, object] = {"stage": found.stage}
     data |= {"text": found.text} if found.facts is None else {"plan": found.to_json()}
     if arguments.mermaid:

@@ -13,7 +13,7 @@ from typing import Any
 from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
 from beamjax.commands.command_lines import read_command
 from beamjax.commands.suggestions import hint, listed
-from beamjax.display import in_words
+from beamjax.display import compared, in_words
 from beamjax.errors import BeamjaxError, JobError, OptionsError
 from beamjax.job_folder import JobFolder
 from beamjax.records import SUFFIX
@@ -162,6 +162,14 @@ def _show(arguments: argparse.Namespace) -> Answer:
         rows.append(("error", "{type}: {message}".format_map(found["error"])))
     lines = aligned(rows)
     if found["state"] == "done":
+        progress = folder.progress()
+        found["predicted"] = {
+            "seconds": dict(progress.predicted),
+            "measured": progress.measured,
+            "factors": progress.factors,
+        }
+        lines += aligned(compared(progress))
+        lines += [progress.advice] * bool(progress.advice)
         found["result"], text = _result(folder)
         lines.append(text)
     return Answer({"job": found}, "\n".join(lines))

@@ -64,6 +64,8 @@ def _run(arguments: argparse.Namespace) -> Answer:
     lines = [output.result_text(result), *_dropped(job)]
     lines += [f"written to {arguments.out}"] * bool(arguments.out)
     lines.append(f"{job.name} on {job.runner}: {seconds:.2f} s")
+    advice = job.progress().advice
+    lines += [advice] * bool(advice)
     return Answer(data, "\n".join(lines))
 
 

@@ -1,0 +1,247 @@
+"""What a plan is fixed to: shard sizes, and how the members of a shard are computed, as data.
+
+Choices are what a rule, a probe or a user decided. They are written as JSON, so that another
+process makes the same plan, and so the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from beamjax.errors import OptionsError
+
+MEMBER_LOOPS = ("vmap", "batches", "loop")
+"""How a shard is computed: all members at once, some at once, or one after the other."""
+FORMAT = 1
+MULTIPLE = 8
+"""Members that are computed at once have the same bits in any place if they come in eights."""
+
+
+@dataclass(frozen=True)
+class Looping:
+    """How a pass computes the members of a shard.
+
+    Attributes:
+      kind: one of `MEMBER_LOOPS`.
+      batch: members at once, for "batches"; else 0.
+    """
+
+    kind: str = "vmap"
+    batch: int = 0
+
+    def __str__(self) -> str:
+        return f"batches of {self.batch}" if self.kind == "batches" else self.kind
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was timed: a pass with shards of a size, computed in a way.
+
+    Attributes:
+      step: name of the pass.
+      size: members in a shard.
+      looping: how they were computed.
+      seconds: of a shard, with its merge.
+    """
+
+    step: str
+    size: int
+    looping: Looping
+    seconds: float
+
+    @property
+    def member_seconds(self) -> float:
+        """Seconds of a member."""
+        return self.seconds / self.size
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan is fixed to.
+
+    Attributes:
+      sizes: members in a shard, by placement.
+      loopings: by name of the pass.
+      origin: who chose: "rule", "options", "probe", "cache" or "saved".
+      why: in words.
+      tried: what was timed for it.
+      program: fingerprint of the program, without the number of its members.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    loopings: Mapping[str, Looping] = field(default_factory=dict)
+    origin: str = "rule"
+    why: str = ""
+    tried: tuple[Trial, ...] = ()
+    program: str = ""
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.sizes.items()), tuple(self.loopings.items())))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "format": FORMAT,
+            "program": self.program,
+            "origin": self.origin,
+            "why": self.why,
+            "shard_sizes": dict(self.sizes),
+            "passes": {
+                name: {"member_loop": looping.kind, "batch": looping.batch}
+                for name, looping in self.loopings.items()
+            },
+            "tried": [
+                {
+                    "pass": t.step,
+                    "shard_size": t.size,
+                    "member_loop": t.looping.kind,
+                    "batch": t.looping.batch,
+                    "seconds": t.seconds,
+                }
+                for t in self.tried
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, record: Any) -> Choices:
+        """Undoes `to_json`.
+
+        Raises:
+          ValueError: it is something else; the message says what was found.
+        """
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            found = record.get("format") if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"found format {found!r}, expected {FORMAT}")
+        sizes, passes = _part(record, "shard_sizes", dict), _part(record, "passes", dict)
+        for name, size in sizes.items():
+            _check_size(f"shard_sizes[{name!r}]", size)
+        tried = []
+        for trial in _part(record, "tried", list):
+            trial = trial if isinstance(trial, dict) else {}
+            size, seconds = _part(trial, "shard_size", int), trial.get("seconds")
+            _check_size("tried: shard_size", size)
+            if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+                raise ValueError(f"found {seconds!r} as seconds, expected a number from 0")
+            step = _part(trial, "pass", str)
+            tried.append(Trial(step, size, _looping("tried", trial), float(seconds)))
+        return cls(
+            dict(sizes),
+            {name: _looping(name, found) for name, found in passes.items()},
+            _part(record, "origin", str),
+            _part(record, "why", str),
+            tuple(tried),
+            _part(record, "program", str),
+        )
+
+
+def _part(record: Mapping[str, Any], name: str, kind: type) -> Any:
+    found = record.get(name)
+    if not isinstance(found, kind):
+        raise ValueError(f"found {found!r:.100} as {name!r}, expected a {kind.__name__}")
+    return found
+
+
+def _check_size(name: str, size: Any) -> None:
+    if type(size) is not int or size < MULTIPLE or size % MULTIPLE:
+        raise ValueError(f"found {size!r:.100} as {name}, expected a positive multiple of 8")
+
+
+def _looping(name: str, found: Any) -> Looping:
+    found = found if isinstance(found, dict) else {}
+    kind, batch = found.get("member_loop"), found.get("batch")
+    if kind not in MEMBER_LOOPS:
+        raise ValueError(
+            f"{name}: found member_loop {kind!r:.100}, expected one of {', '.join(MEMBER_LOOPS)}"
+        )
+    if kind == "batches":
+        _check_size(f"{name}: batch", batch)
+    elif batch != 0 or type(batch) is not int:
+        raise ValueError(f"{name}: found batch {batch!r:.100}, expected 0 without batches")
+    return Looping(kind, batch)
+
+
+def check_choices(options: Any) -> None:
+    """Checks the options that fix choices, by what was given and what goes together.
+
+    Raises:
+      OptionsError: one of them has an impossible value.
+    """
+    loop, batch, groups = options.member_loop, options.member_batch, options.merge_fan_out
+    if loop is not None and loop not in MEMBER_LOOPS:
+        raise OptionsError(
+            f"member_loop: found {loop!r}, expected one of {', '.join(MEMBER_LOOPS)}, or None"
+        )
+    if batch is not None:
+        if type(batch) is not int or batch < MULTIPLE or batch % MULTIPLE:
+            raise OptionsError(
+                f"member_batch: found {batch!r}, expected a positive multiple of {MULTIPLE}, or "
+                "None"
+            )
+        if loop != "batches":
+            raise OptionsError(
+                f"member_batch: found {batch}, but members don't come in batches; add "
+                "member_loop='batches'"
+            )
+        size = options.shard_size
+        if size is not None and (size % batch or size == batch):
+            raise OptionsError(
+                f"member_batch: found {batch} with shard_size={size}, expected several batches in "
+                "a shard, of which it has a whole number"
+            )
+    if options.probe not in (None, True, False):
+        raise OptionsError(f"probe: found {options.probe!r}, expected True, False or None")
+    if groups is not None and (type(groups) is not int or groups < 1):
+        raise OptionsError(f"merge_fan_out: found {groups!r}, expected a number from 1, or None")
+
+
+def chosen(plan: Any) -> Choices | None:
+    """What the option `plan` says.
+
+    Raises:
+      OptionsError: it is neither None nor a path, or there are no choices in the file.
+    """
+    if plan is None or isinstance(plan, Choices):
+        return plan
+    if not isinstance(plan, str | os.PathLike) or not os.fspath(plan):
+        raise OptionsError(f"plan: found {plan!r}, expected the path of a file")
+    return read_choices(plan)
+
+
+def read_choices(path: str | os.PathLike[str]) -> Choices:
+    """The choices in a file of `Explanation.save`.
+
+    Raises:
+      OptionsError: there is no such file, or it holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Choices.from_json(json.load(file))
+    except OSError as error:
+        raise OptionsError(f"plan: cannot read {os.fspath(path)} ({error})") from error
+    except ValueError as error:
+        raise OptionsError(
+            f"plan: {os.fspath(path)}: {error}; expected a file that beamjax.explain(...).save "
+            "wrote"
+        ) from error
+
+
+def write_json(path: str | os.PathLike[str], record: Any) -> None:
+    """Writes a file of JSON, at once or not at all.
+
+    Raises:
+      OSError: it can't be written.
+    """
+    path = os.path.abspath(path)
+    handle, temporary = tempfile.mkstemp(".tmp", os.path.basename(path), os.path.dirname(path))
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,245 @@
+"""From the plan of the rules to the one that is run: what is fixed, remembered or worth a probe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from beamjax import plan_cache, probe
+from beamjax.bodies import default_platform
+from beamjax.choices import Choices, Looping, Trial, read_choices, write_json
+from beamjax.errors import BeamjaxError, OptionsError
+from beamjax.interpreters import planner
+from beamjax.interpreters.lower import lower_passes
+from beamjax.interpreters.pieces import Piece
+from beamjax.interpreters.places import PlacedProgram
+from beamjax.options import Options
+from beamjax.plan import Map, Plan, walk
+
+WORTH_SECONDS = 5.0
+"""Of the passes of a program, at which a probe pays. They are told by what is counted, and so are
+the same on all machines."""
+SHARE, MIN_BUDGET, MAX_BUDGET = 0.1, 1.0, 10.0
+"""Of these seconds that a probe may take, and the bounds of its own seconds."""
+CHECKPOINTED = "choices.json"
+"""The file in a folder of checkpoints: who goes on from there makes the same plan."""
+
+Relower = Callable[[Mapping[str, int], Mapping[str, Looping]], Plan]
+"""Makes the plan with shards of these sizes, and passes that compute them so."""
+
+
+def chosen_plan(
+    plan: Plan,
+    program: PlacedProgram,
+    pieces: Sequence[Piece],
+    options: Options,
+    relower: Relower,
+    special: str = "",
+) -> Plan:
+    """The plan that is run, which knows what it was fixed to, and why.
+
+    Args:
+      plan: by the rules and the options.
+      program, pieces: that it was made from.
+      options: of the run.
+      relower: makes others.
+      special: why there can be no probe, if so.
+
+    Raises:
+      OptionsError: the option `plan` is for another program.
+    """
+    text = planner.program_text(pieces, plan.sizes.values())
+    print_ = plan_cache.digest(text)
+    rule = Choices(plan.shard_sizes, _loopings(plan), program=print_)
+    if options.plan is not None:
+        return _pinned(plan, rule, options, relower)
+    if options.shard_size is not None and options.member_loop is not None:
+        return _with(plan, replace(rule, origin="options", why="fixed by options"))
+    reason = special or planner.obstacle(plan, pieces, default_platform())
+    if reason:
+        return _with(plan, replace(rule, why=f"by the rules: {reason}"))
+    if options.probe is False:
+        return _with(plan, replace(rule, why="by the rules: probe=False"))
+    passes = planner.passes_of(plan, pieces, options.memory_bytes)
+    total = sum(p.rounds * p.seconds * plan.sizes[p.placement] for p in passes)
+    if options.probe is None and total < WORTH_SECONDS:
+        why = f"by the rules: passes of about {total:.2g} s are not worth a probe"
+        return _with(plan, replace(rule, why=why))
+    found = _remembered(plan, rule, options)
+    if found is None:
+        budget = MAX_BUDGET if options.probe else total * SHARE
+        budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
+        found = _probed(plan, rule, program, pieces, passes, options, budget)
+        found = _remember(plan, found, options)
+    if found.sizes != rule.sizes or found.loopings != rule.loopings:
+        plan = relower(found.sizes, found.loopings)
+    return _with(plan, found)
+
+
+def _with(plan: Plan, choices: Choices) -> Plan:
+    return replace(plan, choices=choices)
+
+
+def _loopings(plan: Plan) -> dict[str, Looping]:
+    return {step.name: step.looping for step in walk(plan.steps) if isinstance(step, Map)}
+
+
+# --- saved
+
+
+def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Plan:
+    saved = options.plan
+    assert isinstance(saved, Choices)
+    for what, mine, theirs in (
+        ("placements", set(rule.sizes), set(saved.sizes)),
+        ("passes", set(rule.loopings), set(saved.loopings)),
+    ):
+        if mine != theirs:
+            raise OptionsError(
+                f"plan: found choices for the {what} {_names(theirs)}, but the program has "
+                f"{_names(mine)}; save them again, with beamjax.explain(...).save"
+            )
+    sizes = {
+        name: size if options.shard_size is None else plan.shard_sizes[name]
+        for name, size in saved.sizes.items()
+    }
+    why = "by the saved plan"
+    if saved.program != rule.program:
+        why += ", which was saved for other bodies or types"
+    plan = relower(sizes, saved.loopings)
+    found = Choices(plan.shard_sizes, _loopings(plan), "saved", why, saved.tried, rule.program)
+    return _with(plan, found)
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+# --- remembered
+
+
+def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
+    fixed = [options.shard_size, options.member_loop, options.member_batch, options.memory]
+    fixed += [options.reduction, options.on_error, options.on_nonfinite]
+    sizes = {name: planner.magnitude(n) for name, n in plan.sizes.items()}
+    key = plan_cache.digest(rule.program, plan.x64, sizes, fixed, plan_cache.machine())
+    return f"choices-{key}"
+
+
+def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
+    """What was found before for this program, on this machine; that of its checkpoints first."""
+    found = _checkpointed(options)
+    origin = "that of the checkpoints"
+    name = _cache_name(plan, rule, options)
+    if found is None:
+        record, origin = plan_cache.load(name), "as was found before on this machine"
+        try:
+            found = None if record is None else Choices.from_json(record)
+        except ValueError as error:
+            plan_cache.ignore(name, error)
+    if found is None or set(found.sizes) != set(rule.sizes):
+        return None
+    if set(found.loopings) != set(rule.loopings):
+        return None
+    return replace(found, origin="cache", why=f"{found.why}, {origin}")
+
+
+def _checkpointed(options: Options) -> Choices | None:
+    path = _checkpoint_file(options)
+    if path is None or not os.path.exists(path):
+        return None
+    with contextlib.suppress(OptionsError):  # of a file that is damaged: the run says so later
+        return read_choices(path)
+    return None
+
+
+def _checkpoint_file(options: Options) -> str | None:
+    """Of folders at URLs there is none."""
+    folder = options.checkpoint
+    if folder is None or "://" in folder:
+        return None
+    return os.path.join(folder, CHECKPOINTED)
+
+
+def _remember(plan: Plan, found: Choices, options: Options) -> Choices:
+    """Writes choices down; those of another process, if it was faster."""
+    rule = Choices(plan.shard_sizes, _loopings(plan), program=found.program)
+    other = _remembered(plan, rule, options)
+    if other is not None:
+        return other
+    plan_cache.store(_cache_name(plan, rule, options), found.to_json())
+    path = _checkpoint_file(options)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            write_json(path, found.to_json())
+    return found
+
+
+# --- probed
+
+
+def _probed(
+    plan: Plan,
+    rule: Choices,
+    program: PlacedProgram,
+    pieces: Sequence[Piece],
+    passes: Sequence[planner.Pass],
+    options: Options,
+    budget: float,
+) -> Choices:
+    """What a probe finds; the rule's choice, with the reason, if it finds nothing."""
+    sizes, loopings = dict(rule.sizes), dict(rule.loopings)
+    tried: list[Trial] = []
+    told: list[str] = []
+    by_placement = {p.placement: [q for q in passes if q.placement == p.placement] for p in passes}
+    for placement, mine in by_placement.items():
+        end = time.monotonic() + budget * len(mine) / len(passes)
+        measure = _measure(program, pieces, placement, options, end)
+        search = planner.Search(
+            mine,
+            measure,
+            lambda end=end: end - time.monotonic(),  # type: ignore[misc]
+            options.shard_size,
+            options.member_loop is not None,
+        )
+        try:
+            found = search.run()
+        except BeamjaxError as error:
+            told.append(f"by the rules, as a probe failed: {error}")
+            continue
+        sizes[placement] = found.size
+        loopings.update(found.loopings)
+        tried += found.trials
+        told.append(
+            "by the rules, and a probe found nothing faster"
+            if found.gain == 1.0
+            else f"{found.gain:.1f} x as fast as by the rules in a probe"
+        )
+    why = "; ".join(dict.fromkeys(told))
+    return Choices(sizes, loopings, "probe", why, tuple(tried), rule.program)
+
+
+def _measure(
+    program: PlacedProgram,
+    pieces: Sequence[Piece],
+    placement: str,
+    options: Options,
+    end: float,
+) -> planner.Measure:
+    def measure(size: int, loopings: Mapping[str, Looping]) -> dict[str, float]:
+        plan = lower_passes(program, pieces, placement, options, size, loopings)
+        return dict(_seconds(plan, options, end))
+
+    return measure
+
+
+def _seconds(plan: Plan, options: Options, end: float) -> Iterator[tuple[str, Any]]:
+    for step in plan.steps:
+        assert isinstance(step, Map)
+        left = max(end - time.monotonic(), 0.1)
+        yield step.name, probe.shard_seconds(plan, step, options.reduction, left)

@@ -1,0 +1,59 @@
+"""What a body costs, in operations and bytes, and how long that takes on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What has to be done, counted from equations.
+
+    Attributes:
+      flops: arithmetic operations; a transcendental function counts as several.
+      nbytes: that move between memory and the processor, at most.
+      calls: operations that are started, each of which has a price of its own.
+      guessed: whether a loop is in it whose rounds depend on data, and are taken to be a few.
+    """
+
+    flops: float = 0.0
+    nbytes: float = 0.0
+    calls: float = 0.0
+    guessed: bool = False
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.nbytes + other.nbytes,
+            self.calls + other.calls,
+            self.guessed or other.guessed,
+        )
+
+    def times(self, count: float) -> Cost:
+        """The same so many times."""
+        return Cost(count * self.flops, count * self.nbytes, count * self.calls, self.guessed)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a machine is.
+
+    Attributes:
+      flops: operations a second, in bodies as they are, not at best.
+      nbytes: bytes a second between memory and the processor.
+      call: seconds to start an operation in an executable.
+      shard: seconds to hand a shard to an executable and its results back.
+    """
+
+    flops: float = 8e9
+    nbytes: float = 8e9
+    call: float = 1e-6
+    shard: float = 1e-4
+
+    def seconds(self, cost: Cost) -> float:
+        """Of work that is done on many members at once, without that of starting it."""
+        return cost.flops / self.flops + cost.nbytes / self.nbytes
+
+
+USUAL = Rates()
+"""Of a machine that nobody measured. What is decided by these is the same on all machines."""

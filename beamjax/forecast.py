@@ -1,0 +1,325 @@
+"""How long a plan takes on a runner, step by step, before it runs; and what runs teach of it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from beamjax import plan_cache
+from beamjax.calibration import KINDS, Calibration, calibration, remember
+from beamjax.choices import Looping
+from beamjax.memory import Workers
+from beamjax.options import Options
+from beamjax.plan import Branch, Gather, Loop, Map, Plan, Server, Step
+from beamjax.progress import Progress, Tally
+
+GUESSED_ROUNDS = 10
+"""Of a loop that goes on while a condition holds."""
+SMALL_SHARE = 0.25
+"""Of what a runner takes for itself, at which work is small."""
+ADVISED_SECONDS = 1.0
+"""Of what a runner takes for itself, at which people are told."""
+LEARNT_SECONDS = 1.0
+"""Of runs from which something is learnt; in shorter ones the first calls are what counts."""
+COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
+"""Of an executable, and of a byte of its StableHLO."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a step takes, all of its rounds together, in seconds.
+
+    Attributes:
+      rounds: how often it is run.
+      source: what tells how long it computes: "counted", "probe" or "earlier runs".
+      guessed: whether a number of rounds that depends on data is in it.
+    """
+
+    step: str
+    rounds: int
+    read: float = 0.0
+    compute: float = 0.0
+    merge: float = 0.0
+    source: str = "counted"
+    guessed: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return self.read + self.compute + self.merge
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan takes on a runner, in seconds, without compiling.
+
+    Attributes:
+      steps: those that compute, in order.
+      pipelines: of Beam.
+      overhead: what the runner takes for itself.
+      compile: for the executables, the first time in a process.
+      guessed: whether a number of rounds that depends on data is in it.
+    """
+
+    runner: str
+    steps: tuple[StepTime, ...]
+    pipelines: int
+    overhead: float
+    compile: float
+    guessed: bool
+
+    @property
+    def work(self) -> float:
+        """Seconds of the steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """All together, without compiling."""
+        return self.work + self.overhead
+
+    def by_name(self) -> dict[str, float]:
+        """Seconds by step, and of the runner and of everything under names that no step has."""
+        return {s.step: s.seconds for s in self.steps} | {
+            "(runner)": self.overhead,
+            "(total)": self.seconds,
+        }
+
+
+def forecast(
+    plan: Plan, options: Options, runner: str, known: Calibration | None = None
+) -> Forecast:
+    """What a plan takes on a runner."""
+    known = calibration() if known is None else known
+    workers = Workers.of(runner, options)
+    count = min(workers.handing or 1, os.cpu_count() or 1)
+    learnt = _learnt(plan, options)
+    steps = tuple(_steps(plan, plan.steps, 1, False, known, learnt, count))
+    pipelines, stages = _pipelines(plan, options, workers)
+    fixed = known.fixed(runner)
+    if not workers.beam:
+        pipelines = 0
+    overhead = pipelines * fixed.pipeline + stages * fixed.step
+    sizes = [sum(map(len, body.artefacts.values())) for body in plan.bodies.values()]
+    made = sum(COMPILE_SECONDS + COMPILE_BYTE_SECONDS * nbytes for nbytes in sizes)
+    return Forecast(
+        runner, steps, pipelines, overhead, known.factor("compile") * made,
+        any(step.guessed for step in steps),
+    )  # fmt: skip
+
+
+def _steps(
+    plan: Plan,
+    steps: Sequence[Step],
+    rounds: int,
+    guessed: bool,
+    known: Calibration,
+    learnt: Mapping[str, Any],
+    workers: int,
+) -> Iterator[StepTime]:
+    for step in steps:
+        match step:
+            case Loop(condition=condition, block=block):
+                times = rounds * (GUESSED_ROUNDS if step.rounds is None else step.rounds)
+                inner = (*(condition.steps if condition else ()), *block.steps)
+                open_ = guessed or step.rounds is None
+                yield from _steps(plan, inner, times, open_, known, learnt, workers)
+            case Branch(blocks=blocks):
+                ways = [
+                    list(_steps(plan, block.steps, rounds, guessed, known, learnt, workers))
+                    for block in blocks
+                ]
+                yield from max(ways, key=lambda way: sum(s.seconds for s in way), default=[])
+            case Map():
+                found = _map(plan, step, known, learnt)
+                share = rounds / workers
+                yield StepTime(
+                    step.name, rounds, share * found.read, share * found.compute,
+                    share * found.merge, found.source, guessed or found.guessed,
+                )  # fmt: skip
+            case Server(name=name) if name in plan.costs:
+                cost = plan.costs[name]
+                seconds = known.rates.seconds(cost) + cost.calls * known.rates.call
+                seconds = rounds * known.factor("compute") * (seconds + known.rates.shard)
+                yield StepTime(name, rounds, compute=seconds, guessed=guessed or cost.guessed)
+            case Gather(name=name, operand=operand):
+                value = plan.values[operand]
+                n = plan.sizes[value.placement or ""] or 0
+                yield StepTime(name, rounds, read=rounds * n * value.nbytes / known.read)
+
+
+def _map(plan: Plan, step: Map, known: Calibration, learnt: Mapping[str, Any]) -> StepTime:
+    """One pass over all members."""
+    n = plan.sizes[step.placement] or 0
+    size = plan.shard_sizes[step.placement]
+    shards = -(-n // size)
+    read = n * sum(plan.values[name].nbytes for name in step.operands) / known.read
+    partial = sum(lane.size * 8 for lane in step.lanes)
+    merge = shards * partial / known.merge
+    tried = {(t.step, t.size, t.looping): t.seconds for t in plan.choices.tried}
+    read, merge = known.factor("read") * read, known.factor("merge") * merge
+    found = learnt.get(step.name)
+    if found is not None:
+        scale = n / max(found["members"], 1)
+        return StepTime(
+            step.name, 1, scale * found["read"], scale * found["compute"],
+            scale * found["merge"], "earlier runs",
+        )  # fmt: skip
+    if (step.name, size, step.looping) in tried:
+        seconds = shards * tried[step.name, size, step.looping]
+        return StepTime(step.name, 1, read, max(seconds - merge, 0.0), merge, "probe")
+    cost = plan.costs.get(step.name)
+    if cost is None:
+        return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
+    calls = cost.calls * known.rates.call * _calls(step.looping, size)
+    compute = known.rates.seconds(cost) * shards * size + shards * (calls + known.rates.shard)
+    compute *= known.factor("compute")
+    return StepTime(step.name, 1, read, compute, merge, guessed=cost.guessed)
+
+
+def _calls(looping: Looping, size: int) -> float:
+    """How often the operations of a body are started for a shard."""
+    return {"vmap": 1, "loop": size, "batches": size / max(looping.batch, 1)}[looping.kind]
+
+
+def _pipelines(plan: Plan, options: Options, workers: Workers) -> tuple[int, int]:
+    """Pipelines of Beam, and steps in them."""
+    from beamjax.pipelines.unroll import is_straight, rounds_per_graph
+
+    def counted(steps: Sequence[Step]) -> tuple[int, int]:
+        pipelines = stages = 0
+        row = False
+        for step in steps:
+            match step:
+                case Loop(rounds=rounds, block=block, condition=condition):
+                    row = False
+                    more = GUESSED_ROUNDS if rounds is None else rounds
+                    inner, each = counted(block.steps)
+                    if condition is not None:
+                        tests = counted(condition.steps)
+                        inner, each = inner + tests[0], each + tests[1]
+                    if rounds is not None and is_straight(block.steps):
+                        width = rounds_per_graph(plan, step, options, workers.shared)
+                        pipelines += math.ceil(rounds / width) * min(inner, 1)
+                    else:
+                        pipelines += more * inner
+                    stages += more * each
+                case Branch(blocks=blocks):
+                    row = False
+                    ways = [counted(block.steps) for block in blocks] or [(0, 0)]
+                    pipelines += max(way[0] for way in ways)
+                    stages += max(way[1] for way in ways)
+                case Map() | Gather():
+                    pipelines += not row
+                    row, stages = True, stages + 1
+        return pipelines, stages
+
+    pipelines, stages = counted(plan.steps)
+    return (max(pipelines, 1), stages) if workers.beam else (0, stages)
+
+
+# --- what runs teach
+
+
+def _key(plan: Plan, options: Options) -> str:
+    """A name for what a program was measured at: its bodies and what they were fixed to."""
+    sizes, ways = dict(plan.shard_sizes), {k: str(v) for k, v in plan.choices.loopings.items()}
+    parts = (plan.choices.program, plan.x64, sizes, ways, options.reduction)
+    return f"measured-{plan_cache.digest(*parts, plan_cache.machine())}"
+
+
+def _learnt(plan: Plan, options: Options) -> Mapping[str, Any]:
+    """Of each pass, the members of an earlier run, and what they took."""
+    if not plan.choices.program or plan_cache.folder() is None:
+        return {}
+    name = _key(plan, options)
+    record = plan_cache.load(name)
+    if record is None:
+        return {}
+    try:
+        steps = record["steps"]
+        wanted = ("members", "read", "compute", "merge")
+        return {str(key): {w: _seconds(found[w]) for w in wanted} for key, found in steps.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        plan_cache.ignore(name, ValueError(f"found no steps of a run ({error})"))
+        return {}
+
+
+def _seconds(found: Any) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise ValueError(f"found {found!r:.100}, expected a number from 0")
+    return float(found)
+
+
+def learn(plan: Plan, options: Options, told: Forecast, progress: Progress) -> None:
+    """Keeps what a run took: for its program, and for what is told of others.
+
+    Args:
+      plan: that was run to its end.
+      options: of the run.
+      told: what was told of it before.
+      progress: at its end.
+    """
+    done = progress.done
+    brief = progress.seconds - done.compile < LEARNT_SECONDS
+    if brief or progress.dropped or plan_cache.folder() is None:
+        return
+    known = calibration()
+    counted = [step for step in told.steps if step.source == "counted" and not step.guessed]
+    for kind in ("read", "compute", "merge"):
+        mine = [step for step in counted if step.step in progress.steps]
+        predicted = sum(getattr(step, kind) for step in mine)
+        measured = sum(getattr(progress.steps[step.step], kind) for step in mine)
+        if max(predicted, measured) >= 0.05:
+            known = known.mended(kind, max(predicted, 1e-4), max(measured, 1e-4))
+    if done.compile > 0.05:
+        known = known.mended("compile", told.compile, done.compile)
+    spent = sum(getattr(done, kind) for kind in (*KINDS, "transfer"))
+    if told.runner != "local" and progress.steps and not told.guessed:
+        known = known.mended(told.runner, told.overhead, max(progress.seconds - spent, 0.0))
+    remember(known)
+    if plan.choices.program and spent - done.compile >= LEARNT_SECONDS / 2:
+        steps = {name: _measured(found) for name, found in progress.steps.items() if found.members}
+        plan_cache.store(_key(plan, options), {"program": plan.name, "steps": steps})
+
+
+def _measured(found: Tally) -> dict[str, float]:
+    parts = {kind: getattr(found, kind) for kind in ("read", "compute", "merge")}
+    parts["compute"] += found.transfer
+    return {"members": found.members, **parts}
+
+
+@dataclass(frozen=True)
+class SmallWork:
+    """Whether a plan is quicker in this process than on its runner.
+
+    Attributes:
+      is_small: whether it is told to be, clearly.
+      advice: what to tell people; "" where it is not worth their time.
+    """
+
+    is_small: bool = False
+    advice: str = ""
+
+
+def small_work(plan: Plan, options: Options, there: Forecast) -> SmallWork:
+    """Compares what is told of a plan on a runner with this process."""
+    if there.runner == "local" or not all(plan.sizes.values()):
+        return SmallWork()
+    here = forecast(plan, options, "local")
+    if here.guessed or here.seconds >= SMALL_SHARE * there.overhead:
+        return SmallWork()
+    if there.overhead < ADVISED_SECONDS:
+        return SmallWork(True)
+    return SmallWork(
+        True,
+        f"runner='local' would take about {here.seconds:.2g} s; {there.runner} takes about "
+        f"{there.overhead:.2g} s for {_count(there.pipelines)} besides the work",
+    )
+
+
+def _count(pipelines: int) -> str:
+    return "a pipeline" if pipelines == 1 else f"{pipelines} pipelines"

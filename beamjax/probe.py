@@ -1,0 +1,125 @@
+"""Times passes on made-up members, a shard at a time, as they will be run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import BeamjaxError
+from beamjax.fan_out import is_in_files
+from beamjax.plan import Map, Plan, ValueType
+from beamjax.shards import Shard, ShardExecutor, add_computed, new_accumulators
+
+REPEATED_SECONDS = 0.1
+"""A shard is computed again until so much time has passed; the best time counts."""
+MIN_RUNS, MAX_RUNS = 4, 30
+
+Clock = Callable[[], float]
+
+
+class ProbeError(BeamjaxError):
+    """A pass could not be timed."""
+
+
+def shard_seconds(
+    plan: Plan, step: Map, mode: str, limit: float, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds of a shard of a pass with its merge, at best, when it is compiled.
+
+    Args:
+      plan: with the pass.
+      step: the pass.
+      mode: of the accumulators.
+      limit: seconds that all of this may take, compiling included.
+      clock: seconds of.
+
+    Raises:
+      ProbeError: the body fails on made-up members, or takes too long.
+    """
+    return in_time(lambda: _timed(plan, step, mode, limit, clock), limit)
+
+
+def in_time(function: Callable[[], float], limit: float) -> float:
+    """What a function gives, if it comes in time; else it is left behind, and ends by itself.
+
+    Raises:
+      ProbeError: it raises an error, or takes longer.
+    """
+    found: list[float] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, name="beamjax probe", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if errors:
+        told = f"{type(errors[0]).__name__}: {errors[0]}".split("\n")[0]
+        raise ProbeError(f"a body fails on made-up members ({told:.200})") from errors[0]
+    if not found:
+        raise ProbeError(f"a body takes longer than {limit:.1f} s on made-up members")
+    return found[0]
+
+
+def _timed(plan: Plan, step: Map, mode: str, limit: float, clock: Clock) -> float:
+    began = time.monotonic()
+    rng = np.random.default_rng(0)
+    size = plan.shard_sizes[step.placement]
+    served = {name: made_up(rng, plan.values[name], ()) for name in step.broadcasts}
+    operands = [made_up(rng, plan.values[name], (size,)) for name in step.operands]
+    if step.guard is not None and step.guard.reads:
+        operands[-1] = np.ones(size, np.bool_)
+    execute = ShardExecutor(plan, step, served)
+    merges = bool(step.lanes) and not is_in_files(step, mode)
+    accumulators = new_accumulators(step, mode) if merges else []
+    number = 0
+
+    def run() -> float:
+        nonlocal number
+        start = clock()
+        shard = Shard(number, number * size, size)
+        done = execute(shard, operands)
+        if merges:
+            lanes = zip(step.lanes, accumulators, done.partials, strict=False)
+            add_computed(list(lanes), [], shard, done.left_out)
+        number += 1
+        return clock() - start
+
+    run()
+    best, spent, runs = float("inf"), 0.0, 0
+    while runs < MIN_RUNS or (spent < REPEATED_SECONDS and runs < MAX_RUNS):
+        seconds = run()
+        best, spent, runs = min(best, seconds), spent + seconds, runs + 1
+        if time.monotonic() - began + 2 * seconds > limit:
+            break
+    return best
+
+
+def made_up(rng: np.random.Generator, value: ValueType, leading: tuple[int, ...]) -> np.ndarray:
+    """An array for a value: floats of a normal distribution, small integers, any keys.
+
+    Zeros would do for shapes, but not for speed: what is sparse or denormal is computed otherwise.
+    """
+    shape, dtype = (*leading, *value.shape), np.dtype(value.dtype)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(dtype)
+    if value.key_impl is not None or dtype.name in ("uint8", "uint32"):
+        return rng.integers(0, np.iinfo(dtype).max, shape, dtype=dtype, endpoint=True)
+    if dtype.kind in "iu" or "int" in dtype.name:
+        return rng.integers(0, 2 if "int2" in dtype.name else 4, shape).astype(dtype)
+    normal = rng.standard_normal(shape)
+    if dtype.kind == "c":
+        return (normal + 1j * rng.standard_normal(shape)).astype(dtype)
+    return normal.astype(np.float32).astype(dtype)
+
+
+Measure = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
+"""Seconds of a shard of each pass, by name, for a shard size and how each is computed."""

@@ -1,0 +1,149 @@
+"""What the pieces of a program cost, counted from their equations; nothing is compiled or run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from beamjax.costs import Cost
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.pieces import MapPiece, ServerPiece
+
+GUESSED_ROUNDS = 10
+"""Of loops that go on while a condition on their data holds."""
+
+_DEAR = dict.fromkeys(
+    """exp exp2 expm1 log log1p sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh
+    logistic pow erf erfc erf_inv lgamma digamma cbrt rsqrt sqrt div rem""".split(),
+    8.0,
+)
+_DEAR |= {"threefry2x32": 40.0, "random_bits": 40.0, "random_gamma": 400.0, "igamma": 400.0}
+_DEAR |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul"), 40.0)
+_DEAR |= {"gather": 6.0, "sort": 40.0, "top_k": 40.0}
+"""Arithmetic operations that an element of a result stands for, where it is not one."""
+
+_FREE = frozenset(
+    """broadcast_in_dim reshape squeeze expand_dims stop_gradient copy random_wrap random_unwrap
+    iota bj_broadcast pvary""".split()
+)
+"""What is no work of its own, as XLA makes it while it is read."""
+_FUSED = 0.25
+"""The part of results of elementwise operations that goes to memory and back."""
+_CUBIC = {"cholesky": 1 / 3, "triangular_solve": 1.0, "lu": 2 / 3, "eigh": 10.0, "svd": 20.0}
+_CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 3}
+
+
+def member_cost(piece: MapPiece, n: Any) -> Cost:
+    """What one member costs in a pass over n."""
+    n = 1 if is_unknown(n) else max(n, 1)
+    total = Cost()
+    for emission in piece.emissions:
+        eqn = emission.eqn
+        if eqn.primitive.name == "bj_map":
+            total += body_cost(eqn.params["jaxpr"])
+        else:
+            whole = _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs)
+            total += Cost(whole.flops / n, whole.nbytes / n, whole.calls, whole.guessed)
+    return total
+
+
+def server_cost(piece: ServerPiece) -> Cost:
+    """What a step on the server costs."""
+    total = Cost()
+    for eqn in piece.eqns:
+        if eqn.primitive.name == "bj_map":
+            n = eqn.params["n"]
+            total += body_cost(eqn.params["jaxpr"]).times(1 if is_unknown(n) else n)
+        else:
+            total += _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs)
+    return total
+
+
+def body_cost(closed: Any) -> Cost:
+    """What a jaxpr costs, closed or not."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    total = Cost()
+    for eqn in jaxpr.eqns:
+        total += _operation(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
+    return total
+
+
+def waits_for_data(closed: Any) -> bool:
+    """Whether a jaxpr holds a loop whose rounds depend on data."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return any(
+        eqn.primitive.name == "while" or any(map(waits_for_data, jex.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def piece_waits_for_data(piece: MapPiece) -> bool:
+    """The same of a pass."""
+    return any(
+        emission.eqn.primitive.name == "while"
+        or any(map(waits_for_data, jex.jaxprs_in_params(emission.eqn.params)))
+        for emission in piece.emissions
+    )
+
+
+def _operation(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Cost:
+    made = sum(map(_size, outs))
+    inner = list(jex.jaxprs_in_params(params))
+    match name:
+        case "scan":
+            return body_cost(params["jaxpr"]).times(_dim(params["length"]))
+        case "while":
+            bodies = (body_cost(params[key]) for key in ("body_jaxpr", "cond_jaxpr"))
+            once = sum(bodies, Cost()).times(GUESSED_ROUNDS)
+            return Cost(once.flops, once.nbytes, once.calls, guessed=True)
+        case "cond":
+            return max(map(body_cost, inner), key=lambda c: c.flops + c.nbytes)
+        case "dot_general":
+            (left, _), _ = params["dimension_numbers"]
+            over = math.prod(_dim(ins[0].aval.shape[axis]) for axis in left)
+            return Cost(2.0 * made * over, _moved(ins, outs), 1)
+        case "conv_general_dilated":
+            out = params["dimension_numbers"].rhs_spec[0]
+            kernel = ins[1].aval.shape
+            return Cost(
+                2.0 * made * _size(ins[1]) / max(_dim(kernel[out]), 1), _moved(ins, outs), 1
+            )
+        case "fft":
+            size = max(_size(ins[0]), 2)
+            return Cost(5.0 * size * math.log2(size), _moved(ins, outs), 1)
+    if name in _CUBIC:
+        rows = max(map(_dim, ins[0].aval.shape[-2:]), default=1)
+        return Cost(_CUBIC[name] * _size(ins[0]) * rows, _moved(ins, outs), 1)
+    if inner and not name.startswith(("reduce", "scatter", "sort", "bj_", "custom_lin")):
+        return sum(map(body_cost, inner), Cost())
+    if name in _FREE:
+        return Cost()
+    if name.startswith(("reduce", "arg", "cum", "bj_reduce", "segment")):
+        read = sum(map(_size, ins))
+        return Cost(float(max(read, made)), _FUSED * _moved(ins, outs), 1)
+    if name in _DEAR:
+        times = _DEAR[name]
+        if times >= 40 and name not in ("random_bits", "threefry2x32", "random_gamma"):
+            made = max(_size(ins[-1]), _size(ins[0]) if name in ("sort", "top_k") else 1)
+        return Cost(times * made, _FUSED * _bytes(outs), 0.5)
+    return Cost(float(made), _FUSED * _bytes(outs), 0.25)
+
+
+def _moved(ins: Sequence[Any], outs: Sequence[Any]) -> float:
+    return float(_bytes(ins) + _bytes(outs))
+
+
+def _bytes(atoms: Iterable[Any]) -> int:
+    return sum(_size(a) * getattr(getattr(a.aval, "dtype", None), "itemsize", 0) for a in atoms)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(map(_dim, getattr(atom.aval, "shape", ())))
+
+
+def _dim(dim: Any) -> int:
+    """An axis of unknown length counts as one."""
+    return 1 if is_unknown(dim) else int(dim)

@@ -1,0 +1,64 @@
+"""How a pass computes the members of a shard: all at once, in batches, or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from beamjax.choices import Looping
+from beamjax.interpreters import sizing
+from beamjax.interpreters.map_bodies import goes_one_by_one
+from beamjax.interpreters.own_kernels import convolves_by_member
+from beamjax.interpreters.pieces import MapPiece
+from beamjax.options import Options
+from beamjax.plan import Lane
+
+VMAP = Looping()
+
+
+def looping_of(
+    piece: MapPiece,
+    lanes: Sequence[Lane],
+    n: Any,
+    size: int,
+    options: Options,
+    platforms: Sequence[str],
+    chosen: Looping | None = None,
+) -> tuple[Looping, str]:
+    """How a pass computes a shard, and why not all of its members at once, if so.
+
+    Args:
+      piece: the pass.
+      lanes: of its reductions.
+      n: its members.
+      size: members in a shard.
+      options: `member_loop` and `member_batch` come first.
+      platforms: that it is for.
+      chosen: what comes next; None for what the bodies tell.
+    """
+    if not goes_one_by_one(piece, lanes):
+        return VMAP, ""
+    if options.member_loop is not None:
+        found = Looping(options.member_loop, options.member_batch or 0)
+        why = f"the option member_loop={options.member_loop!r}"
+    elif chosen is not None:
+        found, why = chosen, "as was chosen"
+    else:
+        why = _turns(piece, n, platforms)
+        return (Looping("loop") if why else VMAP), why
+    if found.kind == "batches":
+        found = Looping(
+            "batches", found.batch or min(sizing.batch_size(piece, n), size // 2 // 8 * 8)
+        )
+        if found.batch == 0 or size % found.batch or size <= found.batch:
+            return VMAP, ""
+    return found, why if found != VMAP else ""
+
+
+def _turns(piece: MapPiece, n: Any, platforms: Sequence[str]) -> str:
+    """Why the members of a shard had better be computed one after the other, if so."""
+    if sizing.is_large(piece, n):
+        return "large members"
+    if tuple(platforms) == ("cpu",) and convolves_by_member(piece):
+        return "convolutions with kernels of the members' own"
+    return ""

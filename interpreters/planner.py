@@ -1,0 +1,333 @@
+"""Chooses shard sizes and how passes compute a shard, from what is counted and what is timed.
+
+What is counted says which programs are worth a probe. A probe times the rule's choice first, then
+others next to the best one so far, as long as there is time; what is not clearly faster than the
+rule's choice is not chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+from beamjax.choices import MULTIPLE, Looping, Trial
+from beamjax.costs import USUAL
+from beamjax.interpreters import sizing
+from beamjax.interpreters.cost import GUESSED_ROUNDS, piece_waits_for_data
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.map_bodies import goes_one_by_one
+from beamjax.interpreters.pieces import (
+    BlockPiece,
+    BranchPiece,
+    GatherPiece,
+    LoopPiece,
+    MapPiece,
+    Piece,
+    ScatterPiece,
+    ServerPiece,
+)
+from beamjax.plan import Map, Plan, walk
+
+GAIN = 1.15
+"""How much faster another choice has to be than that of the rule; less may be noise."""
+STEP_GAIN = 1.04
+"""How much faster a neighbour has to be for its own neighbours to be tried."""
+CLOSE = 1.6
+"""How much slower all members at once may be for it to be tried with shards of other sizes."""
+WORKING_BYTES = 512 << 20
+"""That the members of a shard may take at once in what is tried."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass as it is chosen for.
+
+    Attributes:
+      rounds: how often it is run.
+      size, looping: by the rule.
+      loops: whether its members can be computed one after the other.
+      largest: shard that may be tried.
+      seconds: of a member, as is counted.
+    """
+
+    name: str
+    placement: str
+    rounds: float
+    size: int
+    looping: Looping
+    loops: bool
+    largest: int
+    seconds: float
+
+
+def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[Pass]:
+    """The passes of a plan with known numbers of members.
+
+    Args:
+      plan: by the rule.
+      pieces: that it was made from.
+      memory: of a worker process, if it is limited.
+    """
+    steps = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
+    limit = WORKING_BYTES if memory is None else min(WORKING_BYTES, memory // 8)
+    found = []
+    for name, piece, rounds in _named(pieces, {}, 1.0):
+        step, n = steps[name], plan.sizes[piece.placement]
+        if n is None:
+            continue
+        size, cost = plan.shard_sizes[piece.placement], plan.costs[name]
+        calls = cost.calls * USUAL.call * (1 if step.looping.kind == "loop" else 1 / size)
+        seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
+        largest = max(sizing.largest_size(piece, n, limit), size)
+        loops = goes_one_by_one(piece, step.lanes)
+        found.append(
+            Pass(name, piece.placement, rounds, size, step.looping, loops, largest, seconds)
+        )
+    return found
+
+
+def _named(
+    pieces: Iterable[Piece], counts: dict[str, int], rounds: float
+) -> Iterator[tuple[str, MapPiece, float]]:
+    """The passes with the names of their steps, and how often they are run."""
+    for piece in pieces:
+        match piece:
+            case MapPiece(placement=placement):
+                number = counts[placement] = counts.get(placement, -1) + 1
+                yield f"map_{placement}_{number}", piece, rounds
+            case LoopPiece(eqn=eqn, condition=condition, block=block):
+                more = rounds * (GUESSED_ROUNDS if eqn.rounds is None else eqn.rounds)
+                for inner in (condition, block) if condition else (block,):
+                    yield from _named(inner.pieces, counts, more)
+            case BranchPiece(branches=branches):
+                for branch in branches:
+                    yield from _named(branch.pieces, counts, rounds)
+
+
+def obstacle(plan: Plan, pieces: Sequence[Piece], platform: str) -> str:
+    """Why no pass of a program can be timed on made-up members; "" if they can."""
+    maps = [piece for _, piece, _ in _named(pieces, {}, 1.0)]
+    if not maps:
+        return "there is no pass over members"
+    if any(n is None for n in plan.sizes.values()):
+        return "the number of members is found while the program runs"
+    if any(body.python for body in plan.bodies.values()):
+        return "a body calls back to Python"
+    if any(map(piece_waits_for_data, maps)):
+        return "a body holds a loop whose rounds depend on its data"
+    platforms = {name for body in plan.bodies.values() for name in body.artefacts}
+    if platforms != {platform}:
+        return f"the program is for {', '.join(sorted(platforms))}, and this machine has {platform}"
+    return ""
+
+
+def magnitude(n: Any) -> int:
+    """What numbers of members have in common for which choices are the same."""
+    return 0 if n is None or is_unknown(n) else int(n).bit_length()
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def program_text(pieces: Iterable[Piece], sizes: Iterable[Any]) -> list[Any]:
+    """What a program computes, as JSON values that are the same in each process.
+
+    Args:
+      pieces: of the program.
+      sizes: numbers of members; axes of this length are not told from each other.
+    """
+    return list(_Texts(frozenset(sizes)).pieces(pieces))
+
+
+class _Texts:
+    def __init__(self, sizes: frozenset[Any]):
+        self.sizes = sizes
+
+    def pieces(self, pieces: Iterable[Piece]) -> Iterator[Any]:
+        for piece in pieces:
+            match piece:
+                case MapPiece():
+                    kinds = [type(e.reading).__name__ for e in piece.emissions]
+                    operands = [self.type(var) for var, _ in piece.operands]
+                    served = [self.type(var) for var in piece.broadcasts]
+                    eqns = [self.eqn(e.eqn) for e in piece.emissions]
+                    yield ["map", piece.placement, operands, served, kinds, eqns]
+                case ServerPiece(eqns=server):
+                    yield ["server", *map(self.eqn, server)]
+                case GatherPiece() | ScatterPiece():
+                    yield [type(piece).__name__, self.type(piece.var)]
+                case LoopPiece():
+                    blocks = [piece.condition, piece.block] if piece.condition else [piece.block]
+                    yield ["loop", piece.eqn.rounds, *(self.block(block) for block in blocks)]
+                case BranchPiece(branches=branches):
+                    yield ["branch", *map(self.block, branches)]
+
+    def block(self, block: BlockPiece) -> list[Any]:
+        return list(self.pieces(block.pieces))
+
+    def eqn(self, eqn: Any) -> list[str]:
+        bodies = [_ADDRESS.sub("", str(jaxpr)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
+        return [eqn.primitive.name, *map(self.type, eqn.outputs), *bodies]
+
+    def type(self, var: Any) -> str:
+        aval = getattr(var, "aval", None)
+        if not hasattr(aval, "shape"):
+            return str(aval)
+        dims = ("n" if dim in self.sizes else str(dim) for dim in aval.shape)
+        return f"{aval.dtype}[{','.join(dims)}]"
+
+
+# --- the search
+
+Measure = Callable[[int, Mapping[str, Looping]], Mapping[str, float]]
+"""Seconds of a shard of each pass, by name, for a shard size and how each pass computes a shard."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for the passes over a placement.
+
+    Attributes:
+      gain: how much faster it is than the choice of the rule; 1 if it is that.
+      trials: all that was timed, in order.
+    """
+
+    size: int
+    loopings: Mapping[str, Looping]
+    gain: float
+    trials: tuple[Trial, ...]
+
+
+class Search:
+    """Times ways of running the passes over one placement.
+
+    Args:
+      passes: over it.
+      measure: times a way; its first call has to succeed.
+      left: seconds that there still are.
+      size: members in a shard, if that is fixed.
+      fixed: whether it is fixed how shards are computed.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        measure: Measure,
+        left: Callable[[], float],
+        size: int | None = None,
+        fixed: bool = False,
+    ):
+        self.passes = passes
+        self.measure = measure
+        self.left = left
+        self.fixed_size = size
+        self.fixed = fixed
+        self.times: dict[tuple[str, int, Looping], float] = {}
+        # What the last trial took, with all that goes before it, and its members in a shard.
+        self.last = 0.0
+        self.last_size = 0
+        self.stopped: Exception | None = None
+
+    def run(self) -> Found:
+        """Times as many ways as there is time for.
+
+        Raises:
+          BeamjaxError: the first way can't be timed.
+        """
+        first = self.passes[0].size
+        rule = {p.name: p.looping for p in self.passes}
+        self._time(first, rule)
+        try:
+            self._try_all(first)
+        except Exception as error:  # of ways that need not work: the first one did
+            self.stopped = error
+        size = min(self._sizes(), key=self._score)
+        before = sum(p.rounds * self.times[p.name, first, p.looping] / first for p in self.passes)
+        gain = before / max(self._score(size), 1e-12)
+        if gain < GAIN:
+            size, loopings, gain = first, rule, 1.0
+        else:
+            loopings = {p.name: self._best(p, size)[1] for p in self.passes}
+        trials = (Trial(name, s, way, t) for (name, s, way), t in self.times.items())
+        return Found(size, loopings, gain, tuple(trials))
+
+    def _try_all(self, first: int) -> None:
+        for way in self._ways(first):
+            self._attempt(first, {p.name: way if p.loops else p.looping for p in self.passes})
+        if self.fixed_size is not None:
+            return
+        for factor in (4, 2):
+            for up in (True, False):
+                self._climb(factor, up)
+
+    def _ways(self, size: int) -> list[Looping]:
+        if self.fixed or not any(p.loops for p in self.passes):
+            return []
+        ways = [Looping(), Looping("loop")]
+        return [*ways, Looping("batches", MULTIPLE)] if size >= 4 * MULTIPLE else ways
+
+    def _climb(self, factor: int, up: bool) -> None:
+        """Goes to larger or smaller shards for as long as that helps."""
+        largest = min(p.largest for p in self.passes)
+        size = min(self._sizes(), key=self._score)
+        while True:
+            other = size * factor if up else size // factor // MULTIPLE * MULTIPLE
+            if not MULTIPLE <= other <= largest or other == size:
+                return
+            best = {p.name: self._best(p, size)[1] for p in self.passes}
+            best = {name: _fitting(way, other) for name, way in best.items()}
+            if not self._attempt(other, best):
+                return
+            if any(self._is_close(p, size) for p in self.passes):
+                self._attempt(other, {p.name: Looping() for p in self.passes})
+            if self._score(size) < STEP_GAIN * self._score(other):
+                return
+            size = other
+
+    def _is_close(self, a_pass: Pass, size: int) -> bool:
+        """Whether all members at once are not the best way here, but may be at another size."""
+        together = self.times.get((a_pass.name, size, Looping()))
+        best, way = self._best(a_pass, size)
+        return way != Looping() and together is not None and together < CLOSE * best
+
+    def _attempt(self, size: int, loopings: Mapping[str, Looping]) -> bool:
+        """Times a way, unless it is known or there is no time; whether it is known then."""
+        if all((name, size, way) in self.times for name, way in loopings.items()):
+            return True
+        # Most of a trial is compiling, which does not grow with the shard.
+        shard = sum(self._best(p, self.last_size)[0] for p in self.passes)
+        more = 3 * shard * max(0.0, size / self.last_size - 1)
+        if self.left() < 1.2 * (self.last + more):
+            return False
+        self._time(size, loopings)
+        return True
+
+    def _time(self, size: int, loopings: Mapping[str, Looping]) -> None:
+        before = self.left()
+        for name, seconds in self.measure(size, loopings).items():
+            self.times[name, size, loopings[name]] = seconds
+        self.last, self.last_size = before - self.left(), size
+
+    def _best(self, a_pass: Pass, size: int) -> tuple[float, Looping]:
+        """Seconds of a shard of this size, and the way, for the fastest one that was timed."""
+        ways = [
+            (t, w) for (name, s, w), t in self.times.items() if (name, s) == (a_pass.name, size)
+        ]
+        return min(ways, key=lambda pair: pair[0])
+
+    def _score(self, size: int) -> float:
+        """Seconds of a member in all passes, for shards of this size."""
+        return sum(p.rounds * self._best(p, size)[0] for p in self.passes) / size
+
+    def _sizes(self) -> list[int]:
+        return list(dict.fromkeys(size for _, size, _ in self.times))
+
+
+def _fitting(way: Looping, size: int) -> Looping:
+    """The same for shards of another size."""
+    fits = way.kind != "batches" or (size > way.batch and size % way.batch == 0)
+    return way if fits else Looping()

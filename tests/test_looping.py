@@ -1,0 +1,141 @@
+"""How shards are computed: all members at once, in batches, one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_run import assert_close, assert_same_bits
+
+import beamjax as bj
+from beamjax.choices import Looping
+from beamjax.interpreters import stage
+from beamjax.options import parse_options
+from beamjax.plan import Map, walk
+from beamjax.planning import plan_for
+
+N = 45
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(6, 4)).astype(np.float32)
+X = RNG.normal(size=(N, 6)).astype(np.float32)
+
+WAYS = {
+    "vmap": {"member_loop": "vmap"},
+    "loop": {"member_loop": "loop"},
+    "batches": {"member_loop": "batches"},
+    "batches of 8": {"member_loop": "batches", "member_batch": 8, "shard_size": 24},
+    "batches of 16": {"member_loop": "batches", "member_batch": 16, "shard_size": 32},
+}
+
+
+@bj.program(clients=N)
+def everything(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+    keys = jax.random.split(jax.random.key(0), N)
+    drawn = bj.map_fn(lambda k, v: jax.random.normal(k, (2,)) + v[:2], (keys, y))
+    whole = jnp.arange(N)
+    return {
+        "sum": bj.reduce_sum(y), "mean": bj.reduce_mean(drawn), "max": bj.reduce_max(y),
+        "min": bj.reduce_min(whole), "any": bj.reduce_any(y > 0.9), "all": bj.reduce_all(y > -2),
+        "prod": bj.reduce_prod(y), "placed": y, "drawn": drawn,
+        "count": bj.reduce_sum(jnp.ones(N, jnp.int32)),
+    }  # fmt: skip
+
+
+@bj.program(clients=N)
+def reduced_only(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w), x))
+
+
+@bj.program(clients=N)
+def two_passes(w, x):
+    y = bj.map_fn(lambda v: v @ w, x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+
+def plan_of(fn, *args, **options):
+    arguments, key, restore = stage.flatten_arguments(args)
+    return plan_for(fn, arguments, key, restore, parse_options(options)).plan
+
+
+def loopings(plan):
+    return [step.looping for step in walk(plan.steps) if isinstance(step, Map)]
+
+
+PROGRAMS = {"everything": everything, "reduced": reduced_only, "two passes": two_passes}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_any_way_gives_what_jit_gives_with_the_same_bits_on_beam(name, way):
+    program = PROGRAMS[name]
+    expected = jax.jit(program)(W, X)
+    local = bj.run(program, W, X, runner="local", options=WAYS[way])
+    assert_close(local, expected)
+    assert_same_bits(bj.run(program, W, X, options=WAYS[way]), local)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_of_a_member_do_not_depend_on_where_it_stands(way):
+    @bj.program(clients=None)
+    def placed(w, x):
+        return bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+
+    options = {**WAYS[way], "shard_size": 48}
+    whole = bj.run(placed, W, X, runner="local", options=options)
+    rolled = bj.run(placed, W, np.roll(X, 9, axis=0), runner="local", options=options)
+    assert_same_bits(rolled, jnp.roll(whole, 9, axis=0))
+
+
+@pytest.mark.parametrize("way", ["loop", "batches of 8"])
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_members_that_are_dropped(way, on_error):
+    x = X.copy()
+    x[[3, 17, 44]] = np.nan
+    options = {**WAYS[way], "on_nonfinite": "drop", "on_error": on_error}
+    told = bj.run(reduced_only, W, x, runner="local", options=options)
+    kept = np.delete(X, [3, 17, 44], axis=0)
+    np.testing.assert_allclose(told, np.tanh(kept.astype(np.float64) @ W).mean(0), rtol=1e-5)
+    assert_same_bits(bj.run(reduced_only, W, x, options=options), told)
+
+
+def test_the_plan_holds_the_way_and_explain_says_so():
+    plan = plan_of(two_passes, W, X, **WAYS["batches of 16"])
+    assert loopings(plan) == [Looping("batches", 16)] * 2
+    told = str(bj.explain(two_passes, W, X, options=WAYS["batches of 16"]))
+    assert "members in batches of 16: the option member_loop='batches'" in told
+    told = str(bj.explain(two_passes, W, X, options=WAYS["loop"]))
+    assert "members one after the other: the option member_loop='loop'" in told
+
+
+def test_batches_that_do_not_fit_a_shard_are_none():
+    assert loopings(plan_of(reduced_only, W, X, member_loop="batches", shard_size=8)) == [Looping()]
+    plan = plan_of(reduced_only, W, X, member_loop="batches", member_batch=32)
+    assert loopings(plan) == [Looping()]  # all members are a shard of 48
+
+
+def test_what_has_an_order_is_computed_together():
+    @bj.program(clients=N)
+    def ordered(x):
+        return bj.reduce(lambda a, b: a + b, bj.map_fn(jnp.sin, x))
+
+    plan = plan_of(ordered, X, member_loop="loop")
+    assert loopings(plan) == [Looping()]
+    assert_close(
+        bj.run(ordered, X, runner="local", options={"member_loop": "loop"}), jax.jit(ordered)(X)
+    )
+
+
+def test_callbacks_are_called_once_a_member_in_a_loop():
+    seen = []
+
+    @bj.program(clients=N)
+    def tells(x):
+        def body(v):
+            jax.debug.callback(lambda s: seen.append(float(s)), v[0])
+            return v.sum()
+
+        return bj.reduce_sum(bj.map_fn(body, x))
+
+    bj.run(tells, X, runner="local", options={"member_loop": "loop", "shard_size": 48})
+    assert sorted(set(seen)) == sorted(X[:, 0].tolist())
