@@ -56,6 +56,9 @@ class Options:
       preallocate: whether JAX takes this memory at once. None as before.
       local_devices: how many devices of a worker compute, each a shard at a time. None means all
         of an accelerator, and one of a CPU. The bits do not depend on it.
+      local_threads: how many threads compute shards with runner="local". None takes one for each
+        core, and one or none for shards that are computed in no time or on all cores by XLA; 1
+        computes them one after the other in the thread that calls. The bits do not depend on it.
       shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
         fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
@@ -99,6 +102,7 @@ class Options:
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
     local_devices: int | None = None
+    local_threads: int | None = None
     shard_timeout: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
@@ -200,6 +204,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "checkpoint_every": int,
     "device_memory_fraction": float,
     "local_devices": int,
+    "local_threads": int,
     "drop_limit": float,
     "shard_timeout": float,
 }
@@ -325,9 +330,10 @@ def _check_machine(options: Options) -> None:
         )
     if options.preallocate not in (None, True, False):
         raise OptionsError(f"preallocate: found {options.preallocate!r}, expected True or False")
-    count = options.local_devices
-    if count is not None and (type(count) is not int or count < 1):
-        raise OptionsError(f"local_devices: found {count!r}, expected a number from 1, or None")
+    for name in ("local_devices", "local_threads"):
+        count = getattr(options, name)
+        if count is not None and (type(count) is not int or count < 1):
+            raise OptionsError(f"{name}: found {count!r}, expected a number from 1, or None")
     limit = options.shard_timeout
     if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
         raise OptionsError(

@@ -19,6 +19,10 @@ Range = tuple[int, int, int]
 class Tally:
     """What was done, on all workers together. Tallies are added.
 
+    Seconds are those of threads. Where a worker reads one shard while it computes another, both
+    count, so that together they may be more than have passed; what a thread waits for another is
+    in none of them.
+
     Attributes:
       members: that were computed, each once a pass.
       shards: likewise.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from beamjax.padding import check_padding, padded_rows
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
-from beamjax.transfer_time import from_device, to_device, transferring
+from beamjax.transfer_time import from_device, is_copied, to_device, transferring
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,20 @@ class ShardExecutor:
         self._fitted = {fitted.shapes: fitted.body for fitted in step.fitted}
         self._checked: set[str] = set()
         self._bodies = plan.bodies
+        self._copies = is_copied(device)
+        # An accelerator has room for what one shard needs at a time; others are on their way.
+        self._turn: Any = threading.Lock() if self._copies else contextlib.nullcontext()
         with with_x64(self._x64), transferring():
             self._broadcasts = [
                 jax.device_put(broadcasts[name], device) for name in step.broadcasts
             ]
         known = dict(zip(step.broadcasts, self._broadcasts, strict=True))
         self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the body calls functions of the host, which see one shard after the other."""
+        return self._body.python is not None
 
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray], lost: Mapping[int, str] | None = None
@@ -129,8 +138,12 @@ class ShardExecutor:
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
         with with_x64(self._x64), _on(self.device):
-            inputs = to_device(arrays, self.device)
-            return from_device(call(np.int32(shard.start), *heads, *self._broadcasts, *inputs))
+            inputs = to_device(arrays, self.device) if self._copies else arrays
+            with self._turn:
+                outs = call(np.int32(shard.start), *heads, *self._broadcasts, *inputs)
+                if self._copies:
+                    jax.block_until_ready(outs)
+            return from_device(outs)
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """What a body gave as placed results and partials."""
