@@ -204,8 +204,10 @@ class _Estimation:
         if blocks and self.in_loops:
             total = sum(source.nbytes for source in used if source.block_bytes)
             yield "blocks for further rounds", min(total, LASTING_BYTES, block_budget(limit) // 2)
+        maps = [step for step in self.steps if isinstance(step, Map)]
+        if not self.workers.beam:
+            yield "broadcasts on the device", self.members({x for s in maps for x in s.broadcasts})
         if self.workers.beam:
-            maps = [step for step in self.steps if isinstance(step, Map)]
             sums = [self.members(s.broadcasts) for s in maps for _ in range(self.times(s))]
             served = {x for s in maps for x in s.broadcasts}
             yield "broadcasts on devices", sum(sorted(sums)[-MAX_EXECUTORS:])
@@ -221,7 +223,6 @@ class _Estimation:
                 for what, nbytes in self.shard(step):
                     yield what, nbytes if what in once else threads * nbytes
                 if not self.workers.beam:
-                    yield "broadcasts on the device", self.members(step.broadcasts)
                     # What a shard is reduced to is a part of computing it, until that is over.
                     waiting = most_jobs(threads) - threads
                     yield "reduced shards that wait", SLACK * waiting * partial_bytes(step)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from beamjax.compile_time import compile_clock
+from beamjax.counts import counts
 from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
 from beamjax.padded_bytes import padding_bytes
@@ -128,7 +129,10 @@ class Meter:
             self.listener.spend(self.step, spent)
 
 
-COUNTED = ("bytes_padding", "executables")
+COUNTED = (
+    "bytes_padding", "executables", "cache_hits", "cache_misses",
+    "bodies_loaded", "bodies_reused", "broadcasts",
+)  # fmt: skip
 """What a thread counts by itself, by the names of a tally."""
 _NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fromkeys(SECONDS, 0.0)
 
@@ -137,7 +141,9 @@ def _readings() -> tuple[Any, ...]:
     """The time, seconds of transfers and of compiling of this thread, and what it has counted."""
     clock = compile_clock()
     return (
-        time.perf_counter(), transfer_seconds(), clock.seconds, padding_bytes(), clock.executables
+        time.perf_counter(), transfer_seconds(), clock.seconds,
+        padding_bytes(), clock.executables, clock.cache_hits, clock.cache_misses,
+        counts.bodies_loaded, counts.bodies_reused, counts.broadcasts,
     )  # fmt: skip
 
 

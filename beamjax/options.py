@@ -59,6 +59,11 @@ class Options:
       local_threads: how many threads compute shards with runner="local". None takes one for each
         core, and one or none for shards that are computed in no time or on all cores by XLA; 1
         computes them one after the other in the thread that calls. The bits do not depend on it.
+      compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
+        compile, and where later ones find it: JAX's own cache, which holds executables of any size
+        then, those of the rest of this process included. Let nobody else write there, and machines
+        of one type share it. None leaves JAX's settings as they are, such as
+        JAX_COMPILATION_CACHE_DIR in the environment.
       shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
         fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
@@ -103,6 +108,7 @@ class Options:
     preallocate: bool | None = None
     local_devices: int | None = None
     local_threads: int | None = None
+    compile_cache: str | None = None
     shard_timeout: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
@@ -266,6 +272,16 @@ def _checked(options: Options) -> Options:
         )
     _check_dropping(options)
     _check_machine(options)
+    cache = options.compile_cache
+    if cache is not None:
+        if not isinstance(cache, str | os.PathLike) or not os.fspath(cache):
+            raise OptionsError(
+                f"compile_cache: found {cache!r}, expected the path or URL of a folder"
+            )
+        cache = os.fspath(cache)
+        options = replace(
+            options, compile_cache=cache if "://" in cache else os.path.abspath(cache)
+        )
     if isinstance(options.dead_letters, os.PathLike):
         options = replace(options, dead_letters=os.fspath(options.dead_letters))
     return replace(options, platforms=_platforms(options), memory=_memory(options.memory))

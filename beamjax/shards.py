@@ -14,6 +14,7 @@ import numpy as np
 
 from beamjax.accumulators import Accumulator
 from beamjax.bodies import load_body, with_x64
+from beamjax.counts import counts
 from beamjax.dropping import Guard
 from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, Failure, WorkerError
@@ -47,7 +48,8 @@ class ShardExecutor:
     Args:
       plan: that the step is part of.
       step: what to compute.
-      broadcasts: the server values that it reads, by name; put on the device once.
+      broadcasts: the server values that it reads, by name; put on the device once, unless they are
+        there already.
       device: to compute on; None for the one that JAX takes by itself.
 
     Raises:
@@ -58,7 +60,7 @@ class ShardExecutor:
         self,
         plan: Plan,
         step: Map,
-        broadcasts: Mapping[str, np.ndarray],
+        broadcasts: Mapping[str, np.ndarray | jax.Array],
         device: jax.Device | None = None,
     ):
         self.step = step
@@ -80,11 +82,12 @@ class ShardExecutor:
         # An accelerator has room for what one shard needs at a time; others are on their way.
         self._turn: Any = threading.Lock() if self._copies else contextlib.nullcontext()
         with with_x64(self._x64), transferring():
-            self._broadcasts = [
-                jax.device_put(broadcasts[name], device) for name in step.broadcasts
-            ]
-        known = dict(zip(step.broadcasts, self._broadcasts, strict=True))
-        self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
+            self.broadcasts = {
+                name: put_broadcast(broadcasts[name], device) for name in step.broadcasts
+            }
+        self._broadcasts = list(self.broadcasts.values())
+        joins = [join_shards(plan, step, combine, self.broadcasts) for combine in step.combines]
+        self._joins = joins
 
     @property
     def calls_back(self) -> bool:
@@ -208,6 +211,14 @@ class ShardExecutor:
         """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
         missing = self.size - x.shape[0]
         return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+
+
+def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> jax.Array:
+    """A server value on a device; one that is there already as it is."""
+    if isinstance(value, jax.Array):
+        return value
+    counts.broadcasts += 1
+    return jax.device_put(value, device)
 
 
 def _on(device: jax.Device | None) -> contextlib.AbstractContextManager[Any]:

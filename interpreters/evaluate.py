@@ -9,11 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 
 from beamjax.at_work import AtWork, Table, bounded
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
+from beamjax.compile_cache import use_compile_cache
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
 from beamjax.inputs import Inputs
@@ -61,6 +63,8 @@ def evaluate(
       JobCancelledError: the job was cancelled.
     """
     monitor = monitor or Monitor(plan)
+    if options.compile_cache is not None:
+        use_compile_cache(options.compile_cache)
     limit = options.memory_bytes
     BLOCKS.set_limit(None if limit is None else block_budget(limit))
     monitor.letters.begin(anew=starts_anew(keeper))
@@ -89,6 +93,8 @@ class _Evaluation:
         self.monitor = monitor
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
+        # Server values that passes have read, and their copies.
+        self.on_device: dict[str, tuple[np.ndarray, jax.Array]] = {}
         # Names of those that are arrays in files.
         self.mapped: set[str] = set()
         # Entries of the stacked results of loops that are under way.
@@ -275,7 +281,7 @@ class _Evaluation:
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
-        execute = ShardExecutor(self.plan, step, self.served)
+        execute = self.executor(step)
         for name in step.results:
             self.placed[name] = self.room(name, n)
         sums = Sums(self.plan, step, execute.trees(), self.options)
@@ -298,6 +304,19 @@ class _Evaluation:
             self.served.update(sums.results(self.plan))
         meter.lap("merge")
         meter.apart()
+
+    def executor(self, step: Map) -> ShardExecutor:
+        """What computes a pass; server values that are on the device are not put there again."""
+        meter = Meter(step.name, 1, self.monitor)
+        known = dict(self.served)
+        for name, (array, copy) in self.on_device.items():
+            if known.get(name) is array:
+                known[name] = copy
+        execute = ShardExecutor(self.plan, step, known)
+        self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
+        meter.lap("transfer")
+        meter.apart()
+        return execute
 
     def computed(self, step: Map, execute: ShardExecutor) -> Iterator[Done]:
         """What comes out of the shards of a pass, in their order."""
