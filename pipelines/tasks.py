@@ -27,6 +27,7 @@ from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
 from beamjax.pipelines.lost_workers import table_of
+from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
 from beamjax.shards import Shard, ShardExecutor, put_broadcast
@@ -183,6 +184,7 @@ class StepFn(beam.DoFn):
         for name in ("setup", "process", "finish_bundle"):
             if name in vars(cls):
                 setattr(cls, name, recorded(vars(cls)[name]))
+        remember_signatures(cls)
 
     def default_type_hints(self) -> IOTypeHints:
         """What Beam asks for."""
