@@ -19,6 +19,7 @@ from jax import export
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
+from beamjax.counts import counts
 from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan import Body, Plan, Server, ValueType
 from beamjax.restaging import python_function
@@ -164,7 +165,10 @@ def load_body(key: str, body: Body, members: int | None = None) -> Callable[...,
         return python_function(key, body).at(members)
     platform = default_platform()
     with _loading:
-        if (key, platform) not in _loaded:
+        if (key, platform) in _loaded:
+            counts.bodies_reused += 1
+        else:
+            counts.bodies_loaded += 1
             if platform not in body.artefacts:
                 raise WorkerError(
                     f"{body.name}: this process computes on {platform!r}, but the body was "

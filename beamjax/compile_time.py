@@ -10,6 +10,8 @@ import jax
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+_FOUND = "/jax/compilation_cache/cache_hits"
 _EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
 
 
@@ -19,12 +21,16 @@ class CompileClock:
     Attributes:
       seconds: that it has traced, lowered and compiled.
       executables: that it has compiled, or found in a cache on disk.
+      cache_hits: those of them that it has found there.
+      cache_misses: those that it has looked for there, and compiled.
       since: when it began to compile what it is compiling, by `time.monotonic`; else None.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.executables = 0
+        self.cache_hits = 0
+        self.cache_misses = 0
         self.since: float | None = None
 
     def now(self) -> float:
@@ -52,6 +58,14 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
         clock.since = time.monotonic() if event == _LOWERED else None
 
 
+def _count(event: str, **_: Any) -> None:
+    if event == _ASKED:  # JAX tells of a miss only where it writes what it has compiled
+        _local.clock.cache_misses += 1
+    elif event == _FOUND:
+        _local.clock.cache_misses -= 1
+        _local.clock.cache_hits += 1
+
+
 def compile_clock() -> CompileClock:
     """The clock of this thread, which runs from the first call of this in the process."""
     global _listening
@@ -59,6 +73,7 @@ def compile_clock() -> CompileClock:
         with _lock:
             if not _listening:
                 jax.monitoring.register_event_duration_secs_listener(_listen)
+                jax.monitoring.register_event_listener(_count)
                 _listening = True
     return _local.clock
 

@@ -9,7 +9,7 @@ import time
 from typing import Any, Protocol
 
 from beamjax.options import Options
-from beamjax.progress import Progress
+from beamjax.progress import Progress, Tally
 
 DELAY = 2.0
 """Seconds after which a bar appears that nobody asked for."""
@@ -171,6 +171,18 @@ def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
 def in_words(progress: Progress) -> str:
     """One line: the step, what is done of how much, how fast, and where the time goes."""
     return f"{progress.step or 'starting'}: {_details(progress)}"
+
+
+def made_in_words(done: Tally) -> str:
+    """What was compiled, loaded and put on devices; "" if nothing was."""
+    parts = []
+    if done.executables:
+        compiled = done.executables - done.cache_hits
+        parts.append(f"{compiled:,} executables compiled, {done.cache_hits:,} found on disk")
+    if done.bodies_loaded or done.bodies_reused:
+        parts.append(f"{done.bodies_loaded:,} bodies loaded, {done.bodies_reused:,} in memory")
+    parts += [f"{done.broadcasts:,} broadcasts put on devices"] * bool(done.broadcasts)
+    return "; ".join(parts)
 
 
 def _details(progress: Progress) -> str:

@@ -21,7 +21,7 @@ from beamjax.jobs import Job, Work, launch_work, run_work
 from beamjax.kept import Kept, kept_results
 from beamjax.keyed_results import kept_numbers, keyed_outputs, with_tables
 from beamjax.memory import Workers
-from beamjax.memory_limit import check_memory, sources_of
+from beamjax.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
 from beamjax.plan import Output, Plan
@@ -126,12 +126,15 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
         inputs = bind_inputs(plan, arguments)
         name = runner if isinstance(runner, str) else type(runner).__name__
+        read = sources_of(inputs.values)
         told = forecast(plan, options, name)
         small = small_work(plan, options, told)
         if small.is_small and options.small_work == "here":
             runner = name = LOCAL
             told, small = forecast(plan, options, LOCAL), SmallWork()
-        check_memory(plan, sources_of(inputs.values), options, Workers.of(name, options))
+        if name == LOCAL:
+            options = with_fitting_threads(plan, read, options)
+        check_memory(plan, read, options, Workers.of(name, options))
         sources = files.pop_all()
     weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]
 

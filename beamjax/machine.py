@@ -20,6 +20,7 @@ import jax
 from beamjax import _compat
 from beamjax._version import __version__
 from beamjax.bodies import default_platform
+from beamjax.compile_cache import use_compile_cache
 from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, Options
 
@@ -122,6 +123,7 @@ class Machine:
       local_devices: how many devices of the worker are used; None for all of an accelerator, and
         one of a CPU.
       memory: of the process in bytes, which what is kept in caches depends on; None for any.
+      compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
       versions: of where the program was launched; None if nobody needs to know.
       launcher: the process that this was made in.
     """
@@ -131,6 +133,7 @@ class Machine:
     preallocate: bool | None = None
     local_devices: int | None = None
     memory: int | None = None
+    compile_cache: str | None = None
     versions: Versions | None = None
     launcher: str = PROCESS
 
@@ -143,6 +146,7 @@ class Machine:
             options.preallocate,
             options.local_devices,
             options.memory_bytes,
+            options.compile_cache,
             Versions.here(),
         )
 
@@ -185,6 +189,8 @@ class Machine:
         Raises:
           WorkerError: it is not what it must be; the message says what to do.
         """
+        if self.compile_cache is not None:
+            use_compile_cache(self.compile_cache)
         return _check(self)
 
     def versions_checked(self, platform: str) -> None:

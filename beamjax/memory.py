@@ -20,6 +20,7 @@ from beamjax.block_cache import LASTING_BYTES, PASSING_BYTES
 from beamjax.fan_out import is_in_files
 from beamjax.kept import HANDED_BYTES
 from beamjax.options import Options, beam_flags
+from beamjax.ordered_pool import most_jobs, usual_threads
 from beamjax.plan import Branch, Gather, Lane, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.sources.source_base import Source
 from beamjax.wide_lanes import MAX_ROWS
@@ -63,7 +64,7 @@ class Workers:
     def of(cls, runner: str, options: Options) -> Workers:
         """Those of a runner, as far as its name and options tell."""
         if runner == "local":
-            return cls(beam=False)
+            return cls(options.local_threads or usual_threads(), beam=False)
         flags = beam_flags(options.beam)
         if runner.lower().removesuffix("runner") in ("direct", "fnapi"):
             mode = flags.get("direct_running_mode", "in_memory")
@@ -197,13 +198,16 @@ class _Estimation:
         blocks = sum(source.block_bytes for source in used)
         if blocks:
             # The blocks of each thread stay whatever the limit, and one more is decoded.
-            held = self.workers.threads * 2 * blocks
+            readers = self.workers.threads if self.workers.beam else 1
+            held = readers * 2 * blocks
             yield "decoded blocks of sources", SLACK * (passing + held)
         if blocks and self.in_loops:
             total = sum(source.nbytes for source in used if source.block_bytes)
             yield "blocks for further rounds", min(total, LASTING_BYTES, block_budget(limit) // 2)
+        maps = [step for step in self.steps if isinstance(step, Map)]
+        if not self.workers.beam:
+            yield "broadcasts on the device", self.members({x for s in maps for x in s.broadcasts})
         if self.workers.beam:
-            maps = [step for step in self.steps if isinstance(step, Map)]
             sums = [self.members(s.broadcasts) for s in maps for _ in range(self.times(s))]
             served = {x for s in maps for x in s.broadcasts}
             yield "broadcasts on devices", sum(sorted(sums)[-MAX_EXECUTORS:])
@@ -215,9 +219,13 @@ class _Estimation:
         plan, threads = self.plan, self.workers.threads
         match step:
             case Map():
-                yield from ((what, threads * n) for what, n in self.shard(step))
+                once = () if self.workers.beam else ("sums", "reduced shards")
+                for what, nbytes in self.shard(step):
+                    yield what, nbytes if what in once else threads * nbytes
                 if not self.workers.beam:
-                    yield "broadcasts on the device", self.members(step.broadcasts)
+                    # What a shard is reduced to is a part of computing it, until that is over.
+                    waiting = most_jobs(threads) - threads
+                    yield "reduced shards that wait", SLACK * waiting * partial_bytes(step)
                 if self.workers.beam:
                     more = merging_bytes(step, self.options.reduction, threads)
                     yield "sums that are merged", SLACK * more
@@ -267,6 +275,12 @@ def sums_bytes(step: Map, mode: str) -> int:
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * lane_pieces.SECTION_BYTES + 2 * PIECE_BYTES
     return sum(most_bytes(lane, mode) for lane in step.lanes)
+
+
+def partial_bytes(step: Map) -> int:
+    """Bytes of what a shard of a pass is reduced to."""
+    lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in step.lanes)
+    return lanes + sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
 
 
 def most_bytes(lane: Lane, mode: str) -> int:

@@ -40,6 +40,20 @@ def check_memory(
     )
 
 
+def with_fitting_threads(plan: Plan, sources: Mapping[int, Source], options: Options) -> Options:
+    """Options with as many threads for `runner="local"` as `options.memory` has room for."""
+    limit = options.memory_bytes
+    if limit is None or options.local_threads is not None:
+        return options
+    threads = Workers.of("local", options).threads
+    while threads > 1:
+        found = estimate(plan, sources, options, Workers(threads, beam=False))
+        if found.worker_bytes <= limit:
+            break
+        threads -= 1
+    return replace(options, local_threads=threads)
+
+
 def _advice(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
 ) -> Iterator[str]:

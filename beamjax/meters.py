@@ -9,14 +9,15 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from beamjax.compile_time import compile_clock, compile_seconds
+from beamjax.compile_time import compile_clock
+from beamjax.counts import counts
 from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
 from beamjax.padded_bytes import padding_bytes
-from beamjax.progress import Range, StepCount, Tally, WorkerRecord, merged
+from beamjax.progress import SECONDS, Range, StepCount, Tally, WorkerRecord, merged
 from beamjax.transfer_time import transfer_seconds
 
 EVERY = 1.0
@@ -41,7 +42,7 @@ class Listener(Protocol):
     """Who is told of the shards that are done."""
 
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
-        """A shard of a step is done: its first member, its members, its bytes and seconds."""
+        """A shard of a step is done: its first member, its members, all that it took."""
 
     def spend(self, step: str, spent: Tally) -> None:
         """A step took these seconds, which are not those of a shard."""
@@ -72,33 +73,41 @@ class Meter:
 
     def start(self) -> None:
         """What comes now is measured."""
-        self._laps: dict[str, Any] = {}
+        self._laps = _NOTHING.copy()
         self.resume()
 
     def resume(self) -> None:
         """What was done since the last lap is not measured, it was waiting."""
-        self._compiled, self._moved = compile_seconds(), transfer_seconds()
-        self._counts = _counts()
-        self._mark = time.perf_counter()
+        self._last = _readings()
 
     def lap(self, name: str, nbytes: int = 0) -> None:
         """What was done since the last lap, or the start, was this: "read", "compute" or "merge".
 
         Compiling and transfers are told apart by themselves.
         """
-        now, compiled, moved = time.perf_counter(), compile_seconds(), transfer_seconds()
-        passed, laps = now - self._mark, self._laps
-        moving = min(moved - self._moved, passed)
-        making = min(compiled - self._compiled, passed - moving)
-        laps["transfer"] = laps.get("transfer", 0.0) + moving
-        laps["compile"] = laps.get("compile", 0.0) + making
-        laps[name] = laps.get(name, 0.0) + passed - making - moving
-        laps["bytes_read"] = laps.get("bytes_read", 0) + nbytes
-        counts = _counts()
-        for kind, count in counts.items():
-            laps[kind] = laps.get(kind, 0) + count - self._counts[kind]
-        self._counts = counts
-        self._mark, self._compiled, self._moved = now, compiled, moved
+        readings, last, laps = _readings(), self._last, self._laps
+        passed = readings[0] - last[0]
+        moving = min(readings[1] - last[1], passed)
+        making = min(readings[2] - last[2], passed - moving)
+        laps["transfer"] += moving
+        laps["compile"] += making
+        laps[name] += passed - making - moving
+        laps["bytes_read"] += nbytes
+        if readings[3:] != last[3:]:
+            for kind, now, then in zip(COUNTED, readings[3:], last[3:], strict=True):
+                laps[kind] += now - then
+        self._last = readings
+
+    @property
+    def seconds(self) -> float:
+        """Of all laps since the start, without those in which JAX compiled."""
+        laps = self._laps
+        return float(laps["read"] + laps["transfer"] + laps["compute"] + laps["merge"])
+
+    @property
+    def compiling(self) -> float:
+        """Seconds of all laps since the start in which JAX compiled."""
+        return float(self._laps["compile"])
 
     def shard(self, start: int, count: int) -> None:
         """The shard from this member on is done.
@@ -106,8 +115,8 @@ class Meter:
         Raises:
           JobCancelledError: those that follow are in vain.
         """
-        spent = Tally(**self._laps)
-        self.total += replace(spent, members=count, shards=1)
+        spent = Tally(count, 1, **self._laps)
+        self.total += spent
         if self.listener is not None:
             self.listener.add(self.step, self.size, start, count, spent)
             self.listener.tick()
@@ -120,9 +129,22 @@ class Meter:
             self.listener.spend(self.step, spent)
 
 
-def _counts() -> dict[str, int]:
-    """What this thread has counted so far, by the names of a tally."""
-    return {"bytes_padding": padding_bytes(), "executables": compile_clock().executables}
+COUNTED = (
+    "bytes_padding", "executables", "cache_hits", "cache_misses",
+    "bodies_loaded", "bodies_reused", "broadcasts",
+)  # fmt: skip
+"""What a thread counts by itself, by the names of a tally."""
+_NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fromkeys(SECONDS, 0.0)
+
+
+def _readings() -> tuple[Any, ...]:
+    """The time, seconds of transfers and of compiling of this thread, and what it has counted."""
+    clock = compile_clock()
+    return (
+        time.perf_counter(), transfer_seconds(), clock.seconds,
+        padding_bytes(), clock.executables, clock.cache_hits, clock.cache_misses,
+        counts.bodies_loaded, counts.bodies_reused, counts.broadcasts,
+    )  # fmt: skip
 
 
 class Recorder:

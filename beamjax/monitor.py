@@ -67,7 +67,7 @@ class Monitor:
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
         """A shard is done in this process."""
         with self._lock:
-            self._count({step: replace(spent, members=count, shards=1)})
+            self._count({step: spent})
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:

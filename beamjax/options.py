@@ -72,6 +72,14 @@ class Options:
       preallocate: whether JAX takes this memory at once. None as before.
       local_devices: how many devices of a worker compute, each a shard at a time. None means all
         of an accelerator, and one of a CPU. The bits do not depend on it.
+      local_threads: how many threads compute shards with runner="local". None takes one for each
+        core, and one or none for shards that are computed in no time or on all cores by XLA; 1
+        computes them one after the other in the thread that calls. The bits do not depend on it.
+      compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
+        compile, and where later ones find it: JAX's own cache, which holds executables of any size
+        then, those of the rest of this process included. Let nobody else write there, and machines
+        of one type share it. None leaves JAX's settings as they are, such as
+        JAX_COMPILATION_CACHE_DIR in the environment.
       shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
         fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
@@ -121,6 +129,8 @@ class Options:
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
     local_devices: int | None = None
+    local_threads: int | None = None
+    compile_cache: str | None = None
     shard_timeout: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
@@ -229,6 +239,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "checkpoint_every": int,
     "device_memory_fraction": float,
     "local_devices": int,
+    "local_threads": int,
     "drop_limit": float,
     "shard_timeout": float,
 }
@@ -296,6 +307,16 @@ def _checked(options: Options) -> Options:
     options = replace(options, plan=chosen(options.plan))
     _check_dropping(options)
     _check_machine(options)
+    cache = options.compile_cache
+    if cache is not None:
+        if not isinstance(cache, str | os.PathLike) or not os.fspath(cache):
+            raise OptionsError(
+                f"compile_cache: found {cache!r}, expected the path or URL of a folder"
+            )
+        cache = os.fspath(cache)
+        options = replace(
+            options, compile_cache=cache if "://" in cache else os.path.abspath(cache)
+        )
     if isinstance(options.dead_letters, os.PathLike):
         options = replace(options, dead_letters=os.fspath(options.dead_letters))
     return replace(options, platforms=_platforms(options), memory=_memory(options.memory))
@@ -360,9 +381,10 @@ def _check_machine(options: Options) -> None:
         )
     if options.preallocate not in (None, True, False):
         raise OptionsError(f"preallocate: found {options.preallocate!r}, expected True or False")
-    count = options.local_devices
-    if count is not None and (type(count) is not int or count < 1):
-        raise OptionsError(f"local_devices: found {count!r}, expected a number from 1, or None")
+    for name in ("local_devices", "local_threads"):
+        count = getattr(options, name)
+        if count is not None and (type(count) is not int or count < 1):
+            raise OptionsError(f"{name}: found {count!r}, expected a number from 1, or None")
     limit = options.shard_timeout
     if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
         raise OptionsError(

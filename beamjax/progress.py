@@ -19,6 +19,10 @@ Range = tuple[int, int, int]
 class Tally:
     """What was done, on all workers together. Tallies are added.
 
+    Seconds are those of threads. Where a worker reads one shard while it computes another, both
+    count, so that together they may be more than have passed; what a thread waits for another is
+    in none of them.
+
     Attributes:
       members: that were computed, each once a pass.
       shards: likewise.
@@ -26,6 +30,12 @@ class Tally:
       bytes_read: of placed inputs.
       bytes_padding: those of them that pad members of unequal length.
       executables: that JAX made; each worker makes its own, one for each body and bucket.
+      cache_hits: those of them that JAX found in its cache on disk, if it has one; see the option
+        `compile_cache`.
+      cache_misses: those that were not there, and were compiled.
+      bodies_loaded: bodies of steps that workers read from their bytes, each once.
+      bodies_reused: those that a worker had in memory when it began a step.
+      broadcasts: server values that were put on devices.
       read: seconds of reading them.
       transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
         that a body needs, and then for those of what it gave. On a CPU, arrays are read where they
@@ -43,6 +53,11 @@ class Tally:
     bytes_read: int = 0
     bytes_padding: int = 0
     executables: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    bodies_loaded: int = 0
+    bodies_reused: int = 0
+    broadcasts: int = 0
     read: float = 0.0
     transfer: float = 0.0
     compile: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from beamjax.accumulators import Accumulator
 from beamjax.bodies import load_body, with_x64
+from beamjax.counts import counts
 from beamjax.dropping import Guard
 from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, Failure, WorkerError
@@ -21,7 +23,7 @@ from beamjax.padding import check_padding, padded_rows
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
-from beamjax.transfer_time import from_device, to_device, transferring
+from beamjax.transfer_time import from_device, is_copied, to_device, transferring
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class ShardExecutor:
     Args:
       plan: that the step is part of.
       step: what to compute.
-      broadcasts: the server values that it reads, by name; put on the device once.
+      broadcasts: the server values that it reads, by name; put on the device once, unless they are
+        there already.
       device: to compute on; None for the one that JAX takes by itself.
 
     Raises:
@@ -57,7 +60,7 @@ class ShardExecutor:
         self,
         plan: Plan,
         step: Map,
-        broadcasts: Mapping[str, np.ndarray],
+        broadcasts: Mapping[str, np.ndarray | jax.Array],
         device: jax.Device | None = None,
     ):
         self.step = step
@@ -75,12 +78,21 @@ class ShardExecutor:
         self._fitted = {fitted.shapes: fitted.body for fitted in step.fitted}
         self._checked: set[str] = set()
         self._bodies = plan.bodies
+        self._copies = is_copied(device)
+        # An accelerator has room for what one shard needs at a time; others are on their way.
+        self._turn: Any = threading.Lock() if self._copies else contextlib.nullcontext()
         with with_x64(self._x64), transferring():
-            self._broadcasts = [
-                jax.device_put(broadcasts[name], device) for name in step.broadcasts
-            ]
-        known = dict(zip(step.broadcasts, self._broadcasts, strict=True))
-        self._joins = [join_shards(plan, step, combine, known) for combine in step.combines]
+            self.broadcasts = {
+                name: put_broadcast(broadcasts[name], device) for name in step.broadcasts
+            }
+        self._broadcasts = list(self.broadcasts.values())
+        joins = [join_shards(plan, step, combine, self.broadcasts) for combine in step.combines]
+        self._joins = joins
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the body calls functions of the host, which see one shard after the other."""
+        return self._body.python is not None
 
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray], lost: Mapping[int, str] | None = None
@@ -129,8 +141,12 @@ class ShardExecutor:
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
         with with_x64(self._x64), _on(self.device):
-            inputs = to_device(arrays, self.device)
-            return from_device(call(np.int32(shard.start), *heads, *self._broadcasts, *inputs))
+            inputs = to_device(arrays, self.device) if self._copies else arrays
+            with self._turn:
+                outs = call(np.int32(shard.start), *heads, *self._broadcasts, *inputs)
+                if self._copies:
+                    jax.block_until_ready(outs)
+            return from_device(outs)
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """What a body gave as placed results and partials."""
@@ -195,6 +211,14 @@ class ShardExecutor:
         """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
         missing = self.size - x.shape[0]
         return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+
+
+def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> jax.Array:
+    """A server value on a device; one that is there already as it is."""
+    if isinstance(value, jax.Array):
+        return value
+    counts.broadcasts += 1
+    return jax.device_put(value, device)
 
 
 def _on(device: jax.Device | None) -> contextlib.AbstractContextManager[Any]:

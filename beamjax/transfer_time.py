@@ -39,21 +39,26 @@ def transferring() -> Iterator[None]:
             _local.seconds += time.perf_counter() - begun
 
 
-def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]:
-    """What a body is called with on a device, None for JAX's own choice.
+def is_copied(device: jax.Device | None) -> bool:
+    """Whether a device, None for JAX's own choice, needs copies of arrays of the host.
 
-    An accelerator has copies when this returns, which a body would wait for before all else. A CPU
-    is given the arrays: it reads most of them where they are, and copies others as it computes.
+    A CPU reads them where they are, if they begin at a multiple of 64 bytes; JAX copies others.
     """
-    if (jax.devices()[0] if device is None else device).platform == "cpu":
-        return arrays
+    return (jax.devices()[0] if device is None else device).platform != "cpu"
+
+
+def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]:
+    """What a body is called with on a device that needs copies; they are there when this returns,
+    since the body would wait for them before all else.
+    """
     with transferring():
         copies: Sequence[Any] = jax.block_until_ready(jax.device_put(list(arrays), device))
     return copies
 
 
-def from_device(outs: Sequence[Any]) -> list[np.ndarray]:
+def from_device(outs: Sequence[jax.Array]) -> list[np.ndarray]:
     """What a body gave, as NumPy arrays; the time that it takes to compute is not counted."""
-    done = jax.block_until_ready(list(outs))
+    for out in outs:
+        out.block_until_ready()
     with transferring():
-        return [np.asarray(out) for out in done]
+        return [np.asarray(out) for out in outs]

@@ -1,22 +1,25 @@
-"""The plan run in this process, a shard at a time: the reference for every runner."""
+"""The plan run in this process, without Beam: the reference for every runner."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 
 from beamjax.at_work import AtWork, Table, bounded
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
+from beamjax.compile_cache import use_compile_cache
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import WorkerError
-from beamjax.fan_out import is_in_files
 from beamjax.inputs import Inputs
+from beamjax.interpreters.passes import Done, Sums, computed
 from beamjax.kept import HANDED_BYTES, NOTHING, Kept
 from beamjax.liveness import Position, step_index
 from beamjax.memory import block_budget
@@ -24,23 +27,13 @@ from beamjax.meters import Meter
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
+from beamjax.ordered_pool import usual_threads
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
-from beamjax.scratch import Scratch, file_array
-from beamjax.shards import (
-    Shard,
-    ShardExecutor,
-    add_computed,
-    finish_lane,
-    finish_tree,
-    new_accumulators,
-    read_shard,
-    shard_errors,
-    shards,
-)
+from beamjax.scratch import file_array
+from beamjax.shards import Shard, ShardExecutor, read_shard, shard_errors, shards
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
-from beamjax.wide_lanes import WideLanes
 
 
 def evaluate(
@@ -56,7 +49,7 @@ def evaluate(
     Args:
       plan: what to run.
       inputs: its inputs.
-      options: `reduction` and `shard_timeout` are those that matter here.
+      options: `reduction`, `shard_timeout` and `local_threads` are those that matter here.
       monitor: of the job.
       keeper: of checkpoints, if there are to be any.
       results: placed results that go to files.
@@ -70,6 +63,8 @@ def evaluate(
       JobCancelledError: the job was cancelled.
     """
     monitor = monitor or Monitor(plan)
+    if options.compile_cache is not None:
+        use_compile_cache(options.compile_cache)
     limit = options.memory_bytes
     BLOCKS.set_limit(None if limit is None else block_budget(limit))
     monitor.letters.begin(anew=starts_anew(keeper))
@@ -79,8 +74,8 @@ def evaluate(
     return bounded(run.outputs, run.table)
 
 
-Read = tuple[Shard, list[np.ndarray], Mapping[int, str], int]
-"""A shard, its operands, why members of it could not be read, and how many bytes were."""
+Read = tuple[Shard, list[np.ndarray], Mapping[int, str], Meter]
+"""A shard, its operands, why members of it could not be read, and what measures it."""
 
 
 class _Evaluation:
@@ -98,6 +93,8 @@ class _Evaluation:
         self.monitor = monitor
         self.served = inputs.server()
         self.placed: dict[str, np.ndarray] = {}
+        # Server values that passes have read, and their copies.
+        self.on_device: dict[str, tuple[np.ndarray, jax.Array]] = {}
         # Names of those that are arrays in files.
         self.mapped: set[str] = set()
         # Entries of the stacked results of loops that are under way.
@@ -108,6 +105,7 @@ class _Evaluation:
         self.results = results
         self.tracker = Tracker(keeper)
         self.table = Table()
+        self.threads = options.local_threads or usual_threads()
         self.wanted = {out.value for out in plan.outputs if out.value is not None}
         if keeper is not None:
             self.bind(keeper.values)
@@ -283,56 +281,61 @@ class _Evaluation:
 
     def map(self, step: Map) -> None:
         n = self.plan.sizes[step.placement]
-        execute = ShardExecutor(self.plan, step, self.served)
+        execute = self.executor(step)
         for name in step.results:
             self.placed[name] = self.room(name, n)
-        mode, lanes = self.options.reduction, len(step.lanes)
-        wide = None
-        if is_in_files(step, mode):
-            wide = WideLanes(step, mode, Scratch(self.options.scratch_folder))
-        accumulators = [] if wide else new_accumulators(step, mode)
-        trees = execute.trees()
+        sums = Sums(self.plan, step, execute.trees(), self.options)
         letters = DeadLetters(self.options.drop_limit)
-        meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
-        meter.start()
-        for shard, operands, lost, nbytes in (
-            self.read(step) if n is not None else self.read_streams(step)
-        ):
-            meter.lap("read", nbytes)
-            with self.at_work("computing", step, shard):
-                found = execute(shard, operands, lost)
-            meter.lap("compute")
-            self.drop(letters, found.dropped)
-            for name, array in zip(step.results, found.results, strict=True):
+        for done in self.computed(step, execute):
+            shard, meter = done.shard, done.meter
+            meter.resume()
+            self.drop(letters, done.found.dropped)
+            for name, array in zip(step.results, done.found.results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
-            partials = found.partials[:lanes]
             with self.at_work("merging", step, shard):
-                if wide is not None:
-                    wide.add(shard.index, partials, found.left_out)
-                add_computed(
-                    [] if wide else list(zip(step.lanes, accumulators, partials, strict=True)),
-                    list(zip(trees, found.partials[lanes:], strict=True)),
-                    shard,
-                    found.left_out,
-                )
+                sums.add(shard, done.found)
             meter.lap("merge")
             meter.shard(shard.start, shard.count)
-            meter.start()
         self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:
             self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
-        meter.start()
-        if wide is not None:
-            with self.at_work("merging", step):
-                self.served.update(wide.results(self.plan))
-        for lane, accumulator in zip(step.lanes, accumulators, strict=False):
-            for name, _, values in finish_lane(self.plan, step, lane, accumulator, (0, lane.size)):
-                self.served[name] = values.reshape(self.plan.values[name].shape)
-        for combine, tree in zip(step.combines, trees, strict=True):
-            with self.at_work("merging", step):
-                self.served.update(finish_tree(combine, tree))
+        meter = Meter(step.name, execute.size, self.monitor)
+        with self.at_work("merging", step):
+            self.served.update(sums.results(self.plan))
         meter.lap("merge")
         meter.apart()
+
+    def executor(self, step: Map) -> ShardExecutor:
+        """What computes a pass; server values that are on the device are not put there again."""
+        meter = Meter(step.name, 1, self.monitor)
+        known = dict(self.served)
+        for name, (array, copy) in self.on_device.items():
+            if known.get(name) is array:
+                known[name] = copy
+        execute = ShardExecutor(self.plan, step, known)
+        self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
+        meter.lap("transfer")
+        meter.apart()
+        return execute
+
+    def computed(self, step: Map, execute: ShardExecutor) -> Iterator[Done]:
+        """What comes out of the shards of a pass, in their order."""
+        n = self.plan.sizes[step.placement]
+
+        def compute(
+            shard: Shard, operands: list[np.ndarray], lost: Mapping[int, str], meter: Meter
+        ) -> Done:
+            meter.resume()
+            with self.at_work("computing", step, shard):
+                found = execute(shard, operands, lost)
+            meter.lap("compute")
+            return Done(shard, found, meter)
+
+        reads = self.read(step) if n is not None else self.read_streams(step)
+        jobs = (functools.partial(compute, *read) for read in reads)
+        shards = None if n is None else self.plan.shards(step.placement)
+        threads = 1 if execute.calls_back else self.threads
+        return computed(jobs, shards, threads, step.body, self.table.check)
 
     def drop(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
         """Adds members to those that a pass drops; of too many, all are told."""
@@ -348,21 +351,25 @@ class _Evaluation:
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         for shard in shards(n, size):
             stop = shard.start + shard.count
+            meter = Meter(step.name, size, self.monitor)
             with self.at_work("reading", step, shard), shard_errors(step, shard):
                 fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]
                 for name in step.operands
             ]
-            yield shard, operands, lost, sum(array.nbytes for array in fresh.values())
+            meter.lap("read", sum(array.nbytes for array in fresh.values()))
+            yield shard, operands, lost, meter
 
     def read_streams(self, step: Map) -> Iterator[Read]:
         """The same of members that are counted as they are read."""
         size = self.plan.shard_sizes[step.placement]
+        meter = Meter(step.name, size, self.monitor)
         for block in self.streamed(size):
             shard = Shard(block.start // size, block.start, block.count)
-            nbytes = sum(array.nbytes for array in block.values.values())
-            yield shard, [block.values[name] for name in step.operands], {}, nbytes
+            meter.lap("read", sum(array.nbytes for array in block.values.values()))
+            yield shard, [block.values[name] for name in step.operands], {}, meter
+            meter = Meter(step.name, size, self.monitor)
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options
 from beamjax.pipelines import dataflow, flink, prism, spark
 from beamjax.pipelines.job_servers import loops_back
+from beamjax.pipelines.quick_options import QuickOptions
 
 RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
@@ -146,7 +147,7 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
         found = options.beam
     else:
         # Never None: Beam would read the flags of this process instead.
-        found = PipelineOptions(list(options.beam))
+        found = QuickOptions(list(options.beam))
         if options.beam and isinstance(runner, FnApiRunner):
             _check_flags(found)
     named = found.view_as(StandardOptions).runner

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from apache_beam.metrics import Metrics
 
-from beamjax.meters import Meter, Reports, recorder_for
+from beamjax.meters import COUNTED, Meter, Reports, recorder_for
 from beamjax.progress import SECONDS, Tally
 
 NAMESPACE = "beamjax"
@@ -23,7 +23,7 @@ class StepMetrics:
     """
 
     def __init__(self, step: str):
-        names = ("members", "shards", "bytes_read", "bytes_padding", "executables")
+        names = ("members", "shards", "bytes_read", *COUNTED)
         self._counters = {n: Metrics.counter(NAMESPACE, f"{step}/{n}") for n in names}
         self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in SECONDS}
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import apache_beam as beam
+import jax
 import numpy as np
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.at_work import AtWork
+from beamjax.bodies import with_x64
 from beamjax.inputs import Reader
 from beamjax.machine import Machine
 from beamjax.memory import block_budget, store_budget
@@ -24,11 +27,13 @@ from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
 from beamjax.pipelines.lost_workers import table_of
+from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
-from beamjax.shards import Shard, ShardExecutor
+from beamjax.shards import Shard, ShardExecutor, put_broadcast
 from beamjax.sources import open_spec
 from beamjax.sources.block_source import BLOCKS
+from beamjax.transfer_time import transferring
 
 MAX_EXECUTORS = 8
 T = TypeVar("T")
@@ -127,10 +132,30 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
     key = (step, size, task.plan.x64, devices, *(ref.key for ref in broadcasts.values()))
 
     def make() -> tuple[ShardExecutor, ...]:
-        plan, arrays = task.with_bodies(), task.arrays(broadcasts)
-        return tuple(ShardExecutor(plan, step, arrays, device) for device in devices)
+        plan = task.with_bodies()
+        return tuple(
+            ShardExecutor(plan, step, _on_device(task, broadcasts, device), device)
+            for device in devices
+        )
 
     return _executors.get(key, make)
+
+
+def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[str, jax.Array]:
+    """Server values on a device, where they are once as long as any step has them."""
+    found = {}
+    for name, ref in refs.items():
+        key = ref.key, task.plan.x64, device
+        array = _broadcasts.get(key)
+        if array is None:
+            (value,) = task.store.get(ref)
+            with with_x64(task.plan.x64), transferring():
+                _broadcasts[key] = array = put_broadcast(value, device)
+        found[name] = array
+    return found
+
+
+_broadcasts: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -159,6 +184,7 @@ class StepFn(beam.DoFn):
         for name in ("setup", "process", "finish_bundle"):
             if name in vars(cls):
                 setattr(cls, name, recorded(vars(cls)[name]))
+        remember_signatures(cls)
 
     def default_type_hints(self) -> IOTypeHints:
         """What Beam asks for."""

@@ -352,7 +352,8 @@ def test_explain_tells_memory():
 @pytest.mark.parametrize(
     ("runner", "options", "expected"),
     [
-        ("local", {}, Workers(beam=False)),
+        ("local", {"local_threads": 1}, Workers(beam=False)),
+        ("local", {"local_threads": 3}, Workers(3, beam=False)),
         ("DirectRunner", {}, Workers()),
         ("direct", {"direct_num_workers": 3}, Workers(3)),
         (

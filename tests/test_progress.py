@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax import records
 from beamjax.errors import ArrayFormatError, JobCancelledError
-from beamjax.interpreters import evaluate
+from beamjax.interpreters import evaluate, passes
 from beamjax.job_folder import JobFolder
 from beamjax.meters import Meter, Recorder, Reports, recorder_for
 from beamjax.monitor import Monitor
@@ -159,7 +159,7 @@ def served(x):
     [("run_server", "compute"), ("finish_lane", "merge"), ("finish_tree", "merge")],
 )
 def test_steps_on_the_server_and_merges_are_timed(name, kind, runner, monkeypatch):
-    for module in (evaluate, workers, combiners):
+    for module in (evaluate, passes, workers, combiners):
         if hasattr(module, name):
             real = getattr(module, name)
             slow = lambda *args, real=real: [time.sleep(0.5), real(*args)][1]

@@ -12,7 +12,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 import beamjax as bj
 from beamjax.exact_sum import ExactSum
 from beamjax.job_folder import JobFolder
-from beamjax.meters import Reports, recorder_for
+from beamjax.meters import COUNTED, Reports, recorder_for
 from beamjax.pipelines import combiners, workers
 from beamjax.progress import SECONDS, Tally, tally
 from beamjax.reducers import make_accumulator
@@ -49,8 +49,9 @@ def test_a_pipeline_has_metrics_by_the_names_of_its_steps():
     counters, times = metrics(two_passes)
     steps = ("map_clients_0", "map_clients_1")
     expected = {"members": N, "shards": 3, "bytes_read": X.nbytes, "bytes_padding": 0}
-    made = {name: counters.pop(name) for name in list(counters) if name.endswith("executables")}
-    assert set(made) == {f"{step}/executables" for step in steps}
+    own = {name for step in steps for name in (f"{step}/{kind}" for kind in COUNTED[1:])}
+    made = {name: counters.pop(name) for name in list(counters) if name in own}
+    assert set(made) == own
     assert counters == {f"{step}/{n}": expected[n] for step in steps for n in expected}
     assert set(times) == {f"{step}/{name}_ms" for step in steps for name in SECONDS}
     assert all(t.count == 1 and t.sum >= 0 for found in times.values() for t in found)

@@ -13,7 +13,7 @@ from typing import Any
 from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
 from beamjax.commands.command_lines import read_command
 from beamjax.commands.suggestions import hint, listed
-from beamjax.display import compared, in_words
+from beamjax.display import compared, in_words, made_in_words
 from beamjax.errors import BeamjaxError, JobError, OptionsError
 from beamjax.job_folder import JobFolder
 from beamjax.records import SUFFIX
@@ -156,6 +156,8 @@ def _show(arguments: argparse.Namespace) -> Answer:
     process = found["process"]
     rows.append(("started", f"{found['started']} by {process.get('pid')} on {process.get('host')}"))
     rows.append(("progress", found["done"]))
+    if made := made_in_words(folder.progress().done):
+        rows.append(("made", made))
     rows += [("dropped", f"{found['dropped']} members")] * bool(found["dropped"])
     rows += [("command", _words(line[0]))] if line else []
     if found["error"] is not None:

@@ -1,0 +1,119 @@
+"""What is compiled, loaded and put on devices: once a process, and not at all in later ones."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax.commands import jobs as commands
+from beamjax.display import made_in_words
+from beamjax.errors import OptionsError
+from beamjax.options import parse_options
+from beamjax.progress import Tally
+
+N = 20
+X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
+
+IN_A_PROCESS = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+import beamjax as bj
+
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+
+@bj.program(clients=20)
+def two(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+    m = bj.reduce_mean(y)
+    return m, bj.reduce_sum(bj.map_fn(lambda v, c: (v - c) ** 2, (y, bj.broadcast(m))))
+
+x = np.arange(60, dtype=np.float32).reshape(20, 3) / 60
+options = {"shard_size": 8, "compile_cache": sys.argv[2], "job_folder": sys.argv[3]}
+if sys.argv[1] == "workers":
+    options |= {"direct_running_mode": "multi_processing", "direct_num_workers": 1}
+runner = "local" if sys.argv[1] == "local" else "DirectRunner"
+with bj.launch(two, np.ones(3, np.float32), x, runner=runner, options=options) as job:
+    result = job.result()
+    done = job.progress().to_json()["done"]
+asked, hits = events.count("compile_requests_use_cache"), events.count("cache_hits")
+bits = np.asarray(result[0]).tobytes().hex()
+print(json.dumps(done | {"asked": asked, "hits": hits, "bits": bits}))
+"""
+
+
+def in_a_process(way, folder, job):
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", IN_A_PROCESS]
+    found = subprocess.run(
+        [*command, way, str(folder), str(job)],
+        capture_output=True, text=True, check=False, env=env,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "way", ["local", "DirectRunner", pytest.param("workers", marks=pytest.mark.long)]
+)
+def test_a_second_process_compiles_nothing(way, tmp_path):
+    first, second = (in_a_process(way, tmp_path / "cache", tmp_path / name) for name in "ab")
+    assert first["cache_misses"] == first["executables"] >= 2
+    assert first["cache_hits"] == 0
+    assert (second["cache_misses"], second["cache_hits"]) == (0, first["executables"])
+    assert second["asked"] == second["hits"]  # whatever JAX compiled besides
+    assert second["bits"] == first["bits"]
+    assert list((tmp_path / "cache").iterdir())
+    answer = commands._show(type("Arguments", (), {"job": str(tmp_path / "b")}))
+    assert f"0 executables compiled, {second['cache_hits']:,} found on disk" in answer.text
+
+
+@bj.program(clients=N)
+def rounds(w, table, x):
+    def step(w, _):
+        y = bj.map_fn(lambda v: jnp.tanh(v @ w) * table.sum(), x)
+        return w + 0.1 * bj.reduce_mean(bj.map_fn(lambda v: v * table[0], y)), None
+
+    return jax.lax.scan(step, w, None, length=4)[0]
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_bodies_and_broadcasts_are_there_once(runner):
+    arguments = np.ones(3, np.float32), RNG.normal(size=(7, 3)).astype(np.float32), X
+    options = {"shard_size": 8, "rounds_per_graph": 1}
+    found = []
+    for _ in range(2):
+        with bj.launch(rounds, *arguments, runner=runner, options=options) as job:
+            job.result()
+            found.append(job.progress().done)
+    first, again = found
+    assert again.executables == again.bodies_loaded == 0
+    assert again.bodies_reused == first.bodies_loaded + first.bodies_reused > 0
+    # The weights of each of four rounds; the table once, though all rounds read it.
+    assert first.broadcasts == again.broadcasts == 4 + 1
+
+
+RNG = np.random.default_rng(1)
+
+
+def test_the_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_options({"compile_cache": "here"}).compile_cache == str(tmp_path / "here")
+    assert parse_options(["--compile_cache=gs://b/c"]).compile_cache == "gs://b/c"
+    with pytest.raises(OptionsError, match="compile_cache: found '', expected the path or URL"):
+        parse_options({"compile_cache": ""})
+
+
+def test_words():
+    assert made_in_words(Tally()) == ""
+    done = Tally(executables=3, cache_hits=1, bodies_loaded=2, bodies_reused=5, broadcasts=4)
+    assert made_in_words(done) == (
+        "2 executables compiled, 1 found on disk; 2 bodies loaded, 5 in memory; "
+        "4 broadcasts put on devices"
+    )

@@ -1,0 +1,133 @@
+"""Jobs side by side: results in order, bounded, with the errors of the first; no thread is left."""
+
+import contextvars
+import functools
+import threading
+import time
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import strategies as st
+
+from beamjax import ordered_pool
+from beamjax.errors import JobCancelledError
+from beamjax.ordered_pool import OrderedPool, most_jobs, usual_threads
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
+
+
+def results(jobs, threads, **options):
+    pool = OrderedPool(threads, **options)
+    try:
+        for job in jobs:
+            yield from pool.add(job)
+        yield from pool.rest()
+    finally:
+        pool.close()
+
+
+def after(seconds, value):
+    time.sleep(seconds)
+    return value
+
+
+def failing(error):
+    raise error
+
+
+@hypothesis.given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_results_have_the_order_of_the_jobs(pauses, threads):
+    jobs = [functools.partial(after, pause / 1000, i) for i, pause in enumerate(pauses)]
+    assert list(results(jobs, threads)) == list(range(len(pauses)))
+
+
+def test_jobs_are_done_side_by_side():
+    meeting = threading.Barrier(3, timeout=20)
+    assert sorted(results([meeting.wait] * 6, 3)) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("threads", "most"), [(1, 1), (2, 4), (3, 6)])
+def test_no_more_jobs_are_taken_than_there_may_be(threads, most):
+    taken, given, worst = 0, 0, 0
+
+    def jobs():
+        nonlocal taken, worst
+        for i in range(20):
+            worst = max(worst, taken - given)
+            taken += 1
+            yield functools.partial(after, 0.001 * (i % 3), i)
+
+    for _ in results(jobs(), threads):
+        given += 1
+    assert most_jobs(threads) == most
+    assert worst == most - 1  # before one more is taken
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_first_job_that_fails_is_told_of(threads):
+    jobs = [functools.partial(after, 0.0, i) for i in range(3)]
+    slow = lambda: after(0.05, None) or failing(KeyError("first"))
+    found = []
+    taken = results([*jobs, slow, lambda: failing(ValueError("second"))], threads)
+    with pytest.raises(KeyError, match="first"):
+        found.extend(iter(taken))
+    assert found == [0, 1, 2]
+
+
+def test_jobs_that_nobody_began_are_forgotten():
+    begun = []
+    job = lambda i: [begun.append(i), time.sleep(0.02)]
+    pool = OrderedPool(1, jobs=50)
+    for i in range(20):
+        list(pool.add(functools.partial(job, i)))
+    pool.close()
+    assert len(begun) <= 2
+
+
+def test_an_error_of_who_adds_jobs_ends_the_threads():
+    def jobs():
+        yield lambda: 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(results(jobs(), 2))
+
+
+def test_waiting_ends_when_it_is_in_vain(monkeypatch):
+    monkeypatch.setattr(ordered_pool, "LOOK", 0.01)
+    over = threading.Event()
+
+    def check():
+        if looks.append(None) or len(looks) > 3:
+            over.set()
+            raise JobCancelledError("over")
+
+    looks = []
+    with pytest.raises(JobCancelledError):
+        list(results([lambda: over.wait(20)], 1, check=check))
+    assert len(looks) == 4
+
+
+def test_threads_have_the_settings_and_variables_of_who_makes_them():
+    variable = contextvars.ContextVar("variable", default=0)
+    device = jax.devices()[-1]
+    look = lambda: (
+        variable.get(), jax.config.jax_enable_x64, jax.config.jax_default_device,
+        jax.config.jax_numpy_rank_promotion,
+    )  # fmt: skip
+    token = variable.set(3)
+    with jax.enable_x64(True), jax.default_device(device), jax.numpy_rank_promotion("warn"):
+        (found,) = results([look], 1)
+    variable.reset(token)
+    assert found == (3, True, device, "warn")
+
+
+def test_usual_threads_are_few():
+    assert 2 <= usual_threads() <= ordered_pool.MAX_THREADS

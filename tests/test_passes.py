@@ -1,0 +1,364 @@
+"""Shards computed side by side by `runner="local"`: the bits, the errors and what is dropped are
+those of one thread, and no thread is left behind.
+"""
+
+import functools
+import json
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax.errors import OptionsError, StagingError
+from beamjax.interpreters import passes
+from beamjax.meters import Meter
+from beamjax.ordered_pool import OrderedPool
+
+N = 83
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 5)).astype(np.float32) * np.exp(RNG.normal(size=(N, 1)) * 9).astype(
+    np.float32
+)
+KEYS = RNG.integers(-1, 6, N).astype(np.int32)
+THREADED = {"local_threads": 3, "shard_size": 8}
+SERIAL = {"local_threads": 1, "shard_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def always_in_threads(monkeypatch):
+    """However short shards are; and the threads are gone at the end."""
+    for name in ("LONG", "LONG_PASS", "SURELY_LONG"):
+        monkeypatch.setattr(passes, name, 0.0)
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("beamjax shards")]
+    assert not left
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """The numbers of threads of the pools that were made."""
+    made = []
+
+    def pool(threads, **options):
+        made.append(threads)
+        return OrderedPool(threads, **options)
+
+    monkeypatch.setattr(passes, "OrderedPool", pool)
+    return made
+
+
+def same_bits(left, right):
+    def check(a, b):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()
+
+    jax.tree.map(check, left, right)
+
+
+@bj.program(clients=N)
+def all_reductions(w, x, keys):
+    y = bj.map_fn(lambda v: jnp.tanh(v * w), x)
+    small = bj.map_fn(lambda v: 1 + 1e-3 * jnp.tanh(v), x)
+    return {
+        "sum": bj.reduce_sum(y),
+        "mean": bj.reduce_mean(x),
+        "max": bj.reduce_max(y),
+        "min": bj.reduce_min(y),
+        "prod": bj.reduce_prod(small),
+        "any": bj.reduce_any(y > 0.99),
+        "all": bj.reduce_all(y > -2),
+        "ints": bj.reduce_sum(keys),
+        "weighted": bj.reduce_weighted_mean(y, bj.map_fn(lambda v: jnp.abs(v[0]), x)),
+        "keyed": bj.reduce_by_key(y, keys, 5),
+        "keyed mean": bj.reduce_by_key(y, keys, 5, op="mean"),
+        "argmax": bj.reduce_argmax(bj.map_fn(lambda v: v[1], x)),
+        "matrices": bj.reduce(
+            lambda a, b: a @ b, bj.map_fn(lambda v: jnp.eye(3) + 1e-2 * jnp.sin(v[:3, None]), x)
+        ),
+        "placed": y,
+        "second pass": bj.reduce_sum(bj.map_fn(lambda v, m: (v - m) ** 2, (y, bj.broadcast(
+            bj.reduce_mean(y))))),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"reduction": "fast"}], ids=["exact", "fast"])
+def test_the_bits_are_those_of_one_thread(more, pools):
+    run = functools.partial(bj.run, all_reductions, jnp.float32(0.3), X, KEYS, runner="local")
+    expected = run(options=SERIAL | more)
+    assert not pools
+    for threads in (2, 5):
+        same_bits(run(options=THREADED | more | {"local_threads": threads}), expected)
+    assert pools
+    assert max(pools) <= 5
+
+
+def test_the_bits_are_those_of_one_thread_where_partials_wait_in_files(monkeypatch, pools):
+    monkeypatch.setattr("beamjax.interpreters.passes.is_in_files", lambda step, mode: True)
+
+    @bj.program(clients=N)
+    def wide(x):
+        return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v), x))
+
+    expected = bj.run(wide, X, runner="local", options=SERIAL)
+    same_bits(bj.run(wide, X, runner="local", options=THREADED), expected)
+    assert pools
+
+
+@pytest.mark.parametrize("on", ["on_error", "on_nonfinite"])
+def test_who_is_dropped_is_who_one_thread_drops(on, tmp_path, pools):
+    class Torn:  # members that can't be read
+        def __len__(self):
+            return N
+
+        def __getitem__(self, i):
+            if on == "on_error" and i % 31 == 7:
+                raise OSError(f"member {i} is torn")
+            return X[i] * (np.nan if on != "on_error" and i % 31 == 7 else 1)
+
+    @bj.program(clients=N)
+    def mean(x):
+        y = bj.map_fn(jnp.tanh, x)
+        return bj.reduce_mean(y), y
+
+    def found(name, threads):
+        letters = tmp_path / name
+        options = {on: "drop", "dead_letters": letters, "local_threads": threads, "shard_size": 8}
+        result = bj.run(mean, bj.from_random_access(Torn()), runner="local", options=options)
+        return result, letters.read_text()
+
+    expected, told = found("one", 1)
+    assert [json.loads(line)["member"] for line in told.splitlines()] == [7, 38, 69]
+    result, also = found("three", 3)
+    same_bits(result, expected)
+    assert also == told
+    assert pools
+
+
+def test_rounds_and_streams(pools):
+    @bj.program(clients=N)
+    def descend(w, x):
+        step = lambda w, _: (w - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w) * v, x)),
+                             None)  # fmt: skip
+        return jax.lax.scan(step, w, None, length=3)[0]
+
+    run = functools.partial(bj.run, descend, jnp.ones(5), X, runner="local")
+    same_bits(run(options=THREADED), run(options=SERIAL))
+
+    @bj.program(clients=None)
+    def total(x):
+        return bj.reduce_sum(bj.map_fn(jnp.sin, x))
+
+    def chunks():
+        yield from np.array_split(X, 7)
+
+    source = lambda: bj.from_chunks(chunks, jax.ShapeDtypeStruct((5,), np.float32))
+    same_bits(*(bj.run(total, source(), runner="local", options=o) for o in (THREADED, SERIAL)))
+    assert pools
+
+
+# --- errors
+
+
+class Failing(bj.Source, kind="tests-failing"):
+    """Members of which those from some on can't be read."""
+
+    leaves = property(lambda self: (bj.sources.LeafSpec((5,), np.dtype(np.float32)),))
+    treedef = property(lambda self: jax.tree_util.tree_structure(0))
+
+    def __init__(self, first):
+        self.first, self.threads = first, set()
+
+    def __len__(self):
+        return N
+
+    def read(self, start, stop):
+        self.threads.add(threading.current_thread())
+        if stop > self.first:
+            raise OSError(f"member {start} is torn")
+        return [X[start:stop]]
+
+    def to_spec(self):
+        raise NotImplementedError
+
+    @classmethod
+    def from_spec(cls, spec):
+        raise NotImplementedError
+
+
+@bj.program(clients=N)
+def total(x):
+    return bj.reduce_sum(bj.map_fn(jnp.tanh, x))
+
+
+def test_an_error_names_the_first_shard_that_fails(pools):
+    source = Failing(50)
+    with pytest.raises(bj.WorkerError, match=r"shard 6 .*members 48 to 55.*member 48 is torn") as e:
+        bj.run(total, source, runner="local", options=THREADED)
+    assert (e.value.failure.shard, e.value.failure.members) == (6, (48, 55))
+    assert source.threads == {threading.current_thread()}  # sources are read where `run` is called
+    assert pools
+
+
+def test_a_body_that_fails_names_the_first_shard(monkeypatch, pools):
+    from beamjax.shards import ShardExecutor
+
+    real = ShardExecutor._called
+
+    def called(self, call, shard, *rest):
+        if shard.index >= 4:
+            time.sleep(0.05 if shard.index == 4 else 0)  # later ones fail first
+            raise RuntimeError(f"no room for {shard.index}")
+        return real(self, call, shard, *rest)
+
+    monkeypatch.setattr(ShardExecutor, "_called", called)
+    for _ in range(3):
+        with pytest.raises(bj.WorkerError, match=r"shard 4 .*no room for 4") as error:
+            bj.run(total, X, runner="local", options=THREADED)
+        assert error.value.failure.shard == 4
+    assert pools
+
+
+def test_a_shard_that_takes_too_long_ends_the_run(monkeypatch, pools):
+    from beamjax.shards import ShardExecutor
+
+    real, over = ShardExecutor._called, threading.Event()
+
+    def called(self, call, shard, *rest):
+        if shard.index == 3:
+            for _ in range(2000):
+                time.sleep(0.01)  # Python that can be told to end
+        return real(self, call, shard, *rest)
+
+    monkeypatch.setattr(ShardExecutor, "_called", called)
+    begun = time.monotonic()
+    with pytest.raises(bj.WorkerError, match=r"shard 3 .*computing took longer than 0.4 s") as e:
+        bj.run(total, X, runner="local", options=THREADED | {"shard_timeout": 0.4})
+    over.set()
+    assert time.monotonic() - begun < 15
+    assert e.value.failure.shard == 3
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("beamjax") and "watchdog" not in t.name
+              for t in threading.enumerate()):  # fmt: skip
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_job_that_is_cancelled_ends(monkeypatch, pools):
+    from beamjax.shards import ShardExecutor
+
+    real, reached = ShardExecutor._called, threading.Event()
+
+    def called(self, call, shard, *rest):
+        if shard.index >= 2:
+            reached.set()
+            time.sleep(0.05)
+        return real(self, call, shard, *rest)
+
+    monkeypatch.setattr(ShardExecutor, "_called", called)
+    with bj.launch(total, X, runner="local", options=THREADED) as job:
+        assert reached.wait(20)
+        job.cancel()
+        with pytest.raises(bj.JobCancelledError):
+            job.result()
+        assert job.progress().done.shards < 11
+
+
+# --- who computes where
+
+
+def test_bodies_that_call_back_see_the_shards_in_order(pools):
+    seen = []
+
+    @bj.program(clients=N)
+    def told(x):
+        def body(v):
+            jax.debug.callback(lambda i: seen.append((int(i), threading.get_ident())), v[0])
+            return v
+
+        return bj.reduce_sum(bj.map_fn(body, x))
+
+    x = np.repeat(np.arange(N, dtype=np.float32)[:, None], 5, axis=1)
+    bj.run(told, x, runner="local", options=THREADED)
+    assert sorted(i for i, _ in seen) == list(range(N))
+    shards = [i // 8 for i, _ in seen]
+    assert shards == sorted(shards)
+    assert not pools
+
+
+def done(seconds, cores=1.0, compiling=0.0):
+    """A job of which the meter says that it took so long."""
+
+    def job():
+        meter = Meter("step", 8)
+        meter._laps |= {"compute": seconds, "compile": compiling}
+        clock[0] += cores * seconds + compiling
+        return passes.Done(None, None, meter)
+
+    return job
+
+
+clock = [0.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cores", "threads", "serial", "made"),
+    [
+        (1e-5, 1, 4, 20, []),  # handing them over would take longer
+        (1e-3, 1, 4, 2, [4]),
+        (1e-3, 2, 4, 2, [2]),
+        (1e-3, 4, 4, 2, [2]),
+        (1e-3, 0.1, 4, 2, [4]),
+        (0.05, 1, 8, 1, [8]),
+        (0.05, 1, 1, 20, []),
+    ],
+)
+def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monkeypatch, pools):
+    monkeypatch.undo()
+    numbers = []
+    monkeypatch.setattr(passes, "OrderedPool", lambda n, check: numbers.append(n) or OrderedPool(n))
+    monkeypatch.setattr(passes.time, "process_time", lambda: clock[0])
+    monkeypatch.setattr(passes, "_paces", {})
+    taken = []
+    jobs = (taken.append(i) or done(seconds, cores, 0.5 if i == 0 else 0.0) for i in range(20))
+    for number, _ in enumerate(passes.computed(jobs, 20, threads, "body", lambda: None), 1):
+        if not numbers and number < 20:
+            assert len(taken) == number
+            alone = number
+        elif number == 20 and not numbers:
+            alone = 20
+    assert (alone, numbers) == (serial, made)
+
+
+def test_the_option(pools):
+    with pytest.raises(OptionsError, match="local_threads: found 0, expected a number from 1"):
+        bj.run(total, X, runner="local", options={"local_threads": 0})
+    same_bits(
+        bj.run(total, X, runner="local", options=["--local_threads=2", "--shard_size=8"]),
+        bj.run(total, X, runner="local", options=SERIAL),
+    )
+    assert pools == [2]
+
+
+def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
+    monkeypatch.setattr("beamjax.memory.usual_threads", lambda: 4)
+    monkeypatch.setattr("beamjax.interpreters.evaluate.usual_threads", lambda: 4)
+    x = np.zeros((2048, 4096), np.float32)
+
+    @bj.program(clients=None)
+    def large(x):
+        return bj.reduce_sum(bj.map_fn(jnp.tanh, x))
+
+    run = lambda mib, **more: bj.run(
+        large, x, runner="local", options={"shard_size": 256, "memory": f"{mib}MiB"} | more
+    )
+    run(3000)
+    run(300)
+    assert len(pools) == 1  # the second one had room for one thread
+    with pytest.raises(StagingError, match="use 1 of 4 threads"):
+        run(300, local_threads=4)

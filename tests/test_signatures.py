@@ -1,0 +1,67 @@
+"""What Beam is told of the methods of DoFns is what it would find."""
+
+import types
+
+import pytest
+from apache_beam.transforms import core, userstate
+
+from beamjax.pipelines.combiners import FinishPieces
+from beamjax.pipelines.signatures import remember_signatures
+from beamjax.pipelines.tasks import StepFn
+from beamjax.pipelines.workers import MapShards, Ranges, RunServer
+
+
+class Changed(Ranges):
+    """A method with other parameters than in the class above it."""
+
+    def process(self, element, *more, window=core.DoFn.WindowParam):
+        yield element
+
+    @classmethod
+    def made(cls, count=3):
+        return cls(count, 1)
+
+
+@pytest.mark.parametrize("kind", [MapShards, Ranges, RunServer, FinishPieces, Changed])
+def test_it_is_what_beam_would_find(kind):
+    fn, names = object.__new__(kind), []
+    for name in dir(fn):
+        method = getattr(fn, name, None)
+        if isinstance(method, types.MethodType):
+            names.append(name)
+            assert core.get_function_arguments(fn, name) == core.get_function_args_defaults(method)
+    assert {"process", "setup", "finish_bundle"} <= set(names)
+    assert not [name for name in names if name.startswith("_inspect_")]
+
+
+def test_nobody_changes_what_is_remembered():
+    fn = Ranges(1, 1)
+    core.get_function_arguments(fn, "process")[0].append("more")
+    assert core.get_function_arguments(fn, "process") == (["element"], [])
+
+
+def test_beam_asks_there(monkeypatch):
+    asked = []
+    real = core.get_function_args_defaults
+    monkeypatch.setattr(core, "get_function_args_defaults", lambda f: asked.append(f) or real(f))
+    for kind in (Ranges, Changed):
+        userstate.validate_stateful_dofn(kind(1, 1))
+    assert not asked
+
+
+def test_any_class_will_do():
+    class Plain(StepFn):
+        yields = int
+        number = 3
+
+        def process(self, element, x=1):
+            yield element
+
+        @staticmethod
+        def helper(y):
+            return y
+
+    remember_signatures(Plain)
+    assert core.get_function_arguments(Plain(), "process") == (["element", "x"], [1])
+    assert not hasattr(Plain, "_inspect_helper")
+    assert not hasattr(Plain, "_inspect_number")
