@@ -28,8 +28,7 @@ from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
-from beamjax.memory import Workers, estimate
-from beamjax.memory_text import memory_rows, step_texts
+from beamjax.memory_text import memory_sections, step_texts
 from beamjax.options import Options, parse_options
 from beamjax.verification import aligned
 
@@ -67,7 +66,8 @@ def plan_text(facts: PlanFacts) -> str:
         [(o.path, o.type, human_bytes(o.nbytes), f"from {o.source}") for o in facts.outputs],
     )
     lines += _section("totals", _total_rows(facts))
-    lines += _section("memory at most", memory_rows(facts.memory)) if facts.memory else []
+    for title, rows in memory_sections(facts.memory) if facts.memory else ():
+        lines += _section(title, rows)
     return "\n".join(lines)
 
 
@@ -311,7 +311,11 @@ class Explanation:
 
 
 def explain(
-    fn: Callable[..., Any], *args: Any, stage: str = "plan", options: Any = None
+    fn: Callable[..., Any],
+    *args: Any,
+    stage: str = "plan",
+    runner: Any = "DirectRunner",
+    options: Any = None,
 ) -> Explanation:
     """Tells how a function of programs would be run. Nothing is computed, and no data is read.
 
@@ -321,6 +325,10 @@ def explain(
       stage: "plan" for the steps, their bytes, and what is gathered and why; or how it came to be:
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (a place for every value), "graph"
         (cut at the reductions).
+      runner: as for `run`: for which memory is told, of its workers and of the launching process,
+        as far as its name and the options say what they are. It is neither started nor asked.
+        Where this process computes on an accelerator that the plan is for, bodies are compiled, to
+        find what they take there.
       options: as for `run`.
 
     Returns:
@@ -347,11 +355,10 @@ def explain(
     ]
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
-    found = estimate(planned.plan, sources, parsed, Workers.of("DirectRunner", parsed))
     facts = dataclasses.replace(
         plan_facts(planned.plan, inputs, paths, parsed.reduction, workers_of(parsed.beam)),
         notes=notes + padding_notes(planned.plan, arguments),
-        memory=memory_fact(found),
+        memory=memory_fact(planned.plan, sources, parsed, runner),
     )
     return Explanation(stage, plan_text(facts), facts)
 

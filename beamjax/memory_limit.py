@@ -9,10 +9,11 @@ from typing import Any
 
 from beamjax.errors import StagingError
 from beamjax.fact_types import human_bytes
-from beamjax.memory import Workers, estimate
+from beamjax.memory import estimate
 from beamjax.options import Options
 from beamjax.plan import Plan
 from beamjax.sources.source_base import Source
+from beamjax.worker_processes import Workers
 
 
 def check_memory(

@@ -36,7 +36,9 @@ def _explain(arguments: argparse.Namespace) -> Answer:
     call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
     if arguments.stage == "plan":
         call = with_files(call, options)
-    found = explain(call.fn, *call.args, stage=arguments.stage, options=options)
+    found = explain(
+        call.fn, *call.args, stage=arguments.stage, runner=arguments.runner, options=options
+    )
     if arguments.html:
         try:
             Path(arguments.html).write_text(found._repr_html_(), encoding="utf-8")
