@@ -16,10 +16,10 @@ from beamjax.fact_types import (
     walk_facts,
 )
 from beamjax.forecast import forecast, small_work
-from beamjax.memory import Workers
 from beamjax.options import Options
 from beamjax.plan import Loop, Map, Plan, walk
 from beamjax.verification import aligned
+from beamjax.worker_processes import Workers
 
 
 def choice_facts(

@@ -20,7 +20,6 @@ from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job, Work, launch_work, run_work
 from beamjax.kept import Kept, kept_results
 from beamjax.keyed_results import kept_numbers, keyed_outputs, with_tables
-from beamjax.memory import Workers
 from beamjax.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.monitor import Monitor
 from beamjax.options import Options, parse_options
@@ -29,6 +28,7 @@ from beamjax.planning import bind_inputs, plan_for
 from beamjax.reading import choose, counted
 from beamjax.restaging import Recipe
 from beamjax.sources.placed import Placed
+from beamjax.worker_processes import Workers
 
 if TYPE_CHECKING:
     import apache_beam as beam

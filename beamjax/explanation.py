@@ -35,8 +35,7 @@ from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
-from beamjax.memory import Workers, estimate
-from beamjax.memory_text import memory_rows, step_texts
+from beamjax.memory_text import memory_sections, step_texts
 from beamjax.options import Options, parse_options
 from beamjax.piece_text import graph_text
 from beamjax.total_text import move_lines, total_rows
@@ -78,7 +77,8 @@ def plan_text(facts: PlanFacts) -> str:
     lines += _section("totals", total_rows(facts))
     for title, told in (("choices", choice_lines), ("predicted", predicted_lines)):
         lines += ["", title, *(f"  {line}" for line in told(facts))]
-    lines += _section("memory at most", memory_rows(facts.memory)) if facts.memory else []
+    for title, rows in memory_sections(facts.memory) if facts.memory else ():
+        lines += _section(title, rows)
     return "\n".join(lines)
 
 
@@ -287,8 +287,8 @@ def explain(
     fn: Callable[..., Any],
     *args: Any,
     stage: str = "plan",
-    options: Any = None,
     runner: Any = "DirectRunner",
+    options: Any = None,
 ) -> Explanation:
     """Tells how a function of programs would be run. No data is read.
 
@@ -301,8 +301,11 @@ def explain(
       stage: "plan" for the steps, their bytes, and what is gathered and why; or how it came to be:
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (a place for every value), "graph"
         (cut at the reductions).
+      runner: as for `run`: for which seconds are predicted and memory is told, of its workers and of
+        the launching process, as far as its name and the options say what they are. It is neither started nor asked.
+        Where this process computes on an accelerator that the plan is for, bodies are compiled, to
+        find what they take there.
       options: as for `run`.
-      runner: that seconds are predicted for.
 
     Returns:
       What `print` and notebooks show; for the plan also `to_mermaid()`, `to_json()`,
@@ -329,14 +332,13 @@ def explain(
     ]
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
-    found = estimate(planned.plan, sources, parsed, Workers.of("DirectRunner", parsed))
     plan, name = planned.plan, runner if isinstance(runner, str) else type(runner).__name__
     workers = workers_of(parsed.beam)
     facts = plan_facts(plan, inputs, paths, parsed.reduction, workers, parsed.merge_fan_out)
     facts = dataclasses.replace(
         facts,
         notes=notes + padding_notes(plan, arguments),
-        memory=memory_fact(found),
+        memory=memory_fact(plan, sources, parsed, runner),
         choices=tuple(choice_facts(plan, facts.steps, parsed, name)),
         tried=tried_facts(plan),
         predicted=prediction_fact(plan, parsed, name),

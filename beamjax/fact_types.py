@@ -192,6 +192,25 @@ class PlacementFact:
 
 
 @dataclass(frozen=True)
+class DeviceFact:
+    """What a device of a worker holds at its peak, about, in bytes.
+
+    Attributes:
+      platform: of the device: "cuda", "rocm" or "tpu".
+      kept: whatever step the worker is at, by what it is for.
+      steps: the same of each step besides.
+      nbytes: of the device.
+      made_from: how bytes of bodies were found, in words.
+    """
+
+    platform: str
+    kept: Mapping[str, int]
+    steps: Mapping[str, Mapping[str, int]]
+    nbytes: int
+    made_from: str
+
+
+@dataclass(frozen=True)
 class MemoryFact:
     """The peak memory of the processes of a run, at most, in bytes.
 
@@ -202,6 +221,8 @@ class MemoryFact:
       launcher: of the launching process, by what it is for.
       launcher_bytes: all of this; `worker_bytes` where it is `shared`, the worker itself.
       shared: whether the launching process is the worker.
+      where: the runner, and what its workers are, in words.
+      devices: an entry for each platform of accelerators that the plan is for.
     """
 
     kept: Mapping[str, int]
@@ -210,6 +231,8 @@ class MemoryFact:
     launcher: Mapping[str, int]
     launcher_bytes: int
     shared: bool
+    where: str = ""
+    devices: tuple[DeviceFact, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,8 +302,8 @@ class PlanFacts:
 
     `steps` has those of blocks inside of their loops and branches (see `walk_facts`). Bytes are the
     sums of those of all steps, of which each round of a loop is counted once. `notes` say how
-    sources of unknown length are read. `memory` is for DirectRunner. `choices` are what could be
-    otherwise, `tried` what was timed for them, and `predicted` what all of it takes.
+    sources of unknown length are read. `memory` is for the runner that was asked for. `choices` are
+    what could be otherwise, `tried` what was timed for them, and `predicted` what all of it takes.
     """
 
     program: str

@@ -15,9 +15,11 @@ import numpy as np
 
 from beamjax.arrays import dtype_name
 from beamjax.bodies import value_type
+from beamjax.device_memory import device_estimates
 from beamjax.fact_types import (
     BlockFact,
     Bytes,
+    DeviceFact,
     Edge,
     HandedFact,
     InputFact,
@@ -34,7 +36,8 @@ from beamjax.fact_types import (
 from beamjax.fan_out import FanOut, fan_out
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.stage import Argument
-from beamjax.memory import Estimate, Part
+from beamjax.memory import Part, StepMemory, estimate
+from beamjax.options import Options
 from beamjax.plan import (
     Block,
     Body,
@@ -49,6 +52,8 @@ from beamjax.plan import (
     Step,
     size_name,
 )
+from beamjax.sources.source_base import Source
+from beamjax.worker_processes import Workers
 
 
 def plan_facts(
@@ -97,15 +102,28 @@ def plan_facts(
     )  # fmt: skip
 
 
-def memory_fact(found: Estimate) -> MemoryFact:
-    """What is told of an estimate."""
+def memory_fact(
+    plan: Plan, sources: Mapping[int, Source], options: Options, runner: Any
+) -> MemoryFact:
+    """What a plan takes of memory on a runner; see `beamjax.memory.estimate`."""
 
     def parts(of: Sequence[Part]) -> dict[str, int]:
         return {part.what: part.nbytes for part in of}
 
+    def by_step(steps: Sequence[StepMemory]) -> dict[str, dict[str, int]]:
+        return {step.step: parts(step.parts) for step in steps if step.parts}
+
+    name = runner if isinstance(runner, str) else type(runner).__name__
+    workers = Workers.of(name, options)
+    found = estimate(plan, sources, options, workers)
+    devices = device_estimates(plan, options, workers.beam)
     return MemoryFact(
-        parts(found.kept), {step.step: parts(step.parts) for step in found.steps if step.parts},
-        found.worker_bytes, parts(found.launcher), found.launcher_bytes, found.shared,
+        parts(found.kept), by_step(found.steps), found.worker_bytes, parts(found.launcher),
+        found.launcher_bytes, found.shared, f"{name}, {workers.text()}",
+        tuple(
+            DeviceFact(d.platform, parts(d.kept), by_step(d.steps), d.nbytes, d.made_from)
+            for d in devices
+        ),
     )  # fmt: skip
 
 

@@ -24,6 +24,9 @@ MERGE_BYTES = 256 << 20
 MAX_PARTIALS = 256
 """Partials of a piece at most, one for each range of shards that a pass is dealt in."""
 
+PRODUCTS = 20
+"""Of runs of shards that wait for the next one, at most: a power of two of shards each."""
+
 
 @dataclass(frozen=True)
 class FanOut:
@@ -111,13 +114,24 @@ def workers_of(options: Any) -> int | None:
     return None
 
 
-def accumulator_bytes(lane: Lane, mode: str) -> int:
-    """Bytes of the accumulator of a lane, for numbers of ordinary size."""
+def accumulator_bytes(lane: Lane, mode: str, most: bool = False) -> int:
+    """Bytes of the accumulator of a lane, for numbers of ordinary size.
+
+    Args:
+      lane: of the accumulator.
+      mode: "exact" or "fast".
+      most: counts what it takes at most, for numbers of like size and a million of shards.
+    """
     dtype = np.dtype(lane.dtype)
-    if dtype.kind not in "fc" or lane.kind not in ("sum", "prod"):
+    if dtype.kind in "biu":
         return lane.size * dtype.itemsize
-    parts = 2 if dtype.kind == "c" else 1
-    digits = 1 if dtype.itemsize // parts == 4 else 3
-    if mode == "fast" or lane.kind == "prod":
-        digits = 1
-    return lane.size * parts * 8 * digits
+    parts, real = (2, dtype.itemsize // 2) if dtype.kind == "c" else (1, dtype.itemsize)
+    each = 8
+    if lane.kind not in ("sum", "prod"):
+        each = max(real, 4)
+    elif mode != "fast" and lane.kind == "prod":
+        each = 8 * (PRODUCTS if most else 1)
+    elif mode != "fast":
+        digits = 1 if real <= 4 else 3
+        each = 8 * (digits + 2 + (real > 4)) + 1 if most else 8 * digits
+    return lane.size * parts * each

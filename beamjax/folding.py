@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.grouping import Grouping, hashed
+from beamjax.dealt_rows import Blocks
 from beamjax.keyed import finished, folded, widened
 from beamjax.sources.npy_source import storable
 from beamjax.sources.source_base import Source
+from beamjax.table_parts import Grouping, hashed
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Folding(Grouping):
             rows = [numbers, names[mine], counts[mine], *(total[mine] for total in totals)]
             yield number, encode_arrays(rows)
 
-    def write(self, part: int, blocks: Iterable[bytes]) -> None:
+    def write(self, part: int, blocks: Blocks) -> None:
         """Writes the results of a part, in the order of the keys."""
         read = [decode_arrays(block)[0] for block in blocks]
         starts, keys, counts, *totals = (

@@ -11,10 +11,10 @@ from typing import Any
 from beamjax import plan_cache
 from beamjax.calibration import KINDS, Calibration, calibration, remember
 from beamjax.choices import Looping
-from beamjax.memory import Workers
 from beamjax.options import Options
 from beamjax.plan import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.progress import Progress, Tally
+from beamjax.worker_processes import Workers
 
 GUESSED_ROUNDS = 10
 """Of a loop that goes on while a condition holds."""

@@ -7,115 +7,29 @@ neither on who reads which rows, nor on how often.
 
 from __future__ import annotations
 
-import collections
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.dealt_rows import DealtRows
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.fingerprints import source_fingerprint
+from beamjax.grouping_memory import check_grouping
 from beamjax.options import Options, parse_options
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.data_files import is_url
-from beamjax.sources.npy_source import NpySeries, NpySource, storable
+from beamjax.sources.npy_source import NpySeries, NpySource
 from beamjax.sources.ragged_source import GroupedRows, chosen_buckets, place_of_mask
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
+from beamjax.table_parts import Grouping, parts_for
 
 LOCAL = "local"
 MANIFEST = "groups.json"
 VERSION = 1
-PART_BYTES = 1 << 25
-"""Of the rows of a part, about: a worker sorts them in memory."""
-BLOCK_BYTES = 1 << 24
-"""Of the rows that are read and dealt at once."""
-MAX_PARTS = 4096
-
-Arrays = list[np.ndarray]
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """What is grouped, and where the groups go.
-
-    Attributes:
-      folder: of the files, which all workers see.
-      key: the number of the leaf with the keys.
-      parts: how many.
-      rows: of the table.
-    """
-
-    folder: str
-    key: int
-    parts: int
-    rows: int
-
-    def blocks(self, source: Source) -> Iterator[tuple[int, int]]:
-        """Ranges of rows that are read at once."""
-        size = max(BLOCK_BYTES // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
-        for start in range(0, self.rows, size):
-            yield start, min(start + size, self.rows)
-
-    def deal(self, source: Source, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Reads rows, and gives those of each part: the number of each row, then all leaves."""
-        arrays = source.read(start, stop)
-        part = hashed(arrays[self.key]) % np.uint64(self.parts)
-        order = np.argsort(part, kind="stable")
-        cuts = np.searchsorted(part[order], np.arange(self.parts + 1, dtype=np.uint64))
-        for number in np.unique(part).tolist():
-            mine = order[cuts[number] : cuts[number + 1]]
-            rows = [(start + mine).astype(np.int64), *(array[mine] for array in arrays)]
-            yield number, encode_arrays(rows)
-
-    def write(self, part: int, blocks: Iterable[bytes]) -> None:
-        """Puts the rows of a part in order and writes them: by length of the group, key, number.
-
-        Raises:
-          SourceError: a file can't be written.
-        """
-        read = [decode_arrays(block)[0] for block in blocks]
-        rows, *leaves = (np.concatenate(arrays) for arrays in zip(*read, strict=True))
-        keys = scalars(leaves.pop(self.key))
-        order = np.lexsort((rows, keys))
-        names, starts, counts = np.unique(keys[order], return_index=True, return_counts=True)
-        members = np.lexsort((names, counts))
-        order = order[_ranges(starts[members], counts[members])]
-        self.save(part, "keys", names[members])
-        for number, array in enumerate(leaves):
-            self.save(part, f"leaf-{number:03d}", storable(array[order]))
-        self.save(part, "counts", counts[members].astype(np.int64))
-
-    def path(self, part: int, what: str) -> str:
-        """Of a file of a part."""
-        return os.path.join(self.folder, f"part-{part:05d}-{what}.npy")
-
-    def written(self) -> list[int]:
-        """The parts that have rows."""
-        return [part for part in range(self.parts) if os.path.exists(self.path(part, "counts"))]
-
-    def save(self, part: int, what: str, array: np.ndarray) -> None:
-        """Writes a file of a part.
-
-        Raises:
-          SourceError: it can't be written.
-        """
-        path = self.path(part, what)
-        try:
-            handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=self.folder)
-            with os.fdopen(handle, "wb") as file:
-                np.save(file, array, allow_pickle=False)
-            os.replace(temporary, path)
-        except OSError as error:
-            raise SourceError(
-                f"{path}: cannot write {array.nbytes} bytes of grouped rows ({error})."
-            ) from error
 
 
 def group_by(
@@ -150,6 +64,7 @@ def group_by(
       options: as for `beamjax.run`.
 
     Raises:
+      StagingError: it may take more memory than `options={"memory": ...}` has for a worker process.
       StructureError: the rows are no dict, or there is no such leaf, or it holds no integers.
       SourceError: the table can't be read, or the folder can't be written.
       OptionsError: the folder holds the groups of something else.
@@ -170,47 +85,11 @@ def group_by(
         "leaves": [leaf.to_json() for leaf in leaves],
     }
     if not found_before(where, record, "group_by"):
-        shuffle(rows, grouping, runner, parse_options(options))
+        parsed = parse_options(options)
+        check_grouping(rows, grouping, parsed, runner)
+        shuffle(rows, grouping, runner, parsed)
         write_manifest(where, record)
     return _opened(grouping, leaves, names, buckets)
-
-
-def parts_for(rows: Source) -> int:
-    """Into how many parts rows are dealt."""
-    return min(max(-(-rows.nbytes // PART_BYTES), 1), MAX_PARTS)
-
-
-def hashed(keys: np.ndarray) -> np.ndarray:
-    """uint64[n] that are as good as random, of integers or texts: the finalizer of SplitMix64.
-
-    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16.
-    """
-    if keys.ndim == 2:  # texts
-        width = -(-keys.shape[1] // 8) * 8
-        words = np.zeros((len(keys), width), np.uint8)
-        words[:, : keys.shape[1]] = keys
-        x = np.zeros(len(keys), np.uint64)
-        for word in words.view("<u8").T:
-            x = hashed(x ^ word.astype(np.uint64))
-        return x
-    x = keys.astype(np.int64 if keys.dtype.kind == "i" else np.uint64).view(np.uint64)
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def scalars(keys: np.ndarray) -> np.ndarray:
-    """Keys that NumPy sorts: texts as bytes of one width."""
-    if keys.ndim == 1:
-        return keys
-    return np.ascontiguousarray(keys).view(f"S{keys.shape[1]}")[:, 0]
-
-
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers of all ranges, one range after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
 
 
 def checked_folder(folder: str | os.PathLike[str], who: str) -> str:
@@ -286,25 +165,25 @@ def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> 
     """Deals rows to parts and writes the parts, in this process or by a runner of Beam.
 
     Raises:
+      StagingError: it may take more memory than `options.memory`.
       SourceError: rows can't be read, or the folder can't be written.
     """
     os.makedirs(grouping.folder, mode=0o700, exist_ok=True)
     for path in Path(grouping.folder).glob("part-*.npy"):  # of a call that was stopped
         path.unlink()
     # Several runners of Beam have what they shuffle in memory.
-    dealt = DealtRows.inside(grouping.folder)
+    dealt = DealtRows.inside(grouping.folder, grouping.parts)
     try:
         if runner != LOCAL:
             from beamjax.pipelines import shuffling
 
             shuffling.shuffle(rows, grouping, dealt, runner, options)
             return
-        parts = collections.defaultdict(list)
-        for start, stop in grouping.blocks(rows):
-            for part, piece in dealt.write(grouping.deal(rows, start, stop)):
-                parts[part].append(piece)
-        for part in sorted(parts):
-            grouping.write(part, dealt.read(parts[part]))
+        ranges = grouping.blocks(rows)
+        dealt.list([dealt.write(grouping.deal(rows, start, stop)) for start, stop in ranges])
+        for part in range(grouping.parts):
+            if blocks := dealt.blocks(part):
+                grouping.write(part, blocks)
     finally:
         dealt.remove()
 

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.dealt_rows import Blocks
 from beamjax.errors import OptionsError, SourceError, StructureError
 from beamjax.fingerprints import source_fingerprint
 from beamjax.grouping import (
-    BLOCK_BYTES,
     LOCAL,
     VERSION,
-    Grouping,
     checked_folder,
     found_before,
-    hashed,
-    parts_for,
-    scalars,
     shuffle,
     table_columns,
     write_manifest,
 )
+from beamjax.grouping_memory import check_grouping
 from beamjax.options import parse_options
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.joined_source import JoinedRows, TwoTables
 from beamjax.sources.npy_source import storable
 from beamjax.sources.source_base import Source
+from beamjax.table_parts import (
+    BLOCK_BYTES,
+    WRITTEN_ROW_BYTES,
+    Grouping,
+    hashed,
+    parts_for,
+    scalars,
+)
 
 HOW = ("same", "inner")
 _SIDES = ("the left table", "the right table")
@@ -69,7 +74,12 @@ class Joining(Grouping):
             rows = [start - first + mine, *(array[mine] for array in arrays)]
             yield number, encode_arrays(rows, {"side": side})
 
-    def write(self, part: int, blocks: Iterable[bytes]) -> None:
+    def writing_bytes(self, source: Source) -> int:
+        """Of memory, to write a part of twice the mean: its rows as read, together and in order."""
+        rows = min(-(-self.rows // self.parts) * 2, self.rows)
+        return rows * (3 * sum(leaf.nbytes for leaf in source.leaves) + WRITTEN_ROW_BYTES)
+
+    def write(self, part: int, blocks: Blocks) -> None:
         """Joins the rows of a part, and writes them in the order of the keys.
 
         Raises:
@@ -159,6 +169,7 @@ def join(
       options: as for `beamjax.run`.
 
     Raises:
+      StagingError: it may take more memory than `options={"memory": ...}` has for a worker process.
       StructureError: a table is no dict, or has no such keys, or both have leaves of one name.
       SourceError: a key is there twice, or in one table only; or a table can't be read, or the
         folder can't be written.
@@ -199,7 +210,9 @@ def join(
         "leaves": [leaf.to_json() for leaf in leaves],
     }
     if not found_before(where, record, "join"):
-        shuffle(both, joining, runner, parse_options(options))
+        parsed = parse_options(options)
+        check_grouping(both, joining, parsed, runner)
+        shuffle(both, joining, runner, parsed)
         write_manifest(where, record)
     return _opened(joining, leaves, on)
 

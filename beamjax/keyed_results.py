@@ -13,7 +13,7 @@ import numpy as np
 
 from beamjax.errors import OptionsError, StructureError
 from beamjax.folding import Folding
-from beamjax.grouping import parts_for, shuffle
+from beamjax.grouping import shuffle
 from beamjax.kept import Kept
 from beamjax.keyed import Keyed
 from beamjax.options import Options
@@ -23,6 +23,7 @@ from beamjax.sources.keyed_table import KeyedTable, write_keyed
 from beamjax.sources.placed import Placed
 from beamjax.sources.source_base import LeafSpec
 from beamjax.sources.zipped_source import ZippedSource
+from beamjax.table_parts import parts_for
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ placed results that are wanted as arrays.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,14 @@ import numpy as np
 
 from beamjax import lane_pieces
 from beamjax.block_cache import LASTING_BYTES, PASSING_BYTES
-from beamjax.fan_out import is_in_files
+from beamjax.fan_out import accumulator_bytes, is_in_files
 from beamjax.kept import HANDED_BYTES
-from beamjax.options import Options, beam_flags
-from beamjax.ordered_pool import most_jobs, usual_threads
-from beamjax.plan import Branch, Gather, Lane, Loop, Map, Plan, Scatter, Server, Step, walk
+from beamjax.options import Options
+from beamjax.ordered_pool import most_jobs
+from beamjax.plan import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.sources.source_base import Source
 from beamjax.wide_lanes import MAX_ROWS
+from beamjax.worker_processes import Workers
 
 BASE_BYTES = 272 << 20
 """Of a process with Python, JAX and Beam, in which XLA compiles and calls its libraries: 155 MiB
@@ -41,45 +41,6 @@ STORE_BYTES = 1 << 30
 MAX_EXECUTORS = 8
 PIECE_BYTES = 1 << 25
 """Of an accumulator that is merged, about."""
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Where a plan runs.
-
-    Attributes:
-      threads: of a worker process, each with shards of its own.
-      shared: whether the launching process is the worker.
-      beam: whether there is a Beam pipeline.
-      handing: how many worker processes hand what they made to the launching one, where that is the
-        runner.
-    """
-
-    threads: int = 1
-    shared: bool = True
-    beam: bool = True
-    handing: int = 0
-
-    @classmethod
-    def of(cls, runner: str, options: Options) -> Workers:
-        """Those of a runner, as far as its name and options tell."""
-        if runner == "local":
-            return cls(options.local_threads or usual_threads(), beam=False)
-        flags = beam_flags(options.beam)
-        if runner.lower().removesuffix("runner") in ("direct", "fnapi"):
-            mode = flags.get("direct_running_mode", "in_memory")
-            count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
-            if mode == "multi_processing":
-                return cls(shared=False, handing=count)
-            return cls(count)
-        usual = 12 if runner.lower().startswith("dataflow") else 1
-        return cls(_number(flags, "number_of_worker_harness_threads", usual) or usual, shared=False)
-
-
-def _number(flags: Mapping[str, Any], name: str, usual: int) -> int:
-    """A flag of Beam; what is no number, Beam refuses later."""
-    text = str(flags.get(name, usual))
-    return int(text) if text.isdigit() else usual
 
 
 @dataclass(frozen=True)
@@ -153,16 +114,16 @@ class _Estimation:
         self.workers = workers
         self.sources = sources
         self.limit = options.memory_bytes
-        self.in_loops = {s.name for s in walk(_blocks_of_loops(plan.steps))}
+        self.in_loops = steps_in_loops(plan)
         self.steps = list(walk(plan.steps))
 
     def estimate(self) -> Estimate:
         base = BASE_BYTES if self.workers.beam else BASE_BYTES_LOCAL
         first = Part("Python, JAX and Beam" if self.workers.beam else "Python and JAX", base)
-        mine = [first, *_some(self.launching())]
-        kept = [*(mine if self.workers.shared else [first]), *_some(self.keeping())]
+        mine = [first, *some(self.launching())]
+        kept = [*(mine if self.workers.shared else [first]), *some(self.keeping())]
         steps = [
-            StepMemory(step.name, _line(self.plan, step), tuple(_some(self.step(step))))
+            StepMemory(step.name, _line(self.plan, step), tuple(some(self.step(step))))
             for step in self.steps
             if not isinstance(step, Loop | Branch)
         ]
@@ -274,23 +235,13 @@ def sums_bytes(step: Map, mode: str) -> int:
     """Bytes of memory of the accumulators of a pass; those that wait in files take none."""
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * lane_pieces.SECTION_BYTES + 2 * PIECE_BYTES
-    return sum(most_bytes(lane, mode) for lane in step.lanes)
+    return sum(accumulator_bytes(lane, mode, most=True) for lane in step.lanes)
 
 
 def partial_bytes(step: Map) -> int:
     """Bytes of what a shard of a pass is reduced to."""
     lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in step.lanes)
     return lanes + sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
-
-
-def most_bytes(lane: Lane, mode: str) -> int:
-    """Bytes of the accumulator of a lane, of values of like size."""
-    dtype = np.dtype(lane.dtype)
-    parts, real = (2, dtype.itemsize // 2) if dtype.kind == "c" else (1, dtype.itemsize)
-    if lane.kind == "sum" and mode == "exact" and dtype.kind not in "biu":
-        digits = 3 if real <= 4 else 6
-        return lane.size * parts * (8 * digits + 1)
-    return lane.size * parts * max(8 if dtype.kind not in "biu" else real, real)
 
 
 def merging_bytes(step: Map, mode: str, bundles: int) -> int:
@@ -312,7 +263,8 @@ def store_budget(limit: int | None) -> int:
     return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES
 
 
-def _some(parts: Iterable[tuple[str, float]]) -> list[Part]:
+def some(parts: Iterable[tuple[str, float]]) -> list[Part]:
+    """Those of them that take any."""
     return [Part(what, math.ceil(nbytes)) for what, nbytes in parts if nbytes]
 
 
@@ -328,6 +280,7 @@ def _line(plan: Plan, step: Step) -> str:
     return step.line
 
 
-def _blocks_of_loops(steps: Sequence[Step]) -> list[Step]:
-    """The steps in the blocks of all loops."""
-    return [inner for step in walk(steps) if isinstance(step, Loop) for inner in step.block.steps]
+def steps_in_loops(plan: Plan) -> set[str]:
+    """The names of the steps in the blocks of all loops."""
+    loops = [step for step in walk(plan.steps) if isinstance(step, Loop)]
+    return {inner.name for loop in loops for inner in walk(loop.block.steps)}

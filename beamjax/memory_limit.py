@@ -9,10 +9,11 @@ from typing import Any
 
 from beamjax.errors import StagingError
 from beamjax.fact_types import human_bytes
-from beamjax.memory import Workers, estimate
+from beamjax.memory import Estimate, estimate
 from beamjax.options import Options
 from beamjax.plan import Plan
 from beamjax.sources.source_base import Source
+from beamjax.worker_processes import Workers
 
 
 def check_memory(
@@ -29,12 +30,22 @@ def check_memory(
     found = estimate(plan, sources, options, workers)
     if found.worker_bytes <= limit:
         return
+    raise refuse(found, limit, list(_advice(plan, sources, options, workers)))
+
+
+def refuse(found: Estimate, limit: int, advice: Sequence[str]) -> StagingError:
+    """The error for what may take more memory than it may.
+
+    Args:
+      found: what it takes.
+      limit: of a worker process, in bytes.
+      advice: what to change.
+    """
     step = max(found.steps, key=lambda step: step.nbytes, default=None)
     parts = sorted((*found.kept, *(step.parts if step else ())), key=lambda part: -part.nbytes)
     at = f"step {step.step!r}" + (f" ({step.line})" if step.line else "") if step else "the run"
     told = ", ".join(f"{part.what} {human_bytes(part.nbytes)}" for part in parts)
-    advice = list(_advice(plan, sources, options, workers))
-    raise StagingError(
+    return StagingError(
         f"{at}: a worker process may take {human_bytes(found.worker_bytes)}, but memory="
         f"{human_bytes(limit)}: {told}. To change that, {'; or '.join(advice)}"
     )
@@ -52,6 +63,11 @@ def with_fitting_threads(plan: Plan, sources: Mapping[int, Source], options: Opt
             break
         threads -= 1
     return replace(options, local_threads=threads)
+
+
+def advised_limit(nbytes: int) -> str:
+    """What to do where this many bytes are needed in any case."""
+    return f'give a worker process more, memory="{math.ceil(nbytes / 2**20)}MiB"'
 
 
 def _advice(
@@ -87,7 +103,7 @@ def _advice(
     enough = need()
     while need(limit=enough) > enough:
         enough = math.ceil(1.1 * enough)
-    yield f'give a worker process more, memory="{math.ceil(enough / 2**20)}MiB"'
+    yield advised_limit(enough)
 
 
 def _with_shards(plan: Plan, size: int) -> Plan:

@@ -326,13 +326,20 @@ def beam_flags(beam: Any) -> dict[str, Any]:
     """What is asked of Beam, by name.
 
     Args:
-      beam: `Options.beam`: a Beam `PipelineOptions`, or flags.
+      beam: `Options.beam`: a Beam `PipelineOptions`, or flags: `--name=value`, `--name value`, or
+        `--name`, whose value is "" here.
     """
     if hasattr(beam, "get_all_options"):
         found: dict[str, Any] = beam.get_all_options(drop_default=True, retain_unknown_options=True)
         return found
-    pairs = (flag.lstrip("-").partition("=") for flag in beam)
-    return {name: value for name, _, value in pairs}
+    found = {}
+    words = list(beam)
+    for word, after in zip(words, [*words, "--"][1:], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            # As Beam takes it: `--name value` is `--name=value`, but `--a --b` are two flags.
+            found[name] = value if equals or after.startswith("-") else after
+    return found
 
 
 _UNITS = {"": 1, "B": 1}

@@ -112,7 +112,7 @@ class GrowingFile:
         self._write_header()
 
     def append(self, array: np.ndarray) -> None:
-        self.file.write(storable(np.asarray(array, self.leaf.dtype)).tobytes())
+        self.file.write(np.ascontiguousarray(storable(np.asarray(array, self.leaf.dtype))).data)
         self.rows += len(array)
 
     def __enter__(self) -> GrowingFile:

@@ -1,6 +1,6 @@
 """One shuffle of the rows of a table by a hash of their keys, on the workers of a runner.
 
-The rows themselves are in files; what Beam shuffles says where.
+The rows themselves are in files; what Beam shuffles are their names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
-from beamjax.dealt_rows import DealtRows, Piece
-from beamjax.grouping import Grouping
+from beamjax.dealt_rows import DealtRows
 from beamjax.options import Options
 from beamjax.pipelines.connections import connect
 from beamjax.pipelines.launch import new_pipeline, run_steps
@@ -20,8 +19,9 @@ from beamjax.pipelines.runners import temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
 from beamjax.sources.source_base import Source, live_spec, open_spec, register, release
+from beamjax.table_parts import Grouping
 
-DEAL, WRITE = "Deal rows", "Write groups"
+DEAL, LIST, WRITE = "Deal rows", "List files", "Write groups"
 
 
 def shuffle(
@@ -54,15 +54,17 @@ def shuffle(
                     | "Deal ranges" >> beam.Reshuffle()
                     | DEAL >> beam.ParDo(DealRows(store, spec, grouping, dealt))
                     | "Together" >> beam.GroupByKey()
+                    | LIST >> beam.ParDo(ListFiles(store, dealt))
+                    | "Deal parts" >> beam.Reshuffle()
                     | WRITE >> beam.ParDo(WriteGroups(store, grouping, dealt))
                 )
-                run_steps(pipeline, connection, store, [DEAL, WRITE])
+                run_steps(pipeline, connection, store, [DEAL, LIST, WRITE])
         finally:
             release(token)
 
 
 class DealRows(StepFn):
-    """Ranges of rows to (part, rows of it).
+    """Ranges of rows to names of files that have them, dealt to parts.
 
     Args:
       store: for errors.
@@ -71,7 +73,7 @@ class DealRows(StepFn):
       dealt: where they are written.
     """
 
-    yields = typehints.KV[int, typehints.Tuple[str, int, int]]
+    yields = typehints.KV[bytes, str]
 
     def __init__(self, store: Store, spec: dict[str, Any], grouping: Grouping, dealt: DealtRows):
         self.store = store
@@ -83,12 +85,27 @@ class DealRows(StepFn):
         """Opens the table."""
         self.source = open_spec(self.spec)
 
-    def process(self, element: tuple[int, int]) -> Iterator[tuple[int, Piece]]:
-        yield from self.dealt.write(self.grouping.deal(self.source, *element))
+    def process(self, element: tuple[int, int]) -> Iterator[tuple[bytes, str]]:
+        yield b"", self.dealt.write(self.grouping.deal(self.source, *element))
+
+
+class ListFiles(StepFn):
+    """The names of all files to a list of them, and to the numbers of the parts."""
+
+    yields = int
+
+    def __init__(self, store: Store, dealt: DealtRows):
+        self.store = store
+        self.dealt = dealt
+
+    def process(self, element: tuple[bytes, Iterable[str]]) -> Iterator[int]:
+        _, names = element
+        self.dealt.list(names)
+        yield from range(self.dealt.parts)
 
 
 class WriteGroups(StepFn):
-    """(part, its rows) to files."""
+    """The number of a part to files with its groups."""
 
     yields = typehints.Any
 
@@ -97,6 +114,6 @@ class WriteGroups(StepFn):
         self.grouping = grouping
         self.dealt = dealt
 
-    def process(self, element: tuple[int, Iterable[Piece]]) -> None:
-        part, pieces = element
-        self.grouping.write(part, self.dealt.read(pieces))
+    def process(self, element: int) -> None:
+        if blocks := self.dealt.blocks(element):
+            self.grouping.write(element, blocks)

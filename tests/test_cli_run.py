@@ -172,6 +172,8 @@ def test_explain(folder, capsys):
     assert {name: found["plan"][name] for name in told} == {name: plan[name] for name in told}
     assert cli.main(["explain", *LOSS, "--mermaid"]) == 0
     assert capsys.readouterr().out == f"{expected.to_mermaid()}\n"
+    _, found, _ = json_of(capsys, "explain", *LOSS, "--runner=Dataflow")
+    assert found["plan"]["memory"]["where"] == "Dataflow, processes of 12 threads"
     for stage in ("staged", "flat", "placed", "graph"):
         status, found, _ = json_of(capsys, "explain", *LOSS, "--stage", stage)
         assert (status, found["stage"]) == (0, stage)

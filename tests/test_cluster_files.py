@@ -11,7 +11,7 @@ import pytest
 from cluster_runners import params
 
 import beamjax as bj
-from beamjax import collecting, fan_out, grouping, joining, lane_pieces
+from beamjax import collecting, fan_out, joining, lane_pieces, table_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -30,8 +30,8 @@ def runner(request, started):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Many parts and blocks for small tables."""
-    monkeypatch.setattr(grouping, "PART_BYTES", 4000)
-    monkeypatch.setattr(grouping, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(table_parts, "PART_BYTES", 4000)
+    monkeypatch.setattr(table_parts, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(joining, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(collecting, "BLOCK_BYTES", 500)
     monkeypatch.setattr(collecting, "INLINE_BYTES", 200)

@@ -31,6 +31,9 @@ def floats(gib):
         ("sum", "float32", "fast", 8),
         ("sum", "int32", "exact", 4),
         ("max", "float32", "exact", 4),
+        ("max", "bfloat16", "exact", 4),
+        ("prod", "float32", "exact", 8),
+        ("prod", "complex64", "fast", 16),
         ("any", "bool", "exact", 1),
     ],
 )
@@ -104,6 +107,7 @@ def test_groups_are_never_more_than_workers_or_partials(size, shards, workers):
         ([], None),
         (["--direct_num_workers=1"], None),
         (["--direct_num_workers=3"], 3),
+        (["--direct_num_workers", "3"], 3),
         (["--parallelism=4", "--direct_num_workers=3"], 4),
         (["--max_num_workers=20", "--num_workers=2"], 20),
     ],

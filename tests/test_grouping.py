@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import grouping
+from beamjax import dealt_rows, grouping, table_parts
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -41,8 +41,9 @@ RUNNERS = {
 @pytest.fixture
 def small(monkeypatch):
     """Many parts and blocks for a small table."""
-    monkeypatch.setattr(grouping, "PART_BYTES", 5000)
-    monkeypatch.setattr(grouping, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(table_parts, "PART_BYTES", 5000)
+    monkeypatch.setattr(table_parts, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(table_parts, "WRITE_BYTES", 1500)
 
 
 def assert_groups(clients, table, by):
@@ -82,23 +83,75 @@ def test_any_runner_writes_the_same_files(tmp_path, small):
     st.lists(st.integers(-3, 3), min_size=1, max_size=40),
     st.sampled_from([np.int8, np.int64, np.uint32, np.int32]),
     st.integers(1, 200),
+    st.integers(1, 200),
 )
 @hypothesis.settings(max_examples=40)
-def test_any_keys(tmp_path_factory, keys, dtype, part_bytes):
+def test_any_keys(tmp_path_factory, keys, dtype, part_bytes, write_bytes):
     keys = np.abs(keys) if np.dtype(dtype).kind == "u" else np.array(keys)
     table = {"k": keys.astype(dtype), "v": np.arange(len(keys), dtype=np.int16)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping, "PART_BYTES", part_bytes)
-        patch.setattr(grouping, "BLOCK_BYTES", part_bytes)
+        patch.setattr(table_parts, "PART_BYTES", part_bytes)
+        patch.setattr(table_parts, "BLOCK_BYTES", part_bytes)
+        patch.setattr(table_parts, "WRITE_BYTES", write_bytes)
         clients = bj.group_by(table, "k", folder=tmp_path_factory.mktemp("g"))
     assert_groups(clients, table, "k")
 
 
+def test_a_key_with_most_of_the_rows_is_written_by_batches(tmp_path, small, monkeypatch):
+    """Of a part that is larger than others, a batch reads the blocks that it has rows of."""
+    table = {**TABLE, "client": np.where(KEYS % 5 == 0, KEYS, 7)}
+    read, batches = [], []
+    original, rows = dealt_rows.Blocks.read, table_parts.Grouping._rows
+
+    def reading(self, index):
+        read.append((self.places[index][0], index))
+        return original(self, index)
+
+    def writing(self, blocks, wanted, ends, leaves):
+        before = len(read)
+        found = rows(self, blocks, wanted, ends, leaves)
+        batches.append((len(blocks), len(read) - before, sum(x.nbytes for x in found)))
+        return found
+
+    monkeypatch.setattr(dealt_rows.Blocks, "read", reading)
+    monkeypatch.setattr(table_parts.Grouping, "_rows", writing)
+    clients = bj.group_by(table, "client", folder=tmp_path)
+    assert_groups(clients, table, "client")
+    assert max(nbytes for *_, nbytes in batches) <= 1500
+    most = max(blocks for blocks, *_ in batches)
+    assert most > 10
+    large = [count for blocks, count, _ in batches if blocks == most]
+    assert len(large) > 10
+    assert np.median(large) < most / 5
+
+
+def test_only_names_of_files_are_shuffled(tmp_path, small, monkeypatch):
+    """As many elements as ranges that are read, and as parts; not as many as both, multiplied."""
+    from beamjax.pipelines import shuffling
+
+    dealt, written = [], []
+    deal, write = shuffling.DealRows.process, shuffling.WriteGroups.process
+    monkeypatch.setattr(
+        shuffling.DealRows,
+        "process",
+        lambda self, element: (dealt.append(x) or x for x in deal(self, element)),
+    )
+    monkeypatch.setattr(
+        shuffling.WriteGroups, "process", lambda self, x: written.append(x) or write(self, x)
+    )
+    clients = bj.group_by(TABLE, "client", folder=tmp_path, runner="DirectRunner")
+    assert_groups(clients, TABLE, "client")
+    ranges = -(-N // (3000 // 24))
+    assert len(dealt) == ranges > 20
+    assert sorted(written) == list(range(len(written)))
+    assert len(written) > 10
+
+
 def test_the_hash_spreads_neighbours():
-    parts = grouping.hashed(np.arange(100_000)) % np.uint64(64)
+    parts = table_parts.hashed(np.arange(100_000)) % np.uint64(64)
     counts = np.bincount(parts.astype(np.int64), minlength=64)
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom
-    same = [grouping.hashed(np.array([7], dtype)) for dtype in (np.int8, np.int64, np.uint16)]
+    same = [table_parts.hashed(np.array([7], dtype)) for dtype in (np.int8, np.int64, np.uint16)]
     assert len({int(found[0]) for found in same}) == 1
 
 
@@ -122,14 +175,14 @@ def test_the_groups_are_found_again(tmp_path, monkeypatch):
 
 
 def test_a_call_that_was_stopped_is_done_again(tmp_path, small, monkeypatch):
-    original = grouping.Grouping.write
+    original = table_parts.Grouping.write
 
     def stops(self, part, blocks):
         if part == 5:
             raise KeyboardInterrupt
         original(self, part, blocks)
 
-    monkeypatch.setattr(grouping.Grouping, "write", stops)
+    monkeypatch.setattr(table_parts.Grouping, "write", stops)
     with pytest.raises(KeyboardInterrupt):
         bj.group_by(TABLE, "client", folder=tmp_path)
     monkeypatch.undo()

@@ -157,6 +157,7 @@ TESTED_ELSEWHERE = {
     "__main__": "test_cli",
     "_compat": "test_transformations",
     "_version": "test_api",
+    "table_parts": "test_grouping",
     "block_source": "test_table_source",
     "bodies": "test_workers",
     "checkpoint_folder": "test_keepers",

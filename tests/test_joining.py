@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import grouping, joining
+from beamjax import joining, table_parts
 from beamjax.errors import OptionsError, SourceError, StructureError
 
 N = 400
@@ -31,7 +31,7 @@ RUNNERS = {
 @pytest.fixture
 def small(monkeypatch):
     """Many parts and blocks for small tables."""
-    monkeypatch.setattr(grouping, "PART_BYTES", 1000)
+    monkeypatch.setattr(table_parts, "PART_BYTES", 1000)
     monkeypatch.setattr(joining, "BLOCK_BYTES", 700)
 
 
@@ -68,7 +68,7 @@ def test_inner_joins_of_any_keys(tmp_path_factory, left, right, data):
         for name, keys, n in (("a", left, len(left)), ("b", right, len(right)))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping, "PART_BYTES", 100)
+        patch.setattr(table_parts, "PART_BYTES", 100)
         folder = tmp_path_factory.mktemp("j")
         if not left & right:
             with pytest.raises(SourceError, match="no key of 'k' that is in both"):

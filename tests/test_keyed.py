@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import grouping
+from beamjax import table_parts
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -43,8 +43,8 @@ OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Many parts and blocks for few members."""
-    monkeypatch.setattr(grouping, "PART_BYTES", 1500)
-    monkeypatch.setattr(grouping, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(table_parts, "PART_BYTES", 1500)
+    monkeypatch.setattr(table_parts, "BLOCK_BYTES", 1000)
 
 
 def known(op, value):

@@ -6,7 +6,7 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.errors import OptionsError
-from beamjax.options import OWN, Options, parse_options
+from beamjax.options import OWN, Options, beam_flags, parse_options
 
 
 @pytest.mark.parametrize(
@@ -129,3 +129,29 @@ def test_own_options_in_any_form():
     ):
         found = parse_options(given)
         assert (found.shard_size, found.platforms) == (expected.shard_size, expected.platforms)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--direct_num_workers=2"],
+        ["--direct_num_workers", "2"],
+        ["--direct_running_mode", "multi_processing", "--direct_num_workers", "0"],
+        ["--streaming", "--direct_num_workers", "2"],
+        ["--direct_num_workers=1", "--direct_num_workers", "5"],
+        ["--flink_master=[local]", "--parallelism", "3", "--runner", "FlinkRunner"],
+        ["--nobodys_flag", "4", "--nobodys_other", "--nobodys_third=x=y"],
+        ["--job_name", "a b", "--temp_location", "gs://bucket/x"],
+        ["word", "--max_num_workers", "9"],
+    ],
+)
+def test_flags_of_beam_are_found_as_beam_finds_them(flags):
+    found = PipelineOptions(flags).get_all_options(drop_default=True, retain_unknown_options=True)
+    expected = {name: "" if value is True else str(value) for name, value in found.items()}
+    mine = {name: value for name, value in beam_flags(tuple(flags)).items() if name in expected}
+    assert mine == expected
+    parsed = parse_options([*flags, "--shard_size", "8"])
+    assert parsed.shard_size == 8
+    assert beam_flags(parsed.beam) == beam_flags(flags)
+    assert beam_flags(PipelineOptions(flags)) == found

@@ -40,7 +40,7 @@ def _explain(arguments: argparse.Namespace) -> Answer:
     if arguments.stage == "plan":
         call = with_files(call, options)
     found = explain(
-        call.fn, *call.args, stage=arguments.stage, options=options, runner=arguments.runner
+        call.fn, *call.args, stage=arguments.stage, runner=arguments.runner, options=options
     )
     if arguments.html:
         try:

@@ -1,0 +1,133 @@
+"""What accelerators hold: of the plan alone, on machines that have none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax import device_memory
+from beamjax.bodies import export_body
+from beamjax.device_memory import compiled_bytes, device_estimates
+from beamjax.execution import plan_of
+from beamjax.options import parse_options
+
+KIB = 1 << 10
+ON_CPU = jax.default_backend() == "cpu"
+needs_cpu = pytest.mark.skipif(not ON_CPU, reason="is about machines without accelerators")
+
+
+@bj.program(clients=None)
+def total(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v @ w, v @ w), x))
+
+
+@bj.program(clients=None)
+def placed(w, x):
+    y = bj.map_fn(lambda v: v @ w, x)
+    return y, jnp.linalg.norm(bj.reduce_sum(y))
+
+
+def args(n=100, width=16, out=256):
+    return np.zeros((width, out), np.float32), np.zeros((n, width), np.float32)
+
+
+def devices(fn, *values, beam=True, **options):
+    parsed = parse_options({"platforms": ["cuda"], "shard_size": 8, **options})
+    plan, _ = plan_of(fn, values, parsed)
+    return device_estimates(plan, parsed, beam)
+
+
+def parts(steps):
+    return {step.step: {part.what: part.nbytes for part in step.parts} for step in steps}
+
+
+@needs_cpu
+def test_what_a_device_holds():
+    (found,) = devices(total, *args())
+    assert (found.platform, found.compiled) == ("cuda", False)
+    assert [(part.what, part.nbytes) for part in found.kept] == [("broadcasts", 16 * KIB)]
+    ((_, of),) = parts(found.steps).items()
+    assert of["members of a shard, twice"] == 2 * 8 * 16 * 4
+    assert of["results of the shard before"] == 256 * 256 * 4
+    assert of["computing"] >= 256 * 256 * 4
+    assert found.nbytes == 16 * KIB + sum(of.values())
+
+
+@needs_cpu
+def test_the_estimate_grows_with_shards_and_not_with_members():
+    here = devices(total, *args())[0].nbytes
+    assert devices(total, *args(n=1000))[0].nbytes == here
+    assert devices(total, *args(), shard_size=64)[0].nbytes > here
+    assert devices(total, *args(out=512))[0].nbytes > 2 * here
+
+
+@needs_cpu
+def test_servers_and_placed_results():
+    (found,) = devices(placed, *args())
+    steps = parts(found.steps)
+    results = 8 * 256 * 4 + 256 * 4  # and the partial of the sum
+    assert [of["results of the shard before"] for of in steps.values() if len(of) == 3] == [results]
+    server = next(of for of in steps.values() if "inputs" in of)
+    assert server["inputs"] == 256 * 4
+
+
+@needs_cpu
+def test_loops_keep_the_broadcasts_of_several_rounds():
+    @bj.program(clients=None)
+    def rounds(w, x):
+        step = lambda w, _: (w + bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v @ w), x)), None)
+        return jax.lax.scan(step, w, length=20)[0]
+
+    (beam,), (local,) = (devices(rounds, *args(), beam=beam) for beam in (True, False))
+    assert [part.nbytes for part in beam.kept] == [8 * 16 * KIB]
+    assert local.kept == ()
+    steps = parts(local.steps)
+    assert [of["broadcasts"] for name, of in steps.items() if "map" in name] == [16 * KIB]
+
+
+def test_a_cpu_has_no_memory_of_its_own():
+    assert devices(total, *args(), platforms=["cpu"]) == []
+    assert bj.explain(total, *args(), options={"platforms": ["cpu"]}).facts.memory.devices == ()
+
+
+@needs_cpu
+def test_several_platforms():
+    found = devices(total, *args(), platforms=["cuda", "cpu", "tpu"])
+    assert [estimate.platform for estimate in found] == ["cuda", "tpu"]
+
+
+@needs_cpu
+def test_xla_tells_where_it_compiles():
+    """The same code on a CPU, against what JAX itself says of the function."""
+    function = lambda x: jnp.sort(x @ x.T, axis=0)
+    spec = jax.ShapeDtypeStruct((64, 64), np.float32)
+    _, body = export_body("f", lambda x: [function(x)], [spec], ["cpu"])
+    told = jax.jit(lambda x: [function(x)]).lower(spec).compile().memory_analysis()
+    expected = told.temp_size_in_bytes + told.output_size_in_bytes
+    found = compiled_bytes(body, "cpu", False)
+    assert expected <= found <= expected + told.generated_code_size_in_bytes + 64 * KIB
+    assert compiled_bytes(body, "cuda", False) is None
+
+
+@needs_cpu
+def test_compiled_bodies_are_told_as_such(monkeypatch):
+    monkeypatch.setattr(device_memory, "compiled_bytes", lambda body, platform, x64: 12345)
+    (found,) = devices(total, *args())
+    assert found.compiled
+    assert [of["computing"] for of in parts(found.steps).values()] == [12345]
+    assert found.made_from.startswith("what bodies need is told by XLA")
+
+
+@needs_cpu
+def test_explain_tells_of_devices():
+    options = {"require_platform": "gpu", "shard_size": 8}
+    explanation = bj.explain(total, *args(), runner="DataflowRunner", options=options)
+    text = str(explanation).split("\nmemory of a device, cuda, about\n")[1]
+    for word in ("for map_clients_0", "broadcasts 16.0 KiB", "a device", "counted from their equa"):
+        assert word in text
+    (device,) = explanation.to_json()["memory"]["devices"]
+    assert device["platform"] == "cuda"
+    assert device["nbytes"] == sum(device["kept"].values()) + max(
+        sum(of.values()) for of in device["steps"].values()
+    )
