@@ -42,7 +42,8 @@ class Accumulator(Protocol):
         ...
 
     def add(self, partial: np.ndarray, shard: int) -> None:
-        """Adds the partial of a shard, (size,) in `dtype`; it is neither kept nor changed."""
+        """Adds the partial of a shard, (size,) in `dtype`; it is not changed, and kept for a while
+        only if it is read-only."""
         ...
 
     def merge(self, other: Any) -> None:

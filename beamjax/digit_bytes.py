@@ -38,7 +38,7 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray]:
     index, data, flagged = [], [], []
     for number in sorted(blocks):
         block = blocks[number]
-        if block.held is not None and block.top:
+        if block.held is not None:
             index.append((number, HELD, 8))
             data.append(np.ascontiguousarray(block.held, "<f8").view(np.uint8))
         for key in sorted(block.vectors):
@@ -87,7 +87,7 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int, width: int) -> di
             _fail(f"{nbytes} bytes a number, {len(data)} in all", f"1 to 8, at least {end} in all")
         block = blocks.setdefault(number, Digits(size, lowest, width))
         if key == HELD:
-            block.hold(_checked(data[start:end], nbytes))
+            block.held = _checked(data[start:end], nbytes)
         else:
             block.vectors[key] = _from_planes(data[start:end].reshape(nbytes, size), width)
             block.bound = 1
@@ -126,7 +126,7 @@ def _checked(data: np.ndarray, nbytes: int) -> np.ndarray:
     """The float64 numbers of a block, which are sums of float32."""
     if nbytes != 8:
         _fail(f"{nbytes} bytes a float64", "8")
-    held = data.view("<f8").astype(np.float64)
+    held = data.view("<f8") + np.float64(0)  # which also leaves no -0
     size = np.abs(held)
     if not (size < 2.0**MAX_HELD).all() or ((size < 2.0**-149) & (size > 0)).any():
         _fail("other numbers", f"sums of float32, below 2^{MAX_HELD}")

@@ -16,8 +16,8 @@ where 2^lowest is the smallest subnormal of the dtype. `bound` is kept such that
 whatever the order, the merges and the moments at which carries happen. Infinities and NaN are kept
 apart, as three flags that are OR-ed.
 
-Float32 vectors mostly need no digits: as long as all that was added are multiples of one power of
-two, and their sum is below 2^53 of it, one float64 vector holds it exactly (`Digits.held`).
+Float32 vectors mostly need no digits: as long as all sums on the way are doubles, one float64
+vector holds them exactly (`Digits.held`, `exact_adds`). What does not fit there goes to the digits.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from beamjax.exact_adds import Rows, add_exactly
 from beamjax.rounding import append
 
 BLOCK = 1 << 15
@@ -40,9 +41,6 @@ POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
 LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
 """Exponent of the smallest subnormal."""
 
-_NO_SIGN, _ONE = np.uint32(0x7FFFFFFF), np.uint32(1)
-_INFINITY = 0x7F800000
-
 
 class Digits:
     """The digits of one block: an exact fixed-point number per coordinate.
@@ -54,12 +52,11 @@ class Digits:
         vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
         bound: |digit| <= bound · 2^(width-1).
         flags: uint8 vector (size,) of infinities and NaN seen, or None.
-        held: float64 vector (size,) that is to be added to the digits, or None.
-        low: `held` is a multiple of 2^low.
-        top: |held| <= top <= 2^(53 + low), so that it is exact.
+        held: float64 vector (size,) of finite numbers that is to be added to the digits, or None.
+        missed: whether what was added last did not fit in `held`.
     """
 
-    __slots__ = ("bound", "flags", "held", "low", "lowest", "size", "top", "vectors", "width")
+    __slots__ = ("bound", "flags", "held", "lowest", "missed", "size", "vectors", "width")
 
     def __init__(self, size: int, lowest: int, width: int = WIDTH) -> None:
         self.size = size
@@ -68,12 +65,8 @@ class Digits:
         self.vectors: dict[int, np.ndarray] = {}
         self.bound = 0
         self.flags: np.ndarray | None = None
-        self.hold(None)
-
-    def hold(self, held: np.ndarray | None) -> None:
-        """Lets `held` be another vector, which belongs to this block from now on."""
-        self.held = held
-        self.low, self.top = (0, 0.0) if held is None else _extent(held)
+        self.held: np.ndarray | None = None
+        self.missed = False
 
     @property
     def capacity(self) -> int:
@@ -90,55 +83,38 @@ class Digits:
         """Exponent of the unit of a digit."""
         return key * self.width + self.lowest
 
-    def add(self, rows: np.ndarray) -> None:
+    def add(self, rows: Rows) -> None:
         """Adds vectors.
 
         Args:
-            rows: float32 or float64 (terms, size), at most `capacity` // 2 terms; not kept.
+            rows: float32 or float64 vectors (size,), or an array (terms, size) of at most
+                `capacity` // 2; not kept.
         """
-        if rows.dtype == np.float32 and self._held_too(rows):
+        if self.lowest == LOWEST[np.dtype(np.float32)]:
+            if self.held is None:
+                self.held = np.zeros(self.size)
+            if add_exactly(self.held, rows):
+                self.missed = False
+                return
+        if not isinstance(rows, np.ndarray):
+            for row in rows:
+                self._add_digits(row[None]) if len(rows) == 1 else self.add([row])
             return
+        self._add_digits(rows)
+
+    def _add_digits(self, rows: np.ndarray) -> None:
+        """Adds vectors (terms, size) to the digits."""
+        if self.missed:  # Twice in a row: then it is `held` into which nothing fits.
+            self._release()
+        self.missed = not self.missed
         top = max(float(rows.max()), -float(rows.min()))
         if not top < math.inf:
             rows, top = self._take_flags(rows)
         self._split(rows, top)
 
-    def _held_too(self, rows: np.ndarray) -> bool:
-        """Adds float32 vectors to `held`, if that is exact; whether it was."""
-        bits = np.bitwise_and(rows.view(np.uint32), _NO_SIGN)
-        highest = int(bits.max())
-        if highest >= _INFINITY:
-            return False
-        if highest == 0:
-            return True
-        np.subtract(bits, _ONE, out=bits)  # zeros become the largest, and do not count below
-        low = max((int(bits.min()) + 1) >> 23, 1) - 150
-        if not self._has_room(low, math.ldexp(len(rows), (highest >> 23) - 126)):
-            return False
-        if self.held is None:
-            self.held = np.zeros(self.size)
-        more = rows[0] if len(rows) == 1 else rows.sum(axis=0, dtype=np.float64)
-        np.add(self.held, more, out=self.held)
-        return True
-
-    def _has_room(self, low: int, top: float) -> bool:
-        """Makes room in `held` for multiples of 2^low up to `top`, and counts them; if it can."""
-        if not top:  # Zeros fit beside anything, and are multiples of anything.
-            return True
-        if not self.top:
-            self.low = low
-        if self.top + top > math.ldexp(1.0, 53 + min(self.low, low)):
-            if top > math.ldexp(1.0, 53 + low):
-                return False
-            self._release()
-            self.low = low
-        self.low, self.top = min(self.low, low), self.top + top
-        return True
-
     def _release(self) -> None:
         """Moves `held` to the digits."""
-        held = self.held
-        self.hold(None)
+        held, self.held = self.held, None
         if held is not None:
             self._split(held[None], max(float(held.max()), -float(held.min())))
 
@@ -225,17 +201,20 @@ class Digits:
         """Brings the state to one that depends on the numbers alone.
 
         Sums of float32 vectors are then `held`, if doubles hold all of them, and have no digits.
+        Zeros are neither.
         """
-        if self.held is None or self.vectors:
-            self.carry()
-        if self.lowest != LOWEST[np.dtype(np.float32)] or self.held is not None:
+        if self.held is not None and not self.vectors:
+            self.held = self.held if self.held.any() else None
+            return
+        self.carry()
+        if self.lowest != LOWEST[np.dtype(np.float32)]:
             return
         head, tail = np.zeros(self.size), None
         for term in self.terms(0, self.size):
             head, tail = append(head, tail, term)
         if self.vectors and tail is None and np.isfinite(head).all():
             self.vectors, self.bound = {}, 0
-            self.hold(head)
+            self.held = head
 
     def _carry(self) -> None:
         base = 2.0**self.width
@@ -255,15 +234,12 @@ class Digits:
 
     def merge(self, other: Digits) -> None:
         """Adds the number that `other` holds, and leaves `other` as it is."""
-        held = other.held
-        if held is not None:
-            if not self._has_room(other.low, other.top):
+        if other.held is not None:
+            if self.held is None:
+                self.held = other.held.copy()
+            elif not add_exactly(self.held, [other.held]):
                 other = other.copy()
                 other._release()
-            elif self.held is None:
-                self.held = held.copy()
-            else:
-                np.add(self.held, held, out=self.held)
         if self.bound + other.bound > self.capacity:
             self._carry()
         if self.bound + other.bound > self.capacity:
@@ -286,7 +262,7 @@ class Digits:
         same.bound = self.bound
         same.flags = None if self.flags is None else self.flags.copy()
         same.held = None if self.held is None else self.held.copy()
-        same.low, same.top = self.low, self.top
+        same.missed = self.missed
         return same
 
     def terms(self, lo: int, hi: int) -> Iterator[np.ndarray]:
@@ -307,22 +283,6 @@ class Digits:
         return sum(
             int(vector[position]) << (key * self.width) for key, vector in self.vectors.items()
         )
-
-
-def _extent(held: np.ndarray) -> tuple[int, float]:
-    """The largest `low` and the least `top` of a float64 vector without subnormal numbers."""
-    top = max(float(held.max(initial=0.0)), -float(held.min(initial=0.0)))
-    unit = math.frexp(top)[1] - 53
-    scaled = held * math.ldexp(1.0, -unit)
-    counts = scaled.astype(np.int64)
-    if top and (counts == scaled).all():  # of all, so the lowest bit of any shows in the union
-        union = int(np.bitwise_or.reduce(counts))
-        return unit + (union & -union).bit_length() - 1, top
-    bits = held.view(np.int64)
-    whole = (bits & ((1 << 52) - 1)) | (1 << 52)
-    ones = (whole & -whole).astype(np.float64).view(np.int64) >> 52  # trailing zeros, and 1023
-    lows = np.where(held == 0, 1 << 20, ((bits >> 52) & 0x7FF) + ones)
-    return int(lows.min(initial=1 << 20)) - 1023 - 1075, top
 
 
 def _scale(values: np.ndarray, exponent: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -8,6 +8,7 @@ rounded sum, or quotient, for any order, bundling and tree of merges.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,15 +25,17 @@ from beamjax.digits import (
     Digits,
 )
 from beamjax.errors import StructureError, WorkerError
+from beamjax.exact_adds import Rows
 from beamjax.partials import check_partial, check_same, describe, described, fail, left_out
 from beamjax.rounding import DIVISOR_LIMIT, Pair, append, divide, divide_to_float32, round_pair
 from beamjax.side_by_side import in_parts
 
-LOWEST_DIVIDED = -126 + 26
-"""Quotients of what is above, as an exponent, are no subnormal float32."""
-
 MAX_ROWS = 256
-"""Partials that a small accumulator keeps as they are, to add them all at once."""
+"""Partials of which a small accumulator keeps copies, to add them all at once."""
+
+MAX_WAITING = 4
+"""Partials that a large one keeps for that, if nobody can change them: the sums come from memory
+and go back there once for all of them."""
 
 
 def check_subnormals() -> None:
@@ -90,21 +93,25 @@ class ExactSum:
         self._length = size * self._parts
         self._blocks: dict[int, Digits] = {}
         self._rows: np.ndarray | None = None
-        self._waiting = 0
+        self._count = 0
+        self._waiting: list[np.ndarray] = []
         self.left_out = 0
+        self._max_waiting = MAX_WAITING if self._real == np.float32 else 1
         self._max_rows = min(MAX_ROWS, (1 << (52 - width)) - 2, BLOCK // max(self._length, 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the numbers take."""
-        waiting = 0 if self._rows is None else self._rows.nbytes
+        waiting = sum(partial.nbytes for partial in self._waiting)
+        waiting += 0 if self._rows is None else self._rows.nbytes
         return waiting + sum(block.nbytes for block in self._blocks.values())
 
     def add(self, partial: np.ndarray, shard: int = 0) -> None:
         """Adds the vector of one shard.
 
         Args:
-            partial: (size,) in the accumulator's dtype; neither kept nor changed.
+            partial: (size,) in the accumulator's dtype; not changed, and kept for a while only if
+                it is read-only, as what comes from JAX is.
             shard: number of the shard; not used.
 
         Raises:
@@ -114,14 +121,16 @@ class ExactSum:
         if self._parts == 2:
             partial = np.ascontiguousarray(partial).view(self._real)
         if self._max_rows < 2:
-            self._deposit(partial[None])
+            self._waiting.append(partial)
+            if partial.flags.writeable or len(self._waiting) >= self._max_waiting:
+                self._flush()
             return
         rows = self._rows
         if rows is None:
             rows = self._rows = np.empty((self._max_rows, self._length), self._real)
-        rows[self._waiting] = partial
-        self._waiting += 1
-        if self._waiting == self._max_rows:
+        rows[self._count] = partial
+        self._count += 1
+        if self._count == self._max_rows:
             self._flush()
 
     def merge(self, other: ExactSum) -> None:
@@ -137,10 +146,17 @@ class ExactSum:
                 f"{self._width}; both must be made by the same version of beamjax."
             )
         self.left_out += other.left_out
-        for number, block in other._blocks.items():
-            self._block(number).merge(block)
-        if other._rows is not None and other._waiting:
-            self._deposit(other._rows[: other._waiting])
+        pairs = [(self._block(number), block) for number, block in other._blocks.items()]
+
+        def merge(first: int, last: int) -> None:
+            check_subnormals()
+            with np.errstate(all="ignore"):
+                for mine, block in pairs[first:last]:
+                    mine.merge(block)
+
+        in_parts(len(pairs), self._length, merge)
+        for rows in other._rows_to_add():
+            self._deposit(rows)
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         """The sums of the coordinates [lo, hi), correctly rounded.
@@ -180,7 +196,9 @@ class ExactSum:
         self._blocks = {
             number: block
             for number, block in sorted(self._blocks.items())
-            if block.top or block.vectors or (block.flags is not None and block.flags.any())
+            if block.held is not None
+            or block.vectors
+            or (block.flags is not None and block.flags.any())
         }
 
     def encode(self) -> bytes:
@@ -213,12 +231,20 @@ class ExactSum:
         return block
 
     def _flush(self) -> None:
-        if self._rows is not None and self._waiting:
-            self._deposit(self._rows[: self._waiting])
-        self._rows, self._waiting = None, 0
+        for rows in self._rows_to_add():
+            self._deposit(rows)
+        self._rows, self._count = None, 0
+        self._waiting = []
 
-    def _deposit(self, rows: np.ndarray) -> None:
-        """Adds rows (terms, length) of real numbers."""
+    def _rows_to_add(self) -> Iterator[Rows]:
+        """What is kept of partials, as real numbers."""
+        if self._rows is not None and self._count:
+            yield self._rows[: self._count]
+        if self._waiting:
+            yield self._waiting
+
+    def _deposit(self, rows: Rows) -> None:
+        """Adds rows (length,) of real numbers."""
         count = -(-self._length // BLOCK)
         blocks = [self._block(number) for number in range(count)]
 
@@ -226,7 +252,11 @@ class ExactSum:
             check_subnormals()
             with np.errstate(all="ignore"):
                 for number in range(first, last):
-                    blocks[number].add(rows[:, number * BLOCK : (number + 1) * BLOCK])
+                    part = slice(number * BLOCK, (number + 1) * BLOCK)
+                    if isinstance(rows, np.ndarray):
+                        blocks[number].add(rows[:, part])
+                    else:
+                        blocks[number].add([row[part] for row in rows])
 
         in_parts(count, self._length, add)
 
@@ -254,7 +284,7 @@ class ExactSum:
 def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
     """The numbers of a block over `divisor`, rounded to `dtype`, with infinities and NaN."""
     short = dtype == np.float32 and 1 < divisor < DIVISOR_LIMIT
-    if short and block.held is not None and not block.vectors and block.low > LOWEST_DIVIDED:
+    if short and block.held is not None and not block.vectors:
         result = divide_to_float32(block.held[lo:hi], divisor)
     else:
         result = _divided_block(block, lo, hi, dtype, divisor)

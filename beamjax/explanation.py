@@ -301,10 +301,10 @@ def explain(
       stage: "plan" for the steps, their bytes, and what is gathered and why; or how it came to be:
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (a place for every value), "graph"
         (cut at the reductions).
-      runner: as for `run`: for which seconds are predicted and memory is told, of its workers and of
-        the launching process, as far as its name and the options say what they are. It is neither started nor asked.
-        Where this process computes on an accelerator that the plan is for, bodies are compiled, to
-        find what they take there.
+      runner: as for `run`: for which seconds are predicted, and memory of its workers and of the
+        launching process, as far as its name and the options say what they are. It is neither
+        started nor asked. Where this process computes on an accelerator that the plan is for,
+        bodies are compiled, to find what they take there.
       options: as for `run`.
 
     Returns:

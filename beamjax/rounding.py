@@ -20,6 +20,7 @@ DIVISOR_LIMIT = 1 << 26
 """`divide` is proved for divisors below this: half of a double times the divisor is a double."""
 
 _LOW_27_BITS = np.int64((1 << 27) - 1)
+_SMALLEST_NORMAL = np.float64(2.0**-126)
 _LOW_29_BITS, _MIDWAY = np.int64((1 << 29) - 1), np.int64(1 << 28)
 
 
@@ -112,15 +113,20 @@ def divide_to_float32(values: np.ndarray, divisor: int) -> np.ndarray:
 
     A double quotient is on the same side of all shorter numbers as the exact one, or is one of
     them. So a second rounding is in doubt only where it is midway between two neighbours in
-    float32, which are the doubles whose last 29 bits are a one and zeros.
+    float32: those are the doubles whose last 29 bits are a one and zeros, and others where float32
+    has shorter numbers.
 
     Args:
-        values: float64 vector; 0, or at least 2^-126 · divisor in absolute value.
+        values: float64 vector; 0, or between 2^-700 and 2^990 in absolute value.
         divisor: from 1 to `DIVISOR_LIMIT` - 1.
     """
     quotients = values / float(divisor)
     result = quotients.astype(np.float32)
-    (doubts,) = np.nonzero((quotients.view(np.int64) & _LOW_29_BITS) == _MIDWAY)
+    doubtful = (quotients.view(np.int64) & _LOW_29_BITS) == _MIDWAY
+    small = np.abs(quotients) < _SMALLEST_NORMAL
+    if small.any():
+        doubtful |= small & (quotients != 0)
+    (doubts,) = np.nonzero(doubtful)
     if len(doubts):
         result[doubts] = round_pair(*divide(values[doubts], None, divisor), result.dtype)
     return result

@@ -57,6 +57,8 @@ def wide(shards: int, width: int) -> None:
         return bj.reduce_sum(bj.map_fn(one, (i, bj.broadcast(w))))
 
     rows, sums = [np.array(w), np.array(w)], np.ones(width, np.float32)
+    for row in rows:
+        row.flags.writeable = False  # as what comes from JAX is
 
     def adds() -> float:
         start = time.perf_counter()

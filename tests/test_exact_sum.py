@@ -6,17 +6,18 @@ import math
 import mmap
 import platform
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from beamjax import exact_adds
 from beamjax.accumulators import decode_accumulator
-from beamjax.digits import BLOCK, _extent
+from beamjax.digits import BLOCK
 from beamjax.errors import StructureError, WorkerError
 from beamjax.exact_sum import ExactSum, check_subnormals
 from beamjax.rounding import divide_to_float32
@@ -254,16 +255,16 @@ def test_digits_are_carried_before_they_are_full(dtype: np.dtype, width: int, si
 
 
 def test_digits_are_carried_in_a_copy_of_what_is_merged() -> None:
-    full = [ExactSum(F32, BLOCK) for _ in range(2)]
-    row = np.full(BLOCK, 1.75, np.float32)
-    row[-1] = 2.0**-149  # so that no double holds what is added
+    full = [ExactSum(F64, BLOCK) for _ in range(2)]
+    row = np.full(BLOCK, 1.75)
+    adds = full[0]._block(0).capacity // 2
     for each in full:
-        for _ in range(full[0]._block(0).capacity):
+        for _ in range(adds):
             each.add(row)
     digits = full[1]._blocks[0]
     bound, before = digits.bound, {key: each.tobytes() for key, each in digits.vectors.items()}
     full[0].merge(full[1])
-    assert full[0].total(0, 1, F32)[0] == 2 * 1.75 * bound
+    assert full[0].total(0, 1, F64)[0] == 2 * 1.75 * adds
     assert digits.bound == bound == digits.capacity
     assert {key: each.tobytes() for key, each in digits.vectors.items()} == before
 
@@ -472,24 +473,109 @@ def test_zeros_are_merged_with_numbers_of_any_size() -> None:
         assert found.total(0, 3, F32).tolist() == [2.0**-149, 2.0**127, 1.0]
 
 
-@given(
-    st.lists(st.floats(-(2.0**70), 2.0**70, width=32), min_size=1, max_size=40),
-    st.lists(st.integers(0, 3), min_size=40, max_size=40),
+@pytest.fixture(params=["flag", "taken apart"])
+def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each way to find out whether additions are exact."""
+    exact_adds._adder.cache_clear()
+    if request.param != "flag":
+        monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
+    yield
+    exact_adds._adder.cache_clear()
+
+
+LARGE = BLOCK // 2 + 3
+"""Partials of this size wait as they are."""
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_the_extent_of_doubles(values: list[float], repeats: list[int]) -> None:
-    held = np.zeros(1)
-    for value, times in zip(values, repeats, strict=False):
-        held += np.float64(value) * times
-    low, top = _extent(held)
-    number = Fraction(float(held[0]))
-    assert top == abs(number)
-    assert number == 0 or (number / Fraction(2) ** low).denominator == 1
-    assert number == 0 or (number / Fraction(2) ** (low + 1)).denominator == 2
+@given(data=st.data(), rng=st.randoms(use_true_random=False))
+def test_partials_that_wait_are_added_in_any_tree(
+    adds: None, data: st.DataObject, rng: random.Random
+) -> None:
+    """Values of any bits at the ends of vectors that are long enough to be kept as they are."""
+    values = data.draw(bit_patterns(F32))
+    rows = np.zeros((len(values), LARGE), np.float32)
+    rows[:, :2], rows[:, -1:] = values[:, :2], values[:, 2:]
+    rows[:, 2:-1] = np.linspace(-1, 1, LARGE - 3, dtype=np.float32)
+    for row in rows:
+        row.flags.writeable = rng.random() < 0.3
+    views = [row[:] if row.flags.writeable else _read_only(row) for row in rows]
+    total = in_any_tree(views, lambda: ExactSum(F32, LARGE), rng)
+    sums = [exact(column) for column in values.T]
+    for result in (F32, BF16, F16):
+        found = total.total(0, LARGE, result)
+        assert_bits(found[[0, 1, -1]], [rounded(each, result) for each in sums])
+    means = [each if isinstance(each, float) else each / 7 for each in sums]
+    assert_bits(total.mean(0, LARGE, 7, F32)[[0, 1, -1]], [rounded(mean, F32) for mean in means])
+    straight = ExactSum(F32, LARGE)
+    for row in reversed(rows):
+        straight.add(row)
+    assert straight.encode() == total.encode()
 
 
-@given(st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=2, max_size=9))
-def test_the_extent_of_a_vector_is_that_of_its_numbers(values: list[float]) -> None:
-    extents = [_extent(np.array([value])) for value in values]
-    low, top = _extent(np.array(values))
-    assert low == min(low for low, _ in extents)
-    assert top == max(top for _, top in extents)
+def _read_only(row: np.ndarray) -> np.ndarray:
+    row = row.copy()
+    row.flags.writeable = False
+    return row
+
+
+def test_only_what_nobody_can_change_is_kept() -> None:
+    total = ExactSum(F32, LARGE)
+    row = np.ones(LARGE, np.float32)
+    total.add(row)
+    row[:] = 7
+    total.add(_read_only(row))
+    assert total.nbytes == 12 * LARGE
+    for _ in range(2):
+        total.add(_read_only(row))
+    row[:] = -2
+    total.add(row)
+    assert total.nbytes == 8 * LARGE
+    assert (total.total(0, LARGE, F32) == 20).all()
+
+
+def test_merging_adds_what_waits_in_the_other(adds: None) -> None:
+    first, second = ExactSum(F32, LARGE), ExactSum(F32, LARGE)
+    row = _read_only(np.full(LARGE, 2.0**-30, np.float32))
+    for total in (first, second, second):
+        total.add(row)
+    first.merge(second)
+    first.merge(first)
+    assert (first.total(0, LARGE, F32) == 6 * 2.0**-30).all()
+    assert (second.total(0, LARGE, F32) == 2 * 2.0**-30).all()
+
+
+def test_ranges_that_no_double_holds_half_way(adds: None) -> None:
+    """Sums leave the doubles, come back, and are held again."""
+    total = ExactSum(F32, LARGE)
+    rows = [2.0**100, 1.0, 2.0**-149, -(2.0**100), 3.0, -(2.0**-149), 5.0, 2.0**127, 2.0**127]
+    terms = np.zeros(LARGE, np.float32)
+    for value in rows:
+        terms[::2], terms[1::2] = value, 1.0
+        total.add(_read_only(terms))
+    wanted = rounded(exact(rows), F32)
+    assert wanted == np.inf
+    assert_bits(total.total(0, 2, F32), [wanted, np.float32(9)])
+    for value in (-(2.0**127), -(2.0**127)):
+        terms[::2], terms[1::2] = value, 0.0
+        total.add(_read_only(terms))
+    assert_bits(total.total(0, 2, F32), [np.float32(9), np.float32(9)])
+    total.compact()
+    assert total.nbytes == 8 * LARGE
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_quotients_that_are_subnormal(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 2**26 - 1))
+    bits = data.draw(st.integers(1, 24))
+    middle = Fraction(2 * data.draw(st.integers(2 ** (bits - 1), 2**bits - 1)) + 1) / 2**150
+    near = float(middle * count)
+    near = math.nextafter(near, data.draw(st.sampled_from([near, -math.inf, math.inf])))
+    values = [near, -near, 0.0]
+    wanted = [rounded(Fraction(value) / count, F32) for value in values]
+    assert_bits(divide_to_float32(np.array(values), count), wanted)

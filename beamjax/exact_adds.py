@@ -1,0 +1,128 @@
+"""Additions of float64 vectors that tell whether one of them has rounded.
+
+IEEE 754-2019 (section 7.6) has an operation raise the flag "inexact" if its result is not the exact
+one, and the flag stays raised until somebody lowers it. Each thread has its flags in the processor.
+So one look at the flag, after NumPy has added whole vectors, says whether all their additions were
+exact: nothing has to be computed for that. Code in between that does not concern us can only raise
+the flag, since libraries do not lower it (C17, 7.6.2 and F.8.3).
+
+Where there is no such flag, or NumPy adds in a way that does not show in it (a library that adds on
+threads of its own), each sum is taken apart again instead, which takes four operations more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import platform
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+FE_INEXACT = {"x86_64": 0x20, "aarch64": 0x10, "arm64": 0x10}
+"""The flag in `fenv.h`, by machine."""
+
+PROBED = 1 << 15
+"""Length of the vectors with which NumPy is tried."""
+
+Rows: TypeAlias = np.ndarray | Sequence[np.ndarray]
+Adder: TypeAlias = Callable[[np.ndarray, Rows, np.ndarray], bool]
+
+_local = threading.local()
+
+
+def add_exactly(total: np.ndarray, rows: Rows) -> bool:
+    """Adds vectors to one, if all sums are doubles on the way.
+
+    Args:
+        total: float64 (size,) of finite numbers; changed if True is returned, and only then.
+        rows: float32 or float64 vectors (size,), or one array (terms, size) of them.
+
+    Returns:
+        Whether that was so. It is False wherever a row has an infinity or NaN. Which sums are met
+        on the way is not said, so it may be False for one order of the rows and True for another.
+    """
+    room = _room(len(total))
+    with np.errstate(all="ignore"):
+        if not _adder()(total, rows, room):
+            return False
+        # Sums of all are finite only if each is; it may round, but is far below 2^1024.
+        if not math.isfinite(np.add.reduce(room)) and not np.isfinite(room).all():
+            return False
+    total[...] = room
+    return True
+
+
+def _room(size: int) -> np.ndarray:
+    """A float64 vector (size,) of this thread, which stays in its cache."""
+    room: np.ndarray | None = getattr(_local, "room", None)
+    if room is None or len(room) < size:
+        room = _local.room = np.empty(max(size, PROBED))
+    return room[:size]
+
+
+@functools.cache
+def _adder() -> Adder:
+    """The fastest way to add that can be relied on in this process."""
+    found = _with_flag()
+    return found if found is not None and _tells(found) else add_and_take_apart
+
+
+def _with_flag() -> Adder | None:
+    """The way that looks at the flag, if there is one."""
+    flag = FE_INEXACT.get(platform.machine())
+    try:
+        library = ctypes.PyDLL(None)  # which keeps Python's lock: the calls are very short
+        lower, is_raised = library.feclearexcept, library.fetestexcept
+    except (OSError, AttributeError, TypeError):
+        return None
+    if flag is None:
+        return None
+
+    def add(total: np.ndarray, rows: Rows, out: np.ndarray) -> bool:
+        lower(flag)
+        if isinstance(rows, np.ndarray):
+            np.add.reduce(rows, axis=0, dtype=np.float64, out=out)
+            np.add(total, out, out=out)
+        else:
+            np.add(total, rows[0], out=out)
+            for row in rows[1:]:
+                np.add(out, row, out=out)
+        return not is_raised(flag)
+
+    return add
+
+
+def add_and_take_apart(total: np.ndarray, rows: Rows, out: np.ndarray) -> bool:
+    """Puts total + rows to `out`; whether that is known to be exact.
+
+    Of a sum s = a + b, rounded to nearest, s - a is exact if |a| >= |b|, and s - b otherwise (T. J.
+    Dekker, Numerische Mathematik 18, 1971, section 4). So s is exact if and only if s - a is b and
+    s - b is a, both as they are computed.
+    """
+    out[...] = total
+    for row in rows:
+        before = out.copy()
+        np.add(before, row, out=out)
+        if not ((out - before == row).all() and (out - row == before).all()):
+            return False
+    return True
+
+
+def _tells(add: Adder) -> bool:
+    """Whether a way to add notices a single sum that rounds, wherever it is, and no other one."""
+    ones, out = np.ones(PROBED), np.empty(PROBED)
+    for dtype, terms in itertools.product((np.float32, np.float64), (1, 2)):
+        rows = np.ones((terms, PROBED), dtype)
+        for place in range(0, PROBED, PROBED // 64 + 1):
+            rows[0, place] = 2.0**-60
+            if add(ones, list(rows), out) or (terms == 2 and add(ones, rows, out)):
+                return False
+            rows[0, place] = 1
+            if not (add(ones, list(rows), out) and add(ones, rows, out)):
+                return False
+    return True

@@ -1,0 +1,156 @@
+"""Additions that tell whether they have rounded, against fractions."""
+
+import ctypes
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from beamjax import exact_adds
+from beamjax.exact_adds import PROBED, add_and_take_apart, add_exactly
+
+SHARED = [HealthCheck.function_scoped_fixture]  # of a way to add, for all examples
+NARROW = st.floats(width=32)
+FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
+DYADIC = st.builds(lambda whole, exponent: whole * 2.0**exponent,
+                   st.integers(-(2**24), 2**24), st.integers(-60, 60))  # fmt: skip
+
+
+@pytest.fixture(params=["flag", "taken apart"])
+def way(request, monkeypatch):
+    """Each way to add."""
+    exact_adds._adder.cache_clear()
+    if request.param == "flag":
+        if exact_adds._with_flag() is None:
+            pytest.skip("no flag on this machine")
+    else:
+        monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
+    yield request.param
+    exact_adds._adder.cache_clear()
+
+
+def is_double(value):
+    return value.denominator & (value.denominator - 1) == 0 and Fraction(float(value)) == value
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=SHARED)
+@given(data=st.data(), terms=st.integers(1, 6), together=st.booleans())
+def test_it_is_exact_or_says_so(way, data, terms, together):
+    values = data.draw(st.lists(st.tuples(*[FINITE | DYADIC] * terms), min_size=1, max_size=4))
+    rows = np.array(values, np.float32).T.copy()
+    start = np.array(data.draw(st.lists(FINITE, min_size=len(values), max_size=len(values))))
+    total, sums = start.copy(), [Fraction(value) for value in start]
+    exact = True
+    for row in rows:
+        sums = [total + Fraction(float(value)) for total, value in zip(sums, row, strict=True)]
+        exact = exact and all(map(is_double, sums))
+    added = add_exactly(total, rows if together else list(rows))
+    if added:
+        assert [Fraction(value) for value in total.tolist()] == sums
+    else:
+        assert total.tobytes() == start.tobytes()
+    # Together, rows may be added to one another first, and round where one by one they do not.
+    assert added == exact or (together and terms > 1)
+
+
+@settings(suppress_health_check=SHARED)
+@given(st.lists(NARROW, min_size=3, max_size=3), st.sampled_from([np.inf, -np.inf, np.nan]))
+def test_nothing_is_added_to_infinities_and_nan(way, values, bad):
+    total = np.array([1.0, 2.0, 3.0])
+    row = np.array(values, np.float32)
+    row[1] = bad
+    assert not add_exactly(total, [np.ones(3, np.float32), row])
+    assert not add_exactly(total, row[None])
+    assert total.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 7, 4096, PROBED, 3 * PROBED + 5])
+def test_one_sum_that_rounds_is_noticed_wherever_it_is(way, dtype, size):
+    total, ones = np.ones(size), np.ones(size, dtype)
+    for place in {0, size // 3, size // 2, size - 1}:
+        for odd in (2.0**-52, 2.0**-53, -(2.0**-54), 2.0**-149, 3e-39):
+            row = ones.copy()
+            row[place] = odd
+            exact = is_double(1 + Fraction(float(row[place])))
+            rows = [row] if exact else [row, ones]
+            assert add_exactly(total.copy(), rows) == exact
+    assert add_exactly(total, [ones, ones])
+    assert (total == 3).all()
+
+
+def test_zeros_are_positive(way):
+    total = np.zeros(3)
+    assert add_exactly(total, [np.array([-0.0, 1, -1], np.float32), np.float32([-0.0, -1, 1])])
+    assert not np.signbit(total).any()
+
+
+def test_subnormals_are_added(way):
+    total = np.zeros(2)
+    row = np.array([1e-45, -1e-40], np.float32)
+    assert add_exactly(total, [row, row])
+    assert total.tolist() == [2 * float(row[0]), 2 * float(row[1])]
+
+
+def test_a_flag_that_is_raised_before_does_not_matter(way):
+    total = np.ones(3)
+    assert np.float64(1) + np.float64(2.0**-60) == 1
+    assert add_exactly(total, [np.ones(3, np.float32)])
+
+
+def test_doubles_that_overflow(way):
+    total = np.full(2, np.finfo(np.float64).max)
+    assert not add_exactly(total, [total.copy()])
+    assert np.isfinite(total).all()
+
+
+def test_threads_do_not_see_the_sums_of_others(way):
+    """One rounds all the time, and the others never."""
+    stop, found = threading.Event(), []
+    tiny, ones = np.full(PROBED, 2.0**-60, np.float32), np.ones(PROBED, np.float32)
+
+    def rounds():
+        while not stop.is_set():
+            found.append(not add_exactly(np.ones(PROBED), [tiny]))
+
+    other = threading.Thread(target=rounds)
+    other.start()
+    total = np.zeros(PROBED)
+    try:
+        assert all(add_exactly(total, [ones, ones]) for _ in range(200))
+    finally:
+        stop.set()
+        other.join()
+    assert (total == 400).all()
+    assert all(found)
+
+
+@pytest.mark.parametrize("misses", range(5))
+def test_a_flag_that_misses_anything_is_not_used(monkeypatch, misses):
+    """As if NumPy added on threads of its own, or the processor had no flag."""
+
+    def adds(total, rows, out):
+        cut = PROBED * misses // 4
+        rows = list(rows)
+        exact = add_and_take_apart(total[:cut], [row[:cut] for row in rows], out[:cut])
+        add_and_take_apart(total[cut:], [row[cut:] for row in rows], out[cut:])
+        return exact
+
+    monkeypatch.setattr(exact_adds, "_with_flag", lambda: adds)
+    exact_adds._adder.cache_clear()
+    try:
+        assert exact_adds._adder() is (adds if misses == 4 else add_and_take_apart)
+    finally:
+        exact_adds._adder.cache_clear()
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
+def test_no_library_with_flags(monkeypatch, error):
+    def fail(name):
+        raise error(name)
+
+    monkeypatch.setattr(ctypes, "PyDLL", fail)
+    assert exact_adds._with_flag() is None
