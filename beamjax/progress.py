@@ -25,6 +25,8 @@ class Tally:
       retries: shards that were computed again, as after a failure of a runner's bundle.
       bytes_read: of placed inputs.
       bytes_padding: those of them that pad members of unequal length.
+      bytes_reduced: of what shards were reduced to.
+      bytes_saved: that these are less for compression (`beamjax.compress`).
       executables: that JAX made; each worker makes its own, one for each body and bucket.
       read: seconds of reading them.
       transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
@@ -42,6 +44,8 @@ class Tally:
     retries: int = 0
     bytes_read: int = 0
     bytes_padding: int = 0
+    bytes_reduced: int = 0
+    bytes_saved: int = 0
     executables: int = 0
     read: float = 0.0
     transfer: float = 0.0

@@ -293,7 +293,8 @@ class _Evaluation:
         accumulators = [] if wide else new_accumulators(step, mode)
         trees = execute.trees()
         letters = DeadLetters(self.options.drop_limit)
-        meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor)
+        sends = step.partial_bytes, step.saved
+        meter = Meter(step.name, self.plan.shard_sizes[step.placement], self.monitor, sends)
         meter.start()
         for shard, operands, lost, nbytes in (
             self.read(step) if n is not None else self.read_streams(step)

@@ -18,7 +18,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.flatten import HOST_CALLS
 from beamjax.interpreters.keeping import guard_of, with_kept_members
-from beamjax.interpreters.lanes import lanes_of
+from beamjax.interpreters.lanes import lanes_of, saved_bytes
 from beamjax.interpreters.map_bodies import goes_one_by_one, map_body, one_by_one, read
 from beamjax.interpreters.own_kernels import convolves_by_member
 from beamjax.interpreters.pieces import (
@@ -301,6 +301,7 @@ class _Lowering:
             combines,
             guard,
             turns=turns,
+            saved=saved_bytes(piece),
         )
 
     def turns(self, piece: MapPiece) -> str:
