@@ -119,6 +119,7 @@ class StepFact:
       read_bytes: of the placed values that a pass reads, all members.
       broadcast_bytes: of the server values that a pass reads, once.
       partial_bytes: that each shard sends to the reductions.
+      saved_bytes: that these are less for compression.
       merge: how the accumulators of a pass are merged, if it reduces anything by lanes.
       rounds: of a loop, if they are known.
       reverse: whether a loop starts with the last entries.
@@ -142,6 +143,7 @@ class StepFact:
     read_bytes: Bytes = 0
     broadcast_bytes: int = 0
     partial_bytes: int = 0
+    saved_bytes: int = 0
     merge: FanOut | None = None
     rounds: int | None = None
     reverse: bool = False
@@ -318,6 +320,7 @@ class PlanFacts:
     read_bytes: Bytes
     broadcast_bytes: int
     partial_bytes: int
+    saved_bytes: int
     gathered_bytes: Bytes
     executable_bytes: Mapping[str, int]
     notes: tuple[str, ...] = ()

@@ -97,6 +97,7 @@ def plan_facts(
         read_bytes=_total(v for fact in everything if fact.kind == "Map" for v in fact.placed),
         broadcast_bytes=sum(fact.broadcast_bytes for fact in everything),
         partial_bytes=sum(fact.partial_bytes for fact in everything),
+        saved_bytes=sum(fact.saved_bytes for fact in everything),
         gathered_bytes=_total(v for f in everything if f.kind == "Gather" for v in f.placed),
         executable_bytes={p: sum(f.executables.get(p, 0) for f in everything) for p in platforms},
     )  # fmt: skip
@@ -159,6 +160,7 @@ def step_fact(
                 read_bytes=_total(operands),
                 broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
+                saved_bytes=step.saved,
                 reason=_turns(step),
                 merge=_merge(plan, step, reduction, workers, groups),
             )  # fmt: skip

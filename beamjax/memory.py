@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from beamjax import lane_pieces
 from beamjax.block_cache import LASTING_BYTES, PASSING_BYTES
 from beamjax.fan_out import accumulator_bytes, is_in_files
@@ -186,7 +184,7 @@ class _Estimation:
                 if not self.workers.beam:
                     # What a shard is reduced to is a part of computing it, until that is over.
                     waiting = most_jobs(threads) - threads
-                    yield "reduced shards that wait", SLACK * waiting * partial_bytes(step)
+                    yield "reduced shards that wait", SLACK * waiting * step.partial_bytes
                 if self.workers.beam:
                     more = merging_bytes(step, self.options.reduction, threads)
                     yield "sums that are merged", SLACK * more
@@ -236,12 +234,6 @@ def sums_bytes(step: Map, mode: str) -> int:
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * lane_pieces.SECTION_BYTES + 2 * PIECE_BYTES
     return sum(accumulator_bytes(lane, mode, most=True) for lane in step.lanes)
-
-
-def partial_bytes(step: Map) -> int:
-    """Bytes of what a shard of a pass is reduced to."""
-    lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in step.lanes)
-    return lanes + sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
 
 
 def merging_bytes(step: Map, mode: str, bundles: int) -> int:

@@ -62,10 +62,18 @@ class Meter:
       step: its name.
       size: members in a full shard.
       listener: who else is told.
+      sends: bytes that a shard is reduced to, and those that compression saved of them.
     """
 
-    def __init__(self, step: str, size: int, listener: Listener | None = None):
+    def __init__(
+        self,
+        step: str,
+        size: int,
+        listener: Listener | None = None,
+        sends: tuple[int, int] = (0, 0),
+    ):
         self.step = step
+        self.sends = {"bytes_reduced": sends[0], "bytes_saved": sends[1]}
         self.size = size
         self.listener = listener
         self.total = Tally()
@@ -115,7 +123,7 @@ class Meter:
         Raises:
           JobCancelledError: those that follow are in vain.
         """
-        spent = Tally(count, 1, **self._laps)
+        spent = Tally(count, 1, **self._laps, **self.sends)
         self.total += spent
         if self.listener is not None:
             self.listener.add(self.step, self.size, start, count, spent)

@@ -188,7 +188,8 @@ class Map:
     placed results of the shard, one flat vector of partials per lane, and the arrays of each
     combine. A `guard` has it take and return more. One of `fitted` takes its place for operands of
     the shapes that it is for. `looping` says how the body computes the members of a shard, and
-    `turns` why not all of them at once, if so.
+    `turns` why not all of them at once, if so. Compression makes the partials of a shard `saved`
+    bytes smaller.
     """
 
     name: str
@@ -204,6 +205,13 @@ class Map:
     fitted: tuple[Fitted, ...] = ()
     turns: str = ""
     looping: Looping = VMAP
+    saved: int = 0
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of what a shard is reduced to."""
+        lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in self.lanes)
+        return lanes + sum(leaf.nbytes for each in self.combines for leaf in each.leaves)
 
     @property
     def reduced(self) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ class Tally:
       retries: shards that were computed again, as after a failure of a runner's bundle.
       bytes_read: of placed inputs.
       bytes_padding: those of them that pad members of unequal length.
+      bytes_reduced: of what shards were reduced to.
+      bytes_saved: that these are less for compression (`beamjax.compress`).
       executables: that JAX made; each worker makes its own, one for each body and bucket.
       cache_hits: those of them that JAX found in its cache on disk, if it has one; see the option
         `compile_cache`.
@@ -52,6 +54,8 @@ class Tally:
     retries: int = 0
     bytes_read: int = 0
     bytes_padding: int = 0
+    bytes_reduced: int = 0
+    bytes_saved: int = 0
     executables: int = 0
     cache_hits: int = 0
     cache_misses: int = 0

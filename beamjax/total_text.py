@@ -35,6 +35,8 @@ def total_rows(facts: PlanFacts) -> list[tuple[str, str]]:
     rows.append(("broadcast", human_bytes(facts.broadcast_bytes)))
     rows.append(("gathered", human_bytes(facts.gathered_bytes)))
     rows.append(("reduced", f"{human_bytes(facts.partial_bytes)} a shard"))
+    if facts.saved_bytes:
+        rows.append(("saved", f"{human_bytes(facts.saved_bytes)} a shard, by compression"))
     if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
         rows.append(("rounds", "each round of a loop is counted once in these totals"))
     return rows + [(f"code for {p}", human_bytes(n)) for p, n in facts.executable_bytes.items()]

@@ -6,7 +6,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -345,13 +345,19 @@ class _Evaluation:
             self.monitor.drop(letters.dropped, self.plan.sizes)
             raise
 
+    def meters(self, step: Map, size: int) -> Callable[[], Meter]:
+        """Makes a meter for each shard of a pass."""
+        sends = step.partial_bytes, step.saved
+        return functools.partial(Meter, step.name, size, self.monitor, sends)
+
     def read(self, step: Map) -> Iterator[Read]:
         """The shards of a pass, and what is read of them."""
         read = [name for name in step.operands if name not in self.placed]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
+        new_meter = self.meters(step, size)
         for shard in shards(n, size):
             stop = shard.start + shard.count
-            meter = Meter(step.name, size, self.monitor)
+            meter = new_meter()
             with self.at_work("reading", step, shard), shard_errors(step, shard):
                 fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
             operands = [
@@ -364,12 +370,13 @@ class _Evaluation:
     def read_streams(self, step: Map) -> Iterator[Read]:
         """The same of members that are counted as they are read."""
         size = self.plan.shard_sizes[step.placement]
-        meter = Meter(step.name, size, self.monitor)
+        new_meter = self.meters(step, size)
+        meter = new_meter()
         for block in self.streamed(size):
             shard = Shard(block.start // size, block.start, block.count)
             meter.lap("read", sum(array.nbytes for array in block.values.values()))
             yield shard, [block.values[name] for name in step.operands], {}, meter
-            meter = Meter(step.name, size, self.monitor)
+            meter = new_meter()
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:

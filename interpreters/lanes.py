@@ -11,7 +11,7 @@ import numpy as np
 
 from beamjax.interpreters.flat_program import Var, aval_of
 from beamjax.interpreters.pieces import MapPiece
-from beamjax.interpreters.rules import Combination, Fold
+from beamjax.interpreters.rules import Combination, Fold, Local
 from beamjax.plan import Lane, Reduction, ValueType
 from beamjax.reducers import reducer_of
 
@@ -45,6 +45,18 @@ def lanes_of(
         Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
         for (kind, dtype), group in groups.items()
     )
+
+
+def saved_bytes(piece: MapPiece) -> int:
+    """Bytes that a shard sends less than it would without compression."""
+    saved = 0
+    for emission in piece.emissions:
+        eqn, reading = emission.eqn, emission.reading
+        if eqn.primitive.name == "compressed_words" and isinstance(reading, Local):
+            words, (axis,) = aval_of(eqn.inputs[0]), reading.in_axes
+            member = math.prod(d for i, d in enumerate(words.shape) if i != axis)
+            saved += eqn.params["instead"] - member * words.dtype.itemsize
+    return saved
 
 
 def lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:

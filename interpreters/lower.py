@@ -20,7 +20,7 @@ from beamjax.interpreters.cost import member_cost, server_cost
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.keeping import guard_of, with_kept_members
-from beamjax.interpreters.lanes import lanes_of
+from beamjax.interpreters.lanes import lanes_of, saved_bytes
 from beamjax.interpreters.looping import looping_of
 from beamjax.interpreters.map_bodies import map_body, one_by_one, read
 from beamjax.interpreters.pieces import (
@@ -342,6 +342,7 @@ class _Lowering:
             guard,
             turns=turns,
             looping=looping,
+            saved=saved_bytes(piece),
         )
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:

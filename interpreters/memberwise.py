@@ -62,7 +62,7 @@ ELEMENTWISE = """
     polygamma polynomial population_count pow random_clone random_fold_in random_gamma_grad
     random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-    threefry2x32 xor zeta
+    threefry2x32 xor zeta compressed_words
 """.split()
 
 

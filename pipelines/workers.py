@@ -131,7 +131,8 @@ class MapShards(ComputeFn):
             self.dealer = Dealer([execute.device for execute in self.execute])
         step = self.task.step
         for shard, live in self._shards(element):
-            meter = Meter(step.name, self.execute[0].size, self.recorder)
+            sends = step.partial_bytes, step.saved
+            meter = Meter(step.name, self.execute[0].size, self.recorder, sends)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             read, lost = self._read(shard, [name for name in step.operands if name not in known])
             meter.lap("read", sum(array.nbytes for array in read.values()))

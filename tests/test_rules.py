@@ -102,7 +102,7 @@ def test_the_table_knows_every_rule():
         "eig", "mulhi", "tile", "schur", "hessenberg", "geqrf", "scatter-sub", "mul_add", "log2",
         "regularized_incomplete_beta", "random_gamma_grad", "igamma_grad_a", "igammac", "add_any",
         "one_minus_square", "stack", "unstack", "split", "threefry2x32", "reduce_window_min", "not",
-        "eq_to", "le_to", "lt_to", "select_and_gather_add", "polynomial",
+        "eq_to", "le_to", "lt_to", "select_and_gather_add", "polynomial", "compressed_words",
     }  # fmt: skip
     missing = {r for r in rules.RULES if not r.startswith("bj_")} - seen - rare
     assert not missing
