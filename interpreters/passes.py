@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from beamjax import pace
 from beamjax.dyadic import DyadicTree
 from beamjax.fan_out import is_in_files
 from beamjax.meters import Meter
@@ -19,14 +20,6 @@ from beamjax.scratch import Scratch
 from beamjax.shards import Shard, add_computed, finish_lane, finish_tree, new_accumulators
 from beamjax.survivors import Computed
 from beamjax.wide_lanes import WideLanes
-
-LONG = 2e-4
-"""Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""
-LONG_PASS = 4e-3
-"""Seconds of shards that are worth starting threads for."""
-SURELY_LONG = 2e-2
-"""Seconds of the first shard that are more than those of a short one that is run the first time."""
-_MAX_KNOWN = 1024
 
 
 class Sums:
@@ -112,56 +105,20 @@ def computed(
       Exception: what the first one raises that fails.
     """
     jobs, left = iter(jobs), count
-    while threads == 1 or not _pays(_paces.get(body), left):
+    while threads == 1 or not pace.pays(body, left):
         job = next(jobs, None)
         if job is None:
             return
         spent = time.process_time()
         done = job()
         spent = time.process_time() - spent - done.meter.compiling
-        _learn(body, done.meter.seconds, spent)
+        pace.learn(body, done.meter.seconds, spent)
         yield done
         left = None if left is None else left - 1
-    pool: OrderedPool[Done] = OrderedPool(_paces[body].threads(threads), check=check)
+    pool: OrderedPool[Done] = OrderedPool(pace.threads(body, threads), check=check)
     try:
         for job in jobs:
             yield from pool.add(job)
         yield from pool.rest()
     finally:
         pool.close()
-
-
-@dataclass
-class _Pace:
-    """How long a shard of a body took in one thread, at least, and how many cores it kept busy."""
-
-    seconds: float
-    cores: float
-    known: bool
-
-    def threads(self, most: int) -> int:
-        """How many of them keep the same cores busy that `most` of one core each do.
-
-        No less than two, of which one can go on while the other is not yet at its work.
-        """
-        return max(2, min(most, round(most / max(self.cores, 1.0))))
-
-
-_paces: dict[Hashable, _Pace] = {}
-
-
-def _learn(body: Hashable, seconds: float, spent: float) -> None:
-    seconds = max(seconds, 1e-6)
-    pace = _paces.get(body)
-    if pace is None:
-        if len(_paces) >= _MAX_KNOWN:
-            _paces.pop(next(iter(_paces)))
-        _paces[body] = _Pace(seconds, spent / seconds, seconds >= SURELY_LONG)
-    elif not pace.known or seconds < pace.seconds:
-        _paces[body] = _Pace(min(seconds, pace.seconds), spent / seconds, True)
-
-
-def _pays(pace: _Pace | None, left: int | None) -> bool:
-    if pace is None or not pace.known or pace.seconds < LONG:
-        return False
-    return left is None or (left > 1 and left * pace.seconds >= LONG_PASS)

@@ -1,7 +1,8 @@
 """Jobs dealt to the devices of a worker in turn, their results in order.
 
-Each device has one thread, for all bundles of this process: it computes one job at a time, so that
-one job has to fit into its memory, and others wait for it with what they read.
+An accelerator has one thread, for all bundles of this process: it computes one job at a time, so
+that one job has to fit into its memory, and others wait for it with what they read. On a CPU each
+bundle has a thread of its own, where that pays, so that it reads and adds up while it computes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import itertools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -60,6 +62,20 @@ class Dealer(Generic[T]):
         """Forgets all jobs; those that have not started never will."""
         while self._jobs:
             self._jobs.pop().cancel()
+
+
+class CpuTurn:
+    """Names a thread for the jobs of a bundle on a CPU: nobody else's as long as this lives."""
+
+    def __init__(self) -> None:
+        with _lock:
+            number = next(n for n in itertools.count() if n not in _turns)
+            _turns.add(number)
+        self.device = "cpu", number
+        weakref.finalize(self, _turns.discard, number).atexit = False
+
+
+_turns: set[int] = set()
 
 
 class _DeviceThread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from apache_beam import typehints
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
+from beamjax import pace
 from beamjax.bodies import run_server
 from beamjax.dropping import DeadLetters, encode_lines
 from beamjax.dyadic import DyadicTree
@@ -20,7 +22,7 @@ from beamjax.fan_out import is_in_files
 from beamjax.lane_pieces import Piece, key_of, step_pieces
 from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import partials_of_tree
-from beamjax.pipelines.dealing import Dealer
+from beamjax.pipelines.dealing import CpuTurn, Dealer
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.step_metrics import StepMetrics, StepTimes
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
@@ -114,6 +116,7 @@ class MapShards(ComputeFn):
         if self.dealer is not None:
             self.dealer.cancel()
         self.dealer = None
+        self.turn: CpuTurn | None = None
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
@@ -131,6 +134,7 @@ class MapShards(ComputeFn):
             self.dealer = Dealer([execute.device for execute in self.execute])
         step = self.task.step
         for shard, live in self._shards(element):
+            self._choose_thread()
             sends = step.partial_bytes, step.saved
             meter = Meter(step.name, self.execute[0].size, self.recorder, sends)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
@@ -161,10 +165,18 @@ class MapShards(ComputeFn):
             with self.moving.measured():
                 environment = partials_of_tree(tree, self.task.store)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
-        self.accumulators, self.wide, self.trees = None, None, []
+        self.accumulators, self.wide, self.trees, self.turn = None, None, [], None
         self.metrics.add(self.spent + self.moving.take())
         if self.recorder is not None:
             self.recorder.flush()
+
+    def _choose_thread(self) -> None:
+        """Has shards computed in another thread than this one as soon as that is known to pay."""
+        assert self.dealer is not None
+        alone = self.dealer.devices == (None,) and not self.execute[0].calls_back
+        if alone and pace.pays(self.task.step.body, None):
+            self.turn = CpuTurn()
+            self.dealer = Dealer([self.turn.device])
 
     def _compute(
         self,
@@ -176,9 +188,13 @@ class MapShards(ComputeFn):
     ) -> _Done:
         meter.resume()
         arrays = [operands[name] for name in self.task.step.operands]
+        spent = time.process_time()
         with self.task.at_work("computing", shard):
             found = self.execute[device](shard, arrays, lost)
         meter.lap("compute")
+        if self.turn is None:
+            spent = time.process_time() - spent - meter.compiling
+            pace.learn(self.task.step.body, meter.seconds, spent)
         return _Done(shard, operands, meter, found)
 
     def _finish(self, done: _Done) -> Iterator[Any]:

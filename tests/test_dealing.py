@@ -1,11 +1,17 @@
 """Jobs on devices: in order of the results, one at a time on each, a few ahead."""
 
+import gc
 import threading
 import time
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from beamjax.pipelines.dealing import AHEAD, Dealer
+import beamjax as bj
+from beamjax import pace
+from beamjax.pipelines.dealing import AHEAD, CpuTurn, Dealer, _turns
+from beamjax.shards import ShardExecutor
 
 TWO = ("first", "second")
 
@@ -95,3 +101,68 @@ def test_what_is_cancelled_does_not_start():
     gate.set()
     assert run(Dealer(("a",)), [lambda index: "after"]) == ["after"]
     assert started == []
+
+
+# --- bundles on a CPU
+
+
+def test_no_two_bundles_have_one_thread():
+    first, second = CpuTurn(), CpuTurn()
+    assert first.device != second.device
+    free = first.device
+    del first
+    gc.collect()
+    assert CpuTurn().device == free  # and nobody has it any more
+
+
+N = 83
+X = np.random.default_rng(0).normal(size=(N, 5)).astype(np.float32) * 1e3
+
+
+@bj.program(clients=N)
+def reduced(x):
+    y = bj.map_fn(jnp.tanh, x)
+    small = bj.map_fn(lambda v: jnp.eye(3) + 1e-2 * jnp.sin(v[:3, None]), x)
+    return bj.reduce_mean(x), bj.reduce_max(y), bj.reduce(lambda a, b: a @ b, small), y
+
+
+@pytest.fixture
+def read_in(monkeypatch):
+    """The threads in which shards are read and computed, with shards that are always long."""
+    for name in ("LONG", "LONG_PASS", "SURELY_LONG"):
+        monkeypatch.setattr(pace, name, 0.0)
+    threads = []
+    compute = ShardExecutor._called
+
+    def called(self, *args):
+        threads.append(threading.current_thread().name)
+        return compute(self, *args)
+
+    monkeypatch.setattr(ShardExecutor, "_called", called)
+    return threads
+
+
+def test_a_bundle_reads_while_it_computes(read_in):
+    expected = bj.run(reduced, X, runner="local", options={"shard_size": 8, "local_threads": 1})
+    read_in.clear()
+    found = bj.run(reduced, X, options={"shard_size": 8})
+    for a, b in zip(found, expected, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert "beamjax-device" in read_in
+    assert not _turns
+
+
+def test_a_shard_that_fails_is_told_of_in_the_order_of_the_shards(read_in, monkeypatch):
+    real = ShardExecutor._called
+
+    def called(self, call, shard, *rest):
+        if shard.index >= 6:
+            raise RuntimeError(f"no room for {shard.index}")
+        return real(self, call, shard, *rest)
+
+    monkeypatch.setattr(ShardExecutor, "_called", called)
+    with pytest.raises(bj.WorkerError, match=r"shard 6 .*no room for 6"):
+        bj.run(reduced, X, options={"shard_size": 8})
+    monkeypatch.setattr(ShardExecutor, "_called", real)
+    assert len(bj.run(reduced, X, options={"shard_size": 8})) == 4
+    assert len(_turns) <= 1  # as long as somebody looks at the traceback

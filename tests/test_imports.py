@@ -221,6 +221,7 @@ TESTED_ELSEWHERE = {
     "member_stacks": "test_random_access_source",
     "memberwise": "test_rules",
     "meters": "test_progress",
+    "pace": "test_passes",
     "monitor": "test_progress",
     "outputs": "test_run",
     "partials": "test_accumulators",

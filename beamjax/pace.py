@@ -1,0 +1,61 @@
+"""How long shards take in this process, and whether it pays to compute them in other threads."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+LONG = 2e-4
+"""Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""
+LONG_PASS = 4e-3
+"""Seconds of shards that are worth starting threads for."""
+SURELY_LONG = 2e-2
+"""Seconds of the first shard that are more than those of a short one that is run the first time."""
+_MAX_KNOWN = 1024
+
+
+@dataclass
+class _Pace:
+    """Seconds of a shard at least, the cores that it kept busy, and whether these are known."""
+
+    seconds: float
+    cores: float
+    known: bool
+
+
+_paces: dict[Hashable, _Pace] = {}
+
+
+def learn(body: Hashable, seconds: float, spent: float) -> None:
+    """A shard was read and computed in one thread.
+
+    Args:
+      body: what was computed; a key of it.
+      seconds: that it took, without compiling.
+      spent: seconds of processors.
+    """
+    seconds = max(seconds, 1e-6)
+    before = _paces.get(body)
+    if before is None:
+        if len(_paces) >= _MAX_KNOWN:
+            _paces.pop(next(iter(_paces)))
+        _paces[body] = _Pace(seconds, spent / seconds, seconds >= SURELY_LONG)
+    elif not before.known or seconds < before.seconds:
+        _paces[body] = _Pace(min(seconds, before.seconds), spent / seconds, True)
+
+
+def pays(body: Hashable, left: int | None) -> bool:
+    """Whether threads gain anything for so many shards of a body; None for any number."""
+    found = _paces.get(body)
+    if found is None or not found.known or found.seconds < LONG:
+        return False
+    return left is None or (left > 1 and left * found.seconds >= LONG_PASS)
+
+
+def threads(body: Hashable, most: int) -> int:
+    """How many threads keep the same cores busy with a body that `most` of one core each do.
+
+    No less than two, of which one can go on while the other is not yet at its work.
+    """
+    cores = max(_paces[body].cores, 1.0)
+    return max(2, min(most, round(most / cores)))
