@@ -187,7 +187,7 @@ _SOURCES = {
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with two digits: `3.1 ms`, `12 s`."""
+    """Seconds with a unit: `3.1 ms`, `12 s`."""
     if seconds < 1e-3:
-        return f"{1e6 * seconds:.2g} us"
-    return f"{1e3 * seconds:.2g} ms" if seconds < 1 else f"{seconds:.3g} s"
+        return f"{1e6 * seconds:.0f} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

@@ -163,7 +163,7 @@ def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
     measured, factors = progress.measured, progress.factors
     rows = [
         (name, f"{progress.predicted[name]:.3g} s", f"{measured[name]:.3g} s", f"x {factor:.2g}")
-        for name, factor in factors.items()
+        for name, factor in sorted(factors.items(), key=lambda pair: pair[0].startswith("("))
     ]
     return [("", "PREDICTED", "MEASURED", "FACTOR"), *rows] if rows else []
 

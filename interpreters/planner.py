@@ -174,7 +174,7 @@ class _Texts:
         return [eqn.primitive.name, *map(self.type, eqn.outputs), *bodies]
 
     def type(self, var: Any) -> str:
-        aval = getattr(var, "aval", None)
+        aval: Any = getattr(var, "aval", None)
         if not hasattr(aval, "shape"):
             return str(aval)
         dims = ("n" if dim in self.sizes else str(dim) for dim in aval.shape)
