@@ -7,12 +7,12 @@ only lay them out.
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -28,10 +28,17 @@ from beamjax.interpreters import pieces as _pieces
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
+from beamjax.jobs import Job
 from beamjax.memory import Workers, estimate
-from beamjax.memory_text import memory_rows, step_texts
+from beamjax.memory_text import memory_rows
+from beamjax.mermaid import plan_mermaid, rounds_text
 from beamjax.options import Options, parse_options
+from beamjax.report import Report
+from beamjax.source_lines import source_lines
 from beamjax.verification import aligned
+
+if TYPE_CHECKING:
+    from beamjax.pages.shell import Page
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
 
@@ -122,16 +129,10 @@ def _title(step: StepFact, facts: PlanFacts) -> str:
             shards = _count(placement.shards, "shard")
         return f"Map, a pass over {placement.name}, {shards}"
     if step.kind == "Loop":
-        return f"Loop, {_rounds(step)}"
+        return f"Loop, {rounds_text(step)}"
     if step.kind == "Branch":
         return f"Branch, one of {_count(len(step.blocks), 'block')}"
     return step.kind
-
-
-def _rounds(step: StepFact) -> str:
-    if step.rounds is None:
-        return "rounds while a condition holds"
-    return _count(step.rounds, "round") + (", the last entry first" if step.reverse else "")
 
 
 def _handed_cells(step: StepFact) -> list[tuple[str, str, str, str]]:
@@ -175,62 +176,6 @@ def _total_rows(facts: PlanFacts) -> list[tuple[str, str]]:
     if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
         rows.append(("rounds", "each round of a loop is counted once in these totals"))
     return rows + [(f"code for {p}", human_bytes(n)) for p, n in facts.executable_bytes.items()]
-
-
-def plan_mermaid(facts: PlanFacts) -> str:
-    """A plan as a Mermaid flowchart; steps that gather or scatter are red.
-
-    Loops and branches are subgraphs, with a node that stands for the loop or branch itself: what
-    its rounds read comes from there, and what they hand on comes back.
-    """
-    ends = {edge.source for edge in facts.edges}
-    inputs = [fact for fact in facts.inputs if fact.path in ends]
-    steps = list(walk_facts(facts.steps))
-    keys = [*(i.path for i in inputs), *(s.name for s in steps), *(o.path for o in facts.outputs)]
-    names = {key: f"n{i}" for i, key in enumerate(keys)}
-    lines = ["flowchart TD"]
-    lines += [f"  {_node(names[i.path], '([', '])', i.path, i.type)}" for i in inputs]
-    told = step_texts(facts.memory) if facts.memory else {}
-    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names, told)]
-    lines += [f"  {_node(names[o.path], '([', '])', o.path, o.type)}" for o in facts.outputs]
-    for edge in facts.edges:
-        label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
-        lines.append(f'  {names[edge.source]} -->|"{label}"| {names[edge.target]}')
-    moves = [names[step.name] for step in steps if step.kind in ("Gather", "Scatter")]
-    if moves:
-        lines.append("  classDef moved fill:#fdd,stroke:#c00,color:#900")
-        lines.append(f"  class {','.join(moves)} moved")
-    return "\n".join(lines) + "\n"
-
-
-def _node(name: str, left: str, right: str, *texts: str) -> str:
-    return f'{name}{left}"{"<br/>".join(_escaped(text) for text in texts if text)}"{right}'
-
-
-def _step_nodes(step: StepFact, names: Mapping[str, str], told: Mapping[str, str]) -> list[str]:
-    """A node; for a loop or a branch also a subgraph with those of its blocks around it."""
-    name = names[step.name]
-    if not step.blocks:
-        texts = (*step.functions, step.reason, told.get(step.name, ""))
-        return [_node(name, "[", "]", step.name, *texts)]
-    left, right = ("{{", "}}") if step.kind == "Loop" else ("{", "}")
-    rounds = _rounds(step) if step.kind == "Loop" else ""
-    lines = [f'subgraph {name}_all["{_escaped(step.name)}"]']
-    lines.append(f"  {_node(name, left, right, step.name, rounds)}")
-    for i, block in enumerate(step.blocks):
-        if block.steps:
-            lines.append(f'  subgraph {name}_{i}["{_escaped(block.title)}"]')
-            lines += [
-                f"    {line}" for inner in block.steps for line in _step_nodes(inner, names, told)
-            ]
-            lines.append("  end")
-    return [*lines, "end"]
-
-
-def _escaped(text: str) -> str:
-    """Text for a quoted Mermaid label, where other characters than these mean something."""
-    plain = " ".join(text.split())
-    return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
 
 
 def graph_text(pieces: Sequence[_pieces.Piece]) -> str:
@@ -282,7 +227,49 @@ class Explanation:
         return self.text
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"
+        from beamjax.pages.shell import fragment
+
+        return fragment(self._page(None))
+
+    def to_html(self, run: Job | Report | None = None) -> str:
+        """A page that stands alone: the graph of the steps, with all that is told of each.
+
+        It asks for nothing of the network, and its data are in it as JSON too. Of other stages than
+        "plan" it shows the text.
+
+        Args:
+          run: of the same plan, whose measured seconds stand beside those of the plan.
+        """
+        from beamjax.pages.shell import document
+
+        return document(self._page(run))
+
+    def save(self, path: str | os.PathLike[str], run: Job | Report | None = None) -> None:
+        """Writes the page to a file.
+
+        Args:
+          path: of the file, or its URL.
+          run: as for `to_html`.
+
+        Raises:
+          SourceError: it can't be written.
+        """
+        from beamjax.pages.shell import write
+
+        write(path, self.to_html(run))
+
+    def _page(self, run: Job | Report | None) -> Page:
+        from beamjax.pages import plan_page
+
+        if self.facts is None:
+            return plan_page.text_page(f"stage {self.stage}", self.text)
+        report = run.report() if isinstance(run, Job) else run
+        sources = source_lines(self.facts)
+        if report is None:
+            return plan_page.plan_page(self.facts, sources)
+        return plan_page.plan_page(
+            self.facts, sources, report.progress.steps, report.progress.seconds
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The facts as dicts, lists, text and numbers.
@@ -339,6 +326,18 @@ def explain(
     if stage != "plan":
         return Explanation(stage, _stage_text(fn, arguments, restore, stage))
     planned, notes = _planned(fn, arguments, key, restore, parsed)
+    facts = told_facts(planned, arguments, parsed, notes)
+    return Explanation(stage, plan_text(facts), facts)
+
+
+def told_facts(
+    planned: planning.Planned,
+    arguments: Sequence[Argument],
+    parsed: Options,
+    notes: tuple[str, ...],
+    runner: str = "DirectRunner",
+) -> PlanFacts:
+    """All that is told of a plan for these arguments."""
     tree = planned.staged.out_tree
     leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     paths = [
@@ -347,13 +346,12 @@ def explain(
     ]
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
-    found = estimate(planned.plan, sources, parsed, Workers.of("DirectRunner", parsed))
-    facts = dataclasses.replace(
+    found = estimate(planned.plan, sources, parsed, Workers.of(runner, parsed))
+    return dataclasses.replace(
         plan_facts(planned.plan, inputs, paths, parsed.reduction, workers_of(parsed.beam)),
         notes=notes + padding_notes(planned.plan, arguments),
         memory=memory_fact(found),
     )
-    return Explanation(stage, plan_text(facts), facts)
 
 
 def _planned(

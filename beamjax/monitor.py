@@ -14,7 +14,15 @@ from beamjax.errors import JobCancelledError
 from beamjax.job_folder import JobFolder
 from beamjax.meters import Reports
 from beamjax.plan import Plan
-from beamjax.progress import Progress, Tally, WorkerRecord, expected, tally
+from beamjax.progress import (
+    Progress,
+    Tally,
+    WorkerRecord,
+    expected,
+    step_name,
+    tallies,
+)
+from beamjax.timeline import Moments
 
 
 class Monitor:
@@ -29,6 +37,8 @@ class Monitor:
 
     Attributes:
       folder, letters: as given.
+      round_ends: when rounds were over, in seconds since the job began.
+      checkpoints: when checkpoints were saved, likewise.
     """
 
     def __init__(
@@ -39,10 +49,13 @@ class Monitor:
     ):
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
+        self.round_ends = Moments()
+        self.checkpoints = Moments()
         self._expected = expected(plan)
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._done = Tally()
+        self._steps: dict[str, Tally] = {}
         self._rounds = 0
         self._step = ""
         self._workers: set[str] = set()
@@ -55,13 +68,18 @@ class Monitor:
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
         """A shard is done in this process."""
         with self._lock:
-            self._done += replace(spent, members=count, shards=1)
+            self._count({step: replace(spent, members=count, shards=1)})
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:
         """A step took these seconds in this process, which are not those of a shard."""
         with self._lock:
-            self._done += spent
+            self._count({step: spent})
+
+    def _count(self, spent: Mapping[str, Tally]) -> None:
+        """Adds what was done of steps, while the lock is held."""
+        self._done = sum(spent.values(), self._done)
+        self._steps = _added(self._steps, spent)
 
     def tick(self) -> None:
         """Time has passed.
@@ -76,6 +94,12 @@ class Monitor:
         """Rounds of a loop are over."""
         with self._lock:
             self._rounds += count
+            self.round_ends.add(time.monotonic() - self._began)
+
+    def saved(self) -> None:
+        """A checkpoint was saved."""
+        with self._lock:
+            self.checkpoints.add(time.monotonic() - self._began)
 
     def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int | None]) -> None:
         """Members were dropped; see `DeadLetters.add`."""
@@ -119,7 +143,7 @@ class Monitor:
         found = self.folder.workers(name) if self.folder is not None else []
         with self._lock:
             self._pipeline = None
-            self._done += tally(found)
+            self._count(tallies(found))
             self._step = _last_step(found, self._step)
             self._workers.update(record.worker for record in found)
         if found and self.folder is not None:
@@ -161,15 +185,25 @@ class Monitor:
         with self._lock:
             if name != self._pipeline:  # it ended meanwhile, and is counted
                 found = []
+            under_way = tallies(found)
             return replace(
                 self._expected,
-                done=self._done + tally(found),
+                done=sum(under_way.values(), self._done),
+                steps=_added(self._steps, under_way),
                 rounds=self._rounds,
                 dropped=len(self.letters),
                 step=_last_step(found, self._step),
                 workers=len(self._workers.union(record.worker for record in found)),
                 seconds=time.monotonic() - self._began,
             )
+
+
+def _added(steps: Mapping[str, Tally], spent: Mapping[str, Tally]) -> dict[str, Tally]:
+    total = dict(steps)
+    for name, more in spent.items():
+        plain = step_name(name)
+        total[plain] = total.get(plain, Tally()) + more
+    return total
 
 
 def _last_step(found: Sequence[WorkerRecord], before: str) -> str:

@@ -49,6 +49,8 @@ class Options:
       progress: whether to show on stderr how far `run` or `launch` is: a bar in terminals and
         notebooks, a line every ten seconds elsewhere. None shows the bar of a `run` of more than
         two seconds in a terminal or a notebook, and nothing else.
+      report: a file, by path or URL, for a page of HTML on what `run` or `launch` did, written when
+        it has ended, in whatever way.
       require_platform: "cpu", "gpu" (which is "cuda" or "rocm"), "cuda", "rocm" or "tpu": a worker
         where JAX computes on something else fails when it starts, with the reason.
       device_memory_fraction: of the memory of each device, which JAX may take on a worker, from 0
@@ -95,6 +97,7 @@ class Options:
     job_folder: str | None = None
     keep_folder: str | None = None
     progress: bool | None = None
+    report: str | None = None
     require_platform: str | None = None
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
@@ -259,6 +262,10 @@ def _checked(options: Options) -> Options:
         raise OptionsError(
             f"results_folder: found {results!r}, expected the path or URL of a folder"
         )
+    if isinstance(options.report, os.PathLike):
+        options = replace(options, report=os.fspath(options.report))
+    elif options.report is not None and (not isinstance(options.report, str) or not options.report):
+        raise OptionsError(f"report: found {options.report!r}, expected the path or URL of a file")
     _check_dropping(options)
     _check_machine(options)
     if isinstance(options.dead_letters, os.PathLike):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from beamjax import records
@@ -72,6 +72,7 @@ class Progress:
       step: name of the step that a worker last worked on.
       workers: processes that have told of their work.
       seconds: since the job began.
+      steps: what was done of each step, by name; of all rounds of it together.
     """
 
     done: Tally = Tally()
@@ -83,6 +84,7 @@ class Progress:
     step: str = ""
     workers: int = 0
     seconds: float = 0.0
+    steps: Mapping[str, Tally] = field(default_factory=dict)
 
     @property
     def members_per_second(self) -> float:
@@ -105,7 +107,8 @@ class Progress:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return found | {"done": {name: getattr(self.done, name) for name in _TALLIED}}
+        steps = {name: _plain(tally) for name, tally in self.steps.items()}
+        return found | {"done": _plain(self.done), "steps": steps}
 
     @classmethod
     def from_json(cls, record: dict[str, Any], path: str) -> Progress:
@@ -114,8 +117,9 @@ class Progress:
         Raises:
           ArrayFormatError: the record at `path` is something else.
         """
-        found = records.checked(record, _FIELDS, path)
-        return cls(**found | {"done": _tally(found["done"], path)})
+        found = records.checked(_NOTHING_OF_STEPS | record, _FIELDS, path)
+        steps = {name: _tally(tally, path) for name, tally in found["steps"].items()}
+        return cls(**found | {"done": _tally(found["done"], path), "steps": steps})
 
 
 _COUNT = (int, type(None))
@@ -129,11 +133,19 @@ _FIELDS: dict[str, Any] = {
     "step": str,
     "workers": int,
     "seconds": float,
+    "steps": dict,
 }
+_NOTHING_OF_STEPS: dict[str, Any] = {"steps": {}}
+"""Of records of jobs before steps were told."""
 _TALLY_FIELDS = {name: float if name in SECONDS else int for name in _TALLIED}
 
 
-def _tally(record: dict[str, Any], path: str) -> Tally:
+def _plain(tally: Tally) -> dict[str, Any]:
+    return {name: getattr(tally, name) for name in _TALLIED}
+
+
+def _tally(record: Any, path: str) -> Tally:
+    record = record if isinstance(record, dict) else {}
     return Tally(**records.checked(record, _TALLY_FIELDS, path))
 
 
@@ -283,16 +295,30 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 def tally(found: Iterable[WorkerRecord]) -> Tally:
     """What was done in one pipeline: members of a step that several workers computed count once."""
+    return sum(tallies(found).values(), Tally())
+
+
+def step_name(name: str) -> str:
+    """The name in the plan of a step of a round or a branch."""
+    return name.rpartition("/")[2]
+
+
+def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
+    """The same of each step, by its name in the plan."""
     ranges: dict[str, list[Range]] = {}
     sizes: dict[str, int] = {}
-    total = Tally()
+    total: dict[str, Tally] = {}
+
+    def add(name: str, spent: Tally) -> None:
+        total[step_name(name)] = total.get(step_name(name), Tally()) + spent
+
     for record in found:
         for name, count in record.counts.items():
             ranges.setdefault(name, []).extend(count.ranges)
             sizes[name] = max(sizes.get(name, 1), count.size)  # 1 from who had no shard of it
-            total += replace(count.spent, members=0, shards=0, retries=0)
+            add(name, replace(count.spent, members=0, shards=0, retries=0))
     for name, several in ranges.items():
         for start, stop, times in merged(several):
             shards = math.ceil(stop / sizes[name]) - start // sizes[name]
-            total += Tally(stop - start, shards, (times - 1) * shards)
+            add(name, Tally(stop - start, shards, (times - 1) * shards))
     return total

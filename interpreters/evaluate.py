@@ -106,7 +106,7 @@ class _Evaluation:
         self.streams = inputs.streams()
         self.keeper = keeper
         self.results = results
-        self.tracker = Tracker(keeper)
+        self.tracker = Tracker(keeper, monitor.saved)
         self.table = Table()
         self.wanted = {out.value for out in plan.outputs if out.value is not None}
         if keeper is not None:

@@ -11,6 +11,7 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import browser  # noqa: E402
 import cluster_runners  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -90,6 +91,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     for line in cluster_runners.summary(config):
+        terminalreporter.write_line(line, yellow=True, bold=True)
+    if browser.missing():
+        line = f"Pages in a browser: NOT TESTED, for want of {browser.missing()}"
         terminalreporter.write_line(line, yellow=True, bold=True)
 
 
