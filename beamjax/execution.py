@@ -12,6 +12,7 @@ import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.errors import OptionsError, StagingError
+from beamjax.fact_types import PlanFacts
 from beamjax.forecast import SmallWork, forecast, learn, small_work
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
@@ -157,7 +158,12 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
             result = jax.tree_util.tree_unflatten(tree, leaves)
             return with_tables(result, results, runner, options)
 
-    return Work(plan, name, options, compute, told.by_name(), small.advice)
+    def facts() -> PlanFacts:
+        from beamjax.explanation import told_facts  # imports this file
+
+        return told_facts(planned, arguments, options, planned.notes, name)
+
+    return Work(plan, name, options, compute, facts, told.by_name(), small.advice)
 
 
 def _values(

@@ -7,12 +7,11 @@ only lay them out.
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -35,11 +34,18 @@ from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
-from beamjax.memory_text import memory_sections, step_texts
+from beamjax.jobs import Job
+from beamjax.memory_text import memory_sections
+from beamjax.mermaid import plan_mermaid, rounds_text
 from beamjax.options import Options, parse_options
 from beamjax.piece_text import graph_text
+from beamjax.report import Report
+from beamjax.source_lines import source_lines
 from beamjax.total_text import move_lines, total_rows
 from beamjax.verification import aligned
+
+if TYPE_CHECKING:
+    from beamjax.pages.shell import Page
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
 
@@ -133,16 +139,10 @@ def _title(step: StepFact, facts: PlanFacts) -> str:
             shards = _count(placement.shards, "shard")
         return f"Map, a pass over {placement.name}, {shards}"
     if step.kind == "Loop":
-        return f"Loop, {_rounds(step)}"
+        return f"Loop, {rounds_text(step)}"
     if step.kind == "Branch":
         return f"Branch, one of {_count(len(step.blocks), 'block')}"
     return step.kind
-
-
-def _rounds(step: StepFact) -> str:
-    if step.rounds is None:
-        return "rounds while a condition holds"
-    return _count(step.rounds, "round") + (", the last entry first" if step.reverse else "")
 
 
 def _handed_cells(step: StepFact) -> list[tuple[str, str, str, str]]:
@@ -153,62 +153,6 @@ def _handed_cells(step: StepFact) -> list[tuple[str, str, str, str]]:
         names_text = " -> ".join(name for name in names if name is not None)
         cells.append((fact.how, names_text, fact.inside.type, _value_bytes(fact.inside)))
     return cells
-
-
-def plan_mermaid(facts: PlanFacts) -> str:
-    """A plan as a Mermaid flowchart; steps that gather or scatter are red.
-
-    Loops and branches are subgraphs, with a node that stands for the loop or branch itself: what
-    its rounds read comes from there, and what they hand on comes back.
-    """
-    ends = {edge.source for edge in facts.edges}
-    inputs = [fact for fact in facts.inputs if fact.path in ends]
-    steps = list(walk_facts(facts.steps))
-    keys = [*(i.path for i in inputs), *(s.name for s in steps), *(o.path for o in facts.outputs)]
-    names = {key: f"n{i}" for i, key in enumerate(keys)}
-    lines = ["flowchart TD"]
-    lines += [f"  {_node(names[i.path], '([', '])', i.path, i.type)}" for i in inputs]
-    told = step_texts(facts.memory) if facts.memory else {}
-    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names, told)]
-    lines += [f"  {_node(names[o.path], '([', '])', o.path, o.type)}" for o in facts.outputs]
-    for edge in facts.edges:
-        label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
-        lines.append(f'  {names[edge.source]} -->|"{label}"| {names[edge.target]}')
-    moves = [names[step.name] for step in steps if step.kind in ("Gather", "Scatter")]
-    if moves:
-        lines.append("  classDef moved fill:#fdd,stroke:#c00,color:#900")
-        lines.append(f"  class {','.join(moves)} moved")
-    return "\n".join(lines) + "\n"
-
-
-def _node(name: str, left: str, right: str, *texts: str) -> str:
-    return f'{name}{left}"{"<br/>".join(_escaped(text) for text in texts if text)}"{right}'
-
-
-def _step_nodes(step: StepFact, names: Mapping[str, str], told: Mapping[str, str]) -> list[str]:
-    """A node; for a loop or a branch also a subgraph with those of its blocks around it."""
-    name = names[step.name]
-    if not step.blocks:
-        texts = (*step.functions, step.reason, told.get(step.name, ""))
-        return [_node(name, "[", "]", step.name, *texts)]
-    left, right = ("{{", "}}") if step.kind == "Loop" else ("{", "}")
-    rounds = _rounds(step) if step.kind == "Loop" else ""
-    lines = [f'subgraph {name}_all["{_escaped(step.name)}"]']
-    lines.append(f"  {_node(name, left, right, step.name, rounds)}")
-    for i, block in enumerate(step.blocks):
-        if block.steps:
-            lines.append(f'  subgraph {name}_{i}["{_escaped(block.title)}"]')
-            lines += [
-                f"    {line}" for inner in block.steps for line in _step_nodes(inner, names, told)
-            ]
-            lines.append("  end")
-    return [*lines, "end"]
-
-
-def _escaped(text: str) -> str:
-    """Text for a quoted Mermaid label, where other characters than these mean something."""
-    plain = " ".join(text.split())
-    return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
 
 
 # --- the front
@@ -235,7 +179,7 @@ class Explanation:
         told = self._plan_facts("predicted_seconds").predicted
         return None if told is None else told.seconds
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save_choices(self, path: str | os.PathLike[str]) -> None:
         """Writes what the plan was fixed to, for the option `plan` of other runs.
 
         Args:
@@ -244,18 +188,60 @@ class Explanation:
         Raises:
           OptionsError: the stage is not "plan", or the file can't be written.
         """
-        self._plan_facts("save")
+        self._plan_facts("save_choices")
         assert self.choices is not None
         try:
             write_json(path, self.choices.to_json())
         except OSError as error:
-            raise OptionsError(f"save: cannot write {os.fspath(path)} ({error})") from error
+            raise OptionsError(f"save_choices: cannot write {os.fspath(path)} ({error})") from error
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"
+        from beamjax.pages.shell import fragment
+
+        return fragment(self._page(None))
+
+    def to_html(self, run: Job | Report | None = None) -> str:
+        """A page that stands alone: the graph of the steps, with all that is told of each.
+
+        It asks for nothing of the network, and its data are in it as JSON too. Of other stages than
+        "plan" it shows the text.
+
+        Args:
+          run: of the same plan, whose measured seconds stand beside those of the plan.
+        """
+        from beamjax.pages.shell import document
+
+        return document(self._page(run))
+
+    def save(self, path: str | os.PathLike[str], run: Job | Report | None = None) -> None:
+        """Writes the page to a file.
+
+        Args:
+          path: of the file, or its URL.
+          run: as for `to_html`.
+
+        Raises:
+          SourceError: it can't be written.
+        """
+        from beamjax.pages.shell import write
+
+        write(path, self.to_html(run))
+
+    def _page(self, run: Job | Report | None) -> Page:
+        from beamjax.pages import plan_page
+
+        if self.facts is None:
+            return plan_page.text_page(f"stage {self.stage}", self.text)
+        report = run.report() if isinstance(run, Job) else run
+        sources = source_lines(self.facts)
+        if report is None:
+            return plan_page.plan_page(self.facts, sources)
+        return plan_page.plan_page(
+            self.facts, sources, report.progress.steps, report.progress.seconds
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The facts as dicts, lists, text and numbers.
@@ -308,8 +294,8 @@ def explain(
       options: as for `run`.
 
     Returns:
-      What `print` and notebooks show; for the plan also `to_mermaid()`, `to_json()`,
-      `predicted_seconds` and `save(path)`.
+      What `print` and notebooks show, and a page for `to_html()` and `save(path)`; for the plan
+      also `to_mermaid()`, `to_json()`, `predicted_seconds` and `save_choices(path)`.
 
     Raises:
       OptionsError: there is no such stage.
@@ -324,6 +310,19 @@ def explain(
     if stage != "plan":
         return Explanation(stage, _stage_text(fn, arguments, restore, stage))
     planned, notes = _planned(fn, arguments, key, restore, parsed)
+    name = runner if isinstance(runner, str) else type(runner).__name__
+    facts = told_facts(planned, arguments, parsed, notes, name)
+    return Explanation(stage, plan_text(facts), facts, planned.plan.choices)
+
+
+def told_facts(
+    planned: planning.Planned,
+    arguments: Sequence[Argument],
+    parsed: Options,
+    notes: tuple[str, ...],
+    runner: str,
+) -> PlanFacts:
+    """All that is told of a plan for these arguments."""
     tree = planned.staged.out_tree
     leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     paths = [
@@ -332,18 +331,16 @@ def explain(
     ]
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
-    plan, name = planned.plan, runner if isinstance(runner, str) else type(runner).__name__
-    workers = workers_of(parsed.beam)
+    plan, workers = planned.plan, workers_of(parsed.beam)
     facts = plan_facts(plan, inputs, paths, parsed.reduction, workers, parsed.merge_fan_out)
-    facts = dataclasses.replace(
+    return dataclasses.replace(
         facts,
         notes=notes + padding_notes(plan, arguments),
         memory=memory_fact(plan, sources, parsed, runner),
-        choices=tuple(choice_facts(plan, facts.steps, parsed, name)),
+        choices=tuple(choice_facts(plan, facts.steps, parsed, runner)),
         tried=tried_facts(plan),
-        predicted=prediction_fact(plan, parsed, name),
+        predicted=prediction_fact(plan, parsed, runner),
     )
-    return Explanation(stage, plan_text(facts), facts, plan.choices)
 
 
 def _planned(

@@ -4,6 +4,8 @@
     command.record    the command line that started it, if one did
     state.record      running, done, failed or cancelled, and the error
     progress.record   written about every second while the job runs
+    about.record      the plan, the options and the machine, for reports
+    course.record     how the run went over time, for reports
     dropped.arrays    the members that were dropped so far
     cancel.record     whoever writes it wants the job to end
     records/          what the workers of the pipeline under way have done
@@ -38,7 +40,7 @@ SILENCE = 60.0
 _RECORDS = "records"
 _DROPPED = "dropped.arrays"
 _OWN = re.compile(
-    r"(job|command|state|progress|cancel|result)\.record|(result-\d+|dropped)\.arrays"
+    r"(job|command|state|progress|about|course|cancel|result)\.record|(result-\d+|dropped)\.arrays"
 )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,18 +19,20 @@ from beamjax import records
 from beamjax.display import Display, display_for
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
+from beamjax.fact_types import PlanFacts
 from beamjax.job_folder import JobFolder
 from beamjax.job_results import read_result, write_result
 from beamjax.monitor import Monitor
 from beamjax.options import Options
 from beamjax.plan import Plan
 from beamjax.progress import Progress
+from beamjax.recording import Recording, save_report
+from beamjax.report import Report, read_report
 from beamjax.restaging import settings, with_settings
+from beamjax.watching import watched
 
 POLL = 0.2
 """Seconds between two looks into the folder of a job that is waited for."""
-LOOK = 0.5
-"""Seconds between two looks of the launching process at what its workers do."""
 
 
 class JobState(enum.Enum):
@@ -56,6 +58,7 @@ class Work:
       runner: its name.
       options: of the run.
       compute: runs the plan under a monitor, and gives the tree that the function returns.
+      facts: finds what is told of the plan.
       predicted: seconds by step, see `Progress`.
       advice: what would be quicker, if something is known to be.
     """
@@ -64,6 +67,7 @@ class Work:
     runner: str
     options: Options
     compute: Callable[[Monitor], Any]
+    facts: Callable[[], PlanFacts]
     predicted: Mapping[str, float] = field(default_factory=dict)
     advice: str = ""
 
@@ -103,6 +107,13 @@ class Job:
     def dropped(self) -> tuple[Dropped, ...]:
         """The members that were dropped so far, by placement and index."""
         return self._folder.dropped()
+
+    def report(self) -> Report:
+        """What the job did, or has done so far: `save(path)` makes a page of it.
+
+        While it runs, it is as of some seconds ago.
+        """
+        return read_report(self._folder)
 
     def wait(self, timeout: float | None = None) -> JobState:
         """Waits for the end of the job.
@@ -272,7 +283,8 @@ def launch_work(work: Work) -> Job:
     def target() -> None:
         try:
             with with_settings(here):
-                value = _execute(work, monitor, display_for(work.options, launched=True), True)
+                shown = display_for(work.options, launched=True)
+                value = _execute(work, monitor, shown, save=True, record=True)
         except BaseException as error:
             _tell_where(folder, keep, error)
             outcome.set_exception(error)
@@ -287,13 +299,15 @@ def launch_work(work: Work) -> Job:
 def run_work(work: Work) -> Any:
     """Does the work in this thread, and returns the result."""
     display = display_for(work.options, launched=False)
-    folder, keep = _folder_of(work, needed=display is not None)
+    options = work.options
+    record = bool(options.job_folder or options.keep_folder or options.report)
+    folder, keep = _folder_of(work, needed=record or display is not None)
     if folder is None:
         return work.compute(_monitor(work))
     folder.begin(_describe(work))
     failed: BaseException | None = None
     try:
-        return _execute(work, _monitor(work, folder), display, save=keep(None))
+        return _execute(work, _monitor(work, folder), display, save=keep(None), record=record)
     except BaseException as error:
         failed = error
         _tell_where(folder, keep, error)
@@ -345,50 +359,29 @@ def _is_cancel(error: BaseException) -> bool:
     return isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
 
 
-def _execute(work: Work, monitor: Monitor, display: Display | None, save: bool) -> Any:
+def _execute(
+    work: Work, monitor: Monitor, display: Display | None, save: bool, record: bool
+) -> Any:
     """Does the work, and writes into the folder of the monitor how it ends, and what came out."""
     folder = monitor.folder
     assert folder is not None
+    kept = Recording(folder, monitor, work.plan, work.options, work.facts) if record else None
     try:
-        with _watched(folder, monitor, display):
-            value = work.compute(monitor)
-        if save:
-            write_result(folder, value, work.plan.x64)
+        with contextlib.ExitStack() as stack:
+            if kept is not None:
+                stack.enter_context(kept.going_on())
+            with watched(folder, monitor, display, kept):
+                value = work.compute(monitor)
+            if kept is not None:
+                kept.returned(value)
+            if save:
+                write_result(folder, value, work.plan.x64)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the error itself is what counts
             folder.end("cancelled" if _is_cancel(error) else "failed", error)
         raise
-    folder.end("done")
-    return value
-
-
-@contextlib.contextmanager
-def _watched(folder: JobFolder, monitor: Monitor, display: Display | None) -> Iterator[None]:
-    """While a job runs, a thread writes how far it is, shows it, and looks who wants it to end."""
-    over = threading.Event()
-
-    def look() -> None:
-        progress = monitor.progress()
-        with contextlib.suppress(Exception):  # the work goes on if nobody can see how far it is
-            folder.write_progress(progress)
-            if folder.cancel_requested():
-                monitor.cancel()
-        if display is not None:
-            with contextlib.suppress(Exception):  # as of a stderr that is closed
-                display.update(progress)
-
-    def watch() -> None:
-        while not over.wait(LOOK * folder.slowness):
-            look()
-
-    thread = threading.Thread(target=watch, name="beamjax progress", daemon=True)
-    thread.start()
-    try:
-        yield
+    else:
+        folder.end("done")
+        return value
     finally:
-        over.set()
-        thread.join()
-        look()
-        if display is not None:
-            with contextlib.suppress(Exception):
-                display.close()
+        save_report(folder, work.options)

@@ -22,6 +22,7 @@ from beamjax.progress import (
     step_name,
     tallies,
 )
+from beamjax.timeline import Moments
 
 
 class Monitor:
@@ -38,6 +39,8 @@ class Monitor:
 
     Attributes:
       folder, letters: as given.
+      round_ends: when rounds were over, in seconds since the job began.
+      checkpoints: when checkpoints were saved, likewise.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Monitor:
     ):
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
+        self.round_ends = Moments()
+        self.checkpoints = Moments()
         self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -78,9 +83,7 @@ class Monitor:
     def _count(self, spent: Mapping[str, Tally]) -> None:
         """Adds what was done of steps, while the lock is held."""
         self._done = sum(spent.values(), self._done)
-        for name, more in spent.items():
-            plain = step_name(name)
-            self._steps[plain] = self._steps.get(plain, Tally()) + more
+        self._steps = _added(self._steps, spent)
 
     def tick(self) -> None:
         """Time has passed.
@@ -95,6 +98,12 @@ class Monitor:
         """Rounds of a loop are over."""
         with self._lock:
             self._rounds += count
+            self.round_ends.add(time.monotonic() - self._began)
+
+    def saved(self) -> None:
+        """A checkpoint was saved."""
+        with self._lock:
+            self.checkpoints.add(time.monotonic() - self._began)
 
     def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int | None]) -> None:
         """Members were dropped; see `DeadLetters.add`."""
@@ -184,16 +193,21 @@ class Monitor:
             return replace(
                 self._expected,
                 done=sum(under_way.values(), self._done),
-                steps={
-                    name: self._steps.get(name, Tally()) + under_way.get(name, Tally())
-                    for name in {**self._steps, **under_way}
-                },
+                steps=_added(self._steps, under_way),
                 rounds=self._rounds,
                 dropped=len(self.letters),
                 step=_last_step(found, self._step),
                 workers=len(self._workers.union(record.worker for record in found)),
                 seconds=time.monotonic() - self._began,
             )
+
+
+def _added(steps: Mapping[str, Tally], spent: Mapping[str, Tally]) -> dict[str, Tally]:
+    total = dict(steps)
+    for name, more in spent.items():
+        plain = step_name(name)
+        total[plain] = total.get(plain, Tally()) + more
+    return total
 
 
 def _last_step(found: Sequence[WorkerRecord], before: str) -> str:

@@ -36,8 +36,8 @@ class Options:
       probe: whether shard size and loop are chosen by timing the bodies of long passes on made-up
         data: True for passes of any length, False for none; None where it pays. What was found is
         remembered, by program, machine and version of JAX.
-      plan: what `explain(...).save(path)` wrote: shard sizes and loops are those, and so are the
-        bits. A path, or None.
+      plan: what `explain(...).save_choices(path)` wrote: shard sizes and loops are those, and so
+        are the bits. A path, or None.
       reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
         for any order; "fast" adds in float64, with no promise about the last bits.
       platforms: of the workers: "cpu", "cuda", "rocm", "tpu". None means `require_platform`, and
@@ -65,6 +65,8 @@ class Options:
       progress: whether to show on stderr how far `run` or `launch` is: a bar in terminals and
         notebooks, a line every ten seconds elsewhere. None shows the bar of a `run` of more than
         two seconds in a terminal or a notebook, and nothing else.
+      report: a file, by path or URL, for a page of HTML on what `run` or `launch` did, written when
+        it has ended, in whatever way.
       require_platform: "cpu", "gpu" (which is "cuda" or "rocm"), "cuda", "rocm" or "tpu": a worker
         where JAX computes on something else fails when it starts, with the reason.
       device_memory_fraction: of the memory of each device, which JAX may take on a worker, from 0
@@ -125,6 +127,7 @@ class Options:
     job_folder: str | None = None
     keep_folder: str | None = None
     progress: bool | None = None
+    report: str | None = None
     require_platform: str | None = None
     device_memory_fraction: float | None = None
     preallocate: bool | None = None
@@ -305,6 +308,10 @@ def _checked(options: Options) -> Options:
             f"small_work: found {options.small_work!r}, expected one of {', '.join(SMALL_WORK)}"
         )
     options = replace(options, plan=chosen(options.plan))
+    if isinstance(options.report, os.PathLike):
+        options = replace(options, report=os.fspath(options.report))
+    elif options.report is not None and (not isinstance(options.report, str) or not options.report):
+        raise OptionsError(f"report: found {options.report!r}, expected the path or URL of a file")
     _check_dropping(options)
     _check_machine(options)
     cache = options.compile_cache

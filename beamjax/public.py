@@ -30,6 +30,7 @@ from beamjax.execution import launch as launch
 from beamjax.execution import pipeline as pipeline
 from beamjax.execution import run as run
 from beamjax.execution import transform as transform
+from beamjax.explanation import Explanation as Explanation
 from beamjax.explanation import explain as explain
 from beamjax.grouping import group_by as group_by
 from beamjax.jobs import Job as Job
@@ -43,6 +44,7 @@ from beamjax.pcollections import from_beam as from_beam
 from beamjax.progress import Progress as Progress
 from beamjax.reductions import reduce as reduce
 from beamjax.reductions import reduce_by_key as reduce_by_key
+from beamjax.report import Report as Report
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy

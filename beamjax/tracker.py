@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from beamjax.liveness import Position
@@ -51,10 +51,12 @@ class Tracker:
 
     Args:
       keeper: of checkpoints, or None.
+      saved: called when a checkpoint was saved.
     """
 
-    def __init__(self, keeper: Keeper | None):
+    def __init__(self, keeper: Keeper | None, saved: Callable[[], None] = lambda: None):
         self._keeper = keeper
+        self._saved = saved
         self._path: list[tuple[str, int]] = []
         self._deciding = 0
         self._left = keeper.every if keeper else sys.maxsize
@@ -103,3 +105,4 @@ class Tracker:
         if self._left <= 0:
             self._keeper.save((*self._path, at), values, stacks)
             self._left = self._keeper.every
+            self._saved()

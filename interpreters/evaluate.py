@@ -103,7 +103,7 @@ class _Evaluation:
         self.streams = inputs.streams()
         self.keeper = keeper
         self.results = results
-        self.tracker = Tracker(keeper)
+        self.tracker = Tracker(keeper, monitor.saved)
         self.table = Table()
         self.threads = options.local_threads or usual_threads()
         self.wanted = {out.value for out in plan.outputs if out.value is not None}

@@ -62,7 +62,7 @@ class Driver:
         self.plan = plan
         self.values = dict(values)
         self.keeper = keeper
-        self.tracker = Tracker(keeper)
+        self.tracker = Tracker(keeper, launcher.monitor.saved)
         # Entries of the stacked results of loops that are under way.
         self.stacks: dict[str, list[Value]] = {}
         self.launcher = launcher

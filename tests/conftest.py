@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What runs on this machine took before must not show in tests.
 os.environ["BEAMJAX_PLANNER_CACHE"] = ""
 
+import browser  # noqa: E402
 import cluster_runners  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -92,6 +93,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     for line in cluster_runners.summary(config):
+        terminalreporter.write_line(line, yellow=True, bold=True)
+    if browser.missing():
+        line = f"Pages in a browser: NOT TESTED, for want of {browser.missing()}"
         terminalreporter.write_line(line, yellow=True, bold=True)
 
 

@@ -260,7 +260,7 @@ def test_a_saved_plan_is_that_of_another_process(tmp_path, cache):
     fn = program()
     options = {"shard_size": 48, "member_loop": "batches", "member_batch": 16}
     path = tmp_path / "plan.json"
-    bj.explain(fn, X, options=options).save(path)
+    bj.explain(fn, X, options=options).save_choices(path)
     expected = bj.run(fn, X, runner="local", options=options)
     np.save(tmp_path / "x.npy", X)
     code = (
@@ -282,14 +282,14 @@ def test_a_saved_plan_is_that_of_another_process(tmp_path, cache):
 
 def test_a_saved_plan_comes_before_the_rules_but_not_before_options(tmp_path):
     path = tmp_path / "plan.json"
-    bj.explain(program(), X, options={"shard_size": 48, "member_loop": "loop"}).save(path)
+    bj.explain(program(), X, options={"shard_size": 48, "member_loop": "loop"}).save_choices(path)
     plan = plan_of(program(), plan=str(path))
     assert (plan.shard_sizes, plan.steps[0].looping) == ({"clients": 48}, Looping("loop"))
     assert plan.choices.origin == "saved"
     plan = plan_of(program(), plan=str(path), shard_size=16, member_loop="vmap")
     assert (plan.shard_sizes, plan.steps[0].looping) == ({"clients": 16}, Looping("vmap"))
     again = tmp_path / "again.json"
-    bj.explain(program(), X, options={"plan": path}).save(again)
+    bj.explain(program(), X, options={"plan": path}).save_choices(again)
     assert plan_of(program(), plan=str(again)).shard_sizes == {"clients": 48}
 
 
@@ -300,7 +300,7 @@ def test_a_saved_plan_of_another_program(tmp_path):
     def other(x):
         return bj.reduce_sum(bj.map_fn(jnp.sin, x))
 
-    bj.explain(other, X).save(path)
+    bj.explain(other, X).save_choices(path)
     with pytest.raises(OptionsError, match="found choices for the placements draws, but the pro"):
         bj.run(program(), X, options={"plan": path})
 
@@ -308,7 +308,7 @@ def test_a_saved_plan_of_another_program(tmp_path):
     def like(x):
         return bj.reduce_mean(bj.map_fn(jnp.sin, x))
 
-    bj.explain(like, X).save(path)
+    bj.explain(like, X).save_choices(path)
     told = str(bj.explain(program(), X, options={"plan": path}))
     assert "by the saved plan, which was saved for other bodies or types" in told
 
@@ -326,7 +326,7 @@ def test_members_of_unequal_length_keep_to_a_saved_plan(tmp_path):
 
     path = tmp_path / "plan.json"
     options = {"shard_size": 16, "member_loop": "loop"}
-    bj.explain(total, source, options=options).save(path)
+    bj.explain(total, source, options=options).save_choices(path)
     expected = bj.run(total, source, runner="local", options=options)
     found = bj.run(total, source, runner="local", options={"plan": path})
     assert_same_bits(found, expected)
@@ -334,6 +334,6 @@ def test_members_of_unequal_length_keep_to_a_saved_plan(tmp_path):
 
 def test_only_a_plan_is_saved(tmp_path):
     with pytest.raises(OptionsError, match="expected stage 'plan'"):
-        bj.explain(program(), X, stage="flat").save(tmp_path / "plan.json")
+        bj.explain(program(), X, stage="flat").save_choices(tmp_path / "plan.json")
     with pytest.raises(OptionsError, match="save: cannot write"):
-        bj.explain(program(), X).save(tmp_path / "no" / "plan.json")
+        bj.explain(program(), X).save_choices(tmp_path / "no" / "plan.json")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import html_checks
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,12 @@ def test_a_job_that_is_done(folder, capsys):
     told = capsys.readouterr().out
     assert "state     done" in told
     assert told.splitlines()[-2:] == ran
+    assert cli.main(["jobs", "show", "jobs/7", "--html=job.html"]) == 0
+    assert "page      job.html" in capsys.readouterr().out
+    page = html_checks.parsed((folder / "job.html").read_text(encoding="utf-8"))
+    assert page.data["run"]["state"] == "done"
+    assert cli.main(["jobs", "show", "jobs/7", "--html=none/job.html"]) == 2
+    assert "--html none/job.html: cannot write it" in capsys.readouterr().err
     assert cli.main(["jobs", "resume", "jobs/7"]) == 2
     assert "the job is done" in capsys.readouterr().err
     assert cli.main(["jobs", "cancel", "jobs/7"]) == 0

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import html_checks
 import jax
 import numpy as np
 import pytest
@@ -37,6 +38,13 @@ def test_the_same_bits_as_run(folder, runner, capsys):
         for name, leaf in expected.items():
             assert found[name].dtype == leaf.dtype
             assert found[name].tobytes() == np.asarray(leaf).tobytes()
+
+
+def test_a_report_of_a_run(folder, capsys):
+    assert cli.main(["run", *LOSS, "--runner=local", "--report=run.html"]) == 0
+    page = html_checks.parsed((folder / "run.html").read_text(encoding="utf-8"))
+    assert page.data["run"]["program"] == "loss"
+    assert page.data["run"]["progress"]["done"]["members"] == N
 
 
 def test_json_is_all_there_is_on_stdout(folder, capsys):
@@ -179,7 +187,7 @@ def test_explain(folder, capsys):
         assert (status, found["stage"]) == (0, stage)
         assert "reduce" in found["text"]
     assert cli.main(["explain", *LOSS, "--html=plan.html"]) == 0
-    assert (folder / "plan.html").read_text() == expected._repr_html_()
+    assert (folder / "plan.html").read_text() == expected.to_html()
 
 
 def test_bench(folder, capsys):

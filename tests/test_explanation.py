@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 
+import html_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +16,10 @@ from programs import CASES, N, W, X, Y
 import beamjax
 from beamjax import sources
 from beamjax.errors import OptionsError, StagingError
-from beamjax.explanation import (
-    STAGES,
-    _escaped,
-    explain,
-    human_bytes,
-    plan_mermaid,
-    plan_text,
-)
+from beamjax.explanation import STAGES, explain, human_bytes, plan_text
 from beamjax.fact_types import InputFact, walk_facts
 from beamjax.facts import exactness, plan_facts
+from beamjax.mermaid import _escaped, plan_mermaid
 
 N_MEMBERS = test_driver.N
 
@@ -318,11 +313,12 @@ def test_labels_lose_nothing_but_line_breaks():
     assert back == text.replace("\n", " ")
 
 
-def test_html_is_escaped():
-    text = explain(total, W, X)._repr_html_()
-    assert text.startswith("<pre>plan of total\n")
-    assert "&lt;lambda&gt;" in text
-    assert "<lambda>" not in text
+@pytest.mark.parametrize("stage", STAGES)
+def test_html_is_escaped(stage):
+    found = explain(total, W, X, stage=stage)
+    for html in (found.to_html(), found._repr_html_()):
+        assert "lambda" in html_checks.parsed(html).text
+        assert "<lambda>" not in html
 
 
 def test_json_is_plain_data():

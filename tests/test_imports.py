@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("beamjax", "beamjax/commands", "beamjax/sources", "interpreters", "pipelines")
+FOLDERS = (
+    "beamjax",
+    "beamjax/commands",
+    "beamjax/pages",
+    "beamjax/sources",
+    "interpreters",
+    "pipelines",
+)
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 HIDDEN = ("jax._src", "jax.interpreters", "jaxlib")
 
@@ -78,7 +85,7 @@ def test_the_front_door_imports_beam_only_when_it_is_used(path):
 
 WITHOUT_JAX = """
     accumulators arrays checkpoints digit_bytes digits dyadic errors exact_sum extremes liveness
-    options partials plan process_ids products progress records rounding running tracker
+    options partials plan process_ids products progress records rounding running timeline tracker
 """.split()
 
 
@@ -143,6 +150,20 @@ print("apache_beam" in sys.modules)
 """).split() == ["4.0", "False", "False"]  # fmt: skip
 
 
+def test_pages_are_imported_when_one_is_made():
+    told = python("""
+import sys
+import numpy as np, beamjax
+total = beamjax.program(clients=4)(lambda x: beamjax.reduce_sum(x))
+beamjax.run(total, np.ones(4, "float32"), runner="local")
+found = beamjax.explain(total, np.ones(4, "float32"))
+print([name for name in sys.modules if name.startswith("beamjax.pages")])
+found.to_html()
+print("beamjax.pages.plan_page" in sys.modules, "apache_beam" in sys.modules)
+""")
+    assert told == "[]\nTrue False"
+
+
 # --- every file has its tests
 
 TESTED_ELSEWHERE = {
@@ -197,6 +218,16 @@ TESTED_ELSEWHERE = {
     "output": "test_cli_run",
     "verify": "test_cli_run",
     "explain": "test_cli_run",
+    "charts": "test_run_page",
+    "drawing": "test_plan_page",
+    "graph": "test_plan_page",
+    "markup": "test_plan_page",
+    "mermaid": "test_explanation",
+    "recording": "test_report",
+    "shell": "test_plan_page",
+    "source_lines": "test_plan_page",
+    "watching": "test_jobs",
+    "words": "test_plan_page",
     "bench": "test_cli_run",
     "folds": "test_rules",
     "guard": "test_processes",

@@ -146,7 +146,7 @@ def test_a_handle_that_goes_takes_its_folder_along(empty_tmp, gate):
 @pytest.mark.parametrize("how", ["handle", "folder"])
 def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
     monkeypatch.setattr("beamjax.meters.EVERY", 0.0)
-    monkeypatch.setattr("beamjax.jobs.LOOK", 0.02)
+    monkeypatch.setattr("beamjax.watching.LOOK", 0.02)
     with bj.launch(gate.program, X, runner=runner, options={"shard_size": 8}) as job:
         assert gate.reached.wait(60)
         (job if how == "handle" else bj.open_job(job.folder)).cancel()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from beamjax.commands import flags
 from beamjax.commands.answers import Answer, give
-from beamjax.errors import OptionsError
+from beamjax.errors import OptionsError, SourceError
 
 takes_flags = True
 
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan, or how it came to be: staged, flat, placed, graph (default: plan)",
     )  # fmt: skip
     parser.add_argument("--mermaid", action="store_true", help="a Mermaid flowchart of the steps")
-    parser.add_argument("--html", metavar="FILE", help="write what notebooks show to a file")
+    parser.add_argument("--html", metavar="FILE", help="write the graph of the steps to a page")
     parser.add_argument(
         "--save", metavar="FILE", help="write shard sizes and loops to a file, for --plan of a run"
     )
@@ -44,11 +43,11 @@ def _explain(arguments: argparse.Namespace) -> Answer:
     )
     if arguments.html:
         try:
-            Path(arguments.html).write_text(found._repr_html_(), encoding="utf-8")
-        except OSError as error:
-            raise OptionsError(f"--html {arguments.html}: cannot write it ({error})") from error
+            found.save(arguments.html)
+        except SourceError as error:
+            raise OptionsError(f"--html {error}") from error
     if arguments.save:
-        found.save(arguments.save)
+        found.save_choices(arguments.save)
     data: dict[str, object] = {"stage": found.stage}
     data |= {"text": found.text} if found.facts is None else {"plan": found.to_json()}
     if arguments.mermaid:

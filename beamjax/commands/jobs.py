@@ -14,9 +14,10 @@ from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
 from beamjax.commands.command_lines import read_command
 from beamjax.commands.suggestions import hint, listed
 from beamjax.display import compared, in_words, made_in_words
-from beamjax.errors import BeamjaxError, JobError, OptionsError
+from beamjax.errors import BeamjaxError, JobError, OptionsError, SourceError
 from beamjax.job_folder import JobFolder
 from beamjax.records import SUFFIX
+from beamjax.report import read_report
 from beamjax.sources.data_files import is_url
 from beamjax.verification import aligned
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", help=f"local folder (default: ${ROOT}, or the current folder)"
     )
     show = actions.add_parser("show", help="state, progress, error and result of a job")
+    show.add_argument("--html", metavar="FILE", help="write how the run went to a page")
     cancel = actions.add_parser("cancel", help="end a job, and wait until it has ended")
     cancel.add_argument(
         "--timeout", type=float, default=60.0, help="seconds to wait (default: %(default)s)"
@@ -162,6 +164,12 @@ def _show(arguments: argparse.Namespace) -> Answer:
     rows += [("command", _words(line[0]))] if line else []
     if found["error"] is not None:
         rows.append(("error", "{type}: {message}".format_map(found["error"])))
+    if arguments.html:
+        try:
+            read_report(folder).save(arguments.html)
+        except SourceError as error:
+            raise OptionsError(f"--html {error}") from error
+        rows.append(("page", arguments.html))
     lines = aligned(rows)
     if found["state"] == "done":
         progress = folder.progress()

@@ -1,0 +1,270 @@
+"""Charts as SVG, which need no script: values over time or rounds, and shares of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from beamjax.pages.markup import Markup, joined, number, tag
+from beamjax.pages.words import human_seconds
+from beamjax.progress import SECONDS, Tally
+
+WIDTH, HEIGHT = 460.0, 220.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 30.0
+STRIPS = 120
+"""Places of a chart that say their numbers."""
+
+
+def shares_bar(tally: Tally) -> Markup:
+    """Where the time of one step goes, as a bar with a text for each part."""
+    spent = {kind: getattr(tally, kind) for kind in SECONDS}
+    total = sum(spent.values())
+    if not total:
+        return tag("div", class_="shares", role="img", aria_label="no time was measured")
+    told = ", ".join(f"{k} {v / total:.0%}" for k, v in spent.items() if v / total >= 0.005)
+    parts = [
+        tag(
+            "span",
+            class_=kind,
+            style=f"width:{number(100 * value / total)}%",
+            title=f"{kind} {human_seconds(value)}, {value / total:.0%}",
+        )
+        for kind, value in spent.items()
+        if value
+    ]
+    return joined(
+        [
+            tag("div", *parts, class_="shares", role="img", aria_label=told),
+            tag("div", told, class_="under"),
+        ]
+    )
+
+
+def shares_legend() -> Markup:
+    """What the colours of shares mean."""
+    keys = [tag("span", tag("i", class_=f"full {k}"), k, class_="key") for k in SECONDS]
+    return tag("div", *keys, class_="legend")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values to be drawn over others.
+
+    Attributes:
+      title: of the chart.
+      x, y: as many of each; y may have NaN, where the curve is broken.
+      x_name, y_name: what they are, with their unit.
+      goal: a value of y to get to, or None.
+      marks: values of x with a line of their own, as ends of rounds.
+      saved: values of x with a diamond, as checkpoints.
+      area: whether the part under the curve is filled.
+      whole: whether y counts things, so that ticks are whole numbers.
+    """
+
+    title: str
+    x: Sequence[float]
+    y: Sequence[float]
+    x_name: str
+    y_name: str
+    goal: float | None = None
+    marks: Sequence[float] = ()
+    saved: Sequence[float] = ()
+    area: bool = False
+    whole: bool = False
+
+
+def chart(line: Line, title: Markup | None = None) -> Markup:
+    """A chart of one line, with its numbers under the pointer; `title` is that of it as markup."""
+    finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
+    if not finite:
+        inside: Markup = tag("p", "There are no finite values.", class_="under")
+        return tag("figure", tag("figcaption", title or line.title), inside, class_="chart")
+    scale = _Scale.of(line, finite)
+    points = [
+        (scale.x(x), scale.y(y)) if math.isfinite(y) else None
+        for x, y in zip(line.x, line.y, strict=True)
+    ]
+    parts = [*_grid(scale, line), *_marks(scale, line), *_curve(points, scale, line.area)]
+    parts += _strips(scale, line)
+    last = finite[-1]
+    told = _told(line, *last)
+    svg = _svg(parts, f"{line.title}; {told}")
+    readout = tag("div", told, class_="readout", aria_live="off")
+    return tag("figure", tag("figcaption", title or line.title), svg, readout, class_="chart")
+
+
+def _svg(parts: Sequence[Markup], label: str) -> Markup:
+    return tag(
+        "svg", *parts, viewBox=f"0 0 {number(WIDTH)} {number(HEIGHT)}", role="img",
+        aria_label=label, xmlns="http://www.w3.org/2000/svg", fill="none", stroke="currentColor",
+        width=WIDTH, height=HEIGHT,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to places in a chart."""
+
+    x_low: float
+    x_high: float
+    y_ticks: tuple[float, ...]
+    x_ticks: tuple[float, ...]
+
+    @classmethod
+    def of(cls, line: Line, finite: Sequence[tuple[float, float]]) -> _Scale:
+        xs = [x for x, _ in finite] + list(line.x)
+        ys = [y for _, y in finite]
+        if line.goal is not None:
+            ys.append(line.goal)
+        if line.area:
+            ys.append(0.0)
+        low, high = min(xs), max(xs)
+        if low == high:
+            low, high = low - 0.5, high + 0.5
+        return cls(low, high, ticks(min(ys), max(ys), 4, line.whole), _inside(low, high))
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def _inside(low: float, high: float) -> tuple[float, ...]:
+    return tuple(x for x in ticks(low, high, 5, False) if low <= x <= high)
+
+
+def ticks(low: float, high: float, about: int, whole: bool) -> tuple[float, ...]:
+    """Round numbers from below one value to above another, at least two."""
+    if low == high:
+        pad = abs(low) / 2 or 1.0
+        low, high = (low - pad, high + pad) if not whole else (low, low + 1)
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for m in (1, 2, 2.5, 5, 10) if (step := m * power) >= rough * 0.999)
+    if whole:
+        step = max(1.0, round(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return tuple(i * step for i in range(first, max(last, first + 1) + 1))
+
+
+def plain(value: float) -> str:
+    """A number for people, in at most four digits."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e15 or (size and size < 1e-4):
+        return f"{value:.3g}"
+    for power, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= power:
+            return f"{value / (1e3 if unit == 'k' else power):.4g} {unit}"
+    return f"{value:.4g}"
+
+
+def _grid(scale: _Scale, line: Line) -> Iterable[Markup]:
+    for tick in scale.y_ticks:
+        y = scale.y(tick)
+        yield tag("path", class_="grid", d=f"M{number(LEFT)} {number(y)}H{number(WIDTH - RIGHT)}")
+        yield _text(LEFT - 6, y + 4, plain(tick), "end")
+    for tick in scale.x_ticks:
+        yield _text(scale.x(tick), HEIGHT - BOTTOM + 15, plain(tick), "middle")
+    yield _text(WIDTH - RIGHT, HEIGHT - 3, line.x_name, "end")
+    if line.goal is not None:
+        y = scale.y(line.goal)
+        yield tag("path", class_="goal", d=f"M{number(LEFT)} {number(y)}H{number(WIDTH - RIGHT)}")
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> Markup:
+    return tag("text", text, x=x, y=y, text_anchor=anchor, fill="currentColor", stroke="none")
+
+
+def _marks(scale: _Scale, line: Line) -> Iterable[Markup]:
+    for x in line.marks:
+        place = number(scale.x(x))
+        yield tag(
+            "path", class_="mark",
+            d=f"M{place} {number(HEIGHT - BOTTOM)}v-6",
+        )  # fmt: skip
+    for x in line.saved:
+        place = number(scale.x(x))
+        yield tag("path", class_="saved", d=f"M{place} {number(TOP)}l5 6l-5 6l-5 -6z")
+
+
+def _curve(
+    points: Sequence[tuple[float, float] | None], scale: _Scale, area: bool
+) -> Iterable[Markup]:
+    runs: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if point is None:
+            runs.append([])
+        else:
+            runs[-1].append(point)
+    floor = number(scale.y(scale.y_ticks[0]))
+    for run in filter(None, runs):
+        way = "L".join(f"{number(x)} {number(y)}" for x, y in run)
+        if area:
+            ends = number(run[0][0]), number(run[-1][0])
+            yield tag("path", class_="fill", d=f"M{way}L{ends[1]} {floor}L{ends[0]} {floor}z")
+        yield tag("path", class_="curve", d=f"M{way}", fill="none")
+        if len(points) <= 40:
+            yield from (tag("circle", class_="dot", cx=x, cy=y, r=2.6) for x, y in run)
+
+
+def _told(line: Line, x: float, y: float) -> str:
+    """A point in words."""
+    if line.x_name == "round":
+        return f"round {plain(x)}: {plain(y)}"
+    return f"{plain(y)} {line.y_name} at {plain(x)} {line.x_name}"
+
+
+def _strips(scale: _Scale, line: Line) -> Iterable[Markup]:
+    """Invisible strips, each of which says the numbers of a point."""
+    step = max(1, math.ceil(len(line.x) / STRIPS))
+    chosen = list(zip(line.x, line.y, strict=True))[::step]
+    places = [scale.x(x) for x, _ in chosen]
+    for i, (x, y) in enumerate(chosen):
+        left = (places[i - 1] + places[i]) / 2 if i else LEFT
+        right = (places[i] + places[i + 1]) / 2 if i + 1 < len(places) else WIDTH - RIGHT
+        yield tag(
+            "rect", tag("title", _told(line, x, y)), class_="strip", x=left, y=TOP,
+            width=max(right - left, 0.5), height=HEIGHT - TOP - BOTTOM, fill="transparent",
+            stroke="none",
+        )  # fmt: skip
+
+
+def stacked_chart(
+    title: str, x: Sequence[float], shares: Mapping[str, Sequence[float]], x_name: str
+) -> Markup:
+    """Shares of a whole over time, over each other."""
+    if len(x) < 2:
+        told = tag("p", "Nothing was measured over time.", class_="under")
+        return tag("figure", tag("figcaption", title), told, class_="chart")
+    low, high = x[0], x[-1]
+    scale = _Scale(low, high, (0.0, 0.25, 0.5, 0.75, 1.0), _inside(low, high))
+    bands: list[Markup] = []
+    below = [0.0] * len(x)
+    for kind, values in shares.items():
+        above = [b + v for b, v in zip(below, values, strict=True)]
+        if any(values):
+            there = [
+                f"{number(scale.x(a))} {number(scale.y(b))}" for a, b in zip(x, above, strict=True)
+            ]
+            back = [
+                f"{number(scale.x(a))} {number(scale.y(b))}" for a, b in zip(x, below, strict=True)
+            ]
+            path = "L".join([*there, *reversed(back)])
+            bands.append(tag("path", tag("title", kind), class_=kind, d=f"M{path}z", stroke="none"))
+        below = above
+    line = Line(title, x, below, x_name, "share")
+    totals = {kind: sum(values) for kind, values in shares.items()}
+    names = ", ".join(kind for kind in sorted(totals, key=lambda k: -totals[k]) if totals[kind])
+    svg = _svg([*bands, *_grid(scale, line)], f"{title}; most first: {names}")
+    keys = [
+        tag("span", tag("i", class_=f"full {kind}"), kind, class_="key")
+        for kind in shares
+        if totals[kind]
+    ]
+    legend = tag("div", *keys, class_="legend")
+    return tag("figure", tag("figcaption", title), svg, legend, class_="chart")

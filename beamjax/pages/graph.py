@@ -1,0 +1,393 @@
+"""The graph of a plan as boxes and lines: which there are, what stands in them, and where.
+
+Loops and branches are boxes with a box for each of their blocks in them. A line that enters a block
+is cut at its border: there a bar stands for all that the block reads, and one for what it gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from beamjax.fact_types import (
+    BlockFact,
+    Bytes,
+    Edge,
+    InputFact,
+    MemberBytes,
+    OutputFact,
+    PlanFacts,
+    StepFact,
+    ValueFact,
+    human_bytes,
+    walk_facts,
+)
+from beamjax.mermaid import rounds_text
+from beamjax.pages.layout import Box, Layout, Link, layered
+from beamjax.pages.words import (
+    LINE,
+    PAD,
+    Words,
+    human_seconds,
+    label_size,
+    place_of,
+    shortened,
+    text_width,
+)
+
+GROUPED = 4
+"""Inputs of an argument, or outputs of a step, that are more than this are one box."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box of the drawing.
+
+    Attributes:
+      key: of it, in its area.
+      kind: "input", "output", "server", "map", "gather", "scatter", "loop", "branch", "in", "out".
+      words: that stand in it; in a loop or a branch, at its top.
+      names: of the step that it is, or of the inputs or outputs that it stands for.
+      areas: what is drawn in it, side by side.
+      told: the whole text of what is shortened.
+    """
+
+    key: str
+    kind: str
+    words: tuple[Words, ...]
+    names: tuple[str, ...] = ()
+    areas: tuple[Area, ...] = ()
+    told: str = ""
+
+    @property
+    def head(self) -> float:
+        """Height of the words, with space around them."""
+        return PAD * 2 + LINE * len(self.words) if self.words else 0.0
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height."""
+        width = max((text_width(w) for w in self.words), default=0.0) + 2 * PAD + 6
+        if not self.areas:
+            return max(width, 60.0), self.head
+        inside = sum(area.layout.width + 2 * PAD for area in self.areas)
+        inside += PAD * (len(self.areas) + 1)
+        tallest = max(area.layout.height for area in self.areas)
+        return max(width, inside), self.head + tallest + 3 * PAD
+
+
+@dataclass(frozen=True)
+class Line:
+    """One or more values that go from one box to another."""
+
+    source: str
+    target: str
+    values: tuple[str, ...]
+    words: tuple[str, ...]
+    kind: str
+    nbytes: int
+    told: str
+
+
+@dataclass(frozen=True)
+class Area:
+    """Boxes with the lines between them: the whole drawing, or a block."""
+
+    title: str
+    items: tuple[Item, ...]
+    lines: tuple[Line, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time of a step, as it was predicted and measured; None where nobody knows."""
+
+    predicted: float | None = None
+    measured: float | None = None
+    share: float | None = None
+
+    @property
+    def words(self) -> tuple[Words, ...]:
+        """Lines in the box of the step."""
+        found = []
+        if self.predicted is not None:
+            found.append(Words(f"predicted {human_seconds(self.predicted)}", "time"))
+        if self.measured is not None:
+            part = f", {self.share:.0%}" if self.share is not None else ""
+            found.append(Words(f"measured {human_seconds(self.measured)}{part}", "time"))
+        return tuple(found)
+
+
+# --- what there is
+
+
+def plan_area(
+    facts: PlanFacts,
+    seconds: Mapping[str, Seconds] | None = None,
+    sources: Mapping[str, str] | None = None,
+) -> Area:
+    """The drawing of a plan.
+
+    Args:
+      facts: of the plan.
+      seconds: by the names of the steps.
+      sources: the text of lines of the user, by `file:line (function)`.
+    """
+    return _Drawing(facts, seconds or {}, sources or {}).area()
+
+
+class _Drawing:
+    def __init__(
+        self, facts: PlanFacts, seconds: Mapping[str, Seconds], sources: Mapping[str, str]
+    ):
+        self.facts = facts
+        self.seconds = seconds
+        self.sources = sources
+        self.values = {value.name: value for value in _values(facts)}
+        self.homes = dict(_homes(facts.steps, (), ()))
+        self.inputs = _groups(_used_inputs(facts), self._readers)
+        self.outputs = _groups([o for o in facts.outputs if o.value], lambda o: o.source)
+        self.homes |= {fact.path: (((), k),) for k, group in self.inputs.items() for fact in group}
+        self.homes |= {fact.path: (((), k),) for k, group in self.outputs.items() for fact in group}
+
+    def _readers(self, fact: InputFact) -> str:
+        """The boxes of the whole that read an input."""
+        readers = (e.target for e in self.facts.edges if e.source == fact.path)
+        return " ".join(sorted({_within(self.homes.get(name, ()), ()) or name for name in readers}))
+
+    def area(self) -> Area:
+        """The whole."""
+        items = [self.ends("input", key, group) for key, group in self.inputs.items()]
+        items += [self.step(step, ()) for step in self.facts.steps]
+        items += [self.ends("output", key, group) for key, group in self.outputs.items()]
+        return self.laid_out("", items, ())
+
+    def ends(self, kind: str, key: str, group: Sequence[InputFact | OutputFact]) -> Item:
+        """The box of some inputs, or of some outputs."""
+        names = tuple(fact.path for fact in group)
+        if len(group) == 1:
+            (fact,) = group
+            words = [Words(shortened(fact.path), "name"), Words(shortened(fact.type))]
+            words.append(Words(human_bytes(fact.nbytes)))
+        else:
+            words = [Words(shortened(f"{_root(names[0])}…"), "name")]
+            words.append(Words(f"{len(group)} arrays, {human_bytes(_total(group))}"))
+        told = "\n".join(f"{f.path}: {f.type}, {human_bytes(f.nbytes)}" for f in group)
+        return Item(key, kind, tuple(words), names, told=told)
+
+    def step(self, step: StepFact, home: Home) -> Item:
+        """The box of a step."""
+        words = [Words(shortened(step.name), "name"), *self._words(step)]
+        words += self.seconds.get(step.name, Seconds()).words
+        areas = tuple(
+            self.block(step, number, block, (*home, (step.name, number)))
+            for number, block in enumerate(step.blocks)
+        )
+        told = [step.name, *step.functions, step.reason, *step.lines]
+        kind = step.kind.lower()
+        return Item(
+            step.name, kind, tuple(words), (step.name,), areas, "\n".join(filter(None, told))
+        )
+
+    def _words(self, step: StepFact) -> Iterator[Words]:
+        moved = human_bytes(_total([*step.served, *step.placed]))
+        match step.kind:
+            case "Map":
+                yield Words(shortened(f"Map over {step.placement}, {_shards(step, self.facts)}"))
+                if step.functions:
+                    where = "".join(f" at {place_of(line)}" for line in step.lines[:1] if line)
+                    yield Words(shortened(", ".join(step.functions) + where), "code")
+                if step.partial_bytes:
+                    yield Words(f"reduces to {human_bytes(step.partial_bytes)} a shard")
+                if step.python:
+                    yield Words("runs as Python")
+            case "Gather":
+                yield Words(f"GATHERS {moved} to the server", "loud")
+            case "Scatter":
+                yield Words(f"scatters {moved} over {shortened(str(step.placement), 20)}")
+            case "Loop":
+                yield Words(f"Loop, {rounds_text(step)}")
+            case "Branch":
+                yield Words(f"Branch, one of {len(step.blocks)} blocks")
+            case _:
+                where = "".join(f" at {place_of(line)}" for line in step.lines[:1] if line)
+                yield Words(shortened(f"Server{where}"))
+        if step.kind in ("Gather", "Scatter"):
+            yield Words(shortened(f"because {step.reason}"))
+            for line in filter(None, step.lines[:1]):
+                yield Words(shortened(f"at {place_of(line)}"))
+                if line in self.sources:
+                    yield Words(shortened(self.sources[line]), "code")
+
+    def block(self, step: StepFact, number: int, block: BlockFact, home: Home) -> Area:
+        """The drawing of a block."""
+        read, given = _handed_words(step, block)
+        items = [Item("in", "in", tuple(Words(shortened(word, 60)) for word in read))]
+        items += [self.step(inner, home) for inner in block.steps]
+        items.append(Item("out", "out", tuple(Words(shortened(word, 60)) for word in given)))
+        return self.laid_out(block.title, items, home)
+
+    def laid_out(self, title: str, items: Sequence[Item], home: Home) -> Area:
+        """An area of these boxes."""
+        boxes = [Box(i.key, *i.size, {"in": "top", "out": "bottom"}.get(i.kind, "")) for i in items]
+        order = {box.key: i for i, box in enumerate(boxes)}
+        lines = [x for x in self.lines(home) if order[x.source] < order[x.target]]
+        links = [Link(x.source, x.target, *label_size(x.words)) for x in lines]
+        return Area(title, tuple(items), tuple(lines), layered(boxes, links))
+
+    def lines(self, home: Home) -> list[Line]:
+        """The lines of an area."""
+        found: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.facts.edges:
+            ends = self._ends(edge, home)
+            if ends is not None:
+                found.setdefault(ends, []).append(edge)
+        return [self.line(*ends, edges) for ends, edges in found.items()]
+
+    def _ends(self, edge: Edge, home: Home) -> tuple[str, str] | None:
+        """The boxes of an area between which a value goes, if it does."""
+        source = _within(self.homes.get(edge.source, ()), home)
+        target = _within(self.homes.get(edge.target, ()), home)
+        if home and target is not None:
+            source = source or "in"  # from outside, or from the step that the block is of
+        elif home and edge.target == home[-1][0]:
+            target = "out"
+        if source is None or target is None or source == target:
+            return None
+        return source, target
+
+    def line(self, source: str, target: str, edges: Sequence[Edge]) -> Line:
+        """One line for these values."""
+        distinct = {edge.value: edge for edge in edges}
+        total = _total(distinct.values())
+        members = [self._each(name) for name in distinct]
+        told = [
+            f"{name}: {self._type(name)}, {human_bytes(edge.nbytes)}"
+            + (f", {human_bytes(each)} a member" if each is not None else "")
+            for (name, edge), each in zip(distinct.items(), members, strict=True)
+        ]
+        first = (
+            shortened(next(iter(distinct)), 28) if len(distinct) == 1 else f"{len(distinct)} values"
+        )
+        words = [f"{first}, {human_bytes(total)}"]
+        known = [each for each in members if each is not None]
+        if known and not isinstance(total, MemberBytes):
+            words.append(f"{human_bytes(sum(known))} a member")
+        kinds = {self.kinds[key] for edge in edges for key in (edge.source, edge.target)}
+        kind = "gathered" if "Gather" in kinds and known else "placed" if known else "served"
+        size = total.each if isinstance(total, MemberBytes) else total
+        return Line(source, target, tuple(distinct), tuple(words), kind, size, "\n".join(told))
+
+    @cached_property
+    def kinds(self) -> Mapping[str, str]:
+        found = dict.fromkeys(self.homes, "")
+        return found | {step.name: step.kind for step in walk_facts(self.facts.steps)}
+
+    def _type(self, name: str) -> str:
+        value = self.values.get(name)
+        return value.type if value is not None else ""
+
+    def _each(self, name: str) -> int | None:
+        value = self.values.get(name)
+        return value.member_bytes if value is not None else None
+
+
+Home = tuple[tuple[str, int], ...]
+"""The blocks around an area, from the outside: the step, and the number of its block."""
+
+
+Path = tuple[tuple[Home, str], ...]
+"""The areas that something is in, from the outside, with its box in each."""
+
+
+def _homes(steps: Sequence[StepFact], home: Home, path: Path) -> Iterator[tuple[str, Path]]:
+    """The paths of steps by their names."""
+    for step in steps:
+        here = (*path, (home, step.name))
+        yield step.name, here
+        for number, block in enumerate(step.blocks):
+            yield from _homes(block.steps, (*home, (step.name, number)), here)
+
+
+def _within(path: Path, home: Home) -> str | None:
+    """The box of an area that a step is, or is in."""
+    return next((key for area, key in path if area == home), None)
+
+
+# --- what stands in boxes
+
+
+def _shards(step: StepFact, facts: PlanFacts) -> str:
+    found = next((p for p in facts.placements if p.name == step.placement), None)
+    if found is None or found.shards is None:
+        return "shards of " + (str(found.shard_size) if found else "members")
+    return f"{found.shards} shards of {found.shard_size}" if found.shards > 1 else "1 shard"
+
+
+def _handed_words(step: StepFact, block: BlockFact) -> tuple[list[str], list[str]]:
+    """What the bars over and under a block say."""
+    if step.kind == "Branch":
+        return [block.title], [f"gives {_sized(block.outputs)}"]
+    by: dict[str, list[ValueFact]] = {"carries": [], "slices": [], "stacks": []}
+    for fact in step.handed:
+        by[fact.how].append(fact.inside)
+    read = [(f"carried: {_sized(by['carries'])}", by["carries"])]
+    read.append((f"an entry of: {_sized(by['slices'])}", by["slices"]))
+    given = [(f"hands on {_sized(by['carries'])}", by["carries"])]
+    given.append((f"stacks {_sized(by['stacks'])}", by["stacks"]))
+    told = [text for text, values in given if values] or ["gives nothing"]
+    return [block.title, *(text for text, values in read if values)], (
+        ["goes on?"] if block.title == "condition" else told
+    )
+
+
+def _sized(values: Sequence[ValueFact]) -> str:
+    if not values:
+        return "nothing"
+    names = values[0].name if len(values) == 1 else f"{len(values)} values"
+    return f"{names}, {human_bytes(_total(values))}"
+
+
+def _total(things: Iterable[ValueFact | InputFact | OutputFact | Edge]) -> Bytes:
+    total: Bytes = 0
+    for thing in things:
+        total = total + thing.nbytes
+    return total
+
+
+def _values(facts: PlanFacts) -> Iterator[ValueFact]:
+    for step in walk_facts(facts.steps):
+        yield from (*step.served, *step.placed, *step.results)
+        yield from (reduction.result for reduction in step.reductions)
+        yield from (fact.inside for fact in step.handed)
+        for block in step.blocks:
+            yield from block.outputs
+
+
+def _used_inputs(facts: PlanFacts) -> list[InputFact]:
+    read = {edge.source for edge in facts.edges}
+    return [fact for fact in facts.inputs if fact.path in read]
+
+
+def _root(path: str) -> str:
+    """`args[0]` of `args[0]['w']`, `result` of `result[1]`, `constant` of `constant 3`."""
+    found = re.match(r"args\[\d+\]|\w+", path)
+    return found[0] if found else path
+
+
+Fact = TypeVar("Fact", InputFact, OutputFact)
+
+
+def _groups(facts: Sequence[Fact], other: Callable[[Fact], str]) -> dict[str, list[Fact]]:
+    """The facts of each box: those of one argument at the same other end, if they are many."""
+    found: dict[str, list[Fact]] = {}
+    for fact in facts:
+        found.setdefault(f"{_root(fact.path)} {other(fact)}", []).append(fact)
+    groups: dict[str, list[Fact]] = {}
+    for key, group in found.items():
+        groups |= {key: group} if len(group) > GROUPED else {fact.path: [fact] for fact in group}
+    return groups

@@ -1,0 +1,183 @@
+"""What the launching process writes of a run for its report, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import jax
+import numpy as np
+
+from beamjax._version import __version__
+from beamjax.fact_types import PlanFacts
+from beamjax.job_folder import JobFolder
+from beamjax.monitor import Monitor
+from beamjax.options import OWN, Options, beam_flags
+from beamjax.plan import Loop, Plan
+from beamjax.progress import Progress
+from beamjax.report import ABOUT, COURSE, Curve, curve_to_json, plain_plan, read_report
+from beamjax.source_lines import source_lines
+from beamjax.timeline import MOST, Timeline, thinned
+
+FIRST, SLOWEST = 1.0, 30.0
+"""Seconds between two records of the course of a run: at its beginning, and at most."""
+MAX_WARNINGS = 100
+_LOG = logging.getLogger("beamjax")
+_SECRET = re.compile("password|passwd|secret|token|credential|api_?key", re.I)
+PACKAGES = ("jax", "jaxlib", "numpy", "apache-beam")
+
+
+class Recording:
+    """Writes the records of one run. What can't be written or told is left out: the run goes on.
+
+    Args:
+      folder: of the job.
+      monitor: of the run.
+      plan: that is run.
+      options: of the run.
+      facts: finds what is told of the plan.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        monitor: Monitor,
+        plan: Plan,
+        options: Options,
+        facts: Callable[[], PlanFacts],
+    ):
+        self._folder = folder
+        self._monitor = monitor
+        self._plan = plan
+        self._options = options
+        self._facts = facts
+        self._timeline = Timeline()
+        self._curves: list[Curve] = []
+        self._heard = _Heard()
+        self._written = -FIRST
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """While the run goes on."""
+        with contextlib.suppress(Exception):
+            self._folder.write(ABOUT, self._about(), make=False)
+        logger = logging.getLogger("beamjax")
+        logger.addHandler(self._heard)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self._heard)
+            with contextlib.suppress(Exception):
+                self._write()
+
+    def look(self, progress: Progress) -> None:
+        """Takes a sample, and writes all of them if that was long ago."""
+        with self._lock:
+            self._timeline.add(progress)
+        pause = min(max(FIRST, progress.seconds / 50), SLOWEST) * self._folder.slowness
+        if progress.seconds - self._written >= pause:
+            self._written = progress.seconds
+            with contextlib.suppress(Exception):
+                self._write()
+
+    def returned(self, value: Any) -> None:
+        """The run has returned this."""
+        with contextlib.suppress(Exception):
+            self._curves = list(curves(self._plan, value))
+
+    def _write(self) -> None:
+        with self._lock:
+            samples = self._timeline.samples
+        record = {
+            "time": time.time(),
+            "samples": {name: list(column) for name, column in samples.items()},
+            "round_ends": list(self._monitor.round_ends.times),
+            "checkpoints": list(self._monitor.checkpoints.times),
+            "curves": [curve_to_json(curve) for curve in self._curves],
+            "warnings": self._heard.told[:MAX_WARNINGS],
+        }
+        self._folder.write(COURSE, record, make=False)
+
+    def _about(self) -> dict[str, Any]:
+        plan: PlanFacts | None = None
+        with contextlib.suppress(Exception):
+            plan = self._facts()
+        return {
+            "options": options_told(self._options),
+            "machine": machine_told(),
+            "plan": None if plan is None else plain_plan(plan),
+            "source_lines": {} if plan is None else source_lines(plan),
+        }
+
+
+class _Heard(logging.Handler):
+    """Keeps the warnings of a log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            if len(self.told) < MAX_WARNINGS:
+                self.told.append(record.getMessage()[:4000])
+
+
+def save_report(folder: JobFolder, options: Options) -> None:
+    """Writes the page that the option `report` asks for; if it can't, it says so in the log."""
+    if options.report is None:
+        return
+    try:
+        read_report(folder).save(options.report)
+    except Exception as error:  # the result is what counts
+        _LOG.warning("report: %s", error)
+
+
+def options_told(options: Options) -> dict[str, str]:
+    """The options that are not as they are by default, as text; secrets are left out."""
+    usual = {f.name: f.default for f in fields(Options)}
+    found = {name: getattr(options, name) for name in OWN}
+    told = {name: str(value) for name, value in found.items() if value != usual[name]}
+    told |= {name: str(value) for name, value in beam_flags(options.beam).items()}
+    return {k: "(not shown)" if _SECRET.search(k) else v for k, v in told.items()}
+
+
+def machine_told() -> dict[str, str]:
+    """Versions, and what this process runs on."""
+    found = {"beamjax": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    found["system"] = platform.platform()
+    found["host"] = platform.node()
+    found["processors"] = str(os.cpu_count())
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found["memory"] = f"{pages / 2**30:.1f} GiB"
+    with contextlib.suppress(Exception):
+        devices = jax.devices()
+        found["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    return found
+
+
+def curves(plan: Plan, result: Any) -> Iterator[Curve]:
+    """The leaves of a result that have a float for each round of a loop of the plan."""
+    lengths = {step.rounds for step in plan.steps if isinstance(step, Loop) and step.rounds}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]:
+        if not isinstance(leaf, jax.Array | np.ndarray) or leaf.ndim != 1:
+            continue
+        if leaf.shape[0] not in lengths or not jax.numpy.issubdtype(leaf.dtype, np.floating):
+            continue
+        places, values = thinned(np.asarray(leaf).astype(np.float64).tolist(), MOST)
+        where = f"result{jax.tree_util.keystr(path)}"
+        yield Curve(where, tuple(places), tuple(values), leaf.shape[0])

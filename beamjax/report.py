@@ -1,0 +1,235 @@
+"""What a run did, as data: read from the folder of its job, while it runs or afterwards."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from beamjax import records
+from beamjax.dropping import Dropped
+from beamjax.errors import ArrayFormatError
+from beamjax.fact_types import PlanFacts
+from beamjax.job_folder import JobFolder
+from beamjax.plain_data import from_plain
+from beamjax.progress import Progress
+from beamjax.timeline import Samples, numbers, samples_from_json
+
+if TYPE_CHECKING:
+    from beamjax.pages.shell import Page
+
+ABOUT, COURSE = "about", "course"
+"""Names of the records in a folder: of what does not change, and of what does."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values of each round of a loop, as losses.
+
+    Attributes:
+      path: of the leaf in the result, as `result['losses']`.
+      rounds: numbers of the rounds, from 0; all of them if they are not too many.
+      values: of these rounds; NaN where they are not finite.
+      of: how many rounds there are.
+    """
+
+    path: str
+    rounds: tuple[int, ...]
+    values: tuple[float, ...]
+    of: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did, or has done so far.
+
+    Attributes:
+      program, runner: their names.
+      state: "running", "done", "failed", "cancelled" or "lost".
+      began: seconds since the epoch.
+      progress: at the end, or now.
+      samples: of it over time, a column for each number; see `beamjax.timeline.COLUMNS`.
+      round_ends, checkpoints: seconds since the beginning; if they are many, not all of them.
+      curves: results of floats, one for each round of a loop.
+      dropped: members that were left out.
+      warnings: that beamjax gave meanwhile.
+      error: type, message, step, traceback, ... of a run that failed, else None.
+      options: those that were given.
+      machine: versions, and what the launching process ran on.
+      plan: what was run, if it is known; `source_lines` are the user's.
+    """
+
+    program: str
+    runner: str
+    state: str
+    began: float
+    progress: Progress
+    samples: Samples = field(default_factory=dict)
+    round_ends: tuple[float, ...] = ()
+    checkpoints: tuple[float, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    warnings: tuple[str, ...] = ()
+    error: Mapping[str, Any] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+    plan: PlanFacts | None = None
+    source_lines: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def started(self) -> str:
+        """When it began, in the time of here."""
+        found = datetime.datetime.fromtimestamp(self.began).astimezone()
+        return found.isoformat(sep=" ", timespec="seconds")
+
+    @property
+    def reasons(self) -> Mapping[tuple[str, str, str], int]:
+        """How many members were dropped, by placement, step and reason."""
+        return collections.Counter((d.placement, d.step, d.reason) for d in self.dropped)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as dicts, lists, text and numbers; values that are not finite are None."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found |= {
+            "progress": self.progress.to_json(),
+            "samples": {name: list(column) for name, column in self.samples.items()},
+            "round_ends": list(self.round_ends),
+            "checkpoints": list(self.checkpoints),
+            "curves": [curve_to_json(curve) for curve in self.curves],
+            "dropped": [each.to_json() for each in self.dropped],
+            "warnings": list(self.warnings),
+            "plan": None if self.plan is None else plain_plan(self.plan),
+        }
+        return found
+
+    def to_html(self) -> str:
+        """A page that stands alone: progress over time, where the time went, what went wrong.
+
+        It asks for nothing of the network, and its data are in it as JSON too.
+        """
+        from beamjax.pages.shell import document
+
+        return document(self._page())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page to a file, by path or URL.
+
+        Raises:
+          SourceError: it can't be written.
+        """
+        from beamjax.pages.shell import write
+
+        write(path, self.to_html())
+
+    def _repr_html_(self) -> str:
+        from beamjax.pages.shell import fragment
+
+        return fragment(self._page())
+
+    def _page(self) -> Page:
+        from beamjax.pages.run_page import run_page
+
+        return run_page(self)
+
+    def __repr__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    progress = report.progress
+    done = progress.done
+    yield f"run of {report.program} on {report.runner}: {report.state}"
+    yield f"  began {report.started}, took {progress.seconds:.2f} s"
+    yield f"  {done.members:,} members, {progress.members_per_second:,.0f}/s"
+    shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
+    if shares:
+        yield f"  {', '.join(shares)}"
+    if done.retries:
+        yield f"  {done.retries:,} shards again"
+    for (placement, step, reason), count in report.reasons.items():
+        yield f"  {count:,} members of {placement} dropped in {step}: {reason}"
+    if report.error is not None:
+        yield f"  {report.error.get('type')}: {report.error.get('message')}"
+
+
+def read_report(folder: JobFolder) -> Report:
+    """What a run did, by the folder of its job.
+
+    Raises:
+      JobError: there is no job.
+      ArrayFormatError: a file is not what was written.
+    """
+    described = folder.describe()
+    state, error = folder.state()
+    about, course = folder.read(ABOUT) or {}, folder.read(COURSE) or {}
+    path = f"{folder.path}/{COURSE}{records.SUFFIX}"
+    plan = about.get("plan")
+    return Report(
+        described["name"], described["runner"], state, described["time"], folder.progress(),
+        samples_from_json(course.get("samples", {}), path),
+        numbers(course.get("round_ends", ()), path),
+        numbers(course.get("checkpoints", ()), path),
+        tuple(_curve(curve, path) for curve in course.get("curves", ())),
+        folder.dropped(),
+        _texts(course.get("warnings", ()), path),
+        error,
+        _named(about.get("options")),
+        _named(about.get("machine")),
+        None if plan is None else from_plain(PlanFacts, plan, f"{folder.path}/{ABOUT}"),
+        _named(about.get("source_lines")),
+    )  # fmt: skip
+
+
+def _named(found: Any) -> dict[str, str]:
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def _texts(found: Any, path: str) -> tuple[str, ...]:
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise ArrayFormatError(f"{path}: found {found!r:.200}, expected texts")
+    return tuple(found)
+
+
+# --- plain values
+
+
+def plain_plan(plan: PlanFacts) -> dict[str, Any]:
+    """The facts of a plan, as lists and dicts."""
+    found = _listed(dataclasses.asdict(plan))
+    assert isinstance(found, dict)
+    return found
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _listed(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listed(child) for child in value]
+    return value
+
+
+def curve_to_json(curve: Curve) -> dict[str, Any]:
+    """A curve as plain values."""
+    values = [value if math.isfinite(value) else None for value in curve.values]
+    return {"path": curve.path, "rounds": list(curve.rounds), "values": values, "of": curve.of}
+
+
+def _curve(record: Any, path: str) -> Curve:
+    found = records.checked(
+        record if isinstance(record, dict) else {},
+        {"path": str, "rounds": list, "values": list, "of": int},
+        path,
+    )
+    values = [0.0 if value is None else value for value in found["values"]]
+    numbers(found["rounds"], path)
+    finite = numbers(values, path)
+    known = [
+        math.nan if value is None else number
+        for value, number in zip(found["values"], finite, strict=True)
+    ]
+    return Curve(found["path"], tuple(found["rounds"]), tuple(known), found["of"])

@@ -1,0 +1,124 @@
+"""How a run went, in few numbers however long it takes: samples that are thinned as they grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from beamjax.errors import ArrayFormatError
+from beamjax.progress import SECONDS, Progress
+
+MOST = 400
+"""Samples that are kept at most."""
+COLUMNS = (
+    "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
+    *SECONDS,
+)  # fmt: skip
+"""What a sample tells, in numbers: of the time since the job began, and of `Progress`."""
+
+Samples = Mapping[str, tuple[float, ...]]
+"""A column of numbers for each of `COLUMNS`, all of one length."""
+
+
+class Timeline:
+    """Samples of how far a run was, evenly over its time.
+
+    Args:
+      most: that are kept; when there are more, every second one goes.
+    """
+
+    def __init__(self, most: int = MOST):
+        self._most = most
+        self._kept: list[tuple[float, ...]] = []
+        self._last: tuple[float, ...] | None = None
+        self._apart = 0.0
+
+    def add(self, progress: Progress) -> None:
+        """Takes a sample, if the last that is kept is old enough; the newest is always known."""
+        sample = _sample(progress)
+        self._last = sample
+        if self._kept and sample[0] - self._kept[-1][0] < self._apart:
+            return
+        self._kept.append(sample)
+        if len(self._kept) >= self._most:
+            self._kept = self._kept[::2]
+            self._apart = (self._kept[-1][0] - self._kept[0][0]) / len(self._kept)
+
+    @property
+    def samples(self) -> dict[str, tuple[float, ...]]:
+        """All that is known."""
+        rows = list(self._kept)
+        if self._last is not None and rows[-1] is not self._last:
+            rows.append(self._last)
+        return {name: tuple(row[i] for row in rows) for i, name in enumerate(COLUMNS)}
+
+
+def _sample(progress: Progress) -> tuple[float, ...]:
+    done = progress.done
+    found = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
+    return tuple(round(value, 4) for value in found)
+
+
+class Moments:
+    """Times at which something happened, each second one forgotten when there are too many.
+
+    Args:
+      most: that are kept.
+    """
+
+    def __init__(self, most: int = MOST):
+        self._most = most
+        self._kept: list[float] = []
+        self._every = 1
+        self._count = 0
+
+    def add(self, moment: float) -> None:
+        """It happened."""
+        if self._count % self._every == 0:
+            self._kept.append(round(moment, 4))
+            if len(self._kept) >= self._most:
+                self._kept = self._kept[::2]
+                self._every *= 2
+        self._count += 1
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Those that are kept, in order."""
+        return tuple(self._kept)
+
+
+def samples_from_json(record: Any, path: str) -> dict[str, tuple[float, ...]]:
+    """The samples in a record; a column that is missing is of zeros.
+
+    Raises:
+      ArrayFormatError: the record at `path` is something else.
+    """
+    columns = record if isinstance(record, dict) else {}
+    found = {name: numbers(columns[name], path) for name in COLUMNS if name in columns}
+    lengths = {len(column) for column in found.values()}
+    if not isinstance(record, dict) or len(lengths) > 1:
+        raise ArrayFormatError(f"{path}: found {record!r:.200}, expected columns of one length")
+    zeros = (0.0,) * (lengths.pop() if lengths else 0)
+    return {name: found.get(name, zeros) for name in COLUMNS}
+
+
+def numbers(found: Any, path: str) -> tuple[float, ...]:
+    """Finite numbers of a list in a record.
+
+    Raises:
+      ArrayFormatError: it is something else.
+    """
+    plain = isinstance(found, list | tuple) and all(type(x) in (int, float) for x in found)
+    if not plain or not all(map(math.isfinite, found)):
+        raise ArrayFormatError(f"{path}: found {found!r:.200}, expected a list of finite numbers")
+    return tuple(found)
+
+
+def thinned(values: Iterable[float], most: int) -> tuple[list[int], list[float]]:
+    """The places of at most so many of the values, the first and the last among them; and these."""
+    whole = list(values)
+    if len(whole) <= most:
+        return list(range(len(whole))), whole
+    places = [round(i * (len(whole) - 1) / (most - 1)) for i in range(most)]
+    return places, [whole[i] for i in places]
