@@ -126,7 +126,7 @@ def test_what_is_not_installed_is_said_to_be_and_has_no_number(measured):
     (row,) = (row for row in written["cases"]["A"]["rows"] if row["way"] == "dask-2")
     assert row["missing"] == "dask is not installed"
     assert "seconds" not in row
-    (line,) = (line for line in page.splitlines() if line.startswith("| Dask, 2 workers"))
+    line = next(line for line in page.splitlines() if line.startswith("| Dask, 2 workers"))
     assert [cell.strip() for cell in line.split("|") if cell.strip()] == [
         "Dask, 2 workers", "dask is not installed",
     ]  # fmt: skip

@@ -36,6 +36,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--budget", type=float, default=10.0,
         help="seconds of a way after which it has no more rounds (default: 10)",
     )  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="after which nothing new is begun"
+    )
     parser.add_argument("--shard-size", type=int, help="instead of the one that beamjax plans")
     parser.add_argument(
         "--python", action="append", default=[], metavar="WAY=PATH",
@@ -80,7 +83,15 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         if flags.json:
             flags.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
+    def is_late(what: str) -> bool:
+        late = time.perf_counter() - began > 60 * flags.minutes
+        if late:
+            settings.tell(f"{what}: not begun after {flags.minutes:g} minutes")
+        return late
+
     for case in cases:
+        if is_late(case):
+            continue
         with tempfile.TemporaryDirectory(prefix="beamjax-suite-", dir=flags.folder) as folder:
             found["cases"][case] = measure(case, Path(folder), settings)
         print(page.as_text(case, found["cases"][case]), flush=True)
@@ -88,6 +99,8 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         settings.tell(f"{found['seconds']:.0f} s so far")
     if not flags.no_scale:
         for name, function in (("members", scale.by_members), ("workers", scale.by_workers)):
+            if is_late(f"scale with {name}"):
+                continue
             with tempfile.TemporaryDirectory(prefix="beamjax-suite-", dir=flags.folder) as folder:
                 found["scale"][name] = function(Path(folder), settings)
     save()

@@ -87,13 +87,13 @@ CASES = {
     "E": Case(
         "Wide model: {width} x {width} weights go to {n} clients, which return as many",
         "wide:Wide",
-        full={"n": 32, "rows": 8, "width": 5_000},
+        full={"n": 24, "rows": 8, "width": 5_000},
         small={"n": 10, "rows": 2, "width": 16},
     ),
     "F": Case(
         "LeNet on {n} clients of 1 to {most} images of {side} x {side}",
         "cnn:Cnn",
-        full={"n": 256, "most": 64, "side": 28},
+        full={"n": 128, "most": 64, "side": 28},
         small={"n": 12, "most": 16, "side": 16},
         fedjax=True,
     ),
