@@ -367,7 +367,7 @@ def soaked(flags: argparse.Namespace, folder: Path) -> list[Attempt]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from overhead import machine
+    from suite.machine import machine
 
     flags = parse_flags(argv)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))

@@ -1,0 +1,90 @@
+"""The bar: what beamjax shall reach, line by line, and what it reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite.ways import BATCH, DIRECT, JIT, LOCAL, LOOP, PEERS
+
+Line = dict[str, Any]
+
+REASONS = Path(__file__).with_name("reasons.txt")
+FACTOR, MORE_SECONDS = 1.10, 1.0
+LOCAL_FACTOR = 1.05
+LONG = 10.0
+"""Seconds of the shard loop past which beamjax shall be ahead of every peer."""
+BATCH_FACTOR = 2.0
+
+
+def lines(cases: Mapping[str, Any]) -> list[Line]:
+    """Each with its key, what is asked, what was found, and whether that is enough.
+
+    Args:
+      cases: letter to what `measure` gave.
+    """
+    found = []
+    for case, measured in cases.items():
+        seconds = {row["way"]: row["seconds"] for row in measured["rows"] if row.get("seconds")}
+        found += list(_of_case(case, seconds))
+    return found
+
+
+def _of_case(case: str, seconds: Mapping[str, float]) -> Iterator[Line]:
+    def line(key: str, ask: str, way: str, limit: float, what: str) -> Line:
+        met = seconds[way] <= limit
+        numbers = f"{seconds[way]:.3f} s, {what} {limit:.3f} s"
+        return {"key": f"{case} {key}", "case": case, "ask": ask, "found": numbers, "met": met}
+
+    def has(*ways: str) -> bool:
+        return all(way in seconds for way in ways)
+
+    if case in "ABCDEF" and has(LOOP, DIRECT):
+        ask = f"DirectRunner at most {FACTOR:.2f} x the shard loop + {MORE_SECONDS:.0f} s"
+        limit = FACTOR * seconds[LOOP] + MORE_SECONDS
+        yield line("direct", ask, DIRECT, limit, "limit")
+    if case in "ABCDEF" and has(LOOP, LOCAL):
+        ask = f"local at most {LOCAL_FACTOR:.2f} x the shard loop"
+        yield line("local", ask, LOCAL, LOCAL_FACTOR * seconds[LOOP], "limit")
+    if case in "AB" and has(JIT, LOCAL):
+        yield line("jit", "local ahead of jit of the whole", LOCAL, seconds[JIT], "jit")
+    if case in "AB" and has(JIT, DIRECT):
+        yield line("jit-direct", "DirectRunner ahead of jit", DIRECT, seconds[JIT], "jit")
+    if case == "B" and has(BATCH, DIRECT):
+        ask = f"DirectRunner at least {BATCH_FACTOR:.0f} x as fast as BatchElements"
+        yield line("batch", ask, DIRECT, seconds[BATCH] / BATCH_FACTOR, "half of its")
+    if has(LOOP, DIRECT) and seconds[LOOP] > LONG:
+        for peer in PEERS:
+            if peer in seconds:
+                ask = f"DirectRunner ahead of {peer}, past {LONG:.0f} s"
+                yield line(peer, ask, DIRECT, seconds[peer], f"{peer}")
+
+
+def standings(cases: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Case, peer, and how many times its seconds are those of DirectRunner, long or not."""
+    for case, measured in cases.items():
+        seconds = {row["way"]: row["seconds"] for row in measured["rows"] if row.get("seconds")}
+        if DIRECT in seconds:
+            for way in (JIT, *PEERS):
+                if way in seconds:
+                    yield case, way, seconds[way] / seconds[DIRECT]
+
+
+def reasons(path: Path = REASONS) -> dict[str, str]:
+    """Why a line is missed, by its key: `A direct: text`, a line each, written by hand."""
+    found = {}
+    for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not text.strip() or text.startswith("#"):
+            continue
+        key, colon, reason = text.partition(":")
+        if not colon:
+            raise ValueError(f"{path}, line {number}: found {text!r}, expected 'A direct: reason'")
+        found[key.strip()] = reason.strip()
+    return found
+
+
+def untold(found: list[Line], why: Mapping[str, str]) -> list[str]:
+    """Keys of lines that are missed and have no reason yet."""
+    missing: Callable[[Line], bool] = lambda line: not line["met"] and line["key"] not in why
+    return [line["key"] for line in found if missing(line)]

@@ -1,0 +1,49 @@
+"""Ways without worker processes: jit, the shard loop, DrJAX; and beamjax on any runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.suite.sums import opened, sums_in_process
+from benchmarks.suite.ways import Call, Job
+
+
+def jit(job: Job) -> Call:
+    """All members on the device before the clock starts."""
+    import beamjax as bj
+
+    return _jitted(job, bj)
+
+
+def drjax(job: Job) -> Call:
+    """The same with DrJAX's operators."""
+    import drjax as package
+
+    return _jitted(job, package)
+
+
+def _jitted(job: Job, ops: Any) -> Call:
+    problem = opened(job)
+    call = jax.jit(problem.program(ops))
+    arguments = jax.device_put((problem.server, problem.whole()))
+    return lambda: jax.block_until_ready(call(*arguments))
+
+
+def loop(job: Job) -> Call:
+    """The ideal, by hand: a jitted function over beamjax's shards, summed in float64."""
+    problem, sums = opened(job), sums_in_process(job)
+    return lambda: problem.solve(sums)
+
+
+def beamjax(job: Job, runner: str = "DirectRunner", options: Mapping[str, Any] = {}) -> Call:
+    """`bj.run` of the program on members in files."""
+    import beamjax as bj
+
+    if runner != "local":
+        import apache_beam  # noqa: F401  (2 s that are not the first call's)
+    problem, chosen = opened(job), {"progress": False, **options}
+    program, source = problem.program(bj), problem.source(bj)
+    return lambda: bj.run(program, problem.server, source, runner=runner, options=chosen)
