@@ -24,6 +24,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -128,12 +129,33 @@ def plain_array(array: Any, where: str = "array") -> np.ndarray:
     return array
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Flat arrays of one native dtype that follow one another: `encode_arrays` makes one of them.
+
+    Attributes:
+        parts: the arrays.
+        dtype: of all of them.
+    """
+
+    parts: Sequence[np.ndarray]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.size for part in self.parts),)
+
+
 def encode_arrays(arrays: Sequence[Any], meta: dict[str, Any] | None = None) -> bytes:
     """Encodes arrays and a small dictionary to one buffer.
 
     Args:
         arrays: NumPy arrays (or JAX arrays, which are fetched) of any shape, layout and byte
-            order, with a dtype that JAX computes with.
+            order, with a dtype that JAX computes with; or `Joined` ones.
         meta: plain JSON values: dictionaries with string keys, lists, strings, finite numbers,
             booleans, None.
 
@@ -144,13 +166,18 @@ def encode_arrays(arrays: Sequence[Any], meta: dict[str, Any] | None = None) -> 
         StructureError: for a dtype that is not raw data, a masked array, something that is no
             array, or a `meta` that JSON would change.
     """
-    views = [plain_array(array, f"array {index}") for index, array in enumerate(arrays)]
+    views = [
+        array if isinstance(array, Joined) else plain_array(array, f"array {index}")
+        for index, array in enumerate(arrays)
+    ]
     header_bytes, offsets, total = _layout(views, _checked_meta(meta))
     parts: list[Buffer] = [b"", header_bytes]
     position = _CHECKED_PREFIX.size + len(header_bytes)
     payload_crc = 0
     for view, offset in zip(views, offsets, strict=True):
-        for part in (bytes(offset - position), _as_bytes(view)):
+        found = view.parts if isinstance(view, Joined) else [view]
+        more: list[Buffer] = [bytes(offset - position), *map(_as_bytes, found)]
+        for part in more:
             payload_crc = zlib.crc32(part, payload_crc)
             parts.append(part)
         position = offset + view.nbytes
@@ -238,7 +265,7 @@ def _checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
     return meta
 
 
-def _layout(views: list[np.ndarray], meta: dict[str, Any]) -> tuple[bytes, list[int], int]:
+def _layout(views: list[np.ndarray | Joined], meta: dict[str, Any]) -> tuple[bytes, list[int], int]:
     """JSON header, offset of each array, and total length.
 
     Offsets are relative to the buffer, so that they depend on the header's own length: the header

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from beamjax.arrays import Joined
 from beamjax.digits import BLOCK, LOWEST, Digits
 from beamjax.errors import ArrayFormatError
 
@@ -25,8 +26,10 @@ MAX_HELD = 128 + 64
 HELD = -1
 """In the place of the key of a digit: float64 numbers."""
 
+_NO_SIGN = np.uint64((1 << 63) - 1)
 
-def pack(blocks: dict[int, Digits]) -> list[np.ndarray]:
+
+def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
     """The arrays `index`, `data` and `flagged` of blocks whose digits are carried.
 
     Args:
@@ -50,7 +53,7 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray]:
             flagged.append(np.stack([places + number * BLOCK, block.flags[places]], axis=1))
     return [
         np.array(index, np.int32).reshape(-1, 3),
-        np.concatenate([np.empty(0, np.uint8), *data]),
+        Joined(data, np.dtype(np.uint8)),
         np.concatenate([np.empty((0, 2), np.int64), *flagged]),
     ]
 
@@ -123,14 +126,20 @@ def _to_planes(vector: np.ndarray) -> np.ndarray:
 
 
 def _checked(data: np.ndarray, nbytes: int) -> np.ndarray:
-    """The float64 numbers of a block, which are sums of float32."""
+    """The float64 numbers of a block, which are sums of float32; read-only."""
     if nbytes != 8:
         _fail(f"{nbytes} bytes a float64", "8")
-    held = data.view("<f8") + np.float64(0)  # which also leaves no -0
-    size = np.abs(held)
-    if not (size < 2.0**MAX_HELD).all() or ((size < 2.0**-149) & (size > 0)).any():
+    held = data.view("<f8")
+    sizes = held.view("<u8") & _NO_SIGN
+    highest = int(sizes.max())
+    np.subtract(sizes, np.uint64(1), out=sizes)  # zeros become the largest, and do not count below
+    if highest >= _bits(2.0**MAX_HELD) or int(sizes.min()) + 1 < _bits(2.0**-149):
         _fail("other numbers", f"sums of float32, below 2^{MAX_HELD}")
     return held
+
+
+def _bits(value: float) -> int:
+    return int(np.float64(value).view(np.uint64))
 
 
 def _from_planes(planes: np.ndarray, width: int) -> np.ndarray:

@@ -52,7 +52,8 @@ class Digits:
         vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
         bound: |digit| <= bound · 2^(width-1).
         flags: uint8 vector (size,) of infinities and NaN seen, or None.
-        held: float64 vector (size,) of finite numbers that is to be added to the digits, or None.
+        held: float64 vector (size,) of finite numbers that is to be added to the digits, or None;
+            it may be read-only.
         missed: whether what was added last did not fit in `held`.
     """
 
@@ -90,17 +91,22 @@ class Digits:
             rows: float32 or float64 vectors (size,), or an array (terms, size) of at most
                 `capacity` // 2; not kept.
         """
-        if self.lowest == LOWEST[np.dtype(np.float32)]:
-            if self.held is None:
-                self.held = np.zeros(self.size)
-            if add_exactly(self.held, rows):
-                self.missed = False
-                return
+        if self.lowest == LOWEST[np.dtype(np.float32)] and self._add_held(rows):
+            self.missed = False
+            return
         if not isinstance(rows, np.ndarray):
             for row in rows:
                 self._add_digits(row[None]) if len(rows) == 1 else self.add([row])
             return
         self._add_digits(rows)
+
+    def _add_held(self, rows: Rows) -> bool:
+        """Adds vectors to `held`, if that is exact; whether it was."""
+        if self.held is None:
+            self.held = np.zeros(self.size)
+        elif not self.held.flags.writeable:
+            self.held = self.held.copy()
+        return add_exactly(self.held, rows)
 
     def _add_digits(self, rows: np.ndarray) -> None:
         """Adds vectors (terms, size) to the digits."""
@@ -204,7 +210,9 @@ class Digits:
         Zeros are neither.
         """
         if self.held is not None and not self.vectors:
-            self.held = self.held if self.held.any() else None
+            # A look at a few first: `any` takes time for floats.
+            some = self.held[:64].any() or self.held.any()
+            self.held = self.held if some else None
             return
         self.carry()
         if self.lowest != LOWEST[np.dtype(np.float32)]:
@@ -237,7 +245,7 @@ class Digits:
         if other.held is not None:
             if self.held is None:
                 self.held = other.held.copy()
-            elif not add_exactly(self.held, [other.held]):
+            elif not self._add_held([other.held]):
                 other = other.copy()
                 other._release()
         if self.bound + other.bound > self.capacity:

@@ -193,7 +193,8 @@ class Graph:
             merged = self._merged_in_files(step, partials, fan)
         else:
             finish = FinishPieces(self._task(step))
-            merge = beam.CombinePerKey(MergeAccumulators(step.name, self.store.reports))
+            merging = MergeAccumulators(step.name, self.store.reports, self.store)
+            merge = beam.CombinePerKey(merging)
             if fan.groups > 1:
                 merge = merge.with_hot_key_fanout(fan.groups)
             merged = partials | f"{step.name}/Merge" >> merge

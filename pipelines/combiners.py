@@ -15,6 +15,7 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax.dyadic import DyadicTree
 from beamjax.lane_pieces import Piece, step_pieces
 from beamjax.meters import Reports
+from beamjax.pipelines import parcels
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Ref, Store
@@ -49,10 +50,12 @@ class MergeAccumulators(beam.CombineFn):
     Args:
       step: whose piece it is.
       reports: where the job is told how long it takes; None if nobody wants to know.
+      store: where large accumulators are on their way; None if all travel as elements.
     """
 
-    def __init__(self, step: str, reports: Reports | None = None):
+    def __init__(self, step: str, reports: Reports | None = None, store: Store | None = None):
         super().__init__()
+        self.store = store
         self.times = StepTimes(step, "merge", reports)
 
     def default_type_hints(self) -> IOTypeHints:
@@ -86,6 +89,9 @@ class MergeAccumulators(beam.CombineFn):
         else:
             with self.times.measured():
                 encoded = _encoded(accumulator)
+                if self.store is not None:
+                    with transferring():
+                        encoded = parcels.send(self.store, encoded)
         self.times.tell_beam()
         return encoded
 
@@ -95,16 +101,17 @@ class MergeAccumulators(beam.CombineFn):
         if accumulator is None:
             return other
         with self.times.measured():
-            live = _live(accumulator)
-            live.merge(_live(other))
+            live = _live(accumulator, self.store)
+            live.merge(_live(other, self.store))
         return live
 
 
-def _live(accumulator: Any) -> Any:
+def _live(accumulator: Any, store: Store | None) -> Any:
     if not isinstance(accumulator, bytes):
         return accumulator
     with transferring():
-        return decode_accumulator(accumulator)
+        data = accumulator if store is None else parcels.receive(store, accumulator)
+        return decode_accumulator(data)
 
 
 class FinishPieces(StepFn):
@@ -126,14 +133,15 @@ class FinishPieces(StepFn):
         plan, step = plan_with_size(self.task, served), self.task.step
         lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
         with self.times.measured():
-            found = finish_lane(plan, step, lane, _live(data), where)
+            found = finish_lane(plan, step, lane, _live(data, self.task.store), where)
             values = {}
             for name, offset, part in found:
                 if self.whole:
                     array = part.reshape(plan.values[name].shape)
                     values[name] = self.task.store.put([array], name)
                 else:
-                    values[f"{name}|{offset}"] = self.task.store.put([part], name, inline=False)
+                    put = self.task.store.put
+                    values[f"{name}|{offset}"] = put([part], name, inline=False, hashed=False)
         yield Environment(values)
 
     def finish_bundle(self) -> None:

@@ -44,7 +44,7 @@ class Ref:
     """Where a value is. Plain data: picklable, hashable, and JSON but for `inline`.
 
     Attributes:
-        key: hash of the content, the same for the same arrays in any store.
+        key: hash of the content, the same for the same arrays in any store; or one of its own.
         leaves: dtype name and shape of each array.
         inline: the encoded arrays themselves, if they are small; empty otherwise.
         files: name and size in bytes of each file, in order; empty if the value is inline.
@@ -154,13 +154,17 @@ class Store:
             ) from error
         return store
 
-    def put(self, arrays: Sequence[Any], hint: str = "", *, inline: bool = True) -> Ref:
+    def put(
+        self, arrays: Sequence[Any], hint: str = "", *, inline: bool = True, hashed: bool = True
+    ) -> Ref:
         """Writes a value, unless the same one is there already.
 
         Args:
             arrays: arrays of any shapes, with dtypes that `beamjax.arrays` takes.
             hint: a word for people who look into the folder, for example a step's name.
             inline: whether a small value may travel inside of its reference.
+            hashed: whether files are named by what they hold. Without that the same value may be
+                written twice, but it is not read once more for its name.
 
         Returns:
             The reference to give to `get`, here or in another process.
@@ -170,9 +174,9 @@ class Store:
             SourceError: if the folder cannot be written.
         """
         with transferring():
-            return self._put(arrays, hint, inline)
+            return self._put(arrays, hint, inline, hashed)
 
-    def _put(self, arrays: Sequence[Any], hint: str, inline: bool) -> Ref:
+    def _put(self, arrays: Sequence[Any], hint: str, inline: bool, hashed: bool) -> Ref:
         arrays = [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
         leaves = tuple((wire.dtype_name(a.dtype), a.shape) for a in arrays)
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
@@ -183,7 +187,8 @@ class Store:
         files = []
         for chunks in _pack(arrays, self.piece_bytes):
             data = wire.encode_arrays(chunks)
-            name = f"{_digest([data])}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
+            key = _digest([data]) if hashed else unique_key()
+            name = f"{key}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
             self.write(name, data, keep=True)
             files.append((name, len(data)))
         return _ref_to_files(leaves, files)
@@ -317,6 +322,16 @@ def _ref_to_files(
 ) -> Ref:
     names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
     return Ref(_digest(names), leaves, files=tuple(files))
+
+
+def unique_key() -> str:
+    """The first part of the name of a file that nothing else has."""
+    return uuid.uuid4().hex + uuid.uuid4().hex[:8]
+
+
+def is_name(name: str) -> bool:
+    """Whether it is one that a store gives a file."""
+    return _SAFE_NAME.fullmatch(name) is not None
 
 
 def _digest(parts: Iterable[bytes]) -> str:

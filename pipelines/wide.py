@@ -146,12 +146,15 @@ class FinishSections(MergeSections):
             finished_sections(plan, step, section, pieces, room)
         put = self.task.store.put
         yield Environment(
-            {f"{n}|{start}": put([part], n, inline=False) for n, (start, part) in parts.items()}
+            {
+                f"{n}|{start}": put([part], n, inline=False, hashed=False)
+                for n, (start, part) in parts.items()
+            }
         )
 
 
 def _save(store: Store, array: np.ndarray) -> Ref:
-    return store.put([array], "partial", inline=False)
+    return store.put([array], "partial", inline=False, hashed=False)
 
 
 def _kept(array: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import partials_of_tree
 from beamjax.pipelines.dealing import CpuTurn, Dealer
 from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.parcels import send
 from beamjax.pipelines.step_metrics import StepMetrics, StepTimes
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.pipelines.wide import scratch_of, terms_of_bundle
@@ -154,7 +155,7 @@ class MapShards(ComputeFn):
                     yield _windowed(made)
         for piece, accumulator in (self.accumulators or {}).items():
             with self.moving.measured():
-                partial = (key_of(piece), accumulator.encode())
+                partial = key_of(piece), send(self.task.store, accumulator.encode())
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         if self.wide is not None:
             with self.moving.measured():
