@@ -5,9 +5,9 @@
 Runs each job over n, 10 n and 100 n members, each in a process of its own, and prints the peak of
 the memory that is that process's own (anonymous: neither shared nor mapped from files) and of its
 workers together with the ratio to the row before and what share it is of the estimate, which
-`beamjax.explain` tells too (for `groups` the larger one of the grouping and of the run). The members are of 4 KiB, so
-n = 25,000 and three steps are 10 GB at the top; they are made on the spot, or lie in files that are
-written before.
+`beamjax.explain` tells too (for `groups` the larger one of the grouping and of the run). The
+members are of 4 KiB, so n = 25,000 and three steps are 10 GB at the top; they are made on the spot,
+or lie in files that are written before.
 
 - `draws`: members from `from_range`, one sum.
 - `embed`: rows of Parquet, embedded to files (`keep="placed"`), nothing else.
