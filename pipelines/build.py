@@ -161,6 +161,7 @@ class Graph:
             carried,
             self.options.reduction,
             self.options.drop_limit,
+            whole=lasting,
         )
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))

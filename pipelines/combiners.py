@@ -251,7 +251,8 @@ class PartsOfBlocks(StepFn):
 
     def process(self, block: Block) -> Iterator[Environment]:
         with self.times.measured():
-            ref = self.store.put([block.values[self.step.operand]], self.step.result)
+            members = block.array(self.step.operand, self.store)
+            ref = self.store.put([members], self.step.result)
         yield Environment({f"{self.step.result}|{block.start}": ref})
 
     def finish_bundle(self) -> None:

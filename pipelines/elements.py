@@ -16,7 +16,7 @@ from apache_beam.coders.typecoders import registry
 
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.pipelines.store import Ref
+from beamjax.pipelines.store import Ref, Store
 
 T = TypeVar("T")
 
@@ -36,12 +36,14 @@ class Block:
         count: number of members.
         shard_size: members in a full shard of the plan; `count` is at most this.
         values: name to array of shape (count, ...).
+        refs: name to where such an array is in the store, if that is too large for an element.
     """
 
     start: int
     count: int
     shard_size: int
     values: dict[str, np.ndarray]
+    refs: dict[str, Ref] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.start < 0 or not 0 < self.count <= self.shard_size:
@@ -49,17 +51,35 @@ class Block:
                 f"block at member {self.start}: found {self.count} members, expected from 1 to the "
                 f"shard size {self.shard_size}, and a start of at least 0."
             )
-        for name, value in self.values.items():
-            if np.ndim(value) == 0 or value.shape[0] != self.count:
+        shapes = {name: np.shape(value) for name, value in self.values.items()}
+        for name, ref in self.refs.items():
+            shapes[name] = ref.leaves[0][1] if len(ref.leaves) == 1 else ()
+        for name, shape in shapes.items():
+            if not shape or shape[0] != self.count:
                 raise StructureError(
-                    f"block at member {self.start}, value {name!r}: found the shape "
-                    f"{np.shape(value)}, expected ({self.count}, ...)."
+                    f"block at member {self.start}, value {name!r}: found the shape {shape}, "
+                    f"expected ({self.count}, ...)."
                 )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all values."""
-        return sum(value.nbytes for value in self.values.values())
+        parts = (*self.values.values(), *self.refs.values())
+        return sum(part.nbytes for part in parts)
+
+    def array(self, name: str, store: Store) -> np.ndarray:
+        """A value, read from the store if it is there.
+
+        Raises:
+            SourceError, ArrayFormatError: it can't be read.
+        """
+        if name in self.values:
+            return self.values[name]
+        return store.get(self.refs[name], cache=False)[0]
+
+    def arrays(self, store: Store) -> dict[str, np.ndarray]:
+        """All values, likewise."""
+        return {name: self.array(name, store) for name in (*self.values, *self.refs)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +175,21 @@ class BlockCoder(_Coder[Block]):
         names = sorted(value.values)
         block = [int(value.start), int(value.count), int(value.shard_size)]
         meta = {"block": block, "names": names}
-        return [value.values[name] for name in names], meta
+        arrays = [value.values[name] for name in names]
+        if value.refs:
+            refs = EnvironmentCoder().pack(Environment(value.refs))
+            arrays, meta["refs"] = [*arrays, *refs[0]], refs[1]
+        return arrays, meta
 
     def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Block:
         start, count, shard_size = meta["block"]
         if not all(type(number) is int for number in meta["block"]):
             raise TypeError("the block is not in numbers")
-        return Block(start, count, shard_size, dict(zip(_names(meta), arrays, strict=True)))
+        names, refs = _names(meta), {}
+        if "refs" in meta:
+            refs = EnvironmentCoder().unpack(arrays[len(names) :], meta["refs"]).values
+            arrays = arrays[: len(names)]
+        return Block(start, count, shard_size, dict(zip(names, arrays, strict=True)), refs)
 
 
 class RefCoder(_Coder[Ref]):

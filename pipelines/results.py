@@ -13,6 +13,7 @@ from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.kept import NOTHING, Kept
 from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
+from beamjax.pipelines.large_blocks import cut
 from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Ref, Store
@@ -73,7 +74,7 @@ class ReadMembers(StepFn):
     def process(self, element: tuple[int, int]) -> Iterator[Block]:
         for shard in shards(self.n, self.size, *element):
             values = self.reader.read([self.name], shard.start, shard.start + shard.count)
-            yield Block(shard.start, shard.count, self.size, values)
+            yield from cut(Block(shard.start, shard.count, self.size, values), self.store)
 
 
 class WritePlaced(StepFn):
@@ -98,38 +99,40 @@ class WritePlaced(StepFn):
         self.times = StepTimes(f"write {name}", "transfer", store.reports)
 
     def start_bundle(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[tuple[int, np.ndarray]] = []
         self.nbytes = 0
 
     def process(self, block: Block) -> None:
-        self.blocks.append(block)
-        self.nbytes += block.values[self.name].nbytes
+        with self.times.measured():
+            members = block.array(self.name, self.store)
+        self.blocks.append((block.start, members))
+        self.nbytes += members.nbytes
         if self.nbytes >= FILE_BYTES:
             self.finish_bundle()
 
     def finish_bundle(self) -> None:
         """Writes what is left."""
-        run: list[Block] = []
-        for block in sorted(self.blocks, key=lambda block: block.start):
-            if run and block.start != run[-1].start + run[-1].count:
+        run: list[tuple[int, np.ndarray]] = []
+        for start, members in sorted(self.blocks, key=lambda block: block[0]):
+            if run and start != run[-1][0] + len(run[-1][1]):
                 self._write(run)
                 run = []
-            run.append(block)
+            run.append((start, members))
         if run:
             self._write(run)
         self.start_bundle()
         self.times.tell()
 
-    def _write(self, run: list[Block]) -> None:
+    def _write(self, run: list[tuple[int, np.ndarray]]) -> None:
         with self.times.measured():
             self._write_members(run)
 
-    def _write_members(self, run: list[Block]) -> None:
-        members = np.concatenate([block.values[self.name] for block in run])
+    def _write_members(self, run: list[tuple[int, np.ndarray]]) -> None:
+        start, members = run[0][0], np.concatenate([members for _, members in run])
         if self.name in self.results.folders:
-            self.results.write(self.name, run[0].start, members)
+            self.results.write(self.name, start, members)
             return
-        name = MembersSource.file_name(self.stem, run[0].start, len(members))
+        name = MembersSource.file_name(self.stem, start, len(members))
         self.store.write(name, encode_arrays([members], {"value": self.name}))
 
 

@@ -14,6 +14,7 @@ from apache_beam.transforms.window import GlobalWindows
 
 from beamjax.chunks import Streams
 from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.large_blocks import whole
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.sources.source_base import StreamSource
@@ -42,7 +43,7 @@ class ReadStreams(StepFn):
         reader = self.sources.open()
         streams = tuple(source for source in reader.sources if isinstance(source, StreamSource))
         for block in Streams(streams, reader.where).blocks(self.size):
-            yield Block(block.start, block.count, self.size, block.values)
+            yield whole(Block(block.start, block.count, self.size, block.values), self.store)
 
 
 class WriteBlocks(StepFn):
@@ -60,11 +61,14 @@ class WriteBlocks(StepFn):
         self.names = names
 
     def start_bundle(self) -> None:
-        self.blocks: list[Block] = []
+        self.start = 0
+        self.blocks: list[dict[str, np.ndarray]] = []
         self.nbytes = 0
 
     def process(self, block: Block) -> Iterator[Environment]:
-        self.blocks.append(block)
+        if not self.blocks:
+            self.start = block.start
+        self.blocks.append(block.arrays(self.store))
         self.nbytes += block.nbytes
         if self.nbytes >= DEAL_BYTES:
             yield self._written()
@@ -75,8 +79,8 @@ class WriteBlocks(StepFn):
             yield GlobalWindows.windowed_value(self._written())
 
     def _written(self) -> Environment:
-        start = self.blocks[0].start
-        columns = [np.concatenate([block.values[x] for block in self.blocks]) for x in self.names]
+        start = self.start
+        columns = [np.concatenate([block[x] for block in self.blocks]) for x in self.names]
         self.start_bundle()
         return Environment({str(start): self.store.put(columns, "stream")})
 
@@ -106,4 +110,4 @@ class LoadBlocks(StepFn):
                 for name, column in zip(self.names, columns, strict=True)
             }
             count = len(values[self.names[0]])
-            yield Block(int(start) + first, count, self.size, values)
+            yield whole(Block(int(start) + first, count, self.size, values), self.store)

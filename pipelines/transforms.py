@@ -24,6 +24,7 @@ from beamjax.pipelines import build
 from beamjax.pipelines.connections import Connection, connection_of
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Block
+from beamjax.pipelines.large_blocks import whole
 from beamjax.pipelines.runners import remove_store, source_specs, store_program, stream_specs
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import Sources, StepFn
@@ -163,7 +164,7 @@ class PlanTransform(beam.PTransform):
             blocks = (
                 keyed
                 | "Group into shards" >> beam.GroupByKey()
-                | "Form blocks" >> beam.ParDo(FormBlocks(names, None, size))
+                | "Form blocks" >> beam.ParDo(FormBlocks(store, names, None, size))
             )
             bound.blocks[placement], bound.carried[placement] = blocks, names
             bound.sizes[placement] = count_members(blocks, store, placement)
@@ -178,7 +179,7 @@ class PlanTransform(beam.PTransform):
             (keyed, expected)
             | "Flatten" >> beam.Flatten()
             | "Group into shards" >> beam.GroupByKey()
-            | "Form blocks" >> beam.ParDo(FormBlocks(names, n, size))
+            | "Form blocks" >> beam.ParDo(FormBlocks(store, names, n, size))
         )
         bound.carried[placement] = names
 
@@ -195,7 +196,7 @@ class PlanTransform(beam.PTransform):
         label = f"Result {index}"
         name = output.value
         if name is not None and self.plan.values[name].placement is not None:
-            return graph.placed(name) | label >> beam.ParDo(Members(name))
+            return graph.placed(name) | label >> beam.ParDo(Members(graph.store, name))
         if name in graph.served:
             return graph.served[name] | label >> beam.ParDo(Load(graph.store, name))
         if name is None:
@@ -288,6 +289,7 @@ class FormBlocks(StepFn):
     """Members of one shard to one block, in order of their index.
 
     Args:
+      store: where blocks go that are too large.
       names: of the values of a member.
       n: the number of members, or None if it is unknown: then the block ends with the last member
         found, and whoever counts them has to see that it is full, or the last one.
@@ -296,7 +298,8 @@ class FormBlocks(StepFn):
 
     yields = Block
 
-    def __init__(self, names: tuple[str, ...], n: int | None, size: int):
+    def __init__(self, store: Store, names: tuple[str, ...], n: int | None, size: int):
+        self.store = store
         self.names = names
         self.n = n
         self.size = size
@@ -322,7 +325,7 @@ class FormBlocks(StepFn):
             )
         columns = zip(*(members[i] for i in range(start, start + count)), strict=True)
         values = dict(zip(self.names, map(np.stack, columns), strict=True))
-        yield Block(start, count, self.size, values)
+        yield whole(Block(start, count, self.size, values), self.store)
 
 
 class Members(StepFn):
@@ -330,11 +333,12 @@ class Members(StepFn):
 
     yields = typehints.Tuple[int, np.ndarray]
 
-    def __init__(self, name: str):
+    def __init__(self, store: Store, name: str):
+        self.store = store
         self.name = name
 
     def process(self, block: Block) -> Iterator[tuple[int, np.ndarray]]:
-        for i, member in enumerate(block.values[self.name]):
+        for i, member in enumerate(block.array(self.name, self.store)):
             yield block.start + i, member
 
 

@@ -24,6 +24,7 @@ from beamjax.meters import Meter, recorder_for
 from beamjax.pipelines.combiners import partials_of_tree
 from beamjax.pipelines.dealing import CpuTurn, Dealer
 from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.large_blocks import cut, whole
 from beamjax.pipelines.parcels import send
 from beamjax.pipelines.step_metrics import StepMetrics, StepTimes
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
@@ -81,6 +82,7 @@ class MapShards(ComputeFn):
       carried: names of placed values that go on in the blocks.
       mode: of the accumulators, "exact" or "fast".
       drop_limit: the share of the members that may be dropped.
+      whole: whether each shard is one block, as a later pass needs it.
     """
 
     yields = Block
@@ -93,6 +95,7 @@ class MapShards(ComputeFn):
         carried: tuple[str, ...],
         mode: Any,
         drop_limit: float = 1.0,
+        whole: bool = True,
     ):
         self.task = task
         self.sources = sources
@@ -100,6 +103,7 @@ class MapShards(ComputeFn):
         self.carried = carried
         self.mode = mode
         self.drop_limit = drop_limit
+        self.whole = whole
         # Chosen where the graph is made, as is what merges its partials.
         self.in_files = is_in_files(task.step, mode)
         self.metrics = StepMetrics(task.step.name)
@@ -210,7 +214,10 @@ class MapShards(ComputeFn):
             self.letters.add(done.found.dropped, self.task.plan.sizes)
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
         if values:
-            yield Block(done.shard.start, done.shard.count, self.execute[0].size, values)
+            block = Block(done.shard.start, done.shard.count, self.execute[0].size, values)
+            with self.moving.measured():
+                made = [whole(block, self.task.store)] if self.whole else None
+            yield from made or cut(block, self.task.store)
 
     def _prepare(self, served: tuple[Environment, ...]) -> tuple[ShardExecutor, ...]:
         names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]
@@ -225,7 +232,9 @@ class MapShards(ComputeFn):
         plan, placement = self.task.plan, self.task.step.placement
         size = plan.shard_sizes[placement]
         if isinstance(element, Block):
-            yield Shard(element.start // size, element.start, element.count), dict(element.values)
+            with self.moving.measured():
+                live = element.arrays(self.task.store)
+            yield Shard(element.start // size, element.start, element.count), live
             return
         for shard in shards(plan.sizes[placement], size, *element):
             yield shard, {}

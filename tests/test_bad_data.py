@@ -166,6 +166,126 @@ def test_what_has_fewer_members_in_the_next_pass(given):
         bj.run(rounds, source, options={"shard_size": 8, "rounds_per_graph": 1})
 
 
+def rewrite(path):
+    """Writes as many bytes again, in place: by no more than the time is it another file."""
+    if os.path.isdir(path):
+        zarr = pytest.importorskip("zarr")
+        zarr.open_group(path, mode="r+")["x"][:] = X[::-1]
+        return
+    data, before = Path(path).read_bytes(), os.stat(path)
+    with open(path, "r+b") as file:
+        file.write(data)
+    after = os.stat(path)
+    assert (after.st_size, after.st_ino) == (before.st_size, before.st_ino)
+
+
+def test_what_is_rewritten_in_place_before_it_is_read(given):
+    """Of the same shape, so that nothing but the time tells."""
+    path, write, read = given
+    write(path, N)
+    source = read(path)
+    rewrite(path)
+    with pytest.raises(SourceError, match="the file was changed after the source was made"):
+        run(source)
+    run(read(path))
+
+
+def test_what_is_rewritten_in_place_between_rounds(given):
+    path, write, read = given
+    write(path, N)
+    source, done = read(path), []
+
+    def change():
+        done.append(1)
+        if len(done) == 1:
+            rewrite(path)
+        block_source.BLOCKS.clear()  # which would go on with what the file was
+
+    @bj.program(placements={"rows": None})
+    def rounds(rows):
+        def one(_, total):
+            jax.debug.callback(change)
+            return total + bj.reduce_sum(bj.map_fn(jnp.sum, rows["x"]))
+
+        rows = rows if isinstance(rows, dict) else {"x": rows}
+        return jax.lax.fori_loop(0, 2, one, jnp.float32(0))
+
+    with pytest.raises(SourceError, match="the file was changed after the source was made"):
+        bj.run(rounds, source, options={"shard_size": 8, "rounds_per_graph": 1})
+
+
+def test_several_npy_files_that_are_rewritten(tmp_path):
+    for i in range(3):
+        np.save(tmp_path / f"x-{i}.npy", X)
+    source = bj.from_npy(str(tmp_path / "x-*.npy"))
+    again = bj.sources.open_spec(source.to_spec())
+    for found in (source, again):
+        np.testing.assert_array_equal(found.read(0, 3 * N)[0], np.concatenate([X] * 3))
+    np.save(tmp_path / "x-1.npy", X + 1)
+    for found in (source, again):
+        np.testing.assert_array_equal(found.read(0, N)[0], X)
+        with pytest.raises(SourceError, match=r"x-1\.npy: .*the file was changed after"):
+            found.read(N - 1, N + 1)
+
+
+def test_records_that_are_cut_between_two_of_them(tmp_path):
+    """The count is that of the beginning: a shorter file is not read as one."""
+    path = str(tmp_path / "rows.tfrecord")
+    tfrecords.write(path, examples(N))
+    source = bj.from_tfrecord(path, FEATURES)
+    tfrecords.write(path, examples(N - 1))
+    with pytest.raises(SourceError, match="the file was changed after the source was made"):
+        run(source)
+    # Nothing in the format says how many there were before the first look.
+    assert len(bj.from_tfrecord(path, FEATURES)) == N - 1
+
+
+def test_packed_records_that_are_cut_while_they_are_read(tmp_path):
+    import gzip
+
+    path = str(tmp_path / "rows.tfrecord.gz")
+    plain = str(tmp_path / "plain")
+
+    def write(n):
+        tfrecords.write(plain, examples(n))
+        Path(path).write_bytes(gzip.compress(Path(plain).read_bytes()))
+
+    write(N)
+    source = bj.from_tfrecord(path, FEATURES)
+    chunks = source.chunks(0)
+    next(chunks)
+    write(N - 1)
+    with pytest.raises(SourceError, match="the file was changed after the source was made"):
+        list(chunks)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("shards", [None, (10, 3)])
+def test_chunks_of_zarr_that_are_others_or_gone(zarr_format, shards, tmp_path):
+    zarr = pytest.importorskip("zarr")
+    if shards and zarr_format == 2:
+        pytest.skip("format 2 has no shards")
+    path = str(tmp_path / "x.zarr")
+    how = {"chunks": (5, 3), "shards": shards, "zarr_format": zarr_format}
+    array = zarr.create_array(path, shape=X.shape, dtype=X.dtype, **how)
+    array[:] = X
+    source = bj.from_zarr(path)
+    again = bj.sources.open_spec(source.to_spec())
+    array[21] = 7
+    for found in (source, again):
+        np.testing.assert_array_equal(found.read(0, 20)[0], X[:20])
+        with pytest.raises(SourceError, match="the file was changed after"):
+            found.read(0, N)
+    source = bj.from_zarr(path)
+    files = [p for p in Path(path).rglob("*") if p.is_file() and p.suffix != ".json"]
+    last = max(p for p in files if not p.name.startswith(".z"))
+    last.unlink()
+    with pytest.raises(SourceError, match="is not there, expected a chunk"):
+        source.read(0, N)
+    # Chunks of the fill value may be left out; such an array has not all of them from the start.
+    assert bj.from_zarr(path).read(0, N)[0].shape == X.shape
+
+
 def test_what_is_gone_when_it_is_read(given):
     path, write, read = given
     write(path, N)

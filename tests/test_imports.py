@@ -179,6 +179,7 @@ TESTED_ELSEWHERE = {
     "_compat": "test_transformations",
     "_version": "test_api",
     "table_parts": "test_grouping",
+    "zarr_chunks": "test_bad_data",
     "block_source": "test_table_source",
     "bodies": "test_workers",
     "checkpoint_folder": "test_keepers",

@@ -10,14 +10,14 @@ import glob
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.block_source import Block, blocks_of, ends_of, read_blocks
-from beamjax.sources.data_files import find_files, is_url
+from beamjax.sources.data_files import DataFile, find_files, is_url, look
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -34,6 +34,9 @@ from beamjax.sources.source_base import (
     natural,
 )
 
+Stamps: TypeAlias = Sequence[DataFile] | None
+"""Files as they were when a source was made of them, if that matters."""
+
 
 class NpySource(HoldsLeaves, kind="npy"):
     """Memory-mapped .npy files, one a leaf. Opened when first read, once a process."""
@@ -44,6 +47,7 @@ class NpySource(HoldsLeaves, kind="npy"):
         leaves: Sequence[LeafSpec],
         size: int,
         treedef: PyTreeDef | None = None,
+        stamps: Stamps = None,
     ) -> None:
         """Use `from_npy`, which takes the rest from the files.
 
@@ -53,10 +57,12 @@ class NpySource(HoldsLeaves, kind="npy"):
             leaves: what each file must hold.
             size: the number of members.
             treedef: the tree that they form; a tuple by default.
+            stamps: each file as it must be; None for files that nobody else writes.
         """
         super().__init__(leaves, treedef)
         self._files: tuple[str, ...] = tuple(files)
         self._size = size
+        self._stamps = stamps
         if len(self._files) != len(self._leaves) or not self._files:
             raise SourceError(
                 f"found {len(self._files)} files for {len(self._leaves)} leaves, expected one file "
@@ -77,6 +83,7 @@ class NpySource(HoldsLeaves, kind="npy"):
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
+        _check(self._stamps)
         return [
             restored(_open_checked(file, leaf, self._size)[start:stop], leaf.dtype)
             for file, leaf in zip(self._files, self._leaves, strict=True)
@@ -94,12 +101,14 @@ class NpySource(HoldsLeaves, kind="npy"):
             "files": list(self._files),
             "leaves": leaves,
             "size": self._size,
+            "stamps": _stamps_to_json(self._stamps),
         }
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> NpySource:
         leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        return cls([str(file) for file in spec["files"]], leaves, natural(spec["size"]))
+        files, stamps = [str(file) for file in spec["files"]], _stamps_of(spec)
+        return cls(files, leaves, natural(spec["size"]), stamps=stamps)
 
 
 class NpySeries(HoldsLeaves, kind="npy-series"):
@@ -110,6 +119,7 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         files: Sequence[Sequence[tuple[str, int]]],
         leaves: Sequence[LeafSpec],
         treedef: PyTreeDef | None = None,
+        stamps: Stamps = None,
     ) -> None:
         """Use `from_npy`, which checks.
 
@@ -117,8 +127,11 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
             files: for each leaf absolute paths, and the number of members in each.
             leaves: what a member of each must be.
             treedef: the tree that they form; a tuple by default.
+            stamps: as of `NpySource`, of the files of the first leaf, then of the second, ...
         """
         super().__init__(leaves, treedef)
+        self._stamps = stamps
+        self._known = {} if stamps is None else {stamp.path: stamp for stamp in stamps}
         self._files = [list(series) for series in files]
         self._ends = [ends_of([rows for _, rows in series]) for series in files]
 
@@ -135,6 +148,8 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
 
             def load(block: Block, files: Any = files, leaf: LeafSpec = leaf) -> list[np.ndarray]:
+                stamp = self._known.get(files[block.number][0])
+                _check(None if stamp is None else [stamp])
                 array = _open_checked(files[block.number][0], leaf, block.last - block.first)
                 return [restored(array, leaf.dtype)]
 
@@ -154,7 +169,8 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
     def to_spec(self) -> dict[str, Any]:
         files = [[list(file) for file in series] for series in self._files]
         leaves = [leaf.to_json() for leaf in self._leaves]
-        return {**self.spec_head(), "files": files, "leaves": leaves}
+        stamps = _stamps_to_json(self._stamps)
+        return {**self.spec_head(), "files": files, "leaves": leaves, "stamps": stamps}
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> NpySeries:
@@ -163,7 +179,36 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         sizes = {natural(sum(rows for _, rows in series), 1) for series in files}
         if len(files) != len(leaves) or len(sizes) != 1:
             raise TypeError(f"found files {files!r:.80}, expected as many members for each leaf")
-        return cls(files, leaves)
+        return cls(files, leaves, stamps=_stamps_of(spec))
+
+
+def _check(stamps: Stamps) -> None:
+    """SourceError if a file is another one: a map shows what is written to it, too."""
+    for stamp in stamps or ():
+        stamp.check()
+
+
+def _stamp(file: str) -> DataFile:
+    """A file as it is now; errors are those of reading it."""
+    map_file(file)
+    return look(file)
+
+
+def _stamps_to_json(stamps: Stamps) -> list[Any] | None:
+    return None if stamps is None else [stamp.to_json() for stamp in stamps]
+
+
+def _stamps_of(spec: dict[str, Any]) -> Stamps:
+    """Undoes it; KeyError, TypeError or ValueError for anything else."""
+    found = spec["stamps"]
+    if found is None:
+        return None
+    stamps = [DataFile.from_json(record) for record in field(spec, "stamps", list)]
+    named = [file if type(file) is str else file[0] for files in spec["files"] for file in (
+        [files] if type(files) is str else files)]  # fmt: skip
+    if [stamp.path for stamp in stamps] != named:
+        raise ValueError(f"found stamps of {len(stamps)} files, expected them of {named!r:.80}")
+    return stamps
 
 
 def from_npy(paths: Any) -> NpySource | NpySeries:
@@ -175,7 +220,8 @@ def from_npy(paths: Any) -> NpySource | NpySeries:
             other.
 
     Raises:
-        SourceError: if a file is missing, truncated, or no .npy file.
+        SourceError: if a file is missing, truncated, or no .npy file. When it is read: it was
+            written anew.
         StructureError: if a file holds a scalar, or a dtype that JAX does not know, files of one
             pattern differ in shape or dtype, or a URL is given.
         PlacementError: if n is 0, or not the same for all leaves.
@@ -185,10 +231,12 @@ def from_npy(paths: Any) -> NpySource | NpySeries:
     found, treedef = jax.tree_util.tree_flatten_with_path(paths)
     files, sizes, names = [], [], []
     leaves: list[LeafSpec] = []
+    stamps: list[DataFile] = []
     for path, given in found:
         name = jax.tree_util.keystr(path)
         series: list[tuple[str, int]] = []
         for file in _listed(given, name):
+            stamps.append(_stamp(file))
             leaf, rows = _npy_leaf(file, name)
             if series and leaf != leaves[-1]:
                 raise StructureError(
@@ -202,8 +250,8 @@ def from_npy(paths: Any) -> NpySource | NpySeries:
         names.append(f"{name} ({series[0][0]}{f' and {len(series) - 1} more' * (len(series) > 1)})")
     check_sizes(names, sizes)
     if all(len(series) == 1 for series in files):
-        return NpySource([series[0][0] for series in files], leaves, sizes[0], treedef)
-    return NpySeries(files, leaves, treedef)
+        return NpySource([series[0][0] for series in files], leaves, sizes[0], treedef, stamps)
+    return NpySeries(files, leaves, treedef, stamps)
 
 
 def _listed(given: Any, name: str) -> list[str]:

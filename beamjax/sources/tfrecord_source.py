@@ -119,6 +119,7 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
         file.check()
         for number, records in stream_records(file):
             yield self._parser.parse(records, functools.partial(_record_of, file, number))
+        file.check()  # One that was cut between records meanwhile has a whole end.
 
     def describe(self) -> str:
         return describe_source(self, files_for_people(self._files))

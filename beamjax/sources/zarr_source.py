@@ -33,6 +33,7 @@ from beamjax.sources.source_base import (
     field,
     natural,
 )
+from beamjax.sources.zarr_chunks import ChunkFiles, chunk_files
 
 _EXPECTED = "an array or a group of Zarr"
 _METADATA = ("zarr.json", ".zarray")  # of the formats 3 and 2
@@ -49,6 +50,7 @@ class ZarrArray:
       metadata: the local file with its shape and dtype, as it was; None at a URL.
       token: of the source: what is kept of one is not used for another, since the files of chunks
         may change without that one.
+      chunks: the files of a local folder, as they were; None in a .zip or at a URL.
     """
 
     store: str
@@ -56,6 +58,7 @@ class ZarrArray:
     rows: int
     metadata: DataFile | None
     token: str
+    chunks: ChunkFiles | None = None
 
     def __str__(self) -> str:
         return f"{self.store}{f', array {self.name!r}' if self.name else ''}"
@@ -63,16 +66,18 @@ class ZarrArray:
     def to_json(self) -> list[Any]:
         """Plain JSON values."""
         file = None if self.metadata is None else self.metadata.to_json()
-        return [self.store, self.name, self.rows, file, self.token]
+        chunks = None if self.chunks is None else self.chunks.to_json()
+        return [self.store, self.name, self.rows, file, self.token, chunks]
 
     @classmethod
     def from_json(cls, record: Any) -> ZarrArray:
         """Undoes `to_json`; TypeError or ValueError for anything else."""
-        store, name, rows, file, token = record
+        store, name, rows, file, token, files = record
         if not all(type(text) is str for text in (store, name, token)) or "\0" in store + name:
             raise TypeError(f"found the array {record!r:.80}, expected names, rows and a file")
         known = None if file is None else DataFile.from_json(file)
-        return cls(store, name, natural(rows, 1), known, token)
+        chunks = None if files is None else ChunkFiles.from_json(files)
+        return cls(store, name, natural(rows, 1), known, token, chunks)
 
 
 class ZarrSource(HoldsLeaves, kind="zarr"):
@@ -116,6 +121,8 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
 
     def _read(self, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
         opened = self._opened(array, leaf)
+        if array.chunks is not None:
+            array.chunks.check(opened, start, stop)
         parts = []
         for low, high, whole in _spans(start, stop, array.rows, self._size):
             if whole:
@@ -237,8 +244,9 @@ def from_zarr(paths: Any) -> ZarrSource:
 
     Workers read the chunks of their members. A chunk of which a shard needs but a part is decoded
     whole and kept, so chunks should hold no more than a few to a hundred MB. Needs the package
-    zarr: pip install 'beamjax[zarr]'. What Zarr has not stored is its fill value, also where a file
-    of a chunk was lost; and chunks that are written anew are not noticed.
+    zarr: pip install 'beamjax[zarr]'. What Zarr has not stored is its fill value. In a local folder
+    chunks that are written anew are an error, and so are those that are gone, where all were there
+    when the source was made; at a URL neither is noticed.
 
     Args:
       paths: a path (a folder, or a .zip) or a URL, or a pytree of them. Each is an array, or a
@@ -290,7 +298,8 @@ def _tree(store: str, name: str, node: Any, token: str) -> Any:
     with _readable(store, _EXPECTED):
         if hasattr(node, "shape"):
             file = _metadata(store, name)
-            return _Leaf(ZarrArray(store, name, _chunk_rows(node), file, token), node)
+            chunks = chunk_files(store, name, node)
+            return _Leaf(ZarrArray(store, name, _chunk_rows(node), file, token, chunks), node)
         below = {key: f"{name}/{key}".lstrip("/") for key, _ in node.members()}
         tree = {key: _tree(store, path, node[key], token) for key, path in below.items()}
     tree = {key: node for key, node in tree.items() if node != {}}

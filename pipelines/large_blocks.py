@@ -1,0 +1,36 @@
+"""Blocks that are too large for an element: with fewer members, or with their values in the store.
+
+The next pass needs all members of a shard in one element; who writes or gathers them does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from beamjax.pipelines.elements import Block
+from beamjax.pipelines.store import Store
+
+LIMIT_BYTES = (64 << 20) - (64 << 10)
+"""Of the values in a block; an element of 64 MiB has a header too."""
+
+
+def whole(block: Block, store: Store) -> Block:
+    """A block as one element: the values of a large one go to the store.
+
+    Raises:
+      SourceError: the store can't be written.
+    """
+    if block.nbytes <= LIMIT_BYTES:
+        return block
+    refs = {name: store.put([array], "block") for name, array in block.values.items()}
+    return replace(block, values={}, refs=refs)
+
+
+def cut(block: Block, store: Store) -> Iterator[Block]:
+    """A block as elements with as many members as fit; a member that is large alone, as `whole`."""
+    most = max(LIMIT_BYTES * block.count // max(block.nbytes, 1), 1)
+    for first in range(0, block.count, most):
+        values = {name: array[first : first + most] for name, array in block.values.items()}
+        count = min(most, block.count - first)
+        yield whole(Block(block.start + first, count, block.shard_size, values), store)
