@@ -68,7 +68,7 @@ class Meter:
         self.step = step
         self.size = size
         self.listener = listener
-        self.total = Tally()
+        self.total = _NONE
         self.start()
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class Meter:
           JobCancelledError: those that follow are in vain.
         """
         spent = Tally(count, 1, **self._laps)
-        self.total += spent
+        self.total = spent if self.total is _NONE else self.total + spent
         if self.listener is not None:
             self.listener.add(self.step, self.size, start, count, spent)
             self.listener.tick()
@@ -129,6 +129,7 @@ class Meter:
             self.listener.spend(self.step, spent)
 
 
+_NONE = Tally()
 COUNTED = (
     "bytes_padding", "executables", "cache_hits", "cache_misses",
     "bodies_loaded", "bodies_reused", "broadcasts",
