@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,17 @@ class Reader:
                     f"{self.sources[source].describe()}: asked for members {start} to {stop - 1}, "
                     f"found {len(array)} of them; a source must not change while it is read"
                 )
-        for i in wanted:
-            mask = mask_of(self.sources[i])
+        for i, mask in self._masks.items():
             used = [self.where[name][1] for name in names if self.where[name][0] == i]
-            if mask is not None:
+            if used:
                 count_padding(self.sources[i].leaves, arrays[i], used, mask)
         return found
+
+    @functools.cached_property
+    def _masks(self) -> dict[int, int]:
+        """The leaf that tells rows from padding, by the number of its source."""
+        found = {i: mask_of(source) for i, source in enumerate(self.sources)}
+        return {i: mask for i, mask in found.items() if mask is not None}
 
 
 class Inputs:

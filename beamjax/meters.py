@@ -76,7 +76,7 @@ class Meter:
         self.sends = {"bytes_reduced": sends[0], "bytes_saved": sends[1]}
         self.size = size
         self.listener = listener
-        self.total = Tally()
+        self.total = _NONE
         self.start()
 
     def start(self) -> None:
@@ -124,7 +124,7 @@ class Meter:
           JobCancelledError: those that follow are in vain.
         """
         spent = Tally(count, 1, **self._laps, **self.sends)
-        self.total += spent
+        self.total = spent if self.total is _NONE else self.total + spent
         if self.listener is not None:
             self.listener.add(self.step, self.size, start, count, spent)
             self.listener.tick()
@@ -137,6 +137,7 @@ class Meter:
             self.listener.spend(self.step, spent)
 
 
+_NONE = Tally()
 COUNTED = (
     "bytes_padding", "executables", "cache_hits", "cache_misses",
     "bodies_loaded", "bodies_reused", "broadcasts",

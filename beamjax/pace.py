@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 LONG = 2e-4
 """Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""
+LONG_IN_BUNDLE = 2e-3
+"""Those of a shard that is worth the thread of a bundle, which gains what is read and added up."""
 LONG_PASS = 4e-3
 """Seconds of shards that are worth starting threads for."""
 SURELY_LONG = 2e-2
@@ -40,8 +42,14 @@ def learn(body: Hashable, seconds: float, spent: float) -> None:
         if len(_paces) >= _MAX_KNOWN:
             _paces.pop(next(iter(_paces)))
         _paces[body] = _Pace(seconds, spent / seconds, seconds >= SURELY_LONG)
-    elif not before.known or seconds < before.seconds:
+    else:
         _paces[body] = _Pace(min(seconds, before.seconds), spent / seconds, True)
+
+
+def is_known(body: Hashable) -> bool:
+    """Whether nothing is to be learned of a body any more."""
+    found = _paces.get(body)
+    return found is not None and found.known
 
 
 def pays(body: Hashable, left: int | None) -> bool:
@@ -50,6 +58,12 @@ def pays(body: Hashable, left: int | None) -> bool:
     if found is None or not found.known or found.seconds < LONG:
         return False
     return left is None or (left > 1 and left * found.seconds >= LONG_PASS)
+
+
+def pays_in_bundle(body: Hashable) -> bool:
+    """Whether one thread gains anything that computes, while another one reads and adds up."""
+    found = _paces.get(body)
+    return found is not None and found.known and found.seconds >= LONG_IN_BUNDLE
 
 
 def threads(body: Hashable, most: int) -> int:

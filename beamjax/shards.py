@@ -226,16 +226,27 @@ def _on(device: jax.Device | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
-@contextlib.contextmanager
-def shard_errors(step: Map, shard: Shard) -> Iterator[None]:
+class shard_errors:
     """Says of every error in a `with` block which step and shard it belongs to.
 
     Raises:
       BeamjaxError: of the same type if it is one of ours, otherwise a `WorkerError`.
     """
-    try:
-        yield
-    except Exception as error:
+
+    # No generator: it is entered for each shard, and twice.
+    __slots__ = ("shard", "step")
+
+    def __init__(self, step: Map, shard: Shard):
+        self.step = step
+        self.shard = shard
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        step, shard = self.step, self.shard
         functions = f" ({', '.join(step.functions)})" if step.functions else ""
         where = (
             f"step {step.name!r}{functions}, shard {shard.index} of placement "

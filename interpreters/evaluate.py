@@ -8,11 +8,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
-from beamjax.at_work import AtWork, Table, bounded
+from beamjax.at_work import Table, bounded
 from beamjax.bodies import run_server
 from beamjax.chunks import MemberBlock
 from beamjax.compile_cache import use_compile_cache
@@ -145,7 +146,7 @@ class _Evaluation:
             return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
 
-    def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> AtWork:
+    def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> Any:
         """A context in which something may take as long as a shard may."""
         return self.table.at(doing, step, shard, self.options.shard_timeout)
 
@@ -289,7 +290,8 @@ class _Evaluation:
         for done in self.computed(step, execute):
             shard, meter = done.shard, done.meter
             meter.resume()
-            self.drop(letters, done.found.dropped)
+            if done.found.dropped:
+                self.drop(letters, done.found.dropped)
             for name, array in zip(step.results, done.found.results, strict=True):
                 self.placed[name] = _put(self.placed[name], shard.start, array)
             with self.at_work("merging", step, shard):
@@ -308,7 +310,7 @@ class _Evaluation:
     def executor(self, step: Map) -> ShardExecutor:
         """What computes a pass; server values that are on the device are not put there again."""
         meter = Meter(step.name, 1, self.monitor)
-        known = dict(self.served)
+        known: dict[str, np.ndarray | jax.Array] = dict(self.served)
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy

@@ -104,15 +104,22 @@ def computed(
     Raises:
       Exception: what the first one raises that fails.
     """
+    if threads == 1:
+        for job in jobs:
+            yield job()
+        return
     jobs, left = iter(jobs), count
-    while threads == 1 or not pace.pays(body, left):
+    while not pace.pays(body, left):
         job = next(jobs, None)
         if job is None:
             return
-        spent = time.process_time()
-        done = job()
-        spent = time.process_time() - spent - done.meter.compiling
-        pace.learn(body, done.meter.seconds, spent)
+        if pace.is_known(body):
+            done = job()
+        else:
+            begun = time.process_time()
+            done = job()
+            spent = time.process_time() - begun - done.meter.compiling
+            pace.learn(body, done.meter.seconds, spent)
         yield done
         left = None if left is None else left - 1
     pool: OrderedPool[Done] = OrderedPool(pace.threads(body, threads), check=check)

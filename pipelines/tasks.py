@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from apache_beam.typehints.decorators import IOTypeHints
 
-from beamjax.at_work import AtWork
 from beamjax.bodies import with_x64
 from beamjax.inputs import Reader
 from beamjax.machine import Machine
@@ -102,7 +101,7 @@ class Task(Generic[AnyStep]):
         """The server values behind references."""
         return {name: self.store.get(ref)[0] for name, ref in refs.items()}
 
-    def at_work(self, doing: str, shard: Shard | None = None) -> AtWork:
+    def at_work(self, doing: str, shard: Shard | None = None) -> Any:
         """A context in which this thread does something for the step; see `Table.at`."""
         table = table_of(self.store, self.machine.is_here)
         return table.at(doing, self.step, shard, self.limit)

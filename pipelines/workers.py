@@ -179,7 +179,7 @@ class MapShards(ComputeFn):
         """Has shards computed in another thread than this one as soon as that is known to pay."""
         assert self.dealer is not None
         alone = self.dealer.devices == (None,) and not self.execute[0].calls_back
-        if alone and pace.pays(self.task.step.body, None):
+        if alone and pace.pays_in_bundle(self.task.step.body):
             self.turn = CpuTurn()
             self.dealer = Dealer([self.turn.device])
 
@@ -197,7 +197,7 @@ class MapShards(ComputeFn):
         with self.task.at_work("computing", shard):
             found = self.execute[device](shard, arrays, lost)
         meter.lap("compute")
-        if self.turn is None:
+        if self.turn is None and not pace.is_known(self.task.step.body):
             spent = time.process_time() - spent - meter.compiling
             pace.learn(self.task.step.body, meter.seconds, spent)
         return _Done(shard, operands, meter, found)

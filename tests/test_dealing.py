@@ -129,7 +129,7 @@ def reduced(x):
 @pytest.fixture
 def read_in(monkeypatch):
     """The threads in which shards are read and computed, with shards that are always long."""
-    for name in ("LONG", "LONG_PASS", "SURELY_LONG"):
+    for name in ("LONG_IN_BUNDLE", "SURELY_LONG"):
         monkeypatch.setattr(pace, name, 0.0)
     threads = []
     compute = ShardExecutor._called
