@@ -11,8 +11,10 @@ from beamjax.job_folder import JobFolder
 from beamjax.monitor import Monitor
 from beamjax.recording import Recording
 
-SOON, LOOK = 0.05, 0.5
-"""Seconds between two looks of the launching process at its workers: at first, and later."""
+LOOK = 0.5
+"""Seconds between two looks of the launching process at what its workers do."""
+SOON = (0.03, 0.05, 0.1, 0.2)
+"""The same of the first looks of who keeps the course of a run."""
 
 
 @contextlib.contextmanager
@@ -42,10 +44,13 @@ def watched(
                 display.update(progress)
 
     def watch() -> None:
-        pause = min(SOON, LOOK)
-        while not over.wait(pause * folder.slowness):
+        if kept is not None:  # a short run has a course, too
+            for pause in SOON:
+                if over.wait(pause):
+                    return
+                kept.look(monitor.progress())
+        while not over.wait(LOOK * folder.slowness):
             look()
-            pause = min(2 * pause, LOOK)
 
     thread = threading.Thread(target=watch, name="beamjax progress", daemon=True)
     thread.start()

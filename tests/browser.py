@@ -32,8 +32,9 @@ FLAGS = [
 _START = """
 import os, sys
 ends = [os.dup(int(end)) for end in sys.argv[1:3]]  # 3 or 4 may be one of these already
-os.dup2(ends[0], 3)
-os.dup2(ends[1], 4)
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+    os.set_inheritable(number, True)  # also if they were the same
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """Makes two ends of pipes the files 3 and 4, by which Chromium takes commands and gives answers;

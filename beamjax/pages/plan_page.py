@@ -220,18 +220,26 @@ def _values(step: StepFact, facts: PlanFacts) -> Markup | None:
             for h in step.handed
         ]
     rows += [_value("makes", v) for v in step.results if step.kind != "Loop"]
-    for r in step.reductions:
-        how = f"{r.reducer} in lane {r.lane}: {r.exactness}; {human_bytes(r.nbytes)} a shard"
-        rows.append((tag("span", "reduces", title=how), r.result.name, r.result.type, how))
-    return table(rows, ("", "value", "type", "bytes")) if rows else None
+    rows += [
+        _value("reduces", r.result, f"{r.reducer} in lane {r.lane}: {r.exactness}", r.nbytes)
+        for r in step.reductions
+    ]
+    return table(rows, ("", "value", "bytes")) if rows else None
 
 
-def _value(label: str, value: ValueFact) -> tuple[Any, ...]:
-    size = human_bytes(value.nbytes)
+def _value(label: str, value: ValueFact, how: str = "", sent: int | None = None) -> tuple[Any, ...]:
+    size = [human_bytes(value.nbytes)]
     if value.member_bytes is not None and value.shard_bytes is not None:
-        member, shard = human_bytes(value.member_bytes), human_bytes(value.shard_bytes)
-        size += f"; {member} a member, {shard} a shard"
-    return label, tag("code", value.name), tag("code", value.type), size
+        size.append(f"{human_bytes(value.member_bytes)} a member")
+        size.append(f"{human_bytes(value.shard_bytes)} a shard")
+    if sent is not None:
+        size = [f"{human_bytes(sent)} a shard"]
+    what = [tag("code", value.name), tag("code", value.type), how]
+    return label, _lines(filter(None, what)), _lines(size)
+
+
+def _lines(texts: Iterable[Any]) -> Markup:
+    return joined(tag("div", text) for text in texts)
 
 
 # --- around the graph

@@ -205,16 +205,17 @@ def _kinds_over_time(samples: Samples, unit: str, scale: float) -> Markup:
     seconds = samples["seconds"]
     x: list[float] = []
     shares: dict[str, list[float]] = {kind: [] for kind in SECONDS}
-    bins = _bins(seconds)
-    for left, right in itertools.pairwise(bins):
+    left = 0
+    for right in _bins(seconds)[1:]:
         spent = {kind: samples[kind][right] - samples[kind][left] for kind in SECONDS}
         total = sum(spent.values())
-        if total <= 0:  # of a part in which no worker has told
+        if total <= 0:  # nobody has told of this part yet: it is in what is told next
             continue
         for middle in (seconds[left], seconds[right]):
             x.append(middle / scale)
             for kind in SECONDS:
                 shares[kind].append(spent[kind] / total)
+        left = right
     return stacked_chart("Where the time of the workers goes", x, shares, unit)
 
 
