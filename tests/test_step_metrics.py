@@ -49,6 +49,7 @@ def test_a_pipeline_has_metrics_by_the_names_of_its_steps():
     counters, times = metrics(two_passes)
     steps = ("map_clients_0", "map_clients_1")
     expected = {"members": N, "shards": 3, "bytes_read": X.nbytes, "bytes_padding": 0}
+    expected |= {"bytes_reduced": 3 * 12, "bytes_saved": 0}
     made = {name: counters.pop(name) for name in list(counters) if name.endswith("executables")}
     assert set(made) == {f"{step}/executables" for step in steps}
     assert counters == {f"{step}/{n}": expected[n] for step in steps for n in expected}
