@@ -18,6 +18,7 @@ COMMANDS = {
     "explain": ("beamjax.commands.explain", "what a function becomes: steps, passes, bytes"),
     "bench": ("beamjax.commands.bench", "how long a function takes on runners and under jax.jit"),
     "jobs": ("beamjax.commands.jobs", "list, show, cancel or resume jobs by their folders"),
+    "completion": ("beamjax.commands.completion", "a script for bash, zsh or fish"),
     "doctor": ("beamjax.doctor", "what this machine can run, and what it lacks"),
     "flink": ("beamjax.pipelines.flink_command", "a Flink cluster on this machine for Beam"),
     "prism": ("beamjax.pipelines.prism", "Beam's Prism, which runner='PrismRunner' needs"),

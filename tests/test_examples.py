@@ -242,6 +242,42 @@ def test_own_pipeline_finds_what_numpy_finds() -> None:
     assert descended == pytest.approx(truth, abs=1e-2)
 
 
+def test_compressed_updates_train_as_well_in_fewer_bytes() -> None:
+    training = example("compressed_training")
+    found = [
+        training.main(["--rounds=12", "--shard_size=16", f"--runner={runner}"])
+        for runner in ("local", "DirectRunner")
+    ]
+    assert found[0] == found[1]
+    (floats, many), (int8, fewer), (ternary, fewest) = (found[0][m] for m in training.METHODS)
+    assert floats > 0.8
+    assert min(int8, ternary) > floats - 0.06
+    assert many > 1.9 * fewer > 3.8 * fewest
+
+
+def test_clients_under_a_budget_cost_no_more_and_gain_more() -> None:
+    budgeted = example("budgeted_clients")
+    found = budgeted.main(["--rounds=3", "--runner=local"])
+    assert found["gain per cost"][0] > found["at random"][0]
+    assert found["gain per cost"][-1] > 0.85
+    np, rng = budgeted.np, budgeted.np.random.default_rng(1)
+    for _ in range(50):
+        gain, cost = rng.random(9), rng.random(9) + 0.05
+        taken = budgeted.greedy(gain, cost, 1.1)
+        assert cost[taken].sum() <= 1.1
+        sets = ((np.arange(512)[:, None] >> np.arange(9)) & 1).astype(bool)
+        best = max(gain[s].sum() for s in sets if cost[s].sum() <= 1.1)
+        assert gain[taken].sum() >= best / 2
+
+
+def test_four_devices_find_what_scikit_learn_finds_patient_by_patient() -> None:
+    loss, wrong, same = example("four_devices").main([])
+    assert same
+    # LogisticRegression(C=1, fit_intercept=False), on each of the 569 sets without one patient.
+    assert loss == pytest.approx(0.0751385, abs=2e-5)
+    assert wrong == pytest.approx(12 / 569, abs=1e-6)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_examples_are_short_and_say_how_they_are_called(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

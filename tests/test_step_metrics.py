@@ -49,6 +49,7 @@ def test_a_pipeline_has_metrics_by_the_names_of_its_steps():
     counters, times = metrics(two_passes)
     steps = ("map_clients_0", "map_clients_1")
     expected = {"members": N, "shards": 3, "bytes_read": X.nbytes, "bytes_padding": 0}
+    expected |= {"bytes_reduced": 3 * 12, "bytes_saved": 0}
     own = {name for step in steps for name in (f"{step}/{kind}" for kind in COUNTED[1:])}
     made = {name: counters.pop(name) for name in list(counters) if name in own}
     assert set(made) == own
