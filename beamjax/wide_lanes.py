@@ -67,7 +67,7 @@ def merged_pieces(
       terms: of the section.
       load: gives the array that a term tells of.
     """
-    rows = [(shard, load(row)) for shard, row in terms.rows]
+    rows = [(shard, _read_only(load(row))) for shard, row in terms.rows]
     for number, piece in enumerate(section.cut(lane_pieces.PIECE_VALUES)):
         accumulator = new_accumulator(lane, piece.stop - piece.start, mode)
         for shard, row in rows:
@@ -77,6 +77,13 @@ def merged_pieces(
         if lane.kind == "sum":
             accumulator.left_out += terms.left_out  # type: ignore[attr-defined]
         yield piece, accumulator
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """The same array, as one that accumulators may keep."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def merge_terms(
