@@ -61,6 +61,7 @@ class Recording:
         self._options = options
         self._facts = facts
         self._timeline = Timeline()
+        self._timeline.add(Progress())
         self._curves: list[Curve] = []
         self._heard = _Heard()
         self._written = -FIRST

@@ -6,7 +6,7 @@ from typing import Any
 import beamjax
 
 project = "beamjax"
-author = "the authors of beamjax"
+author = copyright = "the authors of beamjax"
 version = release = beamjax.__version__
 
 extensions = [
