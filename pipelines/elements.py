@@ -174,7 +174,7 @@ class BlockCoder(_Coder[Block]):
     def pack(self, value: Block) -> tuple[list[np.ndarray], dict[str, Any]]:
         names = sorted(value.values)
         block = [int(value.start), int(value.count), int(value.shard_size)]
-        meta = {"block": block, "names": names}
+        meta: dict[str, Any] = {"block": block, "names": names}
         arrays = [value.values[name] for name in names]
         if value.refs:
             refs = EnvironmentCoder().pack(Environment(value.refs))
@@ -185,7 +185,8 @@ class BlockCoder(_Coder[Block]):
         start, count, shard_size = meta["block"]
         if not all(type(number) is int for number in meta["block"]):
             raise TypeError("the block is not in numbers")
-        names, refs = _names(meta), {}
+        names = _names(meta)
+        refs: dict[str, Ref] = {}
         if "refs" in meta:
             refs = EnvironmentCoder().unpack(arrays[len(names) :], meta["refs"]).values
             arrays = arrays[: len(names)]
