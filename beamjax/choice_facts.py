@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from beamjax.calibration import calibration
+from beamjax.costs import Cost
 from beamjax.fact_types import (
     ChoiceFact,
     PlanFacts,
@@ -54,11 +55,11 @@ def choice_facts(
                 fact.merge.why,
                 "merge_fan_out",
             )
-    yield from _kept(plan, passes.values())
+    yield from _kept(plan)
     yield from _rounds(plan, options, runner)
 
 
-def _kept(plan: Plan, passes: Sequence[Map] | object) -> Iterator[ChoiceFact]:
+def _kept(plan: Plan) -> Iterator[ChoiceFact]:
     """Placed values that one pass makes and another one reads."""
     steps = [step for step in walk(plan.steps) if isinstance(step, Map)]
     read = {name for step in steps for name in step.operands}
@@ -66,10 +67,14 @@ def _kept(plan: Plan, passes: Sequence[Map] | object) -> Iterator[ChoiceFact]:
         kept = [name for name in step.results if name in read and plan.sizes[step.placement]]
         if kept:
             nbytes = sum(map(plan.nbytes, kept))
+            known, cost = calibration(), plan.costs.get(step.name, Cost())
+            again = seconds_text(plan.sizes[step.placement] * known.rates.seconds(cost))
+            moved = seconds_text(2 * nbytes / known.read)
+            why = f"a later pass reads them; to write and read them takes {moved}, to make them "
+            why += f"again {again}"
             yield ChoiceFact(
-                f"results of {step.name}", f"{human_bytes(nbytes)} kept",
-                "later passes read them; what is elementwise is made again instead", "",
-            )  # fmt: skip
+                f"results of {step.name}", f"{human_bytes(nbytes)} kept", why, "recompute"
+            )
 
 
 def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:

@@ -17,6 +17,8 @@ from beamjax.errors import OptionsError
 
 MEMBER_LOOPS = ("vmap", "batches", "loop")
 """How a shard is computed: all members at once, some at once, or one after the other."""
+RECOMPUTE = ("elementwise", "nothing", "everything")
+"""Which placed values later passes make again."""
 FORMAT = 1
 MULTIPLE = 8
 """Members that are computed at once have the same bits in any place if they come in eights."""
@@ -193,6 +195,10 @@ def check_choices(options: Any) -> None:
                 f"member_batch: found {batch} with shard_size={size}, expected several batches in "
                 "a shard, of which it has a whole number"
             )
+    if options.recompute not in RECOMPUTE:
+        raise OptionsError(
+            f"recompute: found {options.recompute!r}, expected one of {', '.join(RECOMPUTE)}"
+        )
     if options.probe not in (None, True, False):
         raise OptionsError(f"probe: found {options.probe!r}, expected True, False or None")
     if groups is not None and (type(groups) is not int or groups < 1):

@@ -39,6 +39,7 @@ def chosen_plan(
     options: Options,
     relower: Relower,
     special: str = "",
+    abstract: bool = False,
 ) -> Plan:
     """The plan that is run, which knows what it was fixed to, and why.
 
@@ -48,6 +49,7 @@ def chosen_plan(
       options: of the run.
       relower: makes others.
       special: why there can be no probe, if so.
+      abstract: whether it is only for types: then nothing is timed that nobody asked for.
 
     Raises:
       OptionsError: the option `plan` is for another program.
@@ -70,6 +72,13 @@ def chosen_plan(
         why = f"by the rules: passes of about {total:.2g} s are not worth a probe"
         return _with(plan, replace(rule, why=why))
     found = _remembered(plan, rule, options)
+    if found is None and options.probe is None:
+        if plan_cache.folder() is None:
+            why = "by the rules: what a probe found could not be remembered"
+            return _with(plan, replace(rule, why=why))
+        if abstract:
+            why = "by the rules: bodies are timed once there are arguments, or with probe=True"
+            return _with(plan, replace(rule, why=why))
     if found is None:
         budget = MAX_BUDGET if options.probe else total * SHARE
         budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
@@ -124,7 +133,7 @@ def _names(names: set[str]) -> str:
 
 def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
     fixed = [options.shard_size, options.member_loop, options.member_batch, options.memory]
-    fixed += [options.reduction, options.on_error, options.on_nonfinite]
+    fixed += [options.recompute, options.reduction, options.on_error, options.on_nonfinite]
     sizes = {name: planner.magnitude(n) for name, n in plan.sizes.items()}
     key = plan_cache.digest(rule.program, plan.x64, sizes, fixed, plan_cache.machine())
     return f"choices-{key}"

@@ -45,8 +45,8 @@ class Rates:
       shard: seconds to hand a shard to an executable and its results back.
     """
 
-    flops: float = 8e9
-    nbytes: float = 8e9
+    flops: float = 2e10
+    nbytes: float = 1e10
     call: float = 1e-6
     shard: float = 1e-4
 

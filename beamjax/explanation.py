@@ -308,7 +308,7 @@ def explain(
     arguments, key, restore = _stage.flatten_arguments(args)
     arguments = [_as_array(argument) for argument in arguments]
     if stage != "plan":
-        return Explanation(stage, _stage_text(fn, arguments, restore, stage))
+        return Explanation(stage, _stage_text(fn, arguments, restore, stage, parsed.recompute))
     planned, notes = _planned(fn, arguments, key, restore, parsed)
     name = runner if isinstance(runner, str) else type(runner).__name__
     facts = told_facts(planned, arguments, parsed, notes, name)
@@ -370,7 +370,11 @@ def _as_array(argument: Argument) -> Argument:
 
 
 def _stage_text(
-    fn: Callable[..., Any], arguments: Sequence[Argument], restore: Callable[..., Any], stage: str
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    stage: str,
+    recompute: str,
 ) -> str:
     staged = _stage.stage(fn, arguments, restore)
     if stage == "staged":
@@ -379,4 +383,4 @@ def _stage_text(
     if stage == "flat":
         return str(flat)
     placed = planning.placed_program(staged, flat, arguments)
-    return str(placed) if stage == "placed" else graph_text(_split.split(placed))
+    return str(placed) if stage == "placed" else graph_text(_split.split(placed, recompute))

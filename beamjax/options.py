@@ -50,6 +50,9 @@ class Options:
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
         Beam pipeline; None chooses by the steps and the bytes of a round. Rounds that hold further
         control flow, and those of a `while_loop`, always have pipelines of their own.
+      recompute: which placed values a later pass makes again, and which are kept for it:
+        "elementwise" makes again what elementwise operations give, "nothing" keeps all,
+        "everything" keeps none that can be made again, bodies of `map_fn` included.
       merge_fan_out: groups in which the partials of a pass are merged side by side, before those of
         the groups are; 1 for none. None chooses by bytes and workers.
       small_work: "here" lets a run whose work is told to be shorter than what its runner takes for
@@ -116,6 +119,7 @@ class Options:
     member_batch: int | None = None
     probe: bool | None = None
     plan: Choices | str | None = None
+    recompute: str = "elementwise"
     merge_fan_out: int | None = None
     small_work: str = "runner"
     reduction: str = "exact"
@@ -166,6 +170,7 @@ class Options:
             self.member_batch,
             self.probe,
             self.plan,
+            self.recompute,
             self.memory,
             self.platforms,
             self.callbacks,

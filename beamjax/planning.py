@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from beamjax.choices import Looping
 from beamjax.choosing import chosen_plan
 from beamjax.fitting import buckets_of, fitted, fitting_notes
@@ -61,7 +63,8 @@ def plan_for(
         for a in arguments
     )
     buckets = tuple(buckets_of(arguments).values())
-    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
+    abstract = any(map(_is_abstract, arguments))
+    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll, abstract)
     cache = _cache_of(fn)
     if full_key not in cache:
         planned = make_plan(fn, arguments, restore, options, unroll)
@@ -83,8 +86,14 @@ def _chosen(
         paths = _paths(arguments, planned.flat)
         return _lower.lower(placed, pieces, paths, name, options, sizes, loopings)
 
-    plan = chosen_plan(planned.plan, planned.placed, planned.pieces, options, relower, special)
+    abstract = any(map(_is_abstract, arguments))
+    made_from = planned.placed, planned.pieces
+    plan = chosen_plan(planned.plan, *made_from, options, relower, special, abstract)
     return replace(planned, plan=plan)
+
+
+def _is_abstract(argument: Argument) -> bool:
+    return argument.value is None or isinstance(argument.value, jax.ShapeDtypeStruct)
 
 
 def _fitted(
@@ -121,7 +130,7 @@ def make_plan(
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
-    pieces = _split.split(placed)
+    pieces = _split.split(placed, options.recompute)
     _unknown.settle_sizes(placed, pieces)
     paths = _paths(arguments, flat)
     plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes, loopings)

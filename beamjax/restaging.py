@@ -187,6 +187,7 @@ class Recipe:
             shard_size=self.options.shard_size,
             member_loop=self.options.member_loop,
             member_batch=self.options.member_batch,
+            recompute=self.options.recompute,
             platforms=(),
             on_error=self.options.on_error,
             on_nonfinite=self.options.on_nonfinite,

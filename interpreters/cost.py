@@ -25,6 +25,10 @@ _DEAR |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul"),
 _DEAR |= {"gather": 6.0, "sort": 40.0, "top_k": 40.0}
 """Arithmetic operations that an element of a result stands for, where it is not one."""
 
+_BY_OPERAND = dict.fromkeys((name for name in _DEAR if name.startswith("scatter")), -1)
+_BY_OPERAND |= {"sort": 0, "top_k": 0}
+"""Those of which not the elements of the result count, but those of an operand."""
+
 _FREE = frozenset(
     """broadcast_in_dim reshape squeeze expand_dims stop_gradient copy random_wrap random_unwrap
     iota bj_broadcast pvary""".split()
@@ -43,9 +47,11 @@ def member_cost(piece: MapPiece, n: Any) -> Cost:
     for emission in piece.emissions:
         eqn = emission.eqn
         if eqn.primitive.name == "bj_map":
-            total += body_cost(eqn.params["jaxpr"])
+            own = [axis is not None for axis in emission.reading.in_axes]
+            total += body_cost(eqn.params["jaxpr"], own)
         else:
-            whole = _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs)
+            own = [True] * len(eqn.inputs)
+            whole = _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
             total += Cost(whole.flops / n, whole.nbytes / n, whole.calls, whole.guessed)
     return total
 
@@ -58,16 +64,28 @@ def server_cost(piece: ServerPiece) -> Cost:
             n = eqn.params["n"]
             total += body_cost(eqn.params["jaxpr"]).times(1 if is_unknown(n) else n)
         else:
-            total += _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs)
+            own = [True] * len(eqn.inputs)
+            total += _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
     return total
 
 
-def body_cost(closed: Any) -> Cost:
-    """What a jaxpr costs, closed or not."""
+def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
+    """What a jaxpr costs.
+
+    Args:
+      closed: the jaxpr, closed or not.
+      own: which inputs each member has of its own; all, if it is not said. What is computed of the
+        others alone is computed once for all members, and they are read once.
+    """
     jaxpr = getattr(closed, "jaxpr", closed)
+    known = dict(zip(jaxpr.invars, own or [True] * len(jaxpr.invars), strict=True))
     total = Cost()
     for eqn in jaxpr.eqns:
-        total += _operation(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
+        ins = [not hasattr(atom, "val") and known.get(atom, False) for atom in eqn.invars]
+        mine = own is None or any(ins) or not eqn.invars
+        known.update(dict.fromkeys(eqn.outvars, mine))
+        if mine:
+            total += _operation(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars, ins)
     return total
 
 
@@ -89,51 +107,64 @@ def piece_waits_for_data(piece: MapPiece) -> bool:
     )
 
 
-def _operation(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Cost:
-    made = sum(map(_size, outs))
+def _operation(
+    name: str,
+    params: dict[str, Any],
+    ins: Sequence[Any],
+    outs: Sequence[Any],
+    own: Sequence[bool],
+) -> Cost:
     inner = list(jex.jaxprs_in_params(params))
     match name:
         case "scan":
-            return body_cost(params["jaxpr"]).times(_dim(params["length"]))
+            return _inner_cost(params["jaxpr"], own).times(_dim(params["length"]))
         case "while":
             bodies = (body_cost(params[key]) for key in ("body_jaxpr", "cond_jaxpr"))
             once = sum(bodies, Cost()).times(GUESSED_ROUNDS)
             return Cost(once.flops, once.nbytes, once.calls, guessed=True)
         case "cond":
-            return max(map(body_cost, inner), key=lambda c: c.flops + c.nbytes)
-        case "dot_general":
-            (left, _), _ = params["dimension_numbers"]
-            over = math.prod(_dim(ins[0].aval.shape[axis]) for axis in left)
-            return Cost(2.0 * made * over, _moved(ins, outs), 1)
-        case "conv_general_dilated":
-            out = params["dimension_numbers"].rhs_spec[0]
-            kernel = ins[1].aval.shape
-            return Cost(
-                2.0 * made * _size(ins[1]) / max(_dim(kernel[out]), 1), _moved(ins, outs), 1
-            )
-        case "fft":
-            size = max(_size(ins[0]), 2)
-            return Cost(5.0 * size * math.log2(size), _moved(ins, outs), 1)
-    if name in _CUBIC:
-        rows = max(map(_dim, ins[0].aval.shape[-2:]), default=1)
-        return Cost(_CUBIC[name] * _size(ins[0]) * rows, _moved(ins, outs), 1)
+            return max((_inner_cost(x, own[1:]) for x in inner), key=lambda c: c.flops + c.nbytes)
     if inner and not name.startswith(("reduce", "scatter", "sort", "bj_", "custom_lin")):
-        return sum(map(body_cost, inner), Cost())
+        return sum((_inner_cost(x, own) for x in inner), Cost())
     if name in _FREE:
         return Cost()
+    read = [atom for atom, mine in zip(ins, own, strict=True) if mine]
+    dense = _dense(name, params, ins, outs)
+    if dense is not None:
+        return Cost(dense, float(_bytes(read) + _bytes(outs)), 1)
+    made = sum(map(_size, outs))
     if name.startswith(("reduce", "arg", "cum", "bj_reduce", "segment")):
-        read = sum(map(_size, ins))
-        return Cost(float(max(read, made)), _FUSED * _moved(ins, outs), 1)
-    if name in _DEAR:
-        times = _DEAR[name]
-        if times >= 40 and name not in ("random_bits", "threefry2x32", "random_gamma"):
-            made = max(_size(ins[-1]), _size(ins[0]) if name in ("sort", "top_k") else 1)
-        return Cost(times * made, _FUSED * _bytes(outs), 0.5)
-    return Cost(float(made), _FUSED * _bytes(outs), 0.25)
+        flops = float(max(sum(map(_size, ins)), made))
+        return Cost(flops, _FUSED * (_bytes(read) + _bytes(outs)), 1)
+    if name in _BY_OPERAND:
+        return Cost(_DEAR[name] * _size(ins[_BY_OPERAND[name]]), _FUSED * _bytes(outs), 1)
+    return Cost(_DEAR.get(name, 1.0) * made, _FUSED * _bytes(outs), 0.25)
 
 
-def _moved(ins: Sequence[Any], outs: Sequence[Any]) -> float:
-    return float(_bytes(ins) + _bytes(outs))
+def _inner_cost(jaxpr: Any, own: Sequence[bool]) -> Cost:
+    """Of a jaxpr in an equation; the operands are those of the equation, or nobody knows."""
+    count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
+    return body_cost(jaxpr, own if len(own) == count else None)
+
+
+def _dense(
+    name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]
+) -> float | None:
+    """Arithmetic operations of what is computed by a library; None for anything else."""
+    made = sum(map(_size, outs))
+    match name:
+        case "dot_general":
+            (left, _), _ = params["dimension_numbers"]
+            return 2.0 * made * math.prod(_dim(ins[0].aval.shape[axis]) for axis in left)
+        case "conv_general_dilated":
+            out = params["dimension_numbers"].rhs_spec[0]
+            return 2.0 * made * _size(ins[1]) / max(_dim(ins[1].aval.shape[out]), 1)
+        case "fft":
+            return 5.0 * _size(ins[0]) * math.log2(max(_size(ins[0]), 2))
+    if name in _CUBIC:
+        rows = max(map(_dim, ins[0].aval.shape[-2:]), default=1)
+        return _CUBIC[name] * _size(ins[0]) * rows
+    return None
 
 
 def _bytes(atoms: Iterable[Any]) -> int:

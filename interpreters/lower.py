@@ -330,20 +330,9 @@ class _Lowering:
         self.costs[name] = member_cost(piece, n)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
-            name,
-            piece.placement,
-            key,
-            broadcasts,
-            operands,
-            results,
-            lanes,
-            tuple(functions),
-            combines,
-            guard,
-            turns=turns,
-            looping=looping,
-            saved=saved_bytes(piece),
-        )
+            name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
+            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece),
+        )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """What the body of a pass takes first: where its shard starts, and who is in it."""

@@ -38,8 +38,9 @@ STEP_GAIN = 1.04
 """How much faster a neighbour has to be for its own neighbours to be tried."""
 CLOSE = 1.6
 """How much slower all members at once may be for it to be tried with shards of other sizes."""
-WORKING_BYTES = 512 << 20
-"""That the members of a shard may take at once in what is tried."""
+WORKING_BYTES = 64 << 20
+"""That the members of a shard may take at once in what is tried, if not by the rules: a probe shows
+in no bound of memory."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,16 @@ from beamjax.interpreters.places import Along, Place, PlacedProgram
 from beamjax.interpreters.rules import Fold, Local
 
 
-def split(program: PlacedProgram) -> list[Piece]:
-    """Cuts a program into pieces, in an order in which they can run."""
+def split(program: PlacedProgram, recompute: str = "elementwise") -> list[Piece]:
+    """Cuts a program into pieces, in an order in which they can run.
+
+    Args:
+      program: with a place for every value.
+      recompute: which placed values later passes make again, see `Options`.
+    """
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
-    return _Splitter(program, flat, places, None).pieces()
+    return _Splitter(program, flat, places, None, recompute=recompute).pieces()
 
 
 # Results of these are made again in a later pass rather than sent there.
@@ -62,7 +67,9 @@ class _Splitter:
         outputs: tuple[Place, ...],
         around: _Splitter | None,
         user: Eqn | None = None,
+        recompute: str = "elementwise",
     ):
+        self.recompute = recompute
         self.program = program
         self.block = block
         self.outputs = outputs
@@ -153,7 +160,7 @@ class _Splitter:
             border = self.program.borders[eqn]
             inners, blocks = [], []
             for block, places in zip(eqn.blocks, border.outputs, strict=True):
-                inners.append(_Splitter(self.program, block, places, self, eqn))
+                inners.append(self._inside(block, places, eqn))
                 blocks.append(BlockPiece(block, inners[-1].pieces(), places))
             pairs = list(zip(eqn.inputs, border.inputs, strict=True))
             served = [atom for atom, along in pairs if along is None and isinstance(atom, Var)]
@@ -230,16 +237,24 @@ class _Splitter:
         read = dict.fromkeys(a for e in eqns[::-1] for a in e.inputs if isinstance(a, Var))
         return ServerPiece(eqns[::-1], [var for var in read if var not in made])
 
+    def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
+        return _Splitter(self.program, block, places, self, user, self.recompute)
+
     def _find_cheap(self) -> None:
         for eqn in self.block.eqns:
             placement, reading = self.program.readings.get(eqn, ("", None))
-            if not isinstance(reading, Local) or eqn.primitive.name not in CHEAP:
+            if not isinstance(reading, Local) or not self._is_cheap(eqn):
                 continue
             needs = zip(eqn.inputs, reading.in_axes, strict=True)
             if all(
                 axis is None or self._at_hand(atom, Along(placement, axis)) for atom, axis in needs
             ):
                 self.cheap.update(eqn.outputs)
+
+    def _is_cheap(self, eqn: Eqn) -> bool:
+        if self.recompute == "everything":
+            return not eqn.effects
+        return self.recompute == "elementwise" and eqn.primitive.name in CHEAP
 
     def _at_hand(self, atom: Atom, along: Along) -> bool:
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:

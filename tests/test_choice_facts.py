@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_run import assert_close, assert_same_bits
 
 import beamjax as bj
 from beamjax.choice_facts import seconds_text
@@ -39,7 +40,7 @@ def test_every_choice_is_told_with_its_option():
         "members in map_clients_1": "member_loop",
         "reduction of map_clients_0": "merge_fan_out",
         "reduction of map_clients_1": "merge_fan_out",
-        "results of map_clients_0": "",
+        "results of map_clients_0": "recompute",
     }
     assert found["results of map_clients_0"].chosen == "3.1 KiB kept"
     assert all(fact.why for fact in found.values())
@@ -66,6 +67,35 @@ def test_rounds_depend_on_where_they_run():
 
     found = choices(until, *args)["rounds of loop_0"]
     assert (found.chosen, found.why) == ("1 a pipeline", "a condition decides")
+
+
+KEPT = {"elementwise": 1, "nothing": 1, "everything": 0}
+
+
+@pytest.mark.parametrize("recompute", KEPT)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_is_kept_and_what_is_made_again(rounds, recompute):
+    fn, args = (loop, (np.zeros(4, np.float32), X)) if rounds else (spread, (X,))
+    options = {"recompute": recompute, "shard_size": 64}
+    found = choices(fn, *args, options=options)
+    assert sum(what.startswith("results of") for what in found) == KEPT[recompute]
+    local = bj.run(fn, *args, runner="local", options=options)
+    assert_close(local, jax.jit(fn)(*args))
+    assert_same_bits(bj.run(fn, *args, options=options), local)
+
+
+def test_elementwise_values_are_kept_if_nothing_is_made_again():
+    @bj.program(clients=None)
+    def program(x):
+        y = x * 2.0 + 1.0
+        total = bj.reduce_sum(y)
+        return bj.reduce_sum(bj.map_fn(lambda v: v - total, y))
+
+    for recompute, count in (("elementwise", 0), ("nothing", 1), ("everything", 0)):
+        options = {"recompute": recompute}
+        found = choices(program, X, options=options)
+        assert sum(what.startswith("results of") for what in found) == count
+        assert_close(bj.run(program, X, runner="local", options=options), jax.jit(program)(X))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 7])

@@ -123,6 +123,7 @@ def test_options_that_fix_choices(given_, expected):
         ),
         ({"probe": "maybe"}, "probe: found 'maybe', expected True, False or None"),
         ({"merge_fan_out": 0}, "merge_fan_out: found 0, expected a number from 1"),
+        ({"recompute": "all"}, "recompute: found 'all', expected one of elementwise, nothing"),
         ({"small_work": "there"}, "small_work: found 'there', expected one of runner, here"),
         ({"plan": 3}, "plan: found 3, expected the path of a file"),
     ],

@@ -102,17 +102,42 @@ def test_small_programs_are_not_timed(cache, monkeypatch):
     assert not cache.exists()
 
 
-def test_long_programs_are_timed(cache, probes):
-    x = jax.ShapeDtypeStruct((10**9, 4), np.float32)
-    assert plan_of(program(), x).choices.origin == "probe"
+LONG = jax.ShapeDtypeStruct((2 * 10**9, 4), np.float32)
+
+
+def test_long_programs_are_timed(cache, probes, monkeypatch):
+    monkeypatch.setattr(choosing, "WORTH_SECONDS", 1e-9)
+    assert plan_of(program()).choices.origin == "probe"
     assert probes
+
+
+def test_types_alone_are_timed_if_somebody_asks(cache, probes):
+    plan = plan_of(program(), LONG)
+    assert "bodies are timed once there are arguments, or with probe=True" in plan.choices.why
+    assert not probes
+    assert plan_of(program(), LONG, probe=True).choices.origin == "probe"
+
+
+def test_nothing_is_timed_by_itself_that_can_not_be_remembered(probes, monkeypatch):
+    monkeypatch.setattr(choosing, "WORTH_SECONDS", 1e-9)
+    assert "could not be remembered" in plan_of(program()).choices.why
+    assert not probes
+
+
+def test_arguments_are_timed_after_their_types(cache, probes, monkeypatch):
+    monkeypatch.setattr(choosing, "WORTH_SECONDS", 1e-9)
+    fn = program()
+    bj.explain(fn, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert not probes
+    assert plan_of(fn).choices.origin == "probe"
+    assert "10.0 x as fast" in str(bj.explain(fn, X))
 
 
 def test_what_is_refused_is_not_timed(cache, monkeypatch):
     monkeypatch.setattr(probe, "shard_seconds", refuse)
-    x = jax.ShapeDtypeStruct((10**9, 4), np.float32)
-    assert plan_of(program(), x, probe=False).choices.why == "by the rules: probe=False"
-    plan = plan_of(program(), x, shard_size=64, member_loop="vmap")
+    monkeypatch.setattr(choosing, "WORTH_SECONDS", 1e-9)
+    assert plan_of(program(), probe=False).choices.why == "by the rules: probe=False"
+    plan = plan_of(program(), shard_size=64, member_loop="vmap")
     assert (plan.choices.origin, plan.shard_sizes) == ("options", {"clients": 64})
 
 

@@ -135,3 +135,16 @@ def test_a_member_costs_the_same_in_any_number():
 def test_unknown_axes_count_as_one():
     (n,) = jax.export.symbolic_shape("n")
     assert cost._dim(n) == 1
+
+
+def test_what_members_share_is_read_and_computed_once():
+    fn = lambda w, x: x @ jnp.tanh(w)
+    jaxpr = jax.make_jaxpr(fn)(array(64, 64), array(64))
+    own, shared = body_cost(jaxpr), body_cost(jaxpr, [False, True])
+    assert shared.flops == 2 * 64 * 64
+    assert own.flops > shared.flops
+    assert shared.nbytes == 2 * 4 * 64
+    assert own.nbytes > 4 * 64 * 64
+    scanned = lambda w, x: lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
+    inside = body_cost(jax.make_jaxpr(scanned)(array(64, 64), array(64)), [False, True])
+    assert inside.nbytes == 3 * shared.nbytes

@@ -112,7 +112,8 @@ def test_options_are_hashable_whatever_beam_gets():
         "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
         "gather_limit", "job_folder", "keep_folder", "progress", "report",
         "require_platform", "device_memory_fraction", "preallocate",
-        "local_devices", "local_threads", "shard_timeout", "compile_cache",
+        "local_devices", "local_threads", "shard_timeout", "compile_cache", "member_loop",
+        "member_batch", "probe", "plan", "recompute", "merge_fan_out", "small_work",
         "checkpoint", "checkpoint_every", "on_error", "on_nonfinite", "drop_limit", "dead_letters",
         "keep", "results_folder", "memory",
     }  # fmt: skip

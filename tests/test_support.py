@@ -1,4 +1,4 @@
-"""The bounds of setup.cfg, the records of what was tested, and the table of docs/support.md agree."""
+"""The bounds of setup.cfg, the records of tests and the table of docs/support.md agree."""
 
 import configparser
 import importlib.machinery
