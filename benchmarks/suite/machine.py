@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 PACKAGES = ("beamjax", "jax", "apache-beam", "numpy")
-PEERS = ("jax", "dask", "distributed", "ray", "drjax", "fedjax")
+PEERS = {"dask": ("distributed",)}
+"""Packages whose versions matter too, by the way's."""
 
 _CODE = """
 import json, sys
@@ -46,12 +48,12 @@ def memory_gib() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def versions_of(pythons: Mapping[str, str], names: Iterable[str] = PEERS) -> dict[str, Any]:
+def versions_of(pythons: Mapping[str, str]) -> dict[str, Any]:
     """Versions in other interpreters, by what they are given for."""
-    import json
-
     found = {}
     for key, python in pythons.items():
+        way = key.partition("-")[0]
+        names = ("jax", "numpy", way, *PEERS.get(way, ()))
         done = subprocess.run(
             [python, "-c", _CODE, *names], capture_output=True, text=True, check=False
         )

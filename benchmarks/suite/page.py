@@ -75,7 +75,7 @@ def _cases(
     yield f"Measured on: {told}; {found['seconds']:.0f} s in all, load average"
     yield f"{found['load average at the end']} at the end."
     for name, versions in found["peers"].items():
-        yield f"{name}: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "."
+        yield f"Python of {name}: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "."
     yield ""
     yield from _image(images, "time", "Seconds over those of the shard loop, by workload and way")
     yield "## The bar\n"
@@ -190,9 +190,11 @@ def _model(paper: Mapping[str, Any], images: Mapping[str, str]) -> Iterator[str]
     yield f"Nothing here was run on more than this machine. {text[0].upper()}{text[1:]}".rstrip()
     yield f"\nFor {paper['times_larger']:,} times the members that were measured:\n"
     yield from _image(images, "model", "Speed-up by number of workers, on paper")
-    yield "| | shards | passes | shard, ms | merge, ms | round, s | partial, MB | "
-    head = "1 worker, s | 100 times faster with | 1000 workers, s | speed-up |"
-    yield f"{head}\n|" + " --- |" * 11
+    yield (
+        "| | shards | passes | shard, ms | merge, ms | round, s | partial, MB | 1 worker, s "
+        "| 100 times faster with | 1000 workers, s | speed-up |"
+    )
+    yield "| --- |" + " ---: |" * 10
     for case, told in paper["cases"].items():
         cost, totals = told["costs"], [sum(parts.values()) for parts in told["seconds"]]
         enough = (w for w, s in zip(told["workers"], told["speed_up"], strict=True) if s >= 100)

@@ -86,6 +86,7 @@ def _workers(axes: Axes, data: Mapping[str, Any]) -> None:
     colors = [COLORS[row["way"]] for row in rows]
     bars = axes.barh(titles, [row["seconds"] for row in rows], color=colors)
     axes.bar_label(bars, fmt="%.2f", color=INK, padding=3)
+    axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set(xlabel="seconds")
     axes.grid(axis="x")

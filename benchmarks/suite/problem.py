@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Problem(abc.ABC):
         way makes sums over the members; JAX.
     """
 
-    functions: ClassVar[Mapping[str, Callable[..., Tree]]]
+    functions: Mapping[str, Callable[..., Tree]]
     server: Tree
 
     def __init__(self, folder: Path, size: Mapping[str, int]):

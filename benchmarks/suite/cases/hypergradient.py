@@ -66,8 +66,8 @@ class Hypergradient(Problem):
 
     def solve(self, sums: Sums) -> Tree:
         rate, scale = self.server["client"], np.exp(self.server["server"])
-        weights = [np.zeros((self.size["features"], CLASSES), np.float32)]
-        changes = []
+        weights: list[Any] = [np.zeros((self.size["features"], CLASSES), np.float32)]
+        changes: list[Any] = []
         for _ in range(self.size["rounds"]):
             changes.append(sums("change", (rate, weights[-1])) / self.n)
             weights.append(np.float32(weights[-1] + scale * changes[-1]))

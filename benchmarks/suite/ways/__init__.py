@@ -55,13 +55,13 @@ class Way:
 
     def started(self) -> AbstractContextManager[Any]:
         manager = nullcontext() if self.start is None else _named(self.start)(**self.options)
-        return manager  # type: ignore[no-any-return]
+        return manager
 
     def call(self, job: Job, started: Any) -> Call:
         """What computes the answer of a job; not yet warm."""
         if self.start is not None:
-            return _named(self.make)(job, started)  # type: ignore[no-any-return]
-        return _named(self.make)(job, **self.options)  # type: ignore[no-any-return]
+            return _named(self.make)(job, started)
+        return _named(self.make)(job, **self.options)
 
 
 def _named(path: str) -> Any:

@@ -52,7 +52,7 @@ def call(job: Job, workers: int) -> Call:
         parts = numbers.map_batches(
             sum_of_block, batch_size=None, batch_format="numpy", fn_kwargs=given
         )
-        total = None
+        total: Tree = None
         for part in parts.iter_batches(batch_size=None, batch_format="numpy"):
             for row in zip(*(part[key] for key in sorted(part)), strict=True):
                 total = added(total, list(row))
