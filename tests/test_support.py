@@ -1,4 +1,4 @@
-"""The bounds of setup.cfg, the records of what was tested, and the table of docs/support.md agree."""
+"""Bounds of setup.cfg, records of what was tested, and the table of docs/support.md: they agree."""
 
 import configparser
 import importlib.machinery
