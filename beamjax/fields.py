@@ -2,7 +2,7 @@
 
 Every integer has a field of some bits in a word. Where the sum of a field over all members fits in
 it, one sum of words adds up all fields, exactly and in any order (C. Zhang et al., "BatchCrypt",
-USENIX ATC 2020, section 4.2, packs quantized gradients so, with room for the sum).
+USENIX ATC 2020, section 4, packs quantized gradients so, with room for the sum).
 """
 
 from __future__ import annotations
