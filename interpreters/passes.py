@@ -110,14 +110,14 @@ def computed(
         return
     jobs, left = iter(jobs), count
     while not pace.pays(body, left):
-        job = next(jobs, None)
-        if job is None:
+        first = next(jobs, None)
+        if first is None:
             return
         if pace.is_known(body):
-            done = job()
+            done = first()
         else:
             begun = time.process_time()
-            done = job()
+            done = first()
             spent = time.process_time() - begun - done.meter.compiling
             pace.learn(body, done.meter.seconds, spent)
         yield done

@@ -64,8 +64,8 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of all values."""
-        parts = (*self.values.values(), *self.refs.values())
-        return sum(part.nbytes for part in parts)
+        held = sum(array.nbytes for array in self.values.values())
+        return held + sum(ref.nbytes for ref in self.refs.values())
 
     def array(self, name: str, store: Store) -> np.ndarray:
         """A value, read from the store if it is there.
