@@ -1,5 +1,6 @@
 """What users of beamjax name. `beamjax` has all of it, and imports it when it is first named."""
 
+from beamjax import compress as compress
 from beamjax.api import broadcast as broadcast
 from beamjax.api import map_fn as map_fn
 from beamjax.api import program as program
