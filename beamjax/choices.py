@@ -69,7 +69,7 @@ class Choices:
     Attributes:
       sizes: members in a shard, by placement.
       loopings: by name of the pass.
-      origin: who chose: "rule", "options", "probe", "cache" or "saved".
+      origin: who chose: "rule", "options", "probe", "cache" or "saved"; or "pending".
       why: in words.
       tried: what was timed for it.
       program: fingerprint of the program, without the number of its members.

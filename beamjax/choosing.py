@@ -25,6 +25,8 @@ WORTH_SECONDS = 5.0
 the same on all machines."""
 SHARE, MIN_BUDGET, MAX_BUDGET = 0.1, 1.0, 10.0
 """Of these seconds that a probe may take, and the bounds of its own seconds."""
+PENDING = "pending"
+"""The origin of choices that are to be made when there are arguments."""
 CHECKPOINTED = "choices.json"
 """The file in a folder of checkpoints: who goes on from there makes the same plan."""
 
@@ -78,7 +80,7 @@ def chosen_plan(
             return _with(plan, replace(rule, why=why))
         if abstract:
             why = "by the rules: bodies are timed once there are arguments, or with probe=True"
-            return _with(plan, replace(rule, why=why))
+            return _with(plan, replace(rule, origin=PENDING, why=why))
     if found is None:
         budget = MAX_BUDGET if options.probe else total * SHARE
         budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from beamjax.choices import Looping
-from beamjax.choosing import chosen_plan
+from beamjax.choosing import PENDING, chosen_plan
 from beamjax.fitting import buckets_of, fitted, fitting_notes
 from beamjax.inputs import Inputs
 from beamjax.interpreters import flatten as _flatten
@@ -63,17 +63,21 @@ def plan_for(
         for a in arguments
     )
     buckets = tuple(buckets_of(arguments).values())
-    abstract = any(map(_is_abstract, arguments))
-    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll, abstract)
+    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
+    pending_key = (*full_key, PENDING)
     cache = _cache_of(fn)
-    if full_key not in cache:
-        planned = make_plan(fn, arguments, restore, options, unroll)
-        special = "members have unequal lengths" if buckets else ""
-        planned = _chosen(planned, arguments, options, special)
-        if buckets:
-            planned = _fitted(planned, fn, arguments, restore, options, unroll)
-        cache[full_key] = planned
-    return cache[full_key]
+    if full_key in cache:
+        return cache[full_key]
+    if pending_key in cache and any(map(_is_abstract, arguments)):
+        return cache[pending_key]
+    planned = make_plan(fn, arguments, restore, options, unroll)
+    special = "members have unequal lengths" if buckets else ""
+    planned = _chosen(planned, arguments, options, special)
+    if buckets:
+        planned = _fitted(planned, fn, arguments, restore, options, unroll)
+    is_pending = planned.plan.choices.origin == PENDING
+    cache[pending_key if is_pending else full_key] = planned
+    return planned
 
 
 def _chosen(

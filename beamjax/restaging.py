@@ -26,6 +26,7 @@ import cloudpickle
 import jax
 
 from beamjax import _compat
+from beamjax.choices import Choices
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
 from beamjax.plan import Body, Plan, PythonBody
@@ -188,6 +189,7 @@ class Recipe:
             member_loop=self.options.member_loop,
             member_batch=self.options.member_batch,
             recompute=self.options.recompute,
+            plan=self.options.plan,
             platforms=(),
             on_error=self.options.on_error,
             on_nonfinite=self.options.on_nonfinite,
@@ -313,8 +315,10 @@ def _make_plan(
     from beamjax import planning  # it imports this module
 
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
+    saved = options.plan
+    loopings = saved.loopings if isinstance(saved, Choices) else None
     with with_settings(values):
-        return planning.make_plan(fn, arguments, restore, options, unroll).plan
+        return planning.make_plan(fn, arguments, restore, options, unroll, None, loopings).plan
 
 
 # --- messages

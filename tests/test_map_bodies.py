@@ -24,9 +24,9 @@ def large(monkeypatch):
     found = []
     original = map_bodies.one_by_one
 
-    def watched(program, piece, *rest):
+    def watched(program, piece, *rest, **batch):
         found.append(piece)
-        return original(program, piece, *rest)
+        return original(program, piece, *rest, **batch)
 
     monkeypatch.setattr(sizing, "LARGE_MEMBER_BYTES", 0)
     monkeypatch.setattr("beamjax.interpreters.lower.one_by_one", watched)
