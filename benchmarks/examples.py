@@ -2,7 +2,9 @@
 
     python benchmarks/examples.py                                    # about half an hour on 2 cores
     python benchmarks/examples.py --examples monte_carlo --runners local FlinkRunner
-    python benchmarks/examples.py --page docs/measured-examples.md
+    python benchmarks/examples.py --json /tmp/examples.json --page docs/measured-examples.md
+
+With `--json`, runs that are there from before stay, unless they are asked for again.
 
 Each is a process of its own, one after the other, so the seconds have the imports, staging and
 compiling in them, and the start of Prism and Flink. What two runners print is the same if it is,
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -30,6 +33,7 @@ RUNNERS = ("local", "DirectRunner", "PrismRunner", "FlinkRunner")
 FLAGS = {"clustered_clients": ["--rounds=8"], "own_pipeline": ["--rounds=50"]}
 NOT_ON = {("own_pipeline", "local"): "it is about pipelines"}
 LIMIT = 900
+BAR = "\N{BOX DRAWINGS HEAVY HORIZONTAL}"
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Run:
     Attributes:
       seconds: of the process, from its start to its end.
       code: its exit status; None if it was stopped after `LIMIT` seconds.
-      printed: on stdout.
+      printed: on stdout, without bars of progress.
       errors: the end of what it wrote on stderr.
     """
 
@@ -61,7 +65,8 @@ def run(name: str, runner: str) -> Run:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Run(time.perf_counter() - start, None, "", f"stopped after {LIMIT} s")
-    return Run(time.perf_counter() - start, done.returncode, done.stdout, done.stderr[-2000:])
+    printed = "".join(line for line in done.stdout.splitlines(True) if BAR not in line)
+    return Run(time.perf_counter() - start, done.returncode, printed, done.stderr[-2000:])
 
 
 def essence(printed: str) -> str:
@@ -80,8 +85,9 @@ def machine() -> str:
     )
 
 
-def page(where: str, found: dict[str, dict[str, Run]], runners: list[str]) -> str:
+def page(where: str, found: dict[str, dict[str, Run]]) -> str:
     """A page of the documentation: a table of seconds, then what each example printed."""
+    runners = [on for on in RUNNERS if any(on in runs for runs in found.values())]
     lines = [
         "# What the examples printed",
         "",
@@ -130,11 +136,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=EXAMPLES)
     parser.add_argument("--runners", nargs="+", default=list(RUNNERS))
+    parser.add_argument("--json", type=Path, help="where all runs are kept")
     parser.add_argument("--page", type=Path, help="a page of Markdown to write")
     args = parser.parse_args()
     where, found, failed = machine(), {}, 0
+    if args.json and args.json.exists():
+        known = json.loads(args.json.read_text(encoding="utf-8"))
+        found = {name: {on: Run(**one) for on, one in runs.items()} for name, runs in known.items()}
     for name in args.examples:
-        found[name] = {}
+        found.setdefault(name, {})
         for runner in args.runners:
             if (name, runner) in NOT_ON:
                 continue
@@ -144,8 +154,14 @@ def main() -> int:
             if one.code != 0:
                 print(one.errors)
         print(f"{name:22} printed the same: {_agreement(found[name])}", flush=True)
+    found = dict(sorted(found.items()))
+    if args.json:
+        plain = {
+            name: {on: asdict(one) for on, one in runs.items()} for name, runs in found.items()
+        }
+        args.json.write_text(json.dumps(plain, indent=1), encoding="utf-8")
     if args.page:
-        args.page.write_text(page(where, found, args.runners), encoding="utf-8")
+        args.page.write_text(page(where, found), encoding="utf-8")
     return 1 if failed else 0
 
 
