@@ -90,7 +90,7 @@ def export_body(
     """
     artefacts = {}
     narrow: tuple[str, ...] = ()
-    working = 0
+    working, devices = 0, 1
     compiled = jax.jit(function)
     try:
         results = compiled.eval_shape(*arguments)
@@ -101,7 +101,7 @@ def export_body(
         working = working_bytes(compiled.trace(*arguments).jaxpr)
         for platform in platforms:
             exported = export.export(compiled, platforms=[platform])(*arguments)
-            artefacts[platform] = bytes(exported.serialize())
+            artefacts[platform], devices = bytes(exported.serialize()), exported.nr_devices
     except (ValueError, NotImplementedError) as error:
         raise StagingError(
             f"{name}: JAX can't export this step for {', '.join(platforms)}: {error}\n"
@@ -111,7 +111,8 @@ def export_body(
     for platform in sorted(artefacts):
         digest.update(platform.encode() + b"\0" + artefacts[platform])
     digest.update(",".join(narrow).encode())
-    return digest.hexdigest(), Body(name, artefacts, tuple(lines), narrow=narrow, working=working)
+    made = Body(name, artefacts, tuple(lines), None, narrow, working, devices)
+    return digest.hexdigest(), made
 
 
 # Types that `jax.export` can't write, and those that stand for them at the border of a body.
@@ -185,8 +186,34 @@ def load_body(key: str, body: Body, members: int | None = None) -> Callable[...,
             if len(_loaded) >= MAX_LOADED:  # the oldest goes, so that a worker can live for long
                 _loaded.pop(next(iter(_loaded)))
             call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
-            _loaded[key, platform] = jax.jit(call)
+            _loaded[key, platform] = _on_mesh(call, body) if body.devices > 1 else jax.jit(call)
         return _loaded[key, platform]
+
+
+_on_several = threading.Lock()
+
+
+def _on_mesh(call: Callable[..., Any], body: Body) -> Callable[..., Any]:
+    """The compiled function of a body that holds a mesh: each device has all operands and results.
+
+    Threads take turns: devices that wait for each other in two computations may wait for ever.
+    """
+    found = jax.local_devices()
+    if len(found) < body.devices:
+        raise WorkerError(
+            f"{body.name}: the body computes on a mesh of {body.devices} devices, but this worker "
+            f"has {len(found)}. Give workers as many, or the mesh fewer; on CPUs set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={body.devices} in their environment"
+        )
+    mesh = jax.sharding.Mesh(np.array(found[: body.devices]), ("devices",))
+    each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    compiled = jax.jit(call, in_shardings=each, out_shardings=each)
+
+    def in_turn(*args: Any) -> Any:
+        with _on_several:
+            return jax.block_until_ready(compiled(*args))
+
+    return in_turn
 
 
 def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

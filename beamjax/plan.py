@@ -373,7 +373,8 @@ class Body:
     """One executable: serialized StableHLO, an artefact a platform, or a Python function.
 
     `narrow` are the dtypes of its results, if those at the border of the StableHLO are wider;
-    `working` are the bytes that it needs at once for its results and all that is in between.
+    `working` are the bytes that it needs at once for its results and all that is in between. It
+    computes on one of the `devices` of a worker, or, where it holds a mesh, on so many together.
     """
 
     name: str
@@ -382,6 +383,7 @@ class Body:
     python: PythonBody | None = None
     narrow: tuple[str, ...] = ()
     working: int = 0
+    devices: int = 1
 
 
 MAX_MEMBERS = 2**31 - 1

@@ -50,7 +50,8 @@ class ShardExecutor:
       step: what to compute.
       broadcasts: the server values that it reads, by name; put on the device once, unless they are
         there already.
-      device: to compute on; None for the one that JAX takes by itself.
+      device: to compute on; None for the one that JAX takes by itself. A body that holds a mesh
+        takes its devices by itself.
 
     Raises:
       WorkerError: the body can't be loaded here.
@@ -64,6 +65,8 @@ class ShardExecutor:
         device: jax.Device | None = None,
     ):
         self.step = step
+        if plan.bodies[step.body].devices > 1:
+            device = None
         self.device = device
         self.size = plan.shard_sizes[step.placement]
         self._types = plan.values

@@ -1,23 +1,25 @@
-"""Leave-one-out validation, with the patients' shards dealt to the four devices of each worker.
+"""Leave-one-out validation on the four devices of each worker, in two ways.
 
 Each of the 569 patients of scikit-learn's breast cancer data is a member: a logistic regression is
 fitted to all others by Newton's method and asked about the one that was left out (M. Stone,
-"Cross-Validatory Choice and Assessment of Statistical Predictions", JRSS B 36, 1974). The body is
-plain JAX, and knows nothing of devices: `local_devices=4` has each worker deal its shards to four,
-one computing at a time on each. On a machine with GPUs they are the GPUs, and the option is not
-needed. Here XLA is told to make four of the CPU, before JAX starts, in this process and in those of
-the workers, which inherit its environment. The bits do not depend on the number of devices.
+"Cross-Validatory Choice and Assessment of Statistical Predictions", JRSS B 36, 1974). First the
+body knows nothing of devices: `local_devices=4` has each worker deal its shards to four, one at a
+time on each, and the bits do not depend on their number. Then the body itself holds a mesh of four
+devices, with a quarter of the rows on each, as it would for a model that no device can hold. On a
+machine with GPUs the devices are these. Here XLA is told to make four of the CPU, before JAX
+starts, in this process and in those of the workers, which inherit its environment.
 
-    python examples/four_devices.py --devices=4 --runner=DirectRunner
+    python examples/four_devices.py --runner=DirectRunner
 
 Other flags go to beamjax (--shard_size=16) or to Beam (--direct_num_workers=2
 --direct_running_mode=multi_processing).
 """
 
 import argparse
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -30,12 +32,28 @@ from sklearn.datasets import load_breast_cancer  # noqa: E402
 
 import beamjax as bj  # noqa: E402
 
-NEWTON_STEPS, PENALTY = 12, 1.0
+NEWTON_STEPS, PENALTY, DEVICES = 12, 1.0, 4
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def product(rows: jax.Array, others: jax.Array) -> jax.Array:
+    """rows.T @ others, of (patients, a) and (patients, b)."""
+    return rows.T @ others
+
+
+def on_mesh(rows: jax.Array, others: jax.Array) -> jax.Array:
+    """The same, of a quarter of the patients on each of four devices, which then add up."""
+    mesh = jax.make_mesh((DEVICES,), ("patients",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, others = (jnp.pad(x, ((0, -len(x) % DEVICES), (0, 0))) for x in (rows, others))
+    add = lambda rows, others: jax.lax.psum(product(rows, others), "patients")
+    parts, whole = jax.sharding.PartitionSpec("patients"), jax.sharding.PartitionSpec()
+    return jax.shard_map(add, mesh=mesh, in_specs=(parts, parts), out_specs=whole)(rows, others)
 
 
 @bj.program(placements={"patients": None})
 def left_out(
-    patient: jax.Array, rows: jax.Array, labels: jax.Array
+    patient: jax.Array, rows: jax.Array, labels: jax.Array, product: Product = product
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mean log loss and share of errors over patients left out, and each one's probability.
 
@@ -49,7 +67,7 @@ def left_out(
             p = jax.nn.sigmoid(rows @ w)
             slope = rows.T @ (kept * (p - labels)) + PENALTY * w
             weighted = rows * (kept * p * (1 - p))[:, None]
-            return w - jnp.linalg.solve(rows.T @ weighted + PENALTY * jnp.eye(len(w)), slope)
+            return w - jnp.linalg.solve(product(rows, weighted) + PENALTY * jnp.eye(len(w)), slope)
 
         w = jax.lax.fori_loop(0, NEWTON_STEPS, newton, jnp.zeros(rows.shape[1]))
         score = jnp.where(labels[i] == 1, 1.0, -1.0) * jnp.dot(rows[i], w)
@@ -59,10 +77,9 @@ def left_out(
     return bj.reduce_mean(losses), bj.reduce_mean(wrong), probability
 
 
-def main(argv: Sequence[str] | None = None) -> tuple[float, float, bool]:
-    """Returns the loss, the share of errors, and whether one device gives the same bits."""
+def main(argv: Sequence[str] | None = None) -> tuple[float, float, bool, float]:
+    """Returns loss, share of errors, whether one device gives the same, and the loss by a mesh."""
     parser = argparse.ArgumentParser(description="Leave-one-out.", allow_abbrev=False)
-    parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner")
     flags, others = parser.parse_known_args(argv)
     data = load_breast_cancer()
@@ -71,18 +88,23 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, bool]:
     labels = data.target.astype(np.float32)
     print(f"this process has {len(jax.local_devices())} devices")
     found = {}
-    for devices in (1, flags.devices):
+    for name, fn, devices in (
+        ("shards on one device", left_out, 1),
+        ("shards dealt to four", left_out, DEVICES),
+        ("each body on all four", functools.partial(left_out, product=on_mesh), 1),
+    ):
         began = time.perf_counter()
-        found[devices] = bj.run(
-            left_out, bj.from_range(len(labels)), rows, labels, runner=flags.runner,
+        found[name] = bj.run(
+            fn, bj.from_range(len(labels)), rows, labels, runner=flags.runner,
             options=["--shard_size=16", *others, f"--local_devices={devices}"],
         )  # fmt: skip
-        loss, wrong, _ = found[devices]
+        loss, wrong, _ = found[name]
         seconds = time.perf_counter() - began
-        print(f"{devices} devices: log loss {loss:.4f}, {wrong:.2%} wrong, {seconds:.1f} s")
-    same = jax.tree.all(jax.tree.map(np.array_equal, found[1], found[flags.devices]))
-    print("same bits:", same)
-    return float(loss), float(wrong), same
+        print(f"{name}: log loss {loss:.4f}, {wrong:.2%} wrong, {seconds:.1f} s")
+    one, dealt, mesh = found.values()
+    same = jax.tree.all(jax.tree.map(np.array_equal, one, dealt))
+    print("the first two have the same bits:", same)
+    return float(dealt[0]), float(dealt[1]), same, float(mesh[0])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import beamjax as bj
+from beamjax import bodies
 from beamjax.bodies import export_body, key_impl, load_body, unwrap, value_type, with_x64, wrap
 from beamjax.errors import StagingError, WorkerError
 from beamjax.plan import Body
@@ -101,3 +103,48 @@ def test_64_bits_for_a_while():
         with with_x64(True):
             assert jnp.arange(3).dtype == "int64"
     assert jnp.arange(3).dtype == "int32"
+
+
+# --- bodies that hold a mesh
+
+
+def on_mesh(w, x):
+    """A product whose inner axis lies on four devices."""
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.sharding.PartitionSpec("i", None), jax.sharding.PartitionSpec(None, "i")
+    multiply = lambda w, x: jax.lax.psum(x @ w, "i")
+    out = jax.sharding.PartitionSpec()
+    return jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=out)(w, x)
+
+
+@bj.program(clients=24)
+def mean_on_mesh(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda x: jnp.tanh(on_mesh(w, x)), x))
+
+
+@pytest.mark.parametrize("derive", [lambda f: f, jax.jacobian], ids=["value", "jacobian"])
+@pytest.mark.parametrize(
+    ("runner", "options"),
+    [("local", {}), ("local", {"local_threads": 3}), ("DirectRunner", {"local_devices": 4})],
+    ids=["local", "threads", "DirectRunner"],
+)
+def test_bodies_that_hold_a_mesh_compute_on_all_of_it(derive, runner, options):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(8, 3)).astype(np.float32)
+    x = rng.normal(size=(24, 5, 8)).astype(np.float32)
+    fn = derive(mean_on_mesh)
+    found = bj.run(fn, w, x, runner=runner, options={"shard_size": 8, **options})
+    expected = jax.jit(fn)(w, x)
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_worker_with_too_few_devices_says_so(monkeypatch):
+    w, x = np.ones((8, 2), np.float32), np.ones((24, 5, 8), np.float32)
+    here = jax.local_devices()[:3]
+    monkeypatch.setattr(bodies, "_loaded", {})
+    monkeypatch.setattr("beamjax.bodies.jax.local_devices", lambda: here)
+    with pytest.raises(
+        bj.WorkerError, match=r"a mesh of 4 devices, but this worker has 3.*count=4"
+    ):
+        bj.run(mean_on_mesh, w, x, runner="local")

@@ -271,8 +271,9 @@ def test_clients_under_a_budget_cost_no_more_and_gain_more() -> None:
 
 
 def test_four_devices_find_what_scikit_learn_finds_patient_by_patient() -> None:
-    loss, wrong, same = example("four_devices").main([])
+    loss, wrong, same, by_mesh = example("four_devices").main([])
     assert same
+    assert by_mesh == pytest.approx(loss, abs=2e-5)
     # LogisticRegression(C=1, fit_intercept=False), on each of the 569 sets without one patient.
     assert loss == pytest.approx(0.0751385, abs=2e-5)
     assert wrong == pytest.approx(12 / 569, abs=1e-6)
