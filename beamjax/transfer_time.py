@@ -58,7 +58,6 @@ def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]
 
 def from_device(outs: Sequence[jax.Array]) -> list[np.ndarray]:
     """What a body gave, as NumPy arrays; the time that it takes to compute is not counted."""
-    for out in outs:
-        out.block_until_ready()
+    jax.block_until_ready(outs)
     with transferring():
         return [np.asarray(out) for out in outs]

@@ -10,6 +10,7 @@ from jax.extend import core as jex
 
 from beamjax.costs import Cost
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.flat_program import BranchEqn, Eqn, LoopEqn, MemberEqn
 from beamjax.interpreters.pieces import MapPiece, ServerPiece
 
 GUESSED_ROUNDS = 10
@@ -50,8 +51,7 @@ def member_cost(piece: MapPiece, n: Any) -> Cost:
             own = [axis is not None for axis in emission.reading.in_axes]
             total += body_cost(eqn.params["jaxpr"], own)
         else:
-            own = [True] * len(eqn.inputs)
-            whole = _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
+            whole = _flat_cost(eqn, n)
             total += Cost(whole.flops / n, whole.nbytes / n, whole.calls, whole.guessed)
     return total
 
@@ -60,13 +60,27 @@ def server_cost(piece: ServerPiece) -> Cost:
     """What a step on the server costs."""
     total = Cost()
     for eqn in piece.eqns:
-        if eqn.primitive.name == "bj_map":
-            n = eqn.params["n"]
-            total += body_cost(eqn.params["jaxpr"]).times(1 if is_unknown(n) else n)
-        else:
-            own = [True] * len(eqn.inputs)
-            total += _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
+        n = eqn.params.get("n", 1)
+        total += _flat_cost(eqn, 1 if is_unknown(n) else n)
     return total
+
+
+def _flat_cost(eqn: Eqn, n: int) -> Cost:
+    """What an equation of a program costs, for all members of a placement of size n."""
+    match eqn:
+        case LoopEqn(rounds=rounds):
+            blocks = (_flat_cost(inner, n) for block in eqn.blocks for inner in block.eqns)
+            total = sum(blocks, Cost()).times(GUESSED_ROUNDS if rounds is None else rounds)
+            return Cost(total.flops, total.nbytes, total.calls, total.guessed or rounds is None)
+        case BranchEqn(branches=branches):
+            sums = (sum((_flat_cost(e, n) for e in block.eqns), Cost()) for block in branches)
+            return max(sums, key=lambda c: c.flops + c.nbytes)
+        case MemberEqn(structure=structure):
+            return _flat_cost(structure, n)
+    if eqn.primitive.name == "bj_map":
+        return body_cost(eqn.params["jaxpr"]).times(n)
+    own = [True] * len(eqn.inputs)
+    return _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
 
 
 def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
@@ -100,11 +114,14 @@ def waits_for_data(closed: Any) -> bool:
 
 def piece_waits_for_data(piece: MapPiece) -> bool:
     """The same of a pass."""
-    return any(
-        emission.eqn.primitive.name == "while"
-        or any(map(waits_for_data, jex.jaxprs_in_params(emission.eqn.params)))
-        for emission in piece.emissions
-    )
+    return any(_eqn_waits(emission.eqn) for emission in piece.emissions)
+
+
+def _eqn_waits(eqn: Eqn) -> bool:
+    if eqn.primitive.name == "while" or any(map(waits_for_data, jex.jaxprs_in_params(eqn.params))):
+        return True
+    structure = eqn.structure if isinstance(eqn, MemberEqn) else eqn
+    return any(_eqn_waits(inner) for block in structure.blocks for inner in block.eqns)
 
 
 def _operation(

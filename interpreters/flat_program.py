@@ -166,6 +166,16 @@ class WholeEqn(Eqn):
 
 
 @dataclass(eq=False, repr=False, slots=True)
+class MemberEqn(Eqn):
+    """A scan, a while or a cond that acts on each member alone.
+
+    `structure` is the same, expanded.
+    """
+
+    structure: LoopEqn | BranchEqn
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class BranchEqn(Eqn):
     """A cond or a switch around placed operators: one input, the number of the block to take."""
 

@@ -17,6 +17,7 @@ from beamjax.interpreters.flat_program import (
     Eqn,
     FlatBlock,
     LoopEqn,
+    MemberEqn,
     Var,
     WholeEqn,
 )
@@ -47,7 +48,8 @@ def read_by_members(
     (placement,) = check.placements
     in_axes = tuple(along.axis if along else None for _, along in check.wants)
     out_axes = tuple(along.axis if along else None for along in places)
-    whole = Eqn(eqn.primitive, {}, [var for var, _ in check.wants], eqn.outputs, eqn.line)
+    operands = [var for var, _ in check.wants]
+    whole = MemberEqn(eqn.primitive, {}, operands, eqn.outputs, eqn.line, structure)
     emit = _emission(program, structure, list(check.wants))
     return whole, placement, Local(in_axes, out_axes, emit)
 

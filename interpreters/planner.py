@@ -19,6 +19,7 @@ from beamjax.costs import USUAL
 from beamjax.interpreters import sizing
 from beamjax.interpreters.cost import GUESSED_ROUNDS, piece_waits_for_data
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.flat_program import Eqn, MemberEqn
 from beamjax.interpreters.map_bodies import goes_one_by_one
 from beamjax.interpreters.pieces import (
     BlockPiece,
@@ -170,9 +171,11 @@ class _Texts:
     def block(self, block: BlockPiece) -> list[Any]:
         return list(self.pieces(block.pieces))
 
-    def eqn(self, eqn: Any) -> list[str]:
+    def eqn(self, eqn: Eqn) -> list[Any]:
         bodies = [_ADDRESS.sub("", str(jaxpr)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
-        return [eqn.primitive.name, *map(self.type, eqn.outputs), *bodies]
+        structure = eqn.structure if isinstance(eqn, MemberEqn) else eqn
+        blocks = [list(map(self.eqn, block.eqns)) for block in structure.blocks]
+        return [eqn.primitive.name, *map(self.type, eqn.outputs), *bodies, *blocks]
 
     def type(self, var: Any) -> str:
         aval: Any = getattr(var, "aval", None)

@@ -360,5 +360,5 @@ def test_members_of_unequal_length_keep_to_a_saved_plan(tmp_path):
 def test_only_a_plan_is_saved(tmp_path):
     with pytest.raises(OptionsError, match="expected stage 'plan'"):
         bj.explain(program(), X, stage="flat").save_choices(tmp_path / "plan.json")
-    with pytest.raises(OptionsError, match="save: cannot write"):
+    with pytest.raises(OptionsError, match="save_choices: cannot write"):
         bj.explain(program(), X).save_choices(tmp_path / "no" / "plan.json")

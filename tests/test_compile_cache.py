@@ -70,7 +70,7 @@ def test_a_second_process_compiles_nothing(way, tmp_path):
     assert second["asked"] == second["hits"]  # whatever JAX compiled besides
     assert second["bits"] == first["bits"]
     assert list((tmp_path / "cache").iterdir())
-    answer = commands._show(type("Arguments", (), {"job": str(tmp_path / "b")}))
+    answer = commands._show(type("Arguments", (), {"job": str(tmp_path / "b"), "html": None}))
     assert f"0 executables compiled, {second['cache_hits']:,} found on disk" in answer.text
 
 

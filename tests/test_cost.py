@@ -148,3 +148,19 @@ def test_what_members_share_is_read_and_computed_once():
     scanned = lambda w, x: lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
     inside = body_cost(jax.make_jaxpr(scanned)(array(64, 64), array(64)), [False, True])
     assert inside.nbytes == 3 * shared.nbytes
+
+
+def test_loops_over_placed_values_cost_their_rounds():
+    """Also those that are written outside of maps, and so are part of the program itself."""
+
+    @bj.program(clients=16)
+    def program(x):
+        doubled = lambda c, _: (jnp.sin(c) @ jnp.ones((8, 8)), None)
+        y, _ = jax.lax.scan(doubled, x, None, length=5)
+        z = jax.lax.while_loop(lambda v: jnp.all(v[0] < 2), lambda v: (v[0] + 1, v[1] * 2), (0, y))
+        return bj.reduce_sum(jax.lax.cond(x.sum() > 0, jnp.cos, jnp.sin, z[1]))
+
+    told = bj.explain(program, jnp.ones((16, 8)))
+    cost = told.facts.predicted
+    assert cost.guessed
+    assert cost.seconds > 0

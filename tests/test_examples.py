@@ -252,7 +252,8 @@ def test_compressed_updates_train_as_well_in_fewer_bytes() -> None:
     (floats, many), (int8, fewer), (ternary, fewest) = (found[0][m] for m in training.METHODS)
     assert floats > 0.8
     assert min(int8, ternary) > floats - 0.06
-    assert many > 1.9 * fewer > 3.8 * fewest
+    assert many > 1.9 * fewer
+    assert fewer > 1.9 * fewest
 
 
 def test_clients_under_a_budget_cost_no_more_and_gain_more() -> None:

@@ -15,7 +15,7 @@ from programs import CASES, N, X
 
 import beamjax as bj
 from beamjax.errors import SourceError
-from beamjax.fact_types import walk_facts
+from beamjax.fact_types import ChoiceFact, walk_facts
 from beamjax.pages import drawing, graph, markup, words
 from beamjax.pages.plan_page import plan_page, seconds_of
 from beamjax.pages.shell import document, fragment
@@ -145,13 +145,16 @@ def test_predicted_and_measured_seconds():
     found = html_checks.parsed(document(plan_page(facts, {}, spent, 2.5)))
     assert "measured 1.5 s, 75%" in found.text
     assert "2.5 s" in found.text
-    assert seconds_of(facts, None) == {}
-    assert found.data["seconds"]["server_0"] == {"predicted": None, "measured": 0.5, "share": 0.25}
+    seconds = found.data["seconds"]["server_0"]
+    assert (seconds["measured"], seconds["share"]) == (0.5, 0.25)
+    told = {step.step: step.read + step.compute + step.merge for step in facts.predicted.steps}
+    assert seconds["predicted"] == pytest.approx(told["server_0"])
+    assert seconds_of(dataclasses.replace(facts, predicted=None), None) == {}
 
-    fields = [(f.name, f.type) for f in dataclasses.fields(facts)]
-    more = dataclasses.make_dataclass("More", [*fields, "predicted_seconds", "choices"])
-    told = more(**vars(facts), predicted_seconds=9.0, choices=[("shard_size", "64", "a reason")])
-    text = html_checks.parsed(document(plan_page(told, {}))).text
+    choices = (ChoiceFact("shard size", "64", "a reason", "shard_size=64"),)
+    predicted = dataclasses.replace(facts.predicted, seconds=9.0)
+    facts = dataclasses.replace(facts, choices=choices, predicted=predicted)
+    text = html_checks.parsed(document(plan_page(facts, {}))).text
     assert "9 s" in text
     assert "a reason" in text
 

@@ -51,9 +51,12 @@ def test_a_source_of_ones_own():
         ({"kind": "odd", "module": "no_such"}, "cannot import its module 'no_such' .*install it"),
         ({"kind": "npy"}, r"'npy': found the spec .*to_spec does not give \(KeyError: 'leaves'\)"),
         ({"kind": "npy", "leaves": 3, "files": [], "size": 1}, "'npy': found the spec .*TypeError"),
-        ({"kind": "npy", "leaves": [], "files": ["a"], "size": 1}, "1 files for 0 leaves"),
         (
-            {"kind": "npy", "leaves": [], "files": [], "size": 1},
+            {"kind": "npy", "leaves": [], "files": ["a"], "size": 1, "stamps": None},
+            "1 files for 0 leaves",
+        ),
+        (
+            {"kind": "npy", "leaves": [], "files": [], "size": 1, "stamps": None},
             "0 files for 0 leaves, expected one",
         ),
         ({"kind": "live", "token": "gone"}, "source gone: not registered in process"),

@@ -334,7 +334,7 @@ def test_opening_a_spec_touches_no_file(tmp_path):
     os.remove(tmp_path / "x.npy")
     again = open_spec(source.to_spec())
     assert len(again) == N
-    with pytest.raises(SourceError, match=r"x.npy: cannot open .No such file"):
+    with pytest.raises(SourceError, match=r"x.npy: is not there; expected a file"):
         again.read(0, 1)
 
 
@@ -342,21 +342,36 @@ def test_files_changed_later_are_found(tmp_path):
     path = tmp_path / "x.npy"
     source = from_npy({"x": save(path, np.arange(1000.0))})
     source.read(0, 1000)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-8])
-    with pytest.raises(SourceError, match=r"x.npy: found 8120 bytes that are not a whole .npy"):
-        source.read(0, 1)
-    save(path, np.zeros((1000, 2)))
+    whole, written = path.read_bytes(), path.stat().st_mtime_ns
+    changes = [
+        lambda: path.write_bytes(whole[:-8]),
+        lambda: save(path, np.zeros((1000, 2))),
+        lambda: save(path, np.arange(1000)),
+        lambda: path.write_bytes(whole),
+    ]
+    for change in changes:
+        change()
+        with pytest.raises(
+            SourceError, match=r"x.npy: found .* bytes written .* was changed after"
+        ):
+            source.read(0, 1)
+    os.utime(path, ns=(written, written))
+    assert_same(source.read(0, 1000)[0], np.arange(1000.0))
+
+
+def test_files_of_another_type_are_found(tmp_path):
+    """Also where a file has the size and the time that it had."""
+    path = tmp_path / "x.npy"
+    source = from_npy({"x": save(path, np.arange(1000.0))})
+    written = path.stat().st_mtime_ns
+    npy_source._MAPPED.clear()
+    save(path, np.arange(1000))
+    os.utime(path, ns=(written, written))
     with pytest.raises(
         SourceError,
-        match=r"x.npy: found float64\[1000, 2\], expected float64\[1000\] for leaf \['x'\]; ",
+        match=r"x.npy: found int64\[1000\], expected float64\[1000\] for leaf \['x'\]; ",
     ):
         source.read(0, 1)
-    save(path, np.arange(1000))
-    with pytest.raises(SourceError, match=r"found int64\[1000\], expected float64\[1000\]"):
-        source.read(0, 1)
-    path.write_bytes(whole)
-    assert_same(source.read(0, 1000)[0], np.arange(1000.0))
 
 
 def test_a_file_is_mapped_once_for_all_threads(tmp_path, monkeypatch):

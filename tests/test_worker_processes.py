@@ -102,7 +102,7 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
         where = str(found).split("\nmemory at most, ")[1].split("\n")[0]
         return found.facts.memory, where
 
-    local, where = told("local")
+    local, where = told("local", local_threads=1)
     assert where == "local, 1 thread of the launching process"
     direct, _ = told("DirectRunner")
     assert local.worker_bytes < direct.worker_bytes == direct.launcher_bytes

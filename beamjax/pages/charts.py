@@ -138,7 +138,7 @@ def _inside(low: float, high: float) -> tuple[float, ...]:
 
 def ticks(low: float, high: float, about: int, whole: bool) -> tuple[float, ...]:
     """Round numbers from below one value to above another, at least two."""
-    if low == high:
+    if high - low < 1e-12 * max(abs(low), abs(high), 1e-280):  # no finer than doubles are
         pad = abs(low) / 2 or 1.0
         low, high = (low - pad, high + pad) if not whole else (low, low + 1)
     rough = (high - low) / about
