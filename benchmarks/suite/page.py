@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.suite import bar, model
+from benchmarks.suite.cases import CASES
 from benchmarks.suite.ways import ALL
 
 HEAD = """\
@@ -74,6 +75,8 @@ def _cases(
     told = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
     yield f"Measured on: {told}; {found['seconds']:.0f} s in all, load average"
     yield f"{found['load average at the end']} at the end."
+    if missing := sorted(set(CASES) - set(found["cases"])):
+        yield f"Not measured by this version yet: {', '.join(missing)}."
     for name, versions in found["peers"].items():
         yield f"Python of {name}: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "."
     yield ""
