@@ -48,7 +48,7 @@ def read_by_members(
     (placement,) = check.placements
     in_axes = tuple(along.axis if along else None for _, along in check.wants)
     out_axes = tuple(along.axis if along else None for along in places)
-    operands = [var for var, _ in check.wants]
+    operands: list[Atom] = [var for var, _ in check.wants]
     whole = MemberEqn(eqn.primitive, {}, operands, eqn.outputs, eqn.line, structure)
     emit = _emission(program, structure, list(check.wants))
     return whole, placement, Local(in_axes, out_axes, emit)
