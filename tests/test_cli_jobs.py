@@ -163,6 +163,14 @@ def start(folder, *argv):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.fixture
+def interruptible():
+    """Processes take interrupts, also where tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def until(condition, process):
     end = time.monotonic() + 120
     while not condition():
@@ -196,7 +204,7 @@ def test_resume_after_a_kill(folder, capsys):
 
 
 @pytest.mark.long
-def test_cancel_and_interrupt(folder, capsys):
+def test_cancel_and_interrupt(folder, capsys, interruptible):
     process = start(folder, "--job_folder=j")
     try:
         until(lambda: (folder / "j" / "progress.record").exists(), process)
