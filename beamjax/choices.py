@@ -219,7 +219,7 @@ def chosen(plan: Any) -> Choices | None:
 
 
 def read_choices(path: str | os.PathLike[str]) -> Choices:
-    """The choices in a file of `Explanation.save`.
+    """The choices in a file of `Explanation.save_choices`.
 
     Raises:
       OptionsError: there is no such file, or it holds something else.
@@ -231,8 +231,8 @@ def read_choices(path: str | os.PathLike[str]) -> Choices:
         raise OptionsError(f"plan: cannot read {os.fspath(path)} ({error})") from error
     except ValueError as error:
         raise OptionsError(
-            f"plan: {os.fspath(path)}: {error}; expected a file that beamjax.explain(...).save "
-            "wrote"
+            f"plan: {os.fspath(path)}: {error}; expected a file that "
+            "beamjax.explain(...).save_choices wrote"
         ) from error
 
 

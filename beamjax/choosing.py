@@ -112,7 +112,7 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
         if mine != theirs:
             raise OptionsError(
                 f"plan: found choices for the {what} {_names(theirs)}, but the program has "
-                f"{_names(mine)}; save them again, with beamjax.explain(...).save"
+                f"{_names(mine)}; save them again, with beamjax.explain(...).save_choices"
             )
     sizes = {
         name: size if options.shard_size is None else plan.shard_sizes[name]

@@ -290,48 +290,41 @@ def _checked(options: Options) -> Options:
     every = options.checkpoint_every
     if type(every) is not int or every < 1:
         raise OptionsError(f"checkpoint_every: found {every!r}, expected a number from 1")
-    folder = options.checkpoint
-    if isinstance(folder, os.PathLike):
-        options = replace(options, checkpoint=os.fspath(folder))
-    elif folder is not None and (not isinstance(folder, str) or not folder):
-        raise OptionsError(f"checkpoint: found {folder!r}, expected the path or URL of a folder")
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")
     if options.keep not in KEEP:
         raise OptionsError(f"keep: found {options.keep!r}, expected 'placed' or None")
-    results = options.results_folder
-    if isinstance(results, os.PathLike):
-        options = replace(options, results_folder=os.fspath(results))
-    elif results is not None and (not isinstance(results, str) or not results):
-        raise OptionsError(
-            f"results_folder: found {results!r}, expected the path or URL of a folder"
-        )
     check_choices(options)
     if options.small_work not in SMALL_WORK:
         raise OptionsError(
             f"small_work: found {options.small_work!r}, expected one of {', '.join(SMALL_WORK)}"
         )
     options = replace(options, plan=chosen(options.plan))
-    if isinstance(options.report, os.PathLike):
-        options = replace(options, report=os.fspath(options.report))
-    elif options.report is not None and (not isinstance(options.report, str) or not options.report):
-        raise OptionsError(f"report: found {options.report!r}, expected the path or URL of a file")
+    paths: dict[str, Any] = {name: _path(name, getattr(options, name)) for name in _PATHS}
+    options = replace(options, **paths)
     _check_dropping(options)
     _check_machine(options)
     cache = options.compile_cache
-    if cache is not None:
-        if not isinstance(cache, str | os.PathLike) or not os.fspath(cache):
-            raise OptionsError(
-                f"compile_cache: found {cache!r}, expected the path or URL of a folder"
-            )
-        cache = os.fspath(cache)
-        options = replace(
-            options, compile_cache=cache if "://" in cache else os.path.abspath(cache)
-        )
-    if isinstance(options.dead_letters, os.PathLike):
-        options = replace(options, dead_letters=os.fspath(options.dead_letters))
+    if cache is not None and "://" not in cache:
+        options = replace(options, compile_cache=os.path.abspath(cache))
     return replace(options, platforms=_platforms(options), memory=_memory(options.memory))
+
+
+_PATHS = {
+    "checkpoint": "folder",
+    "compile_cache": "folder",
+    "dead_letters": "file",
+    "report": "file",
+    "results_folder": "folder",
+}
+
+
+def _path(name: str, found: Any) -> str | None:
+    """The path or URL of a file or a folder, as text."""
+    if found is not None and (not isinstance(found, str | os.PathLike) or not os.fspath(found)):
+        raise OptionsError(f"{name}: found {found!r}, expected the path or URL of a {_PATHS[name]}")
+    return None if found is None else os.fspath(found)
 
 
 def beam_flags(beam: Any) -> dict[str, Any]:
@@ -383,8 +376,6 @@ def _check_dropping(options: Options) -> None:
     if type(limit) not in (int, float) or not 0 <= limit <= 1:
         raise OptionsError(f"drop_limit: found {limit!r}, expected a share from 0 to 1")
     path = options.dead_letters
-    if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
-        raise OptionsError(f"dead_letters: found {path!r}, expected the path or URL of a file")
     if path is not None and "drop" not in (options.on_error, options.on_nonfinite):
         raise OptionsError(
             "dead_letters: found a file, but no members are dropped; add on_error='drop' or "

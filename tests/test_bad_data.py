@@ -144,14 +144,8 @@ def test_what_is_cut_off(given):
     assert path in str(caught.value)
 
 
-def test_what_has_fewer_members_in_the_next_pass(given):
-    path, write, read = given
-    write(path, N)
-    source = read(path)
-
-    def change():
-        write(path, 16)
-        block_source.BLOCKS.clear()  # which would go on with what the file was
+def run_twice(source, change):
+    """Two rounds over the members, and `change` of their files in each."""
 
     @bj.program(placements={"rows": None})
     def rounds(rows):
@@ -162,8 +156,20 @@ def test_what_has_fewer_members_in_the_next_pass(given):
         rows = rows if isinstance(rows, dict) else {"x": rows}
         return jax.lax.fori_loop(0, 2, one, jnp.float32(0))
 
+    return bj.run(rounds, source, options={"shard_size": 8, "rounds_per_graph": 1})
+
+
+def test_what_has_fewer_members_in_the_next_pass(given):
+    path, write, read = given
+    write(path, N)
+    source = read(path)
+
+    def change():
+        write(path, 16)
+        block_source.BLOCKS.clear()  # which would go on with what the file was
+
     with pytest.raises(SourceError, match="the file was changed after the source was made"):
-        bj.run(rounds, source, options={"shard_size": 8, "rounds_per_graph": 1})
+        run_twice(source, change)
 
 
 def rewrite(path):
@@ -201,17 +207,8 @@ def test_what_is_rewritten_in_place_between_rounds(given):
             rewrite(path)
         block_source.BLOCKS.clear()  # which would go on with what the file was
 
-    @bj.program(placements={"rows": None})
-    def rounds(rows):
-        def one(_, total):
-            jax.debug.callback(change)
-            return total + bj.reduce_sum(bj.map_fn(jnp.sum, rows["x"]))
-
-        rows = rows if isinstance(rows, dict) else {"x": rows}
-        return jax.lax.fori_loop(0, 2, one, jnp.float32(0))
-
     with pytest.raises(SourceError, match="the file was changed after the source was made"):
-        bj.run(rounds, source, options={"shard_size": 8, "rounds_per_graph": 1})
+        run_twice(source, change)
 
 
 def test_several_npy_files_that_are_rewritten(tmp_path):

@@ -16,6 +16,7 @@ from beamjax.pages.markup import Markup, joined, table, tag
 from beamjax.pages.shell import Page
 from beamjax.pages.words import human_seconds
 from beamjax.progress import SECONDS, Tally
+from beamjax.total_text import total_rows
 
 KINDS = {
     "Map": "a pass over members",
@@ -362,20 +363,7 @@ def _or_none(rows: Sequence[Iterable[Any]], head: Sequence[str]) -> Markup:
 
 
 def _totals(facts: PlanFacts) -> Markup:
-    rows = [
-        (f"read by {step.name}", human_bytes(step.read_bytes))
-        for step in walk_facts(facts.steps)
-        if step.kind == "Map"
-    ]
-    rows.append(("read by all passes", human_bytes(facts.read_bytes)))
-    rows.append(("broadcast", human_bytes(facts.broadcast_bytes)))
-    rows.append(("gathered", human_bytes(facts.gathered_bytes)))
-    rows.append(("reduced", f"{human_bytes(facts.partial_bytes)} a shard"))
-    rows += [(f"code for {p}", human_bytes(n)) for p, n in facts.executable_bytes.items()]
-    note = None
-    if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
-        note = tag("p", "Each round of a loop is counted once in these totals.", class_="under")
-    return _section("Totals", table(rows, class_="facts"), note)
+    return _section("Totals", table(total_rows(facts), class_="facts"))
 
 
 def _memory(facts: PlanFacts) -> Iterator[Markup]:
