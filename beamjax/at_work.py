@@ -24,7 +24,7 @@ import jax
 from beamjax.compile_time import compile_clock
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan import Map, Server
-from beamjax.restaging import settings, with_settings
+from beamjax.restaging import thread_settings, with_settings
 from beamjax.shards import Shard, shard_errors
 from beamjax.working_files import Entry, WorkingFile
 
@@ -218,7 +218,7 @@ def bounded(function: Callable[[], T], table: Table) -> T:
         what is in C nobody can stop it, but it does not keep the process from ending.
       Exception: what the function raises.
     """
-    here = settings()
+    here = thread_settings()
     outcome: Future[T] = Future()
 
     def work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.errors import OptionsError, StagingError
 from beamjax.fact_types import PlanFacts
-from beamjax.forecast import SmallWork, forecast, learn, small_work
+from beamjax.forecast import forecast, learn, small_work
 from beamjax.inputs import Inputs
 from beamjax.interpreters import evaluate as _evaluate
 from beamjax.interpreters import stage as _stage
@@ -128,11 +129,9 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         inputs = bind_inputs(plan, arguments)
         name = runner if isinstance(runner, str) else type(runner).__name__
         read = sources_of(inputs.values)
-        told = forecast(plan, options, name)
-        small = small_work(plan, options, told)
-        if small.is_small and options.small_work == "here":
+        if options.small_work == "here" and _is_small(plan, options, name):
             runner = name = LOCAL
-            told, small = forecast(plan, options, LOCAL), SmallWork()
+        told = functools.cache(functools.partial(forecast, plan, options, name))
         if name == LOCAL:
             options = with_fitting_threads(plan, read, options)
         check_memory(plan, read, options, Workers.of(name, options))
@@ -163,7 +162,15 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
 
         return told_facts(planned, arguments, options, planned.notes, name)
 
-    return Work(plan, name, options, compute, facts, told.by_name(), small.advice)
+    def prediction() -> tuple[dict[str, float], str]:
+        return told().by_name(), small_work(plan, options, told()).advice
+
+    return Work(plan, name, options, compute, facts, prediction)
+
+
+def _is_small(plan: Plan, options: Options, runner: str) -> bool:
+    """Whether a plan is told to be quicker in this process than on its runner."""
+    return small_work(plan, options, forecast(plan, options, runner)).is_small
 
 
 def _values(

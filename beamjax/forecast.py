@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,20 +254,20 @@ def _seconds(found: Any) -> float:
     return float(found)
 
 
-def learn(plan: Plan, options: Options, told: Forecast, progress: Progress) -> None:
+def learn(plan: Plan, options: Options, tell: Callable[[], Forecast], progress: Progress) -> None:
     """Keeps what a run took: for its program, and for what is told of others.
 
     Args:
       plan: that was run to its end.
       options: of the run.
-      told: what was told of it before.
+      tell: gives what is told of it, which short runs need not know.
       progress: at its end.
     """
     done = progress.done
     brief = progress.seconds - done.compile < LEARNT_SECONDS
     if brief or progress.dropped or plan_cache.folder() is None:
         return
-    known = calibration()
+    known, told = calibration(), tell()
     counted = [step for step in told.steps if step.source == "counted" and not step.guessed]
     for kind in ("read", "compute", "merge"):
         mine = [step for step in counted if step.step in progress.steps]

@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from beamjax import records
@@ -28,7 +28,7 @@ from beamjax.plan import Plan
 from beamjax.progress import Progress
 from beamjax.recording import Recording, save_report
 from beamjax.report import Report, read_report
-from beamjax.restaging import settings, with_settings
+from beamjax.restaging import thread_settings, with_settings
 from beamjax.watching import watched
 
 POLL = 0.2
@@ -59,8 +59,7 @@ class Work:
       options: of the run.
       compute: runs the plan under a monitor, and gives the tree that the function returns.
       facts: finds what is told of the plan.
-      predicted: seconds by step, see `Progress`.
-      advice: what would be quicker, if something is known to be.
+      prediction: finds `predicted` and `advice` of `Progress`, for those who look on.
     """
 
     plan: Plan
@@ -68,8 +67,7 @@ class Work:
     options: Options
     compute: Callable[[Monitor], Any]
     facts: Callable[[], PlanFacts]
-    predicted: Mapping[str, float] = field(default_factory=dict)
-    advice: str = ""
+    prediction: Callable[[], tuple[Mapping[str, float], str]]
 
 
 class Job:
@@ -278,7 +276,7 @@ def launch_work(work: Work) -> Job:
     folder.begin(_describe(work))
     monitor = _monitor(work, folder)
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    here = settings()
+    here = thread_settings()
 
     def target() -> None:
         try:
@@ -348,7 +346,9 @@ def _tell_where(
 def _monitor(work: Work, folder: JobFolder | None = None) -> Monitor:
     options = work.options
     letters = DeadLetters(options.drop_limit, options.dead_letters)
-    return Monitor(work.plan, folder, letters, work.predicted, work.advice)
+    if folder is None:
+        return Monitor(work.plan, None, letters)
+    return Monitor(work.plan, folder, letters, *work.prediction())
 
 
 def _describe(work: Work) -> dict[str, Any]:

@@ -15,9 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from beamjax import _compat
 from beamjax.errors import JobCancelledError
-from beamjax.restaging import settings, with_settings
+from beamjax.restaging import thread_settings, with_settings
 
 MAX_THREADS = 8
 """More wait for each other: a thread holds Python's lock for a while with each job."""
@@ -30,8 +29,6 @@ SECONDS_TO_END = 20.0
 """For threads to finish what they are at when nobody wants it any more."""
 
 T = TypeVar("T")
-_MORE = ("default_device", "debug_nans", "debug_infs")
-"""Settings of JAX that decide how a compiled function is run."""
 _Outcome = tuple[int, BaseException | None, Any]
 
 
@@ -70,7 +67,7 @@ class OrderedPool(Generic[T]):
         self._early: dict[int, _Outcome] = {}
         self._added = self._taken = 0
         self._in_vain = False
-        here = settings() | {name: getattr(_compat.config, f"jax_{name}") for name in _MORE}
+        here = thread_settings()
         self._threads: list[threading.Thread] = []
         for number in range(threads):
             run = contextvars.copy_context().run

@@ -18,7 +18,7 @@ import platform
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,10 +43,27 @@ SETTINGS = (
 )
 """The settings of JAX that decide what a function is traced to."""
 
+DEBUGGING = ("debug_nans", "debug_infs")
+"""Those that decide what a compiled function checks when it is called."""
+
 
 def settings() -> dict[str, Any]:
-    """Those of this thread, by name."""
-    return {name: getattr(_compat.config, f"jax_{name}") for name in SETTINGS}
+    """The settings of this thread that decide what a function is traced to, by name."""
+    return _of_this_thread(SETTINGS)
+
+
+def debugging() -> dict[str, bool]:
+    """The settings of this thread that decide what compiled functions check, by name."""
+    return _of_this_thread(DEBUGGING)
+
+
+def thread_settings() -> dict[str, Any]:
+    """All settings of this thread that another one takes over which works for it, by name."""
+    return _of_this_thread((*SETTINGS, *DEBUGGING, "default_device"))
+
+
+def _of_this_thread(names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(_compat.config, f"jax_{name}") for name in names}
 
 
 @contextlib.contextmanager

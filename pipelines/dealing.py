@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from beamjax.restaging import thread_settings, with_settings
+
 AHEAD = 2
 """Jobs that a device has at most: one that it computes, and others that wait."""
 
@@ -28,10 +30,12 @@ class Dealer(Generic[T]):
 
     Args:
       devices: one or more; None stands for the thread that adds the jobs, for any number of them.
+        Other threads have the settings of JAX of the one that makes the dealer.
     """
 
     def __init__(self, devices: Sequence[Hashable | None]):
         self.devices = tuple(devices)
+        self._here = thread_settings()
         self._turns = itertools.cycle(range(len(self.devices)))
         self._jobs: collections.deque[Future[T]] = collections.deque()
 
@@ -49,7 +53,7 @@ class Dealer(Generic[T]):
         if device is None:
             yield job(index)
             return
-        self._jobs.append(_thread(device).submit(job, index))
+        self._jobs.append(_thread(device).submit(functools.partial(self._do, job, index)))
         while len(self._jobs) >= AHEAD * len(self.devices):
             yield self._jobs.popleft().result()
 
@@ -57,6 +61,10 @@ class Dealer(Generic[T]):
         """The results of all jobs that are left; raises what they raise."""
         while self._jobs:
             yield self._jobs.popleft().result()
+
+    def _do(self, job: Callable[[int], T], index: int) -> T:
+        with with_settings(self._here):
+            return job(index)
 
     def cancel(self) -> None:
         """Forgets all jobs; those that have not started never will."""
@@ -85,10 +93,10 @@ class _DeviceThread:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="beamjax-device", daemon=True).start()
 
-    def submit(self, function: Callable[[int], T], index: int) -> Future[T]:
-        """Has the thread call a function of a device some time."""
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Has the thread call a function some time."""
         future: Future[T] = Future()
-        self._calls.put((future, functools.partial(function, index)))
+        self._calls.put((future, call))
         return future
 
     def _run(self) -> None:

@@ -29,6 +29,7 @@ from beamjax.pipelines.lost_workers import table_of
 from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.store import Ref, Store
 from beamjax.plan import Body, Map, Plan, Server
+from beamjax.restaging import debugging
 from beamjax.shards import Shard, ShardExecutor, put_broadcast
 from beamjax.sources import open_spec
 from beamjax.sources.block_source import BLOCKS
@@ -80,6 +81,7 @@ class Task(Generic[AnyStep]):
       store: where references lead.
       machine: what a worker must be that computes it.
       limit: seconds that a shard may take; None for any time.
+      debugging: settings of JAX with which it is computed, of who launches it.
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Task(Generic[AnyStep]):
     store: Store
     machine: Machine = field(default_factory=Machine)
     limit: float | None = None
+    debugging: Mapping[str, bool] = field(default_factory=debugging)
 
     def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
         """References to the server values of these names, from earlier steps or static."""

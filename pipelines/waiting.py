@@ -16,7 +16,7 @@ from beamjax.at_work import SECONDS_TO_STOP
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.pipelines import flink_cluster
 from beamjax.pipelines.cluster_options import ClusterOptions
-from beamjax.restaging import settings, with_settings
+from beamjax.restaging import thread_settings, with_settings
 
 _SECONDS_BETWEEN_LOOKS = 5.0
 _SECONDS_BETWEEN_LOOKS_AT_WORK = 0.5
@@ -75,7 +75,7 @@ def run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | Non
       BeamjaxError: what `look` gave.
       Exception: what Beam raises.
     """
-    here = settings()
+    here = thread_settings()
     failure: list[BaseException] = []
 
     def work() -> None:

@@ -31,6 +31,7 @@ from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.pipelines.wide import scratch_of, terms_of_bundle
 from beamjax.plan import Map, Server
 from beamjax.progress import Tally
+from beamjax.restaging import with_settings
 from beamjax.shards import (
     Shard,
     ShardExecutor,
@@ -138,9 +139,9 @@ class MapShards(ComputeFn):
             self.trees = self.execute[0].trees()
             self.dealer = Dealer([execute.device for execute in self.execute])
         step = self.task.step
+        sends = step.partial_bytes, step.saved
         for shard, live in self._shards(element):
             self._choose_thread()
-            sends = step.partial_bytes, step.saved
             meter = Meter(step.name, self.execute[0].size, self.recorder, sends)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             read, lost = self._read(shard, [name for name in step.operands if name not in known])
@@ -194,7 +195,7 @@ class MapShards(ComputeFn):
         meter.resume()
         arrays = [operands[name] for name in self.task.step.operands]
         spent = time.process_time()
-        with self.task.at_work("computing", shard):
+        with self.task.at_work("computing", shard), with_settings(self.task.debugging):
             found = self.execute[device](shard, arrays, lost)
         meter.lap("compute")
         if self.turn is None and not pace.is_known(self.task.step.body):
@@ -300,7 +301,7 @@ class RunServer(ComputeFn):
         with self.times.measured():
             arrays = task.arrays(task.refs(step.inputs, known))
             plan = task.with_bodies()
-            with task.at_work("computing"):
+            with task.at_work("computing"), with_settings(task.debugging):
                 made = run_server(plan, step, arrays)
             refs = {name: task.store.put([out], name) for name, out in made.items()}
         yield Environment(refs)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import WAYS
 
 import beamjax as bj
 from beamjax.errors import (
@@ -281,13 +282,32 @@ def test_a_body_that_fails_on_a_member(runner):
         bj.run(roots, x, runner=runner, options={"shard_size": 8})
 
 
-def test_a_server_step_that_fails():
+@pytest.mark.parametrize("where", WAYS)
+def test_what_jax_is_told_to_check(where, monkeypatch):
+    """Wherever a shard is computed: in other threads of this process, or in other processes."""
+    monkeypatch.setattr("beamjax.pace.pays_in_bundle", lambda body: True)
+    monkeypatch.setattr("beamjax.pace.pays", lambda body, left: left is None or left > 1)
+    monkeypatch.setattr("beamjax.pace.threads", lambda body, most: 2)
+
+    @bj.program(clients=N)
+    def inverses(x):
+        return bj.reduce_sum(bj.map_fn(lambda v: 1 / v, x))
+
+    x = np.where(np.arange(N)[:, None] == 9, np.float32(0), X + 1)
+    runner, flags = WAYS[where]
+    with jax.debug_infs(True), pytest.raises(WorkerError, match=WHERE + "FloatingPointError"):
+        bj.run(inverses, x, runner=runner, options={"shard_size": 8} | flags)
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_a_server_step_that_fails(where):
     @bj.program(clients=N)
     def root(x):
         return jnp.log(bj.reduce_sum(x) - 1e9)
 
+    runner, flags = WAYS[where]
     with jax.debug_nans(True), pytest.raises(WorkerError, match=r"'server_\d': FloatingPointError"):
-        bj.run(root, X)
+        bj.run(root, X, runner=runner, options=flags)
 
 
 def test_messages_of_beam_are_the_cause_of_those_of_beamjax():

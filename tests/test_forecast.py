@@ -155,7 +155,7 @@ def progress_of(seconds, **busy):
 
 def test_a_run_is_remembered_for_its_program(cache):
     plan = plan_of(mean, X)
-    learn(plan, Options(), told(plan), progress_of(10.0, read=1.0, compute=8.0, merge=0.5))
+    learn(plan, Options(), lambda: told(plan), progress_of(10.0, read=1.0, compute=8.0, merge=0.5))
     (step,) = told(plan).steps
     assert (step.read, step.compute, step.merge) == (1.0, 8.0, 0.5)
     assert step.source == "earlier runs"
@@ -169,7 +169,12 @@ def test_a_run_mends_what_is_told_of_others(cache):
     for _ in range(20):
         before = forecast.forecast(plan, Options(), "DirectRunner")
         assert before.steps[0].source == "counted"
-        learn(plan, Options(), before, progress_of(12.0, read=0.1, compute=8.0, merge=0.1))
+        learn(
+            plan,
+            Options(),
+            lambda before=before: before,
+            progress_of(12.0, read=0.1, compute=8.0, merge=0.1),
+        )
         for file in cache.glob("measured-*"):
             file.unlink()
 
@@ -185,14 +190,14 @@ def test_a_run_mends_what_is_told_of_others(cache):
 
 def test_short_runs_teach_nothing(cache):
     plan = plan_of(mean, X)
-    learn(plan, Options(), told(plan), progress_of(0.2, compute=0.1))
+    learn(plan, Options(), lambda: told(plan), progress_of(0.2, compute=0.1))
     assert list(cache.iterdir()) == []
 
 
 def test_nothing_is_learnt_where_nothing_is_remembered():
     plan = plan_of(mean, X)
     before = calibration.calibration()
-    learn(plan, Options(), told(plan), progress_of(10.0, compute=8.0))
+    learn(plan, Options(), lambda: told(plan), progress_of(10.0, compute=8.0))
     assert calibration.calibration() == before
 
 
