@@ -52,15 +52,19 @@ class Digits:
         vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
         bound: |digit| <= bound · 2^(width-1).
         flags: uint8 vector (size,) of infinities and NaN seen, or None.
-        held: float64 vector (size,) of finite numbers that is to be added to the digits, or None;
-            it may be read-only.
+        held: float64 vector (size,) that is to be added to the digits, or None; it may be
+            read-only, and infinities and NaN may be in it as well as in `flags`.
         missed: whether what was added last did not fit in `held`.
+        room: a float64 vector (size,) of any content that `held` may become, or None.
     """
 
-    __slots__ = ("bound", "flags", "held", "lowest", "missed", "size", "vectors", "width")
+    __slots__ = ("bound", "flags", "held", "lowest", "missed", "room", "size", "vectors", "width")
 
-    def __init__(self, size: int, lowest: int, width: int = WIDTH) -> None:
+    def __init__(
+        self, size: int, lowest: int, width: int = WIDTH, room: np.ndarray | None = None
+    ) -> None:
         self.size = size
+        self.room = room
         self.lowest = lowest
         self.width = width
         self.vectors: dict[int, np.ndarray] = {}
@@ -91,19 +95,25 @@ class Digits:
             rows: float32 or float64 vectors (size,), or an array (terms, size) of at most
                 `capacity` // 2; not kept.
         """
-        if self.lowest == LOWEST[np.dtype(np.float32)] and self._add_held(rows):
-            self.missed = False
-            return
-        if not isinstance(rows, np.ndarray):
+        if self.lowest == LOWEST[np.dtype(np.float32)]:
+            added = self._add_held(rows)
+            self.missed = self.missed and not added
+            if added == len(rows):
+                return
+            rows = rows[added:]
+        if isinstance(rows, np.ndarray):
+            self._add_digits(rows)
+        elif len(rows) == 1:
+            self._add_digits(rows[0][None])
+        else:
             for row in rows:
-                self._add_digits(row[None]) if len(rows) == 1 else self.add([row])
-            return
-        self._add_digits(rows)
+                self.add([row])
 
-    def _add_held(self, rows: Rows) -> bool:
-        """Adds vectors to `held`, if that is exact; whether it was."""
+    def _add_held(self, rows: Rows) -> int:
+        """Adds vectors to `held`, as long as that is exact; how many it added."""
         if self.held is None:
-            self.held = np.zeros(self.size)
+            self.held, self.room = np.empty(self.size) if self.room is None else self.room, None
+            self.held.fill(0)
         elif not self.held.flags.writeable:
             self.held = self.held.copy()
         return add_exactly(self.held, rows)
@@ -120,9 +130,17 @@ class Digits:
 
     def _release(self) -> None:
         """Moves `held` to the digits."""
+        self.part()
         held, self.held = self.held, None
         if held is not None:
             self._split(held[None], max(float(held.max()), -float(held.min())))
+
+    def part(self) -> None:
+        """Moves infinities and NaN that were added to `held` to `flags`."""
+        # What is held is below 2^192, so that the sum is finite if all of it is.
+        if self.held is not None and not math.isfinite(np.add.reduce(self.held)):
+            rows, _ = self._take_flags(self.held[None])
+            self.held = rows[0]
 
     def _split(self, rows: np.ndarray, top: float) -> None:
         """Adds rows of finite numbers, |rows| <= top, to the digits."""
@@ -209,6 +227,9 @@ class Digits:
         Sums of float32 vectors are then `held`, if doubles hold all of them, and have no digits.
         Zeros are neither.
         """
+        self.part()
+        if self.flags is not None:
+            self._settle_flags(self.flags)
         if self.held is not None and not self.vectors:
             # A look at a few first: `any` takes time for floats.
             some = self.held[:64].any() or self.held.any()
@@ -223,6 +244,18 @@ class Digits:
         if self.vectors and tail is None and np.isfinite(head).all():
             self.vectors, self.bound = {}, 0
             self.held = head
+
+    def _settle_flags(self, flags: np.ndarray) -> None:
+        """Keeps of a flagged number what it comes to alone: one infinity, or NaN.
+
+        What else was seen is not always known: an infinity takes in what it is added to.
+        """
+        nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
+        self.flags = np.where(nan, np.uint8(NOT_A_NUMBER), flags)
+        flagged = flags != 0
+        if self.held is not None:
+            self.held = np.where(flagged, 0.0, self.held)
+        self.vectors = {key: np.where(flagged, 0.0, x) for key, x in self.vectors.items()}
 
     def _carry(self) -> None:
         base = 2.0**self.width
@@ -278,6 +311,7 @@ class Digits:
 
         Each is exact, or infinite where it is past the range of float64.
         """
+        self.part()
         if self.held is not None and not self.vectors:
             yield self.held[lo:hi]
             return

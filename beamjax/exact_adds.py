@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import math
 import platform
 import threading
 from collections.abc import Callable, Sequence
@@ -35,26 +34,32 @@ Adder: TypeAlias = Callable[[np.ndarray, Rows, np.ndarray], bool]
 _local = threading.local()
 
 
-def add_exactly(total: np.ndarray, rows: Rows) -> bool:
-    """Adds vectors to one, if all sums are doubles on the way.
+def add_exactly(total: np.ndarray, rows: Rows) -> int:
+    """Adds vectors to one, as long as all sums are doubles on the way.
+
+    NumPy's warnings are the business of who calls this (`np.errstate`).
 
     Args:
-        total: float64 (size,) of finite numbers; changed if True is returned, and only then.
-        rows: float32 or float64 vectors (size,), or one array (terms, size) of them.
+        total: float64 (size,), to which those of the first rows are added that can be.
+        rows: float32 or float64 vectors (size,), or one array (terms, size) of them. Infinities and
+            NaN are added as IEEE 754 has it, where that can be told; or they are not.
 
     Returns:
-        Whether that was so. It is False wherever a row has an infinity or NaN. Which sums are met
-        on the way is not said, so it may be False for one order of the rows and True for another.
+        How many rows were added: all of an array or none. Which sums are met on the way is not
+        said, so it may be less for one order of the rows than for another.
     """
-    room = _room(len(total))
-    with np.errstate(all="ignore"):
-        if not _adder()(total, rows, room):
-            return False
-        # Sums of all are finite only if each is; it may round, but is far below 2^1024.
-        if not math.isfinite(np.add.reduce(room)) and not np.isfinite(room).all():
-            return False
-    total[...] = room
-    return True
+    room, adder = _room(len(total)), _adder()
+    if len(rows) == 1 or isinstance(rows, np.ndarray):
+        if not adder(total, rows, room):
+            return 0
+        total[...] = room
+        return len(rows)
+    if not adder(total, rows[:-1], room):
+        return 0
+    if not adder(room, rows[-1:], total):
+        total[...] = room
+        return len(rows) - 1
+    return len(rows)
 
 
 def _room(size: int) -> np.ndarray:

@@ -355,7 +355,7 @@ def example(kind: str) -> Accumulator:
     for shard in (0, 2, 5):
         accumulator.add(np.array([1e9, 1.125 / (shard + 1), -3]).astype(dtype), shard)
     if kind == "exact_sum":
-        accumulator.add(np.float32([np.inf, 1e-20, 0]), 6)
+        accumulator.add(np.float32([0, 1e-20, np.inf]), 6)
     assert accumulator.name == kind
     return accumulator
 

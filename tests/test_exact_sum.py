@@ -549,6 +549,28 @@ def test_merging_adds_what_waits_in_the_other(adds: None) -> None:
     assert (second.total(0, LARGE, F32) == 2 * 2.0**-30).all()
 
 
+def test_infinities_are_the_same_bytes_however_they_were_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In doubles as IEEE 754 adds them, or as flags beside numbers."""
+    rows = np.ones((6, LARGE), np.float32)
+    rows[1, 3], rows[2, 4], rows[4, 4], rows[5, 5] = np.inf, np.inf, -np.inf, np.nan
+    rows[3, 6] = 2.0**-100  # which no double holds beside the others
+    found = set()
+    for use_flag in (True, False):
+        exact_adds._adder.cache_clear()
+        if not use_flag:
+            monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
+        for order in (range(6), range(5, -1, -1), (3, 1, 0, 2, 5, 4)):
+            total = ExactSum(F32, LARGE)
+            for row in order:
+                total.add(_read_only(rows[row]))
+            found.add(total.encode())
+            assert_bits(total.total(3, 6, F32), [np.inf, np.nan, np.nan])
+    exact_adds._adder.cache_clear()
+    assert len(found) == 1
+
+
 def test_ranges_that_no_double_holds_half_way(adds: None) -> None:
     """Sums leave the doubles, come back, and are held again."""
     total = ExactSum(F32, LARGE)
