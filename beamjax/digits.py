@@ -55,16 +55,13 @@ class Digits:
         held: float64 vector (size,) that is to be added to the digits, or None; it may be
             read-only, and infinities and NaN may be in it as well as in `flags`.
         missed: whether what was added last did not fit in `held`.
-        room: a float64 vector (size,) of any content that `held` may become, or None.
+        room: a float64 vector (size,) of any content that `held` becomes next, or None.
     """
 
     __slots__ = ("bound", "flags", "held", "lowest", "missed", "room", "size", "vectors", "width")
 
-    def __init__(
-        self, size: int, lowest: int, width: int = WIDTH, room: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, size: int, lowest: int, width: int = WIDTH) -> None:
         self.size = size
-        self.room = room
         self.lowest = lowest
         self.width = width
         self.vectors: dict[int, np.ndarray] = {}
@@ -72,6 +69,12 @@ class Digits:
         self.flags: np.ndarray | None = None
         self.held: np.ndarray | None = None
         self.missed = False
+        self.room: np.ndarray | None = None
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether the next vector that is added begins a new `held`."""
+        return self.held is None and self.lowest == LOWEST[np.dtype(np.float32)]
 
     @property
     def capacity(self) -> int:

@@ -7,8 +7,8 @@ rounded sum, or quotient, for any order, bundling and tree of merges.
 
 from __future__ import annotations
 
+import itertools
 import math
-import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -97,7 +97,6 @@ class ExactSum:
         self._width = width
         self._length = size * self._parts
         self._blocks: dict[int, Digits] = {}
-        self._rooms: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         self._rows: np.ndarray | None = None
         self._count = 0
         self._waiting: list[np.ndarray] = []
@@ -232,19 +231,9 @@ class ExactSum:
     def _block(self, number: int) -> Digits:
         block = self._blocks.get(number)
         if block is None:
-            room = self._room(number)
-            block = self._blocks[number] = Digits(len(room), LOWEST[self._real], self._width, room)
+            size = min(BLOCK, self._length - number * BLOCK)
+            block = self._blocks[number] = Digits(size, LOWEST[self._real], self._width)
         return block
-
-    def _room(self, number: int) -> np.ndarray:
-        """Memory for a block, a part of what several of them share as long as one needs it."""
-        first = number - number % SHARED
-        shared = self._rooms.get(first)
-        if shared is None:
-            shared = np.empty(min(SHARED * BLOCK, self._length - first * BLOCK))
-            self._rooms[first] = shared
-        start = (number - first) * BLOCK
-        return shared[start : start + BLOCK]
 
     def _flush(self) -> None:
         for rows in self._rows_to_add():
@@ -263,6 +252,7 @@ class ExactSum:
         """Adds rows (length,) of real numbers."""
         count = -(-self._length // BLOCK)
         blocks = [self._block(number) for number in range(count)]
+        _make_room([block for block in blocks if block.needs_room])
 
         def add(first: int, last: int) -> None:
             check_subnormals()
@@ -295,6 +285,16 @@ class ExactSum:
 
         in_parts(len(blocks), hi - lo, put)
         return result if self._parts == 1 else result.view(dtype)
+
+
+def _make_room(blocks: list[Digits]) -> None:
+    """Gives blocks the memory that they need, together where there are many."""
+    for first in range(0, len(blocks), SHARED):
+        some = blocks[first : first + SHARED]
+        ends = list(itertools.accumulate(block.size for block in some))
+        shared = np.empty(ends[-1])
+        for block, end in zip(some, ends, strict=True):
+            block.room = shared[end - block.size : end]
 
 
 def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
