@@ -123,7 +123,7 @@ def _tells(add: Adder) -> bool:
     ones, out = np.ones(PROBED), np.empty(PROBED)
     for dtype, terms in itertools.product((np.float32, np.float64), (1, 2)):
         rows = np.ones((terms, PROBED), dtype)
-        for place in range(0, PROBED, PROBED // 64 + 1):
+        for place in range(0, PROBED, PROBED // 16 + 1):
             rows[0, place] = 2.0**-60
             if add(ones, list(rows), out) or (terms == 2 and add(ones, rows, out)):
                 return False

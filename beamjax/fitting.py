@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from beamjax.choices import Looping
 from beamjax.errors import BeamjaxError
 from beamjax.inputs import raw_array
 from beamjax.interpreters.sizing import MAX_SHARD_BYTES
@@ -155,7 +156,7 @@ def _bits(value: Any) -> tuple[Any, ...]:
 
 
 def _without_body(step: Map) -> Map:
-    return replace(step, body="")
+    return replace(step, body="", looping=Looping(), turns="")
 
 
 def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from beamjax.choices import Looping
 from beamjax.interpreters import sizing
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.map_bodies import goes_one_by_one
 from beamjax.interpreters.own_kernels import convolves_by_member
 from beamjax.interpreters.pieces import MapPiece
@@ -45,7 +46,12 @@ def looping_of(
         found, why = chosen, "as was chosen"
     else:
         why = _turns(piece, n, platforms)
-        return (Looping("loop") if why else VMAP), why
+        if why:
+            return Looping("loop"), why
+        fits = VMAP if is_unknown(n) else Looping("batches", sizing.fitting_size(piece, n))
+        if options.shard_size is not None or fits.batch >= size or size % (fits.batch or 1):
+            return VMAP, ""
+        return fits, "the cache holds no more of them"
     if found.kind == "batches":
         found = Looping(
             "batches", found.batch or min(sizing.batch_size(piece, n), size // 2 // 8 * 8)

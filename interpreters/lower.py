@@ -16,7 +16,7 @@ from beamjax.choices import Looping
 from beamjax.costs import Cost
 from beamjax.errors import StagingError
 from beamjax.interpreters import callbacks, rules
-from beamjax.interpreters.cost import member_cost, server_cost
+from beamjax.interpreters.cost import server_cost
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.keeping import guard_of, with_kept_members
@@ -37,7 +37,7 @@ from beamjax.interpreters.pieces import (
 from beamjax.interpreters.places import Along, Place, PlacedProgram
 from beamjax.interpreters.reasons import why_on_server
 from beamjax.interpreters.rules import Combination
-from beamjax.interpreters.sizing import shard_sizes
+from beamjax.interpreters.sizing import cost_of_member, shard_sizes
 from beamjax.options import Options
 from beamjax.plan import (
     Block,
@@ -83,7 +83,8 @@ def lower(
     Raises:
       StagingError: a piece can't be exported, or more would be gathered than the options allow.
     """
-    sizes = shard_sizes(program, pieces, options) if sizes is None else sizes
+    if sizes is None:
+        sizes = shard_sizes(program, pieces, options, _platforms(options))
     return _Lowering(program, pieces, options, sizes, loopings or {}).plan(name, paths)
 
 
@@ -114,7 +115,7 @@ class _Lowering:
         self.program = program
         self.pieces = pieces
         self.options = options
-        self.platforms = (default_platform(),) if options.platforms is None else options.platforms
+        self.platforms = _platforms(options)
         self.sizes = sizes
         self.loopings = loopings
         self.costs: dict[str, Cost] = {}
@@ -327,7 +328,7 @@ class _Lowering:
             sized = functools.partial(
                 one_by_one, self.program, piece, lanes, impls, guard, batch=batch
             )
-        self.costs[name] = member_cost(piece, n)
+        self.costs[name] = cost_of_member(piece, n)
         key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
         return Map(
             name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
@@ -387,6 +388,10 @@ class _Lowering:
             key, exported = export_body(name, sized(size), arguments, self.platforms, lines)
         self.bodies[key] = exported
         return key
+
+
+def _platforms(options: Options) -> tuple[str, ...]:
+    return (default_platform(),) if options.platforms is None else options.platforms
 
 
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:

@@ -97,8 +97,11 @@ def one_by_one(
     """The same as a loop over the members of a shard, in the memory of one of them.
 
     Args:
-      batch: members at once; a shard has a whole number of batches.
+      batch: members at once. Where a shard has no whole number of batches, as one that is not
+        padded, all of its members are.
     """
+    if size % batch:
+        return map_body(program, piece, lanes, impls, guard, size)
     single = map_body(program, piece, lanes, impls, guard, batch)
     rounds = size // batch
     heads = 2 if guard is None else 3

@@ -82,7 +82,8 @@ def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[P
         if n is None:
             continue
         size, cost = plan.shard_sizes[piece.placement], plan.costs[name]
-        calls = cost.calls * USUAL.call * (1 if step.looping.kind == "loop" else 1 / size)
+        at_once = {"loop": 1, "vmap": size}.get(step.looping.kind, step.looping.batch)
+        calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
         largest = max(sizing.largest_size(piece, n, limit), size)
         loops = goes_one_by_one(piece, step.lanes)

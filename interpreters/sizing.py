@@ -1,23 +1,29 @@
 """How many members make a shard.
 
-On a CPU the fastest shard is the largest one that stays in the second-level cache; past 64 members
-nothing is gained unless members are tiny, where the cost of the call is what counts. Then shards
-grow with n as well, as long as there are enough of them to be dealt to many workers.
+On a CPU members are fastest in the largest number that stays in the second-level cache; past 64
+nothing is gained unless they are tiny, where the cost of the call is what counts. Then shards
+grow with n as well, as long as there are enough of them to be dealt to many workers. Where so many
+members are done sooner than a shard is read, handed over and added up, a shard has several such
+batches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend import core as jex
 
+from beamjax.costs import USUAL, Cost
 from beamjax.errors import OptionsError
+from beamjax.interpreters.callbacks import reason_for_python
+from beamjax.interpreters.cost import member_cost
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.pieces import Emission, MapPiece, Piece, walk
 from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.rules import Local
+from beamjax.interpreters.rules import Combination, Local
 from beamjax.options import Options
 
 CACHE_BYTES = 1 << 20
@@ -26,12 +32,18 @@ USUAL_LIMIT = 64
 TINY_MEMBER_BYTES = 1 << 10
 TINY_LIMIT, TINY_SHARDS = 4096, 64
 LARGE_MEMBER_BYTES = 4 << 20
+WORTH_SECONDS = 2e-3
+"""Of arithmetic and reading, as they are counted, that a shard is to have if that takes batches."""
+CACHE_GAIN = 8.0
+"""How much faster bytes move in the cache than from memory, about."""
+MOST_BATCHES, FEWEST_SHARDS = 16, 16
+MAX_BATCHED_BYTES = 8 << 20
 # What a shard reads and writes travels as elements, which have to stay under 64 MiB.
 MAX_SHARD_BYTES = 32 << 20
 
 
 def shard_sizes(
-    program: PlacedProgram, pieces: Sequence[Piece], options: Options
+    program: PlacedProgram, pieces: Sequence[Piece], options: Options, platforms: Sequence[str]
 ) -> dict[str, int]:
     """Members in a shard of each placement: a multiple of 8, one size for all passes.
 
@@ -46,26 +58,77 @@ def shard_sizes(
             f"shard_size: found {options.shard_size}, expected a positive multiple of {MULTIPLE}"
         )
     sizes = {}
+    may_batch = _may_batch(pieces, options, platforms)
     for placement, n in program.sizes.items():
         passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
         if is_unknown(n):  # Bytes are then counted without the axis of the members.
-            size = options.shard_size or min((_fitting(p, 1) for p in passes), default=MULTIPLE)
+            size = options.shard_size or min((fitting_size(p, 1) for p in passes), default=MULTIPLE)
             sizes[placement] = size
             continue
-        size = options.shard_size or min((_fitting(p, n) for p in passes), default=MULTIPLE)
+        size = options.shard_size or min((fitting_size(p, n) for p in passes), default=MULTIPLE)
+        if may_batch and all(map(can_batch, passes)):
+            size *= _batches(passes, n, size)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
 
 
-def _fitting(piece: MapPiece, n: int) -> int:
+def _may_batch(pieces: Sequence[Piece], options: Options, platforms: Sequence[str]) -> bool:
+    """Whether shards of several batches are an option for the passes of a program."""
+    if options.shard_size is not None or options.member_loop not in (None, "batches"):
+        return False
+    calls_back = any(
+        isinstance(piece, MapPiece) and reason_for_python([e.eqn for e in piece.emissions], options)
+        for piece in walk(pieces)
+    )
+    return tuple(platforms) == ("cpu",) and not calls_back
+
+
+def can_batch(piece: MapPiece) -> bool:
+    """Whether what the batches of a shard give can be brought together, for most reductions."""
+    readings = [emission.reading for emission in piece.emissions]
+    return not any(isinstance(reading, Combination) for reading in readings)
+
+
+def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
+    """How many batches of `size` members make a shard: a power of two."""
+    if not passes or any(_read(p, n) + _used(p, n) <= TINY_MEMBER_BYTES for p in passes):
+        return 1
+    costs = [member_cost(piece, n) for piece in passes]
+    if any(cost.guessed for cost in costs):
+        return 1
+    moved = [_moved(piece, n) for piece in passes]
+    # What a batch takes besides stays in the cache.
+    members = [Cost(cost.flops, nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
+    seconds = sum(map(USUAL.seconds, members)) / len(passes)
+    most = min(
+        2 * WORTH_SECONDS / max(seconds, 1e-12),
+        MAX_BATCHED_BYTES / max(*moved, 1),
+        n / FEWEST_SHARDS,
+    )
+    batches = min(int(most / size), MOST_BATCHES)
+    return 1 << max(batches.bit_length() - 1, 0)
+
+
+def cost_of_member(piece: MapPiece, n: Any) -> Cost:
+    """What one member costs in a pass over n, in shards and batches of these sizes.
+
+    What it reads and gives moves once; the rest moves in the cache, if a few members fit in there.
+    """
+    cost, n = member_cost(piece, n), 1 if is_unknown(n) else n
+    if MULTIPLE * (_read(piece, n) + _used(piece, n)) > CACHE_BYTES:
+        return cost
+    moved = min(_moved(piece, n), cost.nbytes)
+    return replace(cost, nbytes=moved + (cost.nbytes - moved) / CACHE_GAIN)
+
+
+def fitting_size(piece: MapPiece, n: int) -> int:
     """The number of members at which a pass over n of them is fastest, within bounds."""
-    read = _read(piece, n)
-    written = sum(_nbytes(var.aval) for var in piece.results) / n
-    used = read + _used(piece, n)
+    moved = _moved(piece, n)
+    used = _read(piece, n) + _used(piece, n)
     limit = USUAL_LIMIT
     if used <= TINY_MEMBER_BYTES:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
-    size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(read + written, 1), limit)
+    size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
     return max(MULTIPLE, 1 << (int(size).bit_length() - 1) if size >= 1 else MULTIPLE)
 
 
@@ -88,10 +151,8 @@ def largest_size(piece: MapPiece, n: int, limit: int) -> int:
     Args:
       limit: bytes that its members may take at once.
     """
-    read = _read(piece, n)
-    written = sum(_nbytes(var.aval) for var in piece.results) / n
-    used = read + written + _used(piece, n)
-    size = int(min(limit / max(used, 1), MAX_SHARD_BYTES / max(read + written, 1)))
+    moved = _moved(piece, n)
+    size = int(min(limit / max(moved + _used(piece, n), 1), MAX_SHARD_BYTES / max(moved, 1)))
     size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
     return max(MULTIPLE, 1 << (size.bit_length() - 1) if size else MULTIPLE)
 
@@ -99,6 +160,11 @@ def largest_size(piece: MapPiece, n: int, limit: int) -> int:
 def _read(piece: MapPiece, n: int) -> float:
     """Bytes that a pass reads of a member."""
     return sum(_nbytes(var.aval) for var, _ in piece.operands) / n
+
+
+def _moved(piece: MapPiece, n: int) -> float:
+    """Bytes that a pass reads of a member, and those that it gives."""
+    return _read(piece, n) + sum(_nbytes(var.aval) for var in piece.results) / n
 
 
 def _used(piece: MapPiece, n: int) -> float:

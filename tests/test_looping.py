@@ -114,6 +114,45 @@ def test_batches_that_do_not_fit_a_shard_are_none():
     assert loopings(plan) == [Looping()]  # all members are a shard of 48
 
 
+def test_shards_that_are_short_are_computed_in_batches():
+    def body(w, x):
+        return jax.lax.scan(lambda w, _: (w - 0.1 * x.T @ (x @ w), None), w, None, length=3)[0]
+
+    @bj.program(clients=None)
+    def trained(w, x):
+        ws = bj.map_fn(body, (bj.broadcast(w), x))
+        return bj.reduce_mean(ws), ws
+
+    w, x = np.ones(16, np.float32), RNG.normal(size=(3001, 8, 16)).astype(np.float32)
+    plan = plan_of(trained, w, x)
+    (looping,) = loopings(plan)
+    assert looping.kind == "batches"
+    assert plan.shard_sizes["clients"] >= 2 * looping.batch
+    local = bj.run(trained, w, x, runner="local")
+    assert_close(local, jax.jit(trained)(w, x))
+    assert_same_bits(bj.run(trained, w, x), local)
+    assert "the cache holds no more of them" in str(bj.explain(trained, w, x))
+    assert loopings(plan_of(trained, w, x, shard_size=128)) == [Looping()]
+
+
+def test_batches_of_what_calls_back():
+    """The last shard is not padded then, and has no whole number of batches."""
+    seen = []
+
+    @bj.program(clients=N)
+    def told(x):
+        def body(v):
+            jax.debug.callback(lambda v: seen.append(float(v)), v[0])
+            return v * 2
+
+        return bj.reduce_sum(bj.map_fn(body, x))
+
+    options = {"member_loop": "batches", "member_batch": 8, "shard_size": 32}
+    found = bj.run(told, X, runner="local", options=options)
+    np.testing.assert_allclose(found, 2 * X.sum(axis=0), rtol=1e-6)
+    assert sorted(seen) == sorted(X[:, 0].tolist())
+
+
 def test_what_has_an_order_is_computed_together():
     @bj.program(clients=N)
     def ordered(x):

@@ -16,11 +16,11 @@ def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def sizes_of(fn, *args, **options):
+def sizes_of(fn, *args, platforms=(), **options):
     arguments, _, restore = stage.flatten_arguments(args)
     staged = stage.stage(fn, arguments, restore)
     placed = place.place(flatten.flatten(staged.closed), {}, staged.placements)
-    return shard_sizes(placed, split.split(placed), Options(**options))
+    return shard_sizes(placed, split.split(placed), Options(**options), platforms)
 
 
 def mean_of(body, n):
@@ -135,6 +135,47 @@ def test_a_shard_is_no_larger_than_all_members_padded(n, size):
 def test_the_size_that_the_user_gives():
     prog = mean_of(lambda w, x: x * w, 1000)
     assert sizes_of(prog, array(), array(1000), shard_size=24) == {"clients": 24}
+
+
+REGRESSION = array(64), array(10_000, 32, 64), array(10_000, 32)
+
+
+def test_short_shards_have_several_batches_on_a_cpu():
+    prog = mean_of(sgd(squares, 10), 10_000)
+    assert sizes_of(prog, *REGRESSION, platforms=("cpu",)) == {"clients": 512}
+    assert sizes_of(prog, *REGRESSION, platforms=("cpu",), member_loop="batches")["clients"] == 512
+    assert sizes_of(prog, *REGRESSION, platforms=("cpu",), member_loop="vmap")["clients"] == 64
+    assert sizes_of(prog, *REGRESSION, platforms=("cuda",))["clients"] == 64
+    assert sizes_of(prog, *REGRESSION, platforms=("cpu", "cuda"))["clients"] == 64
+
+
+def test_work_and_bytes_bound_the_batches():
+    long = mean_of(sgd(squares, 1000), 10_000)
+    assert sizes_of(long, *REGRESSION, platforms=("cpu",)) == {"clients": 64}
+    few = mean_of(sgd(squares, 10), 4096)
+    arrays = array(64), array(4096, 32, 64), array(4096, 32)
+    assert sizes_of(few, *arrays, platforms=("cpu",)) == {"clients": 256}
+    wide = mean_of(lambda w, x: jnp.sum(jnp.tanh(x)) * w, 10_000)
+    assert sizes_of(wide, array(), array(10_000, 65_536), platforms=("cpu",)) == {"clients": 32}
+
+
+def test_what_waits_for_data_calls_back_or_has_an_order_comes_at_once():
+    def waits(w, x, y):
+        return jax.lax.while_loop(lambda w: (w**2).sum() > 1, lambda w: w - y.mean(), x[0])
+
+    def calls(w, x, y):
+        jax.debug.callback(lambda v: None, y[0])
+        return w * x[0]
+
+    for body in (waits, calls):
+        prog = mean_of(body, 10_000)
+        assert sizes_of(prog, *REGRESSION, platforms=("cpu",)) == {"clients": 64}
+
+    @bj.program(clients=10_000)
+    def ordered(w, x, y):
+        return bj.reduce(lambda a, b: a + b, bj.map_fn(lambda v: v @ w, x))
+
+    assert sizes_of(ordered, *REGRESSION, platforms=("cpu",)) == {"clients": 64}
 
 
 @pytest.mark.parametrize("size", [-8, 4, 12])
