@@ -94,7 +94,7 @@ def rows(case: str, folder: Path, size: dict[str, int], at_least: float, rate: f
     job = Job(case, size, str(folder))
     CASES[case].type().write(folder, size)
     facts = plan(job, {})
-    job = Job(case, size, str(folder), facts["shard_size"])
+    job = Job(case, size, str(folder), facts["at_once"])
     found: list[dict[str, Any]] = []
     reference: list[Any] = []
     for name in WAYS_ON_GPU:

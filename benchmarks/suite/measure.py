@@ -64,7 +64,7 @@ def measure(case: str, folder: Path, settings: Settings) -> dict[str, Any]:
     settings.tell(f"{case}: {CASES[case].text(size)}")
     job: dict[str, Any] = {"case": case, "size": size, "folder": str(folder)}
     planned = write(job, settings)
-    job["shard_size"] = planned["shard_size"]
+    job["shard_size"] = planned["at_once"]
     cache = folder / "compiled"
     with started(settings.chosen(case), settings.pythons, settings.log, cache) as processes:
         rows = run_ways(processes, job, settings)

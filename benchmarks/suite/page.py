@@ -21,8 +21,8 @@ first call; imports, the start of clusters, compiling and warming up are not in 
 the same files, which are in the memory of the system, and are compared with the answer of the first
 one.
 
-- *x loop*: seconds over those of the shard loop, the ideal: a jitted function over beamjax's shards
-  in one process, summed in float64.
+- *x loop*: seconds over those of the shard loop, the ideal: a jitted function over shards in one
+  process, each of as many members as beamjax computes at once, summed in float64.
 - *first*: seconds of the first call, with staging and compiling.
 - *peak* and *start*: MiB that the process and its children have for themselves, at most and before
   the first call; files that are mapped are not in it. *peak* is that of all rounds.
@@ -34,8 +34,8 @@ one.
 What the others are: DrJAX and jit have all members on the device before the clock starts. Beam by
 hand runs on FnApiRunner in one process, with server values as side inputs, or in a file if they are
 large, and numbers of members as elements, which its DoFns look up in the files; BatchElements has
-beamjax's shard size. Dask and Ray Data have two worker processes on this machine without a
-dashboard, a few tasks for each worker that sum beamjax's shards, and JAX's compilation cache; C is
+as many members as beamjax computes at once. Dask and Ray Data have two worker processes on this machine without a
+dashboard, a few tasks for each worker that sum as many at a time, and JAX's compilation cache; C is
 Dask's own arrays. FedJAX steps through each client's batches; it needs an older JAX. H is written
 for the map-reduces with derivatives taken by hand, a function for each direction.
 """
@@ -93,6 +93,8 @@ def _cases(
 def _facts(measured: Mapping[str, Any]) -> str:
     plan = measured["plan"]
     text = f"{plan['nbytes'] / 1e6:,.0f} MB of members, {plan['shard_size']:,} in a shard, "
+    if plan.get("at_once", plan["shard_size"]) != plan["shard_size"]:
+        text += f"{plan['at_once']:,} of them at once, "
     text += f"{plan['partial_bytes']:,} bytes a partial"
     return text + "."
 

@@ -97,11 +97,19 @@ def plan(job: Job, options: dict[str, Any]) -> dict[str, Any]:
     explain = functools.partial(bj.explain, program, problem.server, source, options=options)
     facts = explain().to_json()
     return {
-        "shard_size": facts["placements"][0]["shard_size"], "nbytes": problem.nbytes,
+        "shard_size": facts["placements"][0]["shard_size"], "at_once": at_once(facts),
+        "nbytes": problem.nbytes,
         "passes": facts["passes"], "partial_bytes": facts["partial_bytes"],
         "broadcast_bytes": facts["broadcast_bytes"],
         "predicted": predictions(explain),
     }  # fmt: skip
+
+
+def at_once(facts: dict[str, Any]) -> int:
+    """Members that a shard computes at once: all of them, or a batch."""
+    ways = (choice["value"] for choice in facts["choices"] if choice["option"] == "member_loop")
+    batches = [int(way.split()[-1]) for way in ways if way.startswith("batches")]
+    return min(batches, default=facts["placements"][0]["shard_size"])
 
 
 def predictions(explain: Callable[..., Any]) -> dict[str, float | None]:

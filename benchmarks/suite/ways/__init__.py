@@ -23,7 +23,7 @@ class Job:
       case: letter.
       size: of the workload.
       folder: of its data.
-      shard_size: members in a shard of beamjax's plan, which the others use as well.
+      shard_size: members that beamjax's plan computes at once: a shard of the others.
     """
 
     case: str
