@@ -34,10 +34,11 @@ one.
 What the others are: DrJAX and jit have all members on the device before the clock starts. Beam by
 hand runs on FnApiRunner in one process, with server values as side inputs, or in a file if they are
 large, and numbers of members as elements, which its DoFns look up in the files; BatchElements has
-as many members as beamjax computes at once. Dask and Ray Data have two worker processes on this machine without a
-dashboard, a few tasks for each worker that sum as many at a time, and JAX's compilation cache; C is
-Dask's own arrays. FedJAX steps through each client's batches; it needs an older JAX. H is written
-for the map-reduces with derivatives taken by hand, a function for each direction.
+as many members as beamjax computes at once. Dask and Ray Data have two worker processes on this
+machine without a dashboard, a few tasks for each worker that sum as many at a time, and JAX's
+compilation cache; C is Dask's own arrays. FedJAX steps through each client's batches; it needs an
+older JAX. H is written for the map-reduces with derivatives taken by hand, a function for each
+direction.
 """
 
 
