@@ -29,7 +29,7 @@ def by_members(folder: Path, settings: Settings) -> dict[str, Any]:
         for n in numbers:
             job: dict[str, Any] = {"case": CASE_BY_MEMBERS, "size": base | {"n": n}}
             job["folder"] = str(folder)
-            job["shard_size"] = write(job, settings)["shard_size"]
+            job["shard_size"] = write(job, settings)["at_once"]
             for way in list(going):
                 try:
                     processes[way].ask(open=job, limited=not settings.small)
@@ -61,7 +61,7 @@ def by_workers(folder: Path, settings: Settings) -> dict[str, Any]:
     job: dict[str, Any] = {
         "case": CASE_BY_WORKERS, "size": settings.size(CASE_BY_WORKERS), "folder": str(folder)
     }  # fmt: skip
-    job["shard_size"] = write(job, settings)["shard_size"]
+    job["shard_size"] = write(job, settings)["at_once"]
     ways = [way for way in BY_WORKERS if not settings.ways or way in settings.ways]
     with started(ways, settings.pythons, settings.log, folder / "compiled") as processes:
         rows = run_ways(processes, job, replace(settings, rounds=min(settings.rounds, 2)))

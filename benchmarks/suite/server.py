@@ -107,7 +107,7 @@ def plan(job: Job, options: dict[str, Any]) -> dict[str, Any]:
 
 def at_once(facts: dict[str, Any]) -> int:
     """Members that a shard computes at once: all of them, or a batch."""
-    ways = (choice["value"] for choice in facts["choices"] if choice["option"] == "member_loop")
+    ways = (choice["chosen"] for choice in facts["choices"] if choice["option"] == "member_loop")
     batches = [int(way.split()[-1]) for way in ways if way.startswith("batches")]
     return min(batches, default=facts["placements"][0]["shard_size"])
 
