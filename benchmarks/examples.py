@@ -7,7 +7,8 @@
 
 With `--json`, runs that are there from before stay, unless they are asked for again. `--workers`
 measures the rounds of cnn_clients.py by one worker and by two: threads of `local`, processes of
-DirectRunner, and task managers of a Flink cluster, each with a process of its own.
+DirectRunner, with and without the option compile_cache, and task managers of a Flink cluster, each
+with a process of its own.
 
 Each is a process of its own, one after the other, so the seconds have the imports, staging and
 compiling in them, and the start of Prism and Flink. What two runners print is the same if it is,
@@ -40,13 +41,14 @@ RUNNERS = ("local", "DirectRunner", "PrismRunner", "FlinkRunner")
 # Where they take less than is usual, so that all of them end soon.
 FLAGS = {"clustered_clients": ["--rounds=8"], "own_pipeline": ["--rounds=50"]}
 NOT_ON = {("own_pipeline", "local"): "it is about pipelines"}
-WORKERS = [(on, n) for on in RUNNERS for n in (1, 2) if (on, n) != ("PrismRunner", 2)]
 WORKERS_OF = {
     "local": "threads",
-    "DirectRunner": "processes",
-    "PrismRunner": "runs bundles one after the other",
-    "FlinkRunner": "task managers with a process each",
+    "DirectRunner": "this process, or two that each round starts",
+    "DirectRunner, compile_cache": "the same",
+    "PrismRunner": "this process; bundles run one after the other",
+    "FlinkRunner": "processes of a cluster, one for each task manager",
 }
+WORKERS = [(row, n) for row in WORKERS_OF for n in (1, 2) if (row, n) != ("PrismRunner", 2)]
 ROUNDS = 6
 LIMIT = 900
 BAR = "\N{BOX DRAWINGS HEAVY HORIZONTAL}"
@@ -102,10 +104,14 @@ def flink_cluster(taskmanagers: int) -> Iterator[str]:
             subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
 
 
-def run_rounds(runner: str, workers: int, where: str) -> Run:
+def run_rounds(row: str, workers: int, where: str) -> Run:
     """Runs the rounds of cnn_clients.py with so many workers."""
+    runner, _, cached = row.partition(", ")
     flags = [f"--rounds={ROUNDS}"]
     with contextlib.ExitStack() as stack:
+        if cached:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            flags.append(f"--compile_cache={folder}")
         if runner == "local":
             flags.append(f"--local_threads={workers}")
         elif runner == "FlinkRunner":
@@ -141,7 +147,7 @@ def page(found: dict[str, dict[str, Run]], rounds: dict[str, Run]) -> str:
 
     Args:
       found: runs by example and runner.
-      rounds: runs of `run_rounds`, by runner and number of workers with a blank between them.
+      rounds: runs of `run_rounds`, by row and number of workers with a blank between them.
     """
     runners = [on for on in RUNNERS if any(on in runs for runs in found.values())]
     lines = [
@@ -186,10 +192,10 @@ def _measured(runs: dict[tuple[str, str], Run]) -> list[str]:
 def _table_of_rounds(rounds: dict[str, Run]) -> list[str]:
     """A line for each runner."""
 
-    def cell(runner: str, workers: int) -> str:
-        one = rounds.get(f"{runner} {workers}")
+    def cell(row: str, workers: int) -> str:
+        one = rounds.get(f"{row} {workers}")
         if one is None:
-            return "not run" if (runner, workers) in WORKERS else "one only"
+            return "not run" if (row, workers) in WORKERS else "one only"
         if one.code != 0:
             return f"FAILED ({one.code})"
         first, *others = seconds_of_rounds(one.printed)
@@ -203,9 +209,9 @@ def _table_of_rounds(rounds: dict[str, Run]) -> list[str]:
         "",
         *_measured({("cnn_clients", on): one for on, one in rounds.items()})[:1],
         "",
-        "| Runner | workers are | 1 worker | 2 workers |",
+        "| Runner | Workers | 1 worker | 2 workers |",
         "| --- | --- | --- | --- |",
-        *(f"| {on} | {WORKERS_OF[on]} | {cell(on, 1)} | {cell(on, 2)} |" for on in RUNNERS),
+        *(f"| {row} | {on} | {cell(row, 1)} | {cell(row, 2)} |" for row, on in WORKERS_OF.items()),
     ]
 
 
@@ -258,10 +264,14 @@ def main() -> int:
             one = found[name][runner] = run(name, runner, FLAGS.get(name, []), where)
             failed += tell(name, runner, one)
         print(f"{name:22} printed the same: {_agreement(found[name])}", flush=True)
-    for runner, workers in WORKERS if args.workers else []:
-        key = f"{runner} {workers}"
-        one = rounds[key] = run_rounds(runner, workers, where)
+    for row, workers in WORKERS if args.workers else []:
+        key = f"{row} {workers}"
+        one = rounds[key] = run_rounds(row, workers, where)
         failed += tell("cnn_clients", key, one)
+    load = f"at the start and {os.getloadavg()[0]:.1f} at the end"
+    for one in (*rounds.values(), *(one for runs in found.values() for one in runs.values())):
+        if one.where == where:
+            one.where = where.replace("at the start", load)
     found = dict(sorted(found.items()))
     if args.json:
         plain = {
