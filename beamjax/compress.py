@@ -5,15 +5,17 @@
 
 * stochastic, with a key: a value is rounded up or down at random, so that the expectation is the
   value itself. This is TernGrad (W. Wen et al., "TernGrad: Ternary Gradients to Reduce
-  Communication in Distributed Deep Learning", NeurIPS 2017, section 3, equations 1 to 5) with one
-  level, and QSGD (D. Alistarh et al., NeurIPS 2017, section 3.1) with `levels` of them, with the
-  largest magnitude as the scale in the place of its 2-norm. With `step = scale / levels` and `f`
-  the fraction of `|x| / step`, the variance of a value is `step ** 2 * f * (1 - f)`; with one level
+  Communication in Distributed Deep Learning", NeurIPS 2017, section 3.1, equations 1 to 3) with
+  one level, and QSGD (D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
+  Quantization and Encoding", NeurIPS 2017, section 3.1) with `levels` of them, with the largest
+  magnitude as the scale in the place of its 2-norm. With `step = scale / levels` and `f` the
+  fraction of `|x| / step`, the variance of a value is `step ** 2 * f * (1 - f)`; with one level
   this is `|x| * scale - x ** 2`.
 * to the nearest, without a key: biased, and at most half a step away. Means of it want error
   feedback: what was lost is added to the next value (F. Seide et al., "1-Bit Stochastic Gradient
-  Descent", Interspeech 2014, section 3; S. P. Karimireddy et al., "Error Feedback Fixes SignSGD",
-  ICML 2019, algorithm 2). No unbiasedness is needed then, but a rounding that brings the value
+  Descent and Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014;
+  EF-SGD of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
+  Schemes", ICML 2019). No unbiasedness is needed then, but a rounding that brings the value
   nearer to what it was, which stochastic rounding to one level does not: there the error grows.
 
 A leaf of zeros is compressed to zeros, and so is one whose magnitudes are all below the smallest
@@ -160,8 +162,8 @@ def reduce_mean(
 
     Each member is brought to integers, those of several values are put into one word, and words are
     summed. What leaves a shard is so many bits a value as the sum of all members needs, instead of
-    a float: `log2(levels * n) + 2`, rounded up so that words are filled (TernGrad, section 3,
-    shares the scale for this).
+    a float: `log2(levels * n) + 2`, rounded up so that words are filled (TernGrad, section 3.1,
+    equation 4, shares the scale for this).
 
     Args:
       x: a tree of placed arrays of floats, `(n, ...)`.

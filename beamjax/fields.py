@@ -1,8 +1,9 @@
 """Small integers side by side in words: sums of words are the sums of all of them.
 
 Every integer has a field of some bits in a word. Where the sum of a field over all members fits in
-it, one sum of words adds up all fields, exactly and in any order (C. Zhang et al., "BatchCrypt",
-USENIX ATC 2020, section 4, packs quantized gradients so, with room for the sum).
+it, one sum of words adds up all fields, exactly and in any order (C. Zhang et al., "BatchCrypt:
+Efficient Homomorphic Encryption for Cross-Silo Federated Learning", USENIX ATC 2020, packs
+quantized gradients so, with room for the sum).
 """
 
 from __future__ import annotations

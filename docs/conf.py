@@ -14,14 +14,12 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinxcontrib.mermaid",
 ]
 html_theme = "furo"
 html_title = f"beamjax {version}"
 exclude_patterns = ["site"]
 smartquotes = False
 
-myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
 
 default_role = "code"

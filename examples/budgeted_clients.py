@@ -4,11 +4,11 @@ Clients have a handful to a hundred digits, and devices that are up to eight tim
 than others; a round may take so many device seconds in all. The gain of a client is estimated by
 what it lost on its digits when it was last looked at, `digits * sqrt(mean(loss ** 2))`, the
 statistical utility of Oort (F. Lai et al., "Oort: Efficient Federated Learning via Guided
-Participant Selection", OSDI 2021, section 4). Clients are taken by gain per cost while they fit in
-the budget; where one client alone would gain more, it is taken instead, which makes the choice at
-least half of the best (the greedy rule of S. Khuller, A. Moss and J. Naor, "The budgeted maximum
-coverage problem", Information Processing Letters 70, 1999, for gains that just add up). Only the
-chosen clients are read: `bj.take`. The costs are made up, the digits are those of scikit-learn.
+Participant Selection", OSDI 2021). Clients are taken by gain per cost while they fit in the
+budget; where one client alone would gain more, it is taken instead, which makes the choice at least
+half of the best (the greedy rule of S. Khuller, A. Moss and J. Naor, "The budgeted maximum coverage
+problem", Information Processing Letters 70, 1999, for gains that just add up). Only the chosen
+clients are read: `bj.take`. The costs are made up, the digits are those of scikit-learn.
 
     python examples/budgeted_clients.py --rounds=12 --runner=DirectRunner
 """

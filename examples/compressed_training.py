@@ -4,9 +4,9 @@ Clients train a small network on handwritten digits for a few steps; the server 
 their updates. What a shard of clients is reduced to is floats, or words with the sums of several
 updates each. Ternary updates lose much in a round, and what is lost is added to the next
 (S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-ICML 2019, algorithm 2); int8 updates are rounded at random, without bias, and need no memory
-(D. Alistarh et al., "QSGD", NeurIPS 2017, section 3.1). All rounds are a scan of one program: the
-errors are a placed value that stays with the workers.
+ICML 2019); int8 updates are rounded at random, without bias, and need no memory (D. Alistarh et
+al., "QSGD", NeurIPS 2017, section 3.1). All rounds are a scan of one program: the errors are a
+placed value that stays with the workers.
 
     python examples/compressed_training.py --rounds=20 --runner=DirectRunner
 

@@ -6,6 +6,7 @@ See tests/doc_pages.py for how a page says what it shows, and what can't be run 
 import re
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import doc_pages
 import pytest
@@ -88,7 +89,7 @@ def test_every_fence_is_a_block_of_a_known_language() -> None:
         found = doc_pages.blocks(page)
         directives = len(re.findall(r"^```\{", page.read_text(encoding="utf-8"), re.M))
         assert len(fences) == 2 * (len(found) + directives), page
-        assert {b.language for b in found} <= {"python", "sh", "text", "mermaid", "dockerfile"}
+        assert {b.language for b in found} <= {"python", "sh", "text", "dockerfile"}
 
 
 def test_a_page_that_shows_something_else_fails(tmp_path: Path) -> None:
@@ -123,6 +124,19 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     folders = "benchmarks|docker|examples|interpreters|pipelines|tests"
     names = re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text(encoding="utf-8"))
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_pictures_are_drawn_without_the_network() -> None:
+    pictures = sorted((DOCS / "images").glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        told = [
+            value
+            for element in ElementTree.parse(picture).iter()
+            for value in (*element.attrib.values(), element.text or "")
+            if element.tag.rpartition("}")[2] not in ("type", "title", "creator", "format")
+        ]  # of metadata, which nothing draws
+        assert [text for text in told if re.search(r"https?:|^//|@import|url\((?!#)", text)] == []
 
 
 def test_every_page_is_in_a_table_of_contents() -> None:
