@@ -36,6 +36,8 @@ WORTH_SECONDS = 2e-3
 """Of arithmetic and reading, as they are counted, that a shard is to have if that takes batches."""
 CACHE_GAIN = 8.0
 """How much faster bytes move in the cache than from memory, about."""
+DRAWN_BYTES = 16
+"""Of a member that is little but a number, from which it is computed."""
 MOST_BATCHES, FEWEST_SHARDS = 16, 16
 MAX_BATCHED_BYTES = 8 << 20
 # What a shard reads and writes travels as elements, which have to stay under 64 MiB.
@@ -91,10 +93,12 @@ def can_batch(piece: MapPiece) -> bool:
 
 def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
     """How many batches of `size` members make a shard: a power of two."""
-    if not passes or any(_read(p, n) + _used(p, n) <= TINY_MEMBER_BYTES for p in passes):
-        return 1
     costs = [member_cost(piece, n) for piece in passes]
-    if any(cost.guessed for cost in costs):
+    if not passes or any(cost.guessed for cost in costs):
+        return 1
+    # XLA has all cores work on one large operation, as those of many tiny members are, but not in a
+    # loop. So these are better off at once where they are read from memory.
+    if any(DRAWN_BYTES < _read(p, n) <= TINY_MEMBER_BYTES - _used(p, n) for p in passes):
         return 1
     moved = [_moved(piece, n) for piece in passes]
     # What a batch takes besides stays in the cache.
