@@ -72,7 +72,7 @@ class Calibration:
     """
 
     rates: Rates = USUAL
-    read: float = 2e9
+    read: float = 8e9
     merge: float = 2e8
     factors: Mapping[str, float] = field(default_factory=dict)
     measured: bool = False

@@ -14,12 +14,15 @@ class Cost:
       nbytes: that move between memory and the processor, at most.
       calls: operations that are started, each of which has a price of its own.
       guessed: whether a loop is in it whose rounds depend on data, and are taken to be a few.
+      extra: operations of a matrix product that take as long as these take longer than so many of
+        a matrix product.
     """
 
     flops: float = 0.0
     nbytes: float = 0.0
     calls: float = 0.0
     guessed: bool = False
+    extra: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -27,11 +30,18 @@ class Cost:
             self.nbytes + other.nbytes,
             self.calls + other.calls,
             self.guessed or other.guessed,
+            self.extra + other.extra,
         )
 
     def times(self, count: float) -> Cost:
         """The same so many times."""
-        return Cost(count * self.flops, count * self.nbytes, count * self.calls, self.guessed)
+        flops, nbytes, calls = count * self.flops, count * self.nbytes, count * self.calls
+        return Cost(flops, nbytes, calls, self.guessed, count * self.extra)
+
+    @property
+    def weight(self) -> float:
+        """Operations of a matrix product that take as long."""
+        return self.flops + self.extra
 
 
 @dataclass(frozen=True)
@@ -39,20 +49,24 @@ class Rates:
     """How fast a machine is.
 
     Attributes:
-      flops: operations a second, in bodies as they are, not at best.
+      flops: operations of matrix products a second, in bodies as they are, not at best.
       nbytes: bytes a second between memory and the processor.
       call: seconds to start an operation in an executable.
       shard: seconds to hand a shard to an executable and its results back.
     """
 
-    flops: float = 2e10
+    flops: float = 5e10
     nbytes: float = 1e10
     call: float = 1e-6
     shard: float = 1e-4
 
     def seconds(self, cost: Cost) -> float:
-        """Of work that is done on many members at once, without that of starting it."""
-        return cost.flops / self.flops + cost.nbytes / self.nbytes
+        """Of work that is done on many members at once, without that of starting it.
+
+        What computes waits for what moves or the other way round: a roofline (S. Williams,
+        A. Waterman and D. Patterson, Communications of the ACM 52(4), 2009).
+        """
+        return max(cost.weight / self.flops, cost.nbytes / self.nbytes)
 
 
 USUAL = Rates()

@@ -102,7 +102,7 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
         return 1
     moved = [_moved(piece, n) for piece in passes]
     # What a batch takes besides stays in the cache.
-    members = [Cost(cost.flops, nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
+    members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
     seconds = sum(map(USUAL.seconds, members)) / len(passes)
     most = min(
         2 * WORTH_SECONDS / max(seconds, 1e-12),
