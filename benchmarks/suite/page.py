@@ -27,8 +27,8 @@ one.
 - *peak* and *start*: MiB that the process and its children have for themselves, at most and before
   the first call; files that are mapped are not in it. *peak* is that of all rounds.
 - *differs*: from the first way's answer, largest difference of a leaf over its largest number.
-- *predicted*: seconds that `bj.explain` tells of it where the machine was not measured. What it counts
-  with was fitted to workloads like these.
+- *predicted*: seconds that `bj.explain` tells of it where the machine was not measured. What it
+  counts with was fitted to workloads like these.
 - *~*: extrapolated: as much of the workload as the last column says was measured, and a quarter of
   it; the rest is a straight line.
 
