@@ -16,7 +16,7 @@ import jax
 from beamjax.choices import Looping
 from beamjax.errors import BeamjaxError
 from beamjax.inputs import raw_array
-from beamjax.interpreters.sizing import MAX_SHARD_BYTES
+from beamjax.interpreters.sizing import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.stage import Argument
 from beamjax.padded_bytes import padding_text
 from beamjax.plan import Block, Branch, Fitted, Loop, Map, Plan, walk
@@ -73,7 +73,7 @@ def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str
     """Members in a shard: as many as are best of usual ones, and as the longest ones allow."""
     rows = next((b for b in source.buckets if b >= source.usual_rows), source.buckets[-1])
     member = max(sum(leaf.nbytes for leaf in source.leaves), 1)
-    most = 1 << max((MAX_SHARD_BYTES // member).bit_length() - 1, 0)
+    most = power_of_two(MAX_SHARD_BYTES // member)
     sizes = make(rows, None).shard_sizes
     return {name: max(min(size, most), plan.shard_sizes[name]) for name, size in sizes.items()}
 

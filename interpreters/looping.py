@@ -45,13 +45,7 @@ def looping_of(
     elif chosen is not None:
         found, why = chosen, "as was chosen"
     else:
-        why = _turns(piece, n, platforms)
-        if why:
-            return Looping("loop"), why
-        fits = VMAP if is_unknown(n) else Looping("batches", sizing.fitting_size(piece, n))
-        if options.shard_size is not None or fits.batch >= size or size % (fits.batch or 1):
-            return VMAP, ""
-        return fits, "the cache holds no more of them"
+        found, why = _by_rule(piece, n, options, platforms)
     if found.kind == "batches":
         found = Looping(
             "batches", found.batch or min(sizing.batch_size(piece, n), size // 2 // 8 * 8)
@@ -61,10 +55,16 @@ def looping_of(
     return found, why if found != VMAP else ""
 
 
-def _turns(piece: MapPiece, n: Any, platforms: Sequence[str]) -> str:
-    """Why the members of a shard had better be computed one after the other, if so."""
+def _by_rule(
+    piece: MapPiece, n: Any, options: Options, platforms: Sequence[str]
+) -> tuple[Looping, str]:
+    """How the members of a shard of any size had better be computed, and why."""
     if sizing.is_large(piece, n):
-        return "large members"
-    if tuple(platforms) == ("cpu",) and convolves_by_member(piece):
-        return "convolutions with kernels of the members' own"
-    return ""
+        return Looping("loop"), "large members"
+    if tuple(platforms) != ("cpu",):
+        return VMAP, ""
+    if convolves_by_member(piece):
+        return Looping("loop"), "convolutions with kernels of the members' own"
+    if is_unknown(n) or options.shard_size is not None:
+        return VMAP, ""
+    return Looping("batches", sizing.fitting_size(piece, n)), "the cache holds no more of them"

@@ -21,9 +21,10 @@ from beamjax.errors import OptionsError
 from beamjax.interpreters.callbacks import reason_for_python
 from beamjax.interpreters.cost import member_cost
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.map_bodies import goes_one_by_one
 from beamjax.interpreters.pieces import Emission, MapPiece, Piece, walk
 from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.rules import Combination, Local
+from beamjax.interpreters.rules import Local
 from beamjax.options import Options
 
 CACHE_BYTES = 1 << 20
@@ -68,7 +69,7 @@ def shard_sizes(
             sizes[placement] = size
             continue
         size = options.shard_size or min((fitting_size(p, n) for p in passes), default=MULTIPLE)
-        if may_batch and all(map(can_batch, passes)):
+        if may_batch and all(goes_one_by_one(piece, ()) for piece in passes):
             size *= _batches(passes, n, size)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
@@ -83,12 +84,6 @@ def _may_batch(pieces: Sequence[Piece], options: Options, platforms: Sequence[st
         for piece in walk(pieces)
     )
     return tuple(platforms) == ("cpu",) and not calls_back
-
-
-def can_batch(piece: MapPiece) -> bool:
-    """Whether what the batches of a shard give can be brought together, for most reductions."""
-    readings = [emission.reading for emission in piece.emissions]
-    return not any(isinstance(reading, Combination) for reading in readings)
 
 
 def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
@@ -109,8 +104,12 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
         MAX_BATCHED_BYTES / max(*moved, 1),
         n / FEWEST_SHARDS,
     )
-    batches = min(int(most / size), MOST_BATCHES)
-    return 1 << max(batches.bit_length() - 1, 0)
+    return power_of_two(min(most / size, MOST_BATCHES))
+
+
+def power_of_two(most: float) -> int:
+    """The largest power of two up to a number; 1 if that is less."""
+    return 1 << max(int(most).bit_length() - 1, 0)
 
 
 def cost_of_member(piece: MapPiece, n: Any) -> Cost:
@@ -133,7 +132,7 @@ def fitting_size(piece: MapPiece, n: int) -> int:
     if used <= TINY_MEMBER_BYTES:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
-    return max(MULTIPLE, 1 << (int(size).bit_length() - 1) if size >= 1 else MULTIPLE)
+    return max(MULTIPLE, power_of_two(size))
 
 
 def is_large(piece: MapPiece, n: Any) -> bool:
@@ -145,8 +144,8 @@ def is_large(piece: MapPiece, n: Any) -> bool:
 def batch_size(piece: MapPiece, n: Any) -> int:
     """Members to be computed at once where those of a shard come in batches: a power of two."""
     n = 1 if is_unknown(n) else n
-    members = int(min(CACHE_BYTES / max(_read(piece, n) + _used(piece, n), 1), USUAL_LIMIT))
-    return max(MULTIPLE, 1 << (members.bit_length() - 1))
+    members = min(CACHE_BYTES / max(_read(piece, n) + _used(piece, n), 1), USUAL_LIMIT)
+    return max(MULTIPLE, power_of_two(members))
 
 
 def largest_size(piece: MapPiece, n: int, limit: int) -> int:
@@ -156,9 +155,9 @@ def largest_size(piece: MapPiece, n: int, limit: int) -> int:
       limit: bytes that its members may take at once.
     """
     moved = _moved(piece, n)
-    size = int(min(limit / max(moved + _used(piece, n), 1), MAX_SHARD_BYTES / max(moved, 1)))
+    size = min(limit / max(moved + _used(piece, n), 1), MAX_SHARD_BYTES / max(moved, 1))
     size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
-    return max(MULTIPLE, 1 << (size.bit_length() - 1) if size else MULTIPLE)
+    return max(MULTIPLE, power_of_two(size))
 
 
 def _read(piece: MapPiece, n: int) -> float:

@@ -135,6 +135,36 @@ def test_shards_that_are_short_are_computed_in_batches():
     assert loopings(plan_of(trained, w, x, shard_size=128)) == [Looping()]
 
 
+def test_no_batches_without_a_number_of_members_or_on_other_devices():
+    @bj.program(clients=None)
+    def squares(x):
+        return bj.reduce_sum(bj.map_fn(lambda v: v**2, x))
+
+    chunks = bj.from_chunks(lambda: iter([np.ones((24, 6), np.float32)]))
+    text = str(bj.explain(squares, chunks))
+    assert "the cache holds no more" not in text
+    assert "in vmap" not in text
+    rows = np.ones((3000, 10), np.float32)
+    source = bj.from_ragged(rows, [*np.full(599, 4), 604])
+
+    @bj.program(clients=None)
+    def sums(data):
+        return bj.reduce_sum(bj.map_fn(lambda c: c["rows"].sum(where=c["mask"][:, None]), data))
+
+    for platforms, kinds in (("cpu", {"batches"}), ("cuda", {"vmap"})):
+        plan = plan_of(sums, source, platforms=platforms)
+        assert {looping.kind for looping in loopings(plan)} == kinds
+
+
+def test_batches_of_members_of_which_the_cache_holds_none():
+    @bj.program(clients=32)
+    def total(x):
+        return bj.reduce_sum(bj.map_fn(lambda v: v + 1, x))
+
+    plan = plan_of(total, np.zeros((32, 300_000), np.float32), member_loop="batches", shard_size=32)
+    assert loopings(plan) == [Looping("batches", 8)]
+
+
 def test_batches_of_what_calls_back():
     """The last shard is not padded then, and has no whole number of batches."""
     seen = []
