@@ -19,3 +19,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     room = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def copy(array: np.ndarray) -> np.ndarray:
+    """The same values in new room, in C order."""
+    room = empty(array.shape, array.dtype)
+    room[...] = array
+    return room

@@ -30,8 +30,9 @@ import numpy as np
 from beamjax.exact_adds import Rows, add_exactly
 from beamjax.rounding import append
 
-BLOCK = 1 << 15
-"""Values in a block: two float64 vectors of it and its digits fit in a core's second cache."""
+BLOCK = 1 << 17
+"""Values in a block: large enough that threads which add to blocks side by side seldom wait for
+each other's calls, small enough that two float64 vectors stay near a core."""
 
 WIDTH = 44
 """Bits of a digit: two digits hold the 24 bits of most float32 vectors, 510 adds need no carry."""

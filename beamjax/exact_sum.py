@@ -34,11 +34,14 @@ from beamjax.side_by_side import in_parts
 MAX_ROWS = 256
 """Partials of which a small accumulator keeps copies, to add them all at once."""
 
+MAX_COPIED = 1 << 15
+"""Values of all these copies together, which stay in a core's second cache."""
+
 MAX_WAITING = 4
 """Partials that a large one keeps for that, if nobody can change them: the sums come from memory
 and go back there once for all of them."""
 
-SHARED = 16
+SHARED = 4
 """Blocks whose memory is asked for at once: enough for pages of 2 MiB, which NumPy asks for from
 4 MiB, and which a large sum then touches in a tenth of the time."""
 
@@ -102,7 +105,7 @@ class ExactSum:
         self._waiting: list[np.ndarray] = []
         self.left_out = 0
         self._max_waiting = MAX_WAITING if self._real == np.float32 else 1
-        self._max_rows = min(MAX_ROWS, (1 << (52 - width)) - 2, BLOCK // max(self._length, 1))
+        self._max_rows = min(MAX_ROWS, (1 << (52 - width)) - 2, MAX_COPIED // max(self._length, 1))
 
     @property
     def nbytes(self) -> int:

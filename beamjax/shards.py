@@ -22,6 +22,7 @@ from beamjax.inputs import Reader
 from beamjax.padding import check_padding, padded_rows
 from beamjax.plan import Combine, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
+from beamjax.side_by_side import are_alike, in_parts
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
 from beamjax.transfer_time import from_device, is_copied, to_device, transferring
 
@@ -302,11 +303,20 @@ def add_computed(
       shard: which.
       left_out: how many of its members are not in the partials.
     """
-    for lane, accumulator, partial in accumulators:
+    for lane, accumulator, _ in accumulators:
         if lane.kind == "sum":
             accumulator.left_out += left_out
-        if partial is not None:
-            accumulator.add(partial, shard.index)
+    found = [(accumulator, part) for _, accumulator, part in accumulators if part is not None]
+
+    def add(first: int, last: int) -> None:
+        for accumulator, part in found[first:last]:
+            accumulator.add(part, shard.index)
+
+    sizes = [part.size for _, part in found]
+    if are_alike(sizes):
+        in_parts(len(found), sum(sizes), add)
+    else:
+        add(0, len(found))
     for tree, arrays in trees:
         if arrays is not None:
             tree.add(arrays, shard.index)

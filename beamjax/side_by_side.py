@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 LONG = 1 << 18
@@ -24,19 +25,36 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
       work: may be called on several threads at once; the first error that it raises is raised here.
     """
     threads = min(_threads(), count)
-    if values < LONG or threads < 2:
+    if values < LONG or threads < 2 or getattr(_local, "divided", False):
         work(0, count)
         return
+
+    def part(first: int, last: int) -> None:
+        # What is done in a part is not divided once more: its threads are at work already.
+        _local.divided = True
+        try:
+            work(first, last)
+        finally:
+            _local.divided = False
+
     cuts = [count * i // threads for i in range(threads + 1)]
     pool = _pool(os.getpid())
-    others = [pool.submit(work, *cut) for cut in itertools.pairwise(cuts[1:])]
+    others = [pool.submit(part, *cut) for cut in itertools.pairwise(cuts[1:])]
     try:
-        work(cuts[0], cuts[1])
+        part(cuts[0], cuts[1])
     finally:
         for other in others:
             other.exception()
     for other in others:
         other.result()
+
+
+def are_alike(sizes: Sequence[int]) -> bool:
+    """Whether parts of these sizes can be divided among threads so that all have as much to do."""
+    return bool(sizes) and max(sizes) * 2 * _threads() <= sum(sizes)
+
+
+_local = threading.local()
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,12 @@ import numpy as np
 from apache_beam.coders.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
+from beamjax import aligned
 from beamjax.dyadic import DyadicTree
 from beamjax.lane_pieces import Piece, step_pieces
 from beamjax.meters import Reports
-from beamjax.pipelines import parcels
 from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.parcels import receive, send
 from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Ref, Store
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
@@ -87,11 +88,8 @@ class MergeAccumulators(beam.CombineFn):
         if isinstance(accumulator, bytes):
             encoded = accumulator
         else:
-            with self.times.measured():
-                encoded = _encoded(accumulator)
-                if self.store is not None:
-                    with transferring():
-                        encoded = parcels.send(self.store, encoded)
+            with self.times.measured(), transferring():
+                encoded = _encoded(accumulator, self.store)
         self.times.tell_beam()
         return encoded
 
@@ -110,8 +108,7 @@ def _live(accumulator: Any, store: Store | None) -> Any:
     if not isinstance(accumulator, bytes):
         return accumulator
     with transferring():
-        data = accumulator if store is None else parcels.receive(store, accumulator)
-        return decode_accumulator(data)
+        return decode_accumulator(accumulator) if store is None else receive(store, accumulator)
 
 
 class FinishPieces(StepFn):
@@ -136,12 +133,12 @@ class FinishPieces(StepFn):
             found = finish_lane(plan, step, lane, _live(data, self.task.store), where)
             values = {}
             for name, offset, part in found:
+                hold = self.task.store.hold
                 if self.whole:
-                    array = part.reshape(plan.values[name].shape)
-                    values[name] = self.task.store.put([array], name)
+                    values[name] = hold([part.reshape(plan.values[name].shape)], name, own=True)
                 else:
-                    put = self.task.store.put
-                    values[f"{name}|{offset}"] = put([part], name, inline=False, hashed=False)
+                    ref = hold([part], name, own=True, inline=False, hashed=False)
+                    values[f"{name}|{offset}"] = ref
         yield Environment(values)
 
     def finish_bundle(self) -> None:
@@ -226,16 +223,18 @@ class Assemble(StepFn):
         whole = {}
         for name, refs in parts.items():
             value = self.types[name]
-            if not self.axes.get(name) and all(r.kind == "file" for r in refs.values()):
-                in_order = [refs[offset] for offset in sorted(refs)]
+            in_order = [refs[offset] for offset in sorted(refs)]
+            held = any(map(self.store.is_held, in_order))
+            if not self.axes.get(name) and not held and all(r.kind == "file" for r in in_order):
                 whole[name] = self.store.joined(in_order, value.shape, np.dtype(value.dtype))
                 continue
-            arrays = [self.store.get(refs[o], cache=False)[0] for o in sorted(refs)]
-            array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+            arrays = [self.store.get(ref, cache=False)[0] for ref in in_order]
+            array = _joined(arrays) if len(arrays) > 1 else arrays[0]
             if name in self.axes:
                 array = np.moveaxis(array, 0, self.axes[name])
             array = array.reshape(value.shape).astype(value.dtype, copy=False)
-            whole[name] = self.store.put([array], name)
+            whole[name] = self.store.hold([array], name, own=True)
+            self.store.release(in_order)
         yield Environment(whole)
 
 
@@ -298,9 +297,15 @@ class PartsOfSource(StepFn):
         self.times.tell()
 
 
-def _encoded(accumulator: Any) -> bytes:
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays along their first axis, where JAX takes them without a copy."""
+    first = arrays[0]
+    room = aligned.empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
+    return np.concatenate(arrays, out=room)
+
+
+def _encoded(accumulator: Any, store: Store | None = None) -> bytes:
     if isinstance(accumulator, bytes):
         return accumulator
-    with transferring():
-        encoded: bytes = accumulator.encode()
+    encoded: bytes = accumulator.encode() if store is None else send(store, accumulator)
     return encoded

@@ -71,6 +71,11 @@ class Connection:
         """Whether the runner has in memory what one step hands to another that waits for more."""
         return isinstance(self.runner, FnApiRunner | PrismRunner)
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether runner and workers are this process, and each element is processed once."""
+        return self.shared and isinstance(self.runner, FnApiRunner)
+
 
 def connect(runner: Any, options: Options) -> Connection:
     """A connection for pipelines that beamjax makes and waits for.

@@ -1,15 +1,19 @@
-"""Encoded accumulators on their way from worker to worker.
+"""Accumulators on their way from worker to worker.
 
 A small one is the element itself. A large one is in files of the store, and the element says which:
-runners copy elements many times, and none may be over 64 MiB.
+runners copy elements many times, and none may be over 64 MiB. Where one process runs all of the
+pipeline, a large one is handed over as it is.
 """
 
 from __future__ import annotations
 
+from beamjax.accumulators import Accumulator
 from beamjax.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
+from beamjax.pipelines.in_process import shelf_of
 from beamjax.pipelines.store import Store, is_name, unique_key
+from beamjax.reducers import decode_accumulator
 
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
 """Largest element, in bytes: where the store is a local folder, and where files are at URLs, each
@@ -19,41 +23,64 @@ _NOTE_BYTES = 1 << 13
 """Names of files take less."""
 
 
-def send(store: Store, data: bytes) -> bytes:
-    """The element for an encoded accumulator.
+def send(store: Store, accumulator: Accumulator) -> bytes:
+    """The element for an accumulator, which is the receiver's from now on.
 
     Raises:
       SourceError: the store can't be written.
     """
+    shelf = shelf_of(store.root)
+    if shelf is not None and accumulator.nbytes > LOCAL_BYTES:
+        name = _new_name()
+        shelf.hand_over(name, accumulator)
+        return encode_arrays([], {"here": name})
+    data = accumulator.encode()
     limit = REMOTE_BYTES if files.is_url(store.root) else LOCAL_BYTES
     if len(data) <= limit:
         return data
     names = []
     for start in range(0, len(data), store.piece_bytes):
-        names.append(f"{unique_key()}-sums.arrays")
+        names.append(_new_name())
         store.write(names[-1], data[start : start + store.piece_bytes])
     return encode_arrays([], {"parcel": names, "nbytes": len(data)})
 
 
-def receive(store: Store, element: bytes) -> Buffer:
-    """The encoded accumulator of an element.
+def receive(store: Store, element: bytes) -> Accumulator:
+    """The accumulator of an element, which is the caller's; one that is here is so once.
 
     Raises:
-      SourceError: its file is gone, or can't be read.
+      SourceError: it is gone, or can't be read.
       ArrayFormatError: the element or the file is damaged.
     """
     if len(element) > _NOTE_BYTES:
-        return element
+        return decode_accumulator(element)
     meta = decode_arrays(element)[1]
+    if "here" in meta:
+        return _taken(store, str(meta["here"]))
     if "parcel" not in meta:
-        return element
+        return decode_accumulator(element)
     parts = [_read(store, str(name)) for name in meta["parcel"]]
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     if len(data) != meta.get("nbytes"):
         raise ArrayFormatError(
             f"{store.root}: a sum on its way has {len(data)} bytes, expected {meta.get('nbytes')}."
         )
-    return data
+    return decode_accumulator(data)
+
+
+def _new_name() -> str:
+    return f"{unique_key()}-sums.arrays"
+
+
+def _taken(store: Store, name: str) -> Accumulator:
+    shelf = shelf_of(store.root)
+    found: Accumulator | None = None if shelf is None else shelf.take(name)
+    if found is None:
+        raise SourceError(
+            f"{store.root}: a sum on its way ({name}) is not in this process, or was merged "
+            "before; expected each to be merged once, where it was made."
+        )
+    return found
 
 
 def _read(store: Store, name: str) -> Buffer:

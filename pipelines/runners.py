@@ -13,12 +13,13 @@ import numpy as np
 from beamjax.errors import JobCancelledError
 from beamjax.inputs import Inputs
 from beamjax.kept import NOTHING, Kept
+from beamjax.memory import held_budget
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
-from beamjax.pipelines import build, files, uploads
+from beamjax.pipelines import build, files, in_process, uploads
 from beamjax.pipelines.checkpoint_folder import work_folder
-from beamjax.pipelines.connections import connect
+from beamjax.pipelines.connections import Connection, connect
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.keepers import DriverKeeper, folder_of
@@ -66,6 +67,7 @@ def run_plan(
     with (
         folder_of(connection.options),
         temporary_store(connection.options, folder) as store,
+        in_memory(store, connection),
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
@@ -101,7 +103,7 @@ def _run_one_pass(
     plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources, results: Kept
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without control flow over sources of unknown length, as one pipeline."""
-    static = {name: launcher.store.put([a], name) for name, a in inputs.server().items()}
+    static = {name: launcher.store.hold([a], name) for name, a in inputs.server().items()}
     number = [size_name(placement) for placement in open_placements(plan)]
     plan = replace(
         plan,
@@ -167,6 +169,20 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     finally:
         if not keep:
             remove_store(store)
+
+
+@contextlib.contextmanager
+def in_memory(store: Store, connection: Connection) -> Iterator[None]:
+    """Keeps in memory what a run need not write, while it lasts."""
+    options = connection.options
+    if not connection.is_one_process or options.checkpoint or options.keep_folder:
+        yield  # Checkpoints link files, and people may look at those of a folder that is kept.
+        return
+    in_process.open_shelf(store.root, held_budget(options.memory_bytes))
+    try:
+        yield
+    finally:
+        in_process.close_shelf(store.root)
 
 
 def remove_store(store: Store) -> None:

@@ -25,6 +25,7 @@ from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.meters import Reports
 from beamjax.pipelines import files as file_io
+from beamjax.pipelines.in_process import is_fixed, shelf_of
 from beamjax.shared_cache import SharedCache, nbytes
 from beamjax.transfer_time import transferring
 
@@ -176,19 +177,58 @@ class Store:
         with transferring():
             return self._put(arrays, hint, inline, hashed)
 
+    def hold(
+        self,
+        arrays: Sequence[np.ndarray],
+        hint: str = "",
+        *,
+        own: bool = False,
+        inline: bool = True,
+        hashed: bool = True,
+    ) -> Ref:
+        """`put`, or a note of large arrays that stay in memory, where this process is all workers.
+
+        Args:
+            arrays, hint, inline, hashed: as for `put`.
+            own: whether nobody but the store has the arrays from now on; others are copied first if
+                somebody could change them.
+
+        Returns, raises:
+            As `put`.
+        """
+        shelf = shelf_of(self.root)
+        nbytes = sum(array.nbytes for array in arrays)
+        if shelf is None or nbytes <= INLINE_BYTES or not shelf.has_room(nbytes):
+            return self.put(arrays, hint, inline=inline, hashed=hashed)
+        with transferring():
+            arrays = _plain(arrays, hint)
+            fixed = [a if own or is_fixed(a) else aligned.copy(a) for a in arrays]
+            name = _file_name(unique_key(), hint)
+            shelf.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
+        return _ref_to_files(_leaves(arrays), [(name, nbytes)])
+
+    def is_held(self, ref: Ref) -> bool:
+        """Whether a value is in the memory of this process, as `hold` may have it."""
+        shelf = shelf_of(self.root)
+        return shelf is not None and any(shelf.get(name) is not None for name, _ in ref.files)
+
+    def release(self, refs: Iterable[Ref]) -> None:
+        """Forgets held values that nobody will ask for."""
+        shelf = shelf_of(self.root)
+        if shelf is not None:
+            shelf.release(name for ref in refs for name, _ in ref.files)
+
     def _put(self, arrays: Sequence[Any], hint: str, inline: bool, hashed: bool) -> Ref:
-        arrays = [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
-        leaves = tuple((wire.dtype_name(a.dtype), a.shape) for a in arrays)
+        arrays = _plain(arrays, hint)
+        leaves = _leaves(arrays)
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
             data = wire.encode_arrays(arrays)
             if len(data) <= INLINE_BYTES:
                 return Ref(_digest([data]), leaves, inline=data)
-        suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
         files = []
         for chunks in _pack(arrays, self.piece_bytes):
             data = wire.encode_arrays(chunks)
-            key = _digest([data]) if hashed else unique_key()
-            name = f"{key}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
+            name = _file_name(_digest([data]) if hashed else unique_key(), hint)
             self.write(name, data, keep=True)
             files.append((name, len(data)))
         return _ref_to_files(leaves, files)
@@ -232,7 +272,7 @@ class Store:
         with transferring():
             if ref.inline:
                 return wire.decode_arrays(ref.inline)[0]
-            if not cache:
+            if not cache or self.is_held(ref):
                 return self._load(ref)
             return list(_CACHE.get(ref.key, lambda: self._load(ref)))
 
@@ -242,6 +282,9 @@ class Store:
         Raises:
             SourceError: if they cannot be removed.
         """
+        shelf = shelf_of(self.root)
+        if shelf is not None:
+            shelf.sweep(live)
         try:
             gone = [n for n in file_io.names(self.root) if n not in live and n.endswith(_SUFFIXES)]
             file_io.remove_files(self.root, gone)
@@ -289,6 +332,10 @@ class Store:
         path = f"{self.root}/{name}"
         if not _SAFE_NAME.fullmatch(name):
             raise ArrayFormatError(f"{path}: not a file name that a store gives.")
+        shelf = shelf_of(self.root)
+        held = None if shelf is None else shelf.get(name)
+        if held is not None:
+            return held
         try:
             data = file_io.read(file_io.join(self.root, name))
         except Exception as error:
@@ -327,6 +374,25 @@ def _ref_to_files(
 def unique_key() -> str:
     """The first part of the name of a file that nothing else has."""
     return uuid.uuid4().hex + uuid.uuid4().hex[:8]
+
+
+def _file_name(key: str, hint: str) -> str:
+    suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
+    return f"{key}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
+
+
+def _plain(arrays: Iterable[Any], hint: str) -> list[np.ndarray]:
+    return [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
+
+
+def _leaves(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((wire.dtype_name(array.dtype), array.shape) for array in arrays)
+
+
+def _flat_and_fixed(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1)
+    flat.flags.writeable = False
+    return flat
 
 
 def is_name(name: str) -> bool:

@@ -39,7 +39,7 @@ class Served:
     def ref(self, hint: str) -> Ref:
         """A reference for workers; the value is written if it was not yet."""
         if self._ref is None:
-            self._ref = self._store.put([self._array], hint)
+            self._ref = self._store.hold([self._array], hint)
         return self._ref
 
     def entry(self, index: int) -> Served:

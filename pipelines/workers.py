@@ -160,7 +160,7 @@ class MapShards(ComputeFn):
                     yield _windowed(made)
         for piece, accumulator in (self.accumulators or {}).items():
             with self.moving.measured():
-                partial = key_of(piece), send(self.task.store, accumulator.encode())
+                partial = key_of(piece), send(self.task.store, accumulator)
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         if self.wide is not None:
             with self.moving.measured():
@@ -303,7 +303,7 @@ class RunServer(ComputeFn):
             plan = task.with_bodies()
             with task.at_work("computing"), with_settings(task.debugging):
                 made = run_server(plan, step, arrays)
-            refs = {name: task.store.put([out], name) for name, out in made.items()}
+            refs = {name: task.store.hold([out], name, own=True) for name, out in made.items()}
         yield Environment(refs)
 
     def finish_bundle(self) -> None:

@@ -9,11 +9,11 @@ from apache_beam.testing.util import assert_that
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines import files, parcels
+from beamjax.pipelines import files, in_process, parcels
 from beamjax.pipelines.combiners import MergeAccumulators
 from beamjax.pipelines.parcels import LOCAL_BYTES, REMOTE_BYTES, receive, send
 from beamjax.pipelines.store import Store
-from beamjax.reducers import decode_accumulator, make_accumulator
+from beamjax.reducers import make_accumulator
 
 F32 = np.dtype(np.float32)
 
@@ -23,25 +23,44 @@ def store(tmp_path):
     return Store(str(tmp_path))
 
 
-def encoded(values, size=3):
+def summed(values, size=3):
     accumulator = make_accumulator("sum", F32, size)
     accumulator.add(np.asarray(values, np.float32))
-    return accumulator.encode()
+    return accumulator
+
+
+class Encoded:
+    """An accumulator of so many bytes."""
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def encode(self):
+        return bytes(self.nbytes)
+
+
+@pytest.fixture
+def shelf(store):
+    in_process.open_shelf(store.root)
+    yield in_process.shelf_of(store.root)
+    in_process.close_shelf(store.root)
 
 
 def test_small_ones_are_the_element(store, tmp_path):
-    for data in (encoded([1, 2, 3]), encoded(np.ones(9999), 9999), bytes(LOCAL_BYTES)):
-        assert send(store, data) == data
-        assert receive(store, data) == data
+    for found in (summed([1, 2, 3]), summed(np.ones(9999), 9999)):
+        element = send(store, found)
+        assert element == found.encode()
+        assert receive(store, element).encode() == element
+    assert send(store, Encoded(LOCAL_BYTES)) == bytes(LOCAL_BYTES)
     assert not list(tmp_path.iterdir())
 
 
 def test_large_ones_are_files(store, tmp_path):
-    data = encoded(np.arange(200_000), 200_000)
-    elements = {send(store, data) for _ in range(2)}
+    found = summed(np.arange(200_000), 200_000)
+    elements = {send(store, found) for _ in range(2)}
     assert len(elements) == 2  # so that nobody waits for, or removes, what is another's
     assert all(len(element) < 1000 for element in elements)
-    assert {bytes(receive(store, element)) for element in elements} == {data}
+    assert {receive(store, element).encode() for element in elements} == {found.encode()}
     store.cleanup()
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
@@ -49,16 +68,39 @@ def test_large_ones_are_files(store, tmp_path):
 def test_no_element_is_over_64_mib(store, monkeypatch):
     written = {}
     monkeypatch.setattr(files, "write", lambda path, data, **_: written.update({path: len(data)}))
-    assert len(send(store, bytes(70 << 20))) < 1000
+    assert len(send(store, Encoded(70 << 20))) < 1000
     assert list(written.values()) == [64 << 20, 6 << 20]
 
 
 def test_several_files_are_one_again(tmp_path):
     store = Store(str(tmp_path), piece_bytes=1 << 20)
-    data = encoded(np.arange(200_000), 200_000)
-    element = send(store, data)
+    found = summed(np.arange(200_000), 200_000)
+    element = send(store, found)
     assert len(list(tmp_path.iterdir())) == 2
-    assert receive(store, element) == data
+    assert receive(store, element).encode() == found.encode()
+
+
+def test_large_ones_stay_in_memory_where_one_process_runs_all(store, shelf, tmp_path):
+    small, large = summed([1, 2, 3]), summed(np.arange(200_000), 200_000)
+    assert send(store, small) == small.encode()
+    element = send(store, large)
+    assert len(element) < 1000
+    assert not list(tmp_path.iterdir())
+    assert receive(store, element) is large
+    with pytest.raises(SourceError, match="was merged before"):  # It may have been changed there.
+        receive(store, element)
+
+
+def test_what_is_in_memory_goes_with_the_run(store, shelf):
+    large = summed(np.arange(200_000), 200_000)
+    element = send(store, large)
+    shelf.sweep(())
+    with pytest.raises(SourceError, match="not in this process"):
+        receive(store, element)
+    element = send(store, large)
+    in_process.close_shelf(store.root)
+    with pytest.raises(SourceError, match="not in this process"):
+        receive(store, element)
 
 
 def test_at_a_url_elements_may_be_larger(monkeypatch):
@@ -66,12 +108,12 @@ def test_at_a_url_elements_may_be_larger(monkeypatch):
     monkeypatch.setattr(files, "join", lambda root, name: f"{root}/{name}")
     store = Store("memory://folder")
     assert LOCAL_BYTES < REMOTE_BYTES < 64 << 20
-    assert len(send(store, bytes(REMOTE_BYTES))) == REMOTE_BYTES
-    assert len(send(store, bytes(REMOTE_BYTES + 1))) < 1000
+    assert len(send(store, Encoded(REMOTE_BYTES))) == REMOTE_BYTES
+    assert len(send(store, Encoded(REMOTE_BYTES + 1))) < 1000
 
 
 def test_files_that_are_gone_or_damaged(store, tmp_path):
-    element = send(store, encoded(np.arange(200_000), 200_000))
+    element = send(store, summed(np.arange(200_000), 200_000))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ArrayFormatError, match=r"has \d+ bytes, expected \d+"):
@@ -92,12 +134,12 @@ def test_names_that_no_store_gives(store, name):
 
 def test_merging_of_files(store, monkeypatch):
     monkeypatch.setattr(parcels, "LOCAL_BYTES", 10)
-    parts = [send(store, encoded(values)) for values in np.eye(3) * 2.0**-20]
+    parts = [send(store, summed(values)) for values in np.eye(3) * 2.0**-20]
 
     def check(found):
         ((key, element),) = found
         assert key == "k"
-        total = decode_accumulator(receive(store, element)).total(0, 3, F32)
+        total = receive(store, element).total(0, 3, F32)
         assert total.tolist() == [2.0**-20] * 3
 
     with beam.Pipeline(runner=FnApiRunner()) as p:

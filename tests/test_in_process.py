@@ -1,0 +1,147 @@
+"""Server values that stay in memory where one process runs all of a pipeline."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax.pipelines import in_process
+from beamjax.pipelines import store as stores
+from beamjax.pipelines.store import INLINE_BYTES, Store
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(str(tmp_path))
+    in_process.open_shelf(store.root, limit=3 * 4 * SIZE)
+    yield store
+    in_process.close_shelf(store.root)
+
+
+def files_of(store):
+    return os.listdir(store.root)
+
+
+def test_a_value_that_nobody_changes_is_kept_as_it_is(store):
+    value = jnp.arange(SIZE, dtype=jnp.float32)
+    (found,) = store.get(store.hold([np.asarray(value)]))
+    assert np.shares_memory(found, np.asarray(value))
+    assert not found.flags.writeable
+    assert not files_of(store)
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_value_that_somebody_may_change_is_copied(store, seal):
+    value = np.arange(SIZE, dtype=np.float32)
+    value.flags.writeable = not seal
+    ref = store.hold([value])
+    value.flags.writeable = True
+    value[:] = 0
+    np.testing.assert_array_equal(store.get(ref)[0], np.arange(SIZE))
+    assert not files_of(store)
+
+
+def test_what_the_store_owns_is_not_copied(store):
+    value = np.arange(SIZE, dtype=np.float32).reshape(1024, -1)
+    ref = store.hold([value], own=True)
+    assert np.shares_memory(store.get(ref)[0], value)
+    assert store.get(ref)[0].shape == value.shape
+    assert ref.leaves == (("float32", value.shape),)
+    assert store.is_held(ref)
+
+
+def test_references_to_held_values_travel_as_others_do(store):
+    ref = store.hold([np.arange(SIZE), np.ones((2, 0)), np.arange(3)], "a value")
+    again = stores.Ref.from_json(ref.to_json())
+    found = store.get(again)
+    assert [x.tolist() for x in found[1:]] == [[[], []], [0, 1, 2]]
+    np.testing.assert_array_equal(found[0], np.arange(SIZE))
+
+
+def test_small_values_travel_in_their_references(store):
+    ref = store.hold([np.zeros(INLINE_BYTES // 16)])
+    assert ref.kind == "inline"
+    assert not store.is_held(ref)
+
+
+def test_past_the_limit_values_are_in_files(store):
+    refs = [store.hold([np.full(SIZE, i, np.float32)]) for i in range(4)]
+    assert [store.is_held(ref) for ref in refs] == [True, True, True, False]
+    assert len(files_of(store)) == 1
+    assert [store.get(ref)[0][0] for ref in refs] == [0, 1, 2, 3]
+    store.release(refs[:2])
+    assert store.is_held(store.hold([np.ones(SIZE, np.float32)]))
+    store.sweep({name for name, _ in refs[3].files})
+    assert [store.is_held(ref) for ref in refs] == [False] * 4
+    assert store.get(refs[3], cache=False)[0][0] == 3
+    with pytest.raises(bj.BeamjaxError, match="cannot read a stored value"):
+        store.get(refs[2])
+
+
+def test_without_a_shelf_values_are_in_files(tmp_path):
+    store = Store(str(tmp_path))
+    ref = store.hold([np.arange(SIZE)], own=True)
+    assert not store.is_held(ref)
+    assert len(files_of(store)) == 1
+
+
+@bj.program(m=4)
+def rounds(w, x):
+    def one(w, _):
+        y = bj.reduce_mean(bj.map_fn(lambda a, b: jnp.tanh(a * b), (x, bj.broadcast(w))))
+        return w + y, jnp.sum(y)
+
+    return jax.lax.scan(one, w, None, length=3)
+
+
+WAYS = {
+    "one": ({}, True),
+    "threads": ({"direct_running_mode": "multi_threading", "direct_num_workers": 2}, True),
+    "time limit": ({"shard_timeout": 100}, True),
+    "processes": ({"direct_running_mode": "multi_processing", "direct_num_workers": 2}, False),
+    "kept folder": ({"keep_folder": "failed"}, False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_path):
+    options, held = WAYS[way]
+    shelves, files = [], []
+    open_shelf, sweep = in_process.open_shelf, Store.sweep
+
+    def opened(root, limit):
+        open_shelf(root, limit)
+        shelves.append(root)
+
+    def swept(self, live):
+        files.extend(
+            name for name in files_of(self) if os.path.getsize(f"{self.root}/{name}") > SIZE
+        )
+        sweep(self, live)
+
+    monkeypatch.setattr(in_process, "open_shelf", opened)
+    monkeypatch.setattr(Store, "sweep", swept)
+    w = np.linspace(-1, 1, 1_100_000, dtype=np.float32)
+    x = np.arange(1, 5, dtype=np.float32)
+    options = {"rounds_per_graph": 1, "work_folder": str(tmp_path), **options}
+    found = bj.run(rounds, w, x, options=options)
+    expected = bj.run(rounds, w, x, runner="local")
+    for one, other in zip(found, expected, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert bool(shelves) == held
+    assert bool(files) != held
+    assert all(in_process.shelf_of(root) is None for root in shelves)
+
+
+def test_checkpoints_link_files(tmp_path):
+    w, x = np.linspace(-1, 1, 1_100_000, dtype=np.float32), np.arange(1, 5, dtype=np.float32)
+    options = {"rounds_per_graph": 1, "checkpoint": str(tmp_path / "c")}
+    found = bj.run(rounds, w, x, options=options)
+    again = bj.run(rounds, w, x, options=options)
+    for one, other in zip(found, again, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
