@@ -39,6 +39,7 @@ class Served:
     def ref(self, hint: str) -> Ref:
         """A reference for workers; the value is written if it was not yet."""
         if self._ref is None:
+            assert self._array is not None
             self._ref = self._store.hold([self._array], hint)
         return self._ref
 
