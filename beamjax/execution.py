@@ -132,8 +132,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         if options.small_work == "here" and _is_small(plan, options, name):
             runner = name = LOCAL
         told = functools.cache(functools.partial(forecast, plan, options, name))
-        if name == LOCAL:
-            options = with_fitting_threads(plan, read, options)
+        options = with_fitting_threads(plan, read, options, name)
         check_memory(plan, read, options, Workers.of(name, options))
         sources = files.pop_all()
     weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]

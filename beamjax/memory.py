@@ -183,13 +183,15 @@ class _Estimation:
         plan, threads = self.plan, self.workers.threads
         match step:
             case Map():
-                once = () if self.workers.beam else ("sums", "reduced shards")
-                for what, nbytes in self.shard(step):
-                    yield what, nbytes if what in once else threads * nbytes
+                bundles, computing = threads, threads * self.workers.computing
                 if not self.workers.beam:
-                    # What a shard is reduced to is a part of computing it, until that is over.
-                    waiting = most_jobs(threads) - threads
-                    yield "reduced shards that wait", SLACK * waiting * step.partial_bytes
+                    bundles = 1
+                for what, nbytes in self.shard(step):
+                    once = what in ("sums", "reduced shards")
+                    yield what, nbytes * (bundles if once else computing)
+                # What a shard is reduced to is a part of computing it, until that is over.
+                waiting = bundles * (most_jobs(computing // bundles) - computing // bundles)
+                yield "reduced shards that wait", SLACK * waiting * step.partial_bytes
                 if self.workers.beam:
                     more = merging_bytes(step, self.options.reduction, threads)
                     yield "sums that are merged", SLACK * more

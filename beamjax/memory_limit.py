@@ -51,15 +51,25 @@ def refuse(found: Estimate, limit: int, advice: Sequence[str]) -> StagingError:
     )
 
 
-def with_fitting_threads(plan: Plan, sources: Mapping[int, Source], options: Options) -> Options:
-    """Options with as many threads for `runner="local"` as `options.memory` has room for."""
+def with_fitting_threads(
+    plan: Plan, sources: Mapping[int, Source], options: Options, runner: str
+) -> Options:
+    """Options with as many threads that compute in this process as `options.memory` has room for.
+
+    Args:
+      plan: to be run.
+      sources: the sources among its inputs, by the number of the input.
+      options: of the run.
+      runner: its name; "local" and DirectRunner with its one worker have such threads.
+    """
     limit = options.memory_bytes
-    if limit is None or options.local_threads is not None:
+    workers = Workers.of(runner, options)
+    threads = workers.computing if workers.beam else workers.threads
+    if limit is None or options.local_threads is not None or threads == 1:
         return options
-    threads = Workers.of("local", options).threads
     while threads > 1:
-        found = estimate(plan, sources, options, Workers(threads, beam=False))
-        if found.worker_bytes <= limit:
+        fewer = Workers.of(runner, replace(options, local_threads=threads))
+        if estimate(plan, sources, options, fewer).worker_bytes <= limit:
             break
         threads -= 1
     return replace(options, local_threads=threads)

@@ -77,9 +77,10 @@ class Options:
       preallocate: whether JAX takes this memory at once. None as before.
       local_devices: how many devices of a worker compute, each a shard at a time. None means all
         of an accelerator, and one of a CPU. The bits do not depend on it.
-      local_threads: how many threads compute shards with runner="local". None takes one for each
-        core, and one or none for shards that are computed in no time or on all cores by XLA; 1
-        computes them one after the other in the thread that calls. The bits do not depend on it.
+      local_threads: how many threads compute shards with runner="local", or on DirectRunner with
+        its one worker in this process. None takes one for each core, and one or none for shards
+        that are computed in no time or on all cores by XLA; 1 computes them one after the other.
+        The bits do not depend on it.
       compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
         compile, and where later ones find it: JAX's own cache, which holds executables of any size
         then, those of the rest of this process included. Let nobody else write there, and machines

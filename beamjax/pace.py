@@ -28,20 +28,21 @@ class _Pace:
 _paces: dict[Hashable, _Pace] = {}
 
 
-def learn(body: Hashable, seconds: float, spent: float) -> None:
+def learn(body: Hashable, seconds: float, spent: float, compiled: bool = False) -> None:
     """A shard was read and computed in one thread.
 
     Args:
       body: what was computed; a key of it.
       seconds: that it took, without compiling.
       spent: seconds of processors.
+      compiled: whether these were spent on compiling too, on all cores: they tell nothing then.
     """
     seconds = max(seconds, 1e-6)
     before = _paces.get(body)
     if before is None:
         if len(_paces) >= _MAX_KNOWN:
             _paces.pop(next(iter(_paces)))
-        _paces[body] = _Pace(seconds, spent / seconds, seconds >= SURELY_LONG)
+        _paces[body] = _Pace(seconds, spent / seconds, seconds >= SURELY_LONG and not compiled)
     else:
         _paces[body] = _Pace(min(seconds, before.seconds), spent / seconds, True)
 
@@ -64,6 +65,11 @@ def pays_in_bundle(body: Hashable) -> bool:
     """Whether one thread gains anything that computes, while another one reads and adds up."""
     found = _paces.get(body)
     return found is not None and found.known and found.seconds >= LONG_IN_BUNDLE
+
+
+def threads_in_bundle(body: Hashable, most: int) -> int:
+    """The same where another thread reads and adds up: one is enough for a body of many cores."""
+    return max(1, min(most, round(most / max(_paces[body].cores, 1.0))))
 
 
 def threads(body: Hashable, most: int) -> int:

@@ -25,7 +25,8 @@ class Workers:
     """Where a plan runs.
 
     Attributes:
-      threads: of a worker process, each with shards of its own.
+      threads: of a worker process, each with a bundle of shards.
+      computing: threads that compute the shards of a bundle.
       shared: whether the launching process is the worker.
       beam: whether there is a Beam pipeline.
       handing: how many worker processes hand what they made to the launching one, where that is the
@@ -36,6 +37,7 @@ class Workers:
     shared: bool = True
     beam: bool = True
     handing: int = 0
+    computing: int = 1
 
     @classmethod
     def of(cls, runner: str, options: Options) -> Workers:
@@ -54,7 +56,8 @@ class Workers:
             count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
             if flags.get("direct_running_mode") == "multi_processing":
                 return cls(shared=False, handing=count)
-            return cls(count)
+            alone = options.local_threads or usual_threads()
+            return cls(count, computing=alone if count == 1 else 1)
         here, threads = _found(name, flags)
         loops = "use_loopback_process_worker" not in str(flags.get("experiments", ""))
         if "environment_type" in flags:
@@ -63,7 +66,8 @@ class Workers:
 
     def text(self) -> str:
         """For people."""
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        count = self.threads * self.computing
+        threads = "1 thread" if count == 1 else f"{count} threads"
         if self.shared:
             return f"{threads} of the launching process"
         return f"processes of {threads}"

@@ -118,8 +118,8 @@ def computed(
         else:
             begun = time.process_time()
             done = first()
-            spent = time.process_time() - begun - done.meter.compiling
-            pace.learn(body, done.meter.seconds, spent)
+            spent = time.process_time() - begun
+            pace.learn(body, done.meter.seconds, spent, compiled=done.meter.compiling > 0)
         yield done
         left = None if left is None else left - 1
     pool: OrderedPool[Done] = OrderedPool(pace.threads(body, threads), check=check)

@@ -97,6 +97,7 @@ class Graph:
         self.store = store
         self.options = connection.options
         self.spread = connection.spread
+        self.threads = connection.threads
         self.workers = workers_of(connection.flags)
         self.bodies = {} if bodies is None else bodies
         self.machine = Machine.of(self.options)
@@ -305,7 +306,9 @@ class Graph:
         }
         plan = replace(self.plan, values=values, **nothing)
         limit = self.options.shard_timeout
-        return Task(plan, step, bodies, static, self.store, self.machine, limit)
+        return Task(
+            plan, step, bodies, static, self.store, self.machine, limit, threads=self.threads
+        )
 
     def _body(self, key: str) -> StoredBody:
         if key not in self.bodies:

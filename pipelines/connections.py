@@ -23,6 +23,7 @@ from apache_beam.utils.interactive_utils import is_in_ipython
 
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options
+from beamjax.ordered_pool import usual_threads
 from beamjax.pipelines import dataflow, flink, prism, spark
 from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.quick_options import QuickOptions
@@ -75,6 +76,14 @@ class Connection:
     def is_one_process(self) -> bool:
         """Whether runner and workers are this process, and each element is processed once."""
         return self.shared and isinstance(self.runner, FnApiRunner)
+
+    @property
+    def threads(self) -> int:
+        """How many threads compute the shards of a bundle on a CPU, at most: where one worker has
+        the machine for itself, as many as in this process without a runner."""
+        if not self.is_one_process or self.spread:
+            return 1
+        return self.options.local_threads or usual_threads()
 
 
 def connect(runner: Any, options: Options) -> Connection:

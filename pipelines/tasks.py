@@ -82,6 +82,7 @@ class Task(Generic[AnyStep]):
       machine: what a worker must be that computes it.
       limit: seconds that a shard may take; None for any time.
       debugging: settings of JAX with which it is computed, of who launches it.
+      threads: that compute the shards of a bundle on a CPU, at most.
     """
 
     plan: Plan
@@ -92,6 +93,7 @@ class Task(Generic[AnyStep]):
     machine: Machine = field(default_factory=Machine)
     limit: float | None = None
     debugging: Mapping[str, bool] = field(default_factory=debugging)
+    threads: int = 1
 
     def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
         """References to the server values of these names, from earlier steps or static."""

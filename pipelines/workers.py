@@ -122,7 +122,7 @@ class MapShards(ComputeFn):
         if self.dealer is not None:
             self.dealer.cancel()
         self.dealer = None
-        self.turn: CpuTurn | None = None
+        self.turns: list[CpuTurn] = []
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[Piece, Any] | None = None
@@ -171,18 +171,20 @@ class MapShards(ComputeFn):
             with self.moving.measured():
                 environment = partials_of_tree(tree, self.task.store)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
-        self.accumulators, self.wide, self.trees, self.turn = None, None, [], None
+        self.accumulators, self.wide, self.trees, self.turns = None, None, [], []
         self.metrics.add(self.spent + self.moving.take())
         if self.recorder is not None:
             self.recorder.flush()
 
     def _choose_thread(self) -> None:
-        """Has shards computed in another thread than this one as soon as that is known to pay."""
+        """Has shards computed in other threads than this one as soon as that is known to pay."""
         assert self.dealer is not None
         alone = self.dealer.devices == (None,) and not self.execute[0].calls_back
-        if alone and pace.pays_in_bundle(self.task.step.body):
-            self.turn = CpuTurn()
-            self.dealer = Dealer([self.turn.device])
+        body = self.task.step.body
+        if alone and pace.pays_in_bundle(body):
+            count = pace.threads_in_bundle(body, self.task.threads)
+            self.turns = [CpuTurn() for _ in range(count)]
+            self.dealer = Dealer([turn.device for turn in self.turns])
 
     def _compute(
         self,
@@ -196,11 +198,13 @@ class MapShards(ComputeFn):
         arrays = [operands[name] for name in self.task.step.operands]
         spent = time.process_time()
         with self.task.at_work("computing", shard), with_settings(self.task.debugging):
-            found = self.execute[device](shard, arrays, lost)
+            # The threads of a CPU share what it has.
+            found = self.execute[device % len(self.execute)](shard, arrays, lost)
         meter.lap("compute")
-        if self.turn is None and not pace.is_known(self.task.step.body):
-            spent = time.process_time() - spent - meter.compiling
-            pace.learn(self.task.step.body, meter.seconds, spent)
+        if not self.turns and not pace.is_known(self.task.step.body):
+            spent = time.process_time() - spent
+            body, compiled = self.task.step.body, meter.compiling > 0
+            pace.learn(body, meter.seconds, spent, compiled)
         return _Done(shard, operands, meter, found)
 
     def _finish(self, done: _Done) -> Iterator[Any]:

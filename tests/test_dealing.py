@@ -131,28 +131,44 @@ def read_in(monkeypatch):
     """The threads in which shards are read and computed, with shards that are always long."""
     for name in ("LONG_IN_BUNDLE", "SURELY_LONG"):
         monkeypatch.setattr(pace, name, 0.0)
+    monkeypatch.setattr(pace, "threads_in_bundle", lambda body, most: most)
     threads = []
     compute = ShardExecutor._called
 
     def called(self, *args):
-        threads.append(threading.current_thread().name)
+        thread = threading.current_thread()
+        threads.append((thread.name, thread.ident))
         return compute(self, *args)
 
     monkeypatch.setattr(ShardExecutor, "_called", called)
     return threads
 
 
-def test_a_bundle_reads_while_it_computes(read_in):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_bundle_reads_while_it_computes(read_in, threads):
     expected = bj.run(reduced, X, runner="local", options={"shard_size": 8, "local_threads": 1})
     read_in.clear()
-    found = bj.run(reduced, X, options={"shard_size": 8})
+    found = bj.run(reduced, X, options={"shard_size": 8, "local_threads": threads})
     for a, b in zip(found, expected, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert "beamjax-device" in read_in
+    assert len({ident for name, ident in read_in if name == "beamjax-device"}) == threads
     assert not _turns
 
 
-def test_a_shard_that_fails_is_told_of_in_the_order_of_the_shards(read_in, monkeypatch):
+def test_several_workers_in_a_process_have_a_thread_a_bundle(read_in):
+    flags = {"direct_num_workers": 2, "direct_running_mode": "multi_threading"}
+    bj.run(reduced, X, options={"shard_size": 8, "local_threads": 3, **flags})
+    assert len({ident for name, ident in read_in if name == "beamjax-device"}) <= 2
+
+
+def test_a_body_that_keeps_all_cores_busy_has_one_thread(monkeypatch):
+    for cores, threads in ((1.0, 4), (1.9, 2), (4.2, 1), (40.0, 1)):
+        monkeypatch.setattr(pace, "_paces", {"body": pace._Pace(1.0, cores, True)})
+        assert pace.threads_in_bundle("body", 4) == threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_shard_that_fails_is_told_of_in_the_order_of_the_shards(read_in, monkeypatch, threads):
     real = ShardExecutor._called
 
     def called(self, call, shard, *rest):
@@ -161,8 +177,9 @@ def test_a_shard_that_fails_is_told_of_in_the_order_of_the_shards(read_in, monke
         return real(self, call, shard, *rest)
 
     monkeypatch.setattr(ShardExecutor, "_called", called)
+    options, before = {"shard_size": 8, "local_threads": threads}, len(_turns)
     with pytest.raises(bj.WorkerError, match=r"shard 6 .*no room for 6"):
-        bj.run(reduced, X, options={"shard_size": 8})
+        bj.run(reduced, X, options=options)
     monkeypatch.setattr(ShardExecutor, "_called", real)
-    assert len(bj.run(reduced, X, options={"shard_size": 8})) == 4
-    assert len(_turns) <= 1  # as long as somebody looks at the traceback
+    assert len(bj.run(reduced, X, options=options)) == 4
+    assert len(_turns) <= before + threads  # as long as somebody looks at the traceback
