@@ -288,6 +288,7 @@ def test_what_jax_is_told_to_check(where, monkeypatch):
     monkeypatch.setattr("beamjax.pace.pays_in_bundle", lambda body: True)
     monkeypatch.setattr("beamjax.pace.pays", lambda body, left: left is None or left > 1)
     monkeypatch.setattr("beamjax.pace.threads", lambda body, most: 2)
+    monkeypatch.setattr("beamjax.pace.threads_in_bundle", lambda body, most: most)
 
     @bj.program(clients=N)
     def inverses(x):
@@ -357,6 +358,7 @@ def test_a_damaged_file_in_the_work_folder(damage, program, args, written, monke
         write(path, DAMAGE[damage](data) if written in path else data, **kwargs)
 
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.runners.held_budget", lambda limit: 0)
     monkeypatch.setattr(files, "write", write_damaged)
     with pytest.raises(ArrayFormatError, match=r"(arrays|members): .*(found|bad) .*expected"):
         bj.run(program, *args, options={"work_folder": str(tmp_path)})

@@ -339,8 +339,9 @@ def test_what_fits_runs_with_smaller_caches():
 
 
 def test_explain_tells_memory():
-    explanation = bj.explain(two_passes, np.zeros((16, 4), np.float32), Unread(1000))
-    text = str(explanation).split("\nmemory at most, DirectRunner, 1 thread of the launching ")[1]
+    args = np.zeros((16, 4), np.float32), Unread(1000)
+    explanation = bj.explain(two_passes, *args, options={"local_threads": 3})
+    text = str(explanation).split("\nmemory at most, DirectRunner, 3 threads of the launching ")[1]
     for word in ("in any case", "for map_clients_0", "a worker process", "the same process"):
         assert word in text
     memory = explanation.to_json()["memory"]
@@ -349,7 +350,7 @@ def test_explain_tells_memory():
     )
     assert memory["launcher_bytes"] == memory["worker_bytes"]
     flags = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
-    apart = bj.explain(two_passes, np.zeros((16, 4), np.float32), Unread(1000), options=flags)
+    apart = bj.explain(two_passes, *args, options=flags)
     assert not apart.facts.memory.shared
     assert "Python, JAX and Beam" in apart.facts.memory.launcher
     assert "memory up to" in explanation.to_mermaid()
