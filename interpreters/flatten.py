@@ -94,6 +94,8 @@ class Inliner:
         self.ravels = Ravels()
         # For values that some map hands on as they came, that map.
         self.maps: dict[Var, Eqn] = {}
+        # For broadcasts, the placement and the server value.
+        self.broadcasts: dict[Atom, tuple[str, Atom]] = {}
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
         # remat holds an open jaxpr, which has no constants.
@@ -142,6 +144,9 @@ class Inliner:
         params = dict(eqn.params)
         if primitive.name == "bj_map":
             params, inputs = self.hoisted(params, inputs, line)
+            params, inputs = self.shared(params, inputs)
+        elif primitive.name == "bj_broadcast":
+            self.broadcasts[outputs[0]] = params["placement"], inputs[0]
         effects = frozenset(_compat.outer_effects(eqn.effects))
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
         self.ravels.see(new)
@@ -169,6 +174,30 @@ class Inliner:
         values = self.inline(before, inputs[:served], line)
         params = {**params, "jaxpr": body, "num_broadcast": len(values) + served}
         return params, [*values, *inputs]
+
+    def shared(
+        self, params: dict[str, Any], inputs: list[Atom]
+    ) -> tuple[dict[str, Any], list[Atom]]:
+        """The parameters and the operands of a map that reads what was broadcast for it as it is.
+
+        `vmap` then computes once what is the same for all members, such as the first product with
+        weights that they share, and has these weights once.
+        """
+        served, body = params["num_broadcast"], params["jaxpr"].jaxpr
+        found: dict[int, Atom] = {}
+        for number, atom in enumerate(inputs[served:], served):
+            placement, value = self.broadcasts.get(atom, ("", atom))
+            if placement == params["placement"] and body.invars[number] not in body.outvars:
+                found[number] = value
+        if not found or len(found) == len(inputs) - served:
+            return params, inputs
+        rest = [number for number in range(served, len(inputs)) if number not in found]
+        order = [*range(served), *found, *rest]
+        names = body.debug_info.with_unknown_names()
+        body = body.replace(invars=[body.invars[i] for i in order], debug_info=names)
+        closed = jex.ClosedJaxpr(body, params["jaxpr"].consts)
+        params = {**params, "jaxpr": closed, "num_broadcast": served + len(found)}
+        return params, [found.get(number, inputs[number]) for number in order]
 
     def handed_on(self, eqn: Eqn) -> list[Atom]:
         """The results of a map, with its operands for those that a body returns as they came."""

@@ -16,6 +16,7 @@ from beamjax.choices import Looping
 from beamjax.costs import Cost
 from beamjax.errors import StagingError
 from beamjax.interpreters import callbacks, rules
+from beamjax.interpreters.convolutions import with_channels_last
 from beamjax.interpreters.cost import server_cost
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
@@ -384,8 +385,11 @@ class _Lowering:
             self.bodies[key] = made
             return key
         lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
+        function = sized(size)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            key, exported = export_body(name, sized(size), arguments, self.platforms, lines)
+            if self.platforms == ("cpu",):
+                function = with_channels_last(function, arguments, eqns)
+            key, exported = export_body(name, function, arguments, self.platforms, lines)
         self.bodies[key] = exported
         return key
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend import core as jex
 
 from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.picks import pick_rows
@@ -39,7 +40,31 @@ def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
         return None
     served = eqn.params["num_broadcast"]
     in_axes = (None,) * served + (0,) * (len(eqn.inputs) - served)
-    return Local(in_axes, (0,) * len(eqn.outputs), at_shard_size)
+    return Local(in_axes, (0,) * len(eqn.outputs), _mapped)
+
+
+def _mapped(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    """Emits a map. Of one member its body is left as it was written.
+
+    XLA computes that faster: `vmap` has branches compute both sides, makes grouped convolutions of
+    others, and adds an axis to products, which XLA then reads across where they are transposed.
+    """
+    closed, served = eqn.params["jaxpr"], eqn.params["num_broadcast"]
+    if shard.size > 1 or _asks_for_vmap(closed):
+        return at_shard_size(eqn, args, shard)
+    member = [jnp.squeeze(x, 0) for x in args[served:]]
+    outs = jex.jaxpr_as_fun(closed)(*args[:served], *member)
+    return [jnp.expand_dims(x, 0) for x in outs]
+
+
+def _asks_for_vmap(closed: Any) -> bool:
+    """Whether something in a body may do otherwise under vmap than without it."""
+    return any(
+        eqn.effects
+        or eqn.primitive.name in ("custom_vmap_call", "pure_callback")
+        or any(map(_asks_for_vmap, jex.jaxprs_in_params(eqn.params)))
+        for eqn in getattr(closed, "jaxpr", closed).eqns
+    )
 
 
 @rule("bj_broadcast")

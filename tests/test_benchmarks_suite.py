@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-IN_PROCESS = ["jit", "loop", "local", "direct", "element", "batch", "drjax"]
+IN_PROCESS = [
+    "jit", "loop", "local", "direct", "local-plain", "direct-plain", "element", "batch", "drjax",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,8 +101,9 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     done = command(
         "benchmarks.suite", "--cases", "A", "--ways", "jit", "loop", "local", "direct",
-        "batch", "dask-2", "--small", "--rounds=2", "--seconds=0", f"--json={folder}/suite.json",
-        f"--page={folder}/page.md", f"--folder={folder}", f"--log={folder}/log",
+        "local-plain", "direct-plain", "batch", "dask-2", "--small", "--rounds=2", "--seconds=0",
+        f"--json={folder}/suite.json", f"--page={folder}/page.md", f"--folder={folder}",
+        f"--log={folder}/log",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written = json.loads((folder / "suite.json").read_text())
@@ -110,7 +113,7 @@ def measured(tmp_path_factory):
 def test_every_round_is_timed_and_memory_is_seen(measured):
     _, written, _ = measured
     rows = {row["way"]: row for row in written["cases"]["A"]["rows"]}
-    for way in ("jit", "loop", "local", "direct", "batch"):
+    for way in ("jit", "loop", "local", "direct", "local-plain", "direct-plain", "batch"):
         row = rows[way]
         assert len(row["rounds"]) == 2
         assert 0 < min(row["rounds"]) <= row["seconds"] <= max(row["rounds"])
@@ -134,10 +137,11 @@ def test_what_is_not_installed_is_said_to_be_and_has_no_number(measured):
 
 def test_the_page_has_the_machine_the_bar_and_all_tables(measured):
     _, written, page = measured
-    for text in ("cores", "load average", "jax", "## The bar", "### A", "on paper"):
+    parts = "## The bar", "## What exact sums cost", "### A", "on paper"
+    for text in ("cores", "load average", "jax", *parts):
         assert text in page
     assert {line["key"] for line in written["bar"]} == {
-        "A direct", "A local", "A jit", "A jit-direct",
+        "A direct", "A local", "A jit", "A jit-direct", "A exact", "A exact-direct",
     }  # fmt: skip
     assert "These are the sizes of a test" in page
     assert set(written["scale"]["members"]["seconds"]["loop"]) == {"100", "1000"}
@@ -190,17 +194,20 @@ def test_the_bar_on_numbers_that_are_known():
     cases = {
         "A": rows_of(jit=0.2, loop=0.1, local=0.11, direct=1.2),
         "B": rows_of(jit=1.0, loop=0.5, local=0.5, direct=0.6, batch=1.3),
-        "G": rows_of(loop=0.1, local=9.0, direct=9.0, dask_2=1.0),
+        "G": rows_of(
+            loop=0.1, local=9.0, direct=9.0, dask_2=1.0, local_plain=7.0, direct_plain=6.0
+        ),
         "L": rows_of(loop=11.0, local=11.0, direct=12.0, dask_2=11.5, ray_2=13.0),
     }
     met = {line["key"]: line["met"] for line in bar.lines(cases)}
     assert met == {
         "A direct": False, "A local": False, "A jit": True, "A jit-direct": False,
         "B direct": True, "B local": True, "B jit": True, "B jit-direct": True, "B batch": True,
-        "L dask-2": False, "L ray-2": True,
+        "G exact": True, "G exact-direct": False, "L dask-2": False, "L ray-2": True,
     }  # fmt: skip
     standings = {(case, way): ratio for case, way, ratio in bar.standings(cases)}
     assert standings["G", "dask-2"] == pytest.approx(1 / 9)
+    assert bar.exact_over_plain(cases) == {"G": {"local": (9.0, 7.0), "direct": (9.0, 6.0)}}
 
 
 def test_reasons_are_read_by_key_and_what_has_none_is_told(tmp_path):

@@ -122,6 +122,37 @@ def test_values_that_pass_through_leave_no_equation():
     assert found.outputs == found.inputs
 
 
+def test_maps_read_server_values_that_were_broadcast_for_them():
+    @bj.program(clients=N)
+    def mixed(w, x, b):
+        served = [bj.broadcast(b), bj.broadcast(w)]
+        fn = lambda b, v, w, k: (b + v * w * k, w)
+        return bj.map_fn(fn, (served[0], x, served[1], jnp.arange(float(N))))
+
+    args = W, X, jnp.float32(3)
+    found = flat(mixed, *args)
+    maps = [eqn for eqn in found.eqns if eqn.primitive.name == "bj_map"]
+    (served,) = (eqn.params["num_broadcast"] for eqn in maps)
+    names = [atom.name for atom in maps[0].inputs]
+    assert served == 1
+    assert names[0] == "arg2"
+    # What a body hands on is the broadcast itself.
+    assert names[2] == found.outputs[1].name
+    assert counts(mixed, *args)["bj_broadcast"] == 1
+    for got, expected in zip(run(mixed, *args), jax.jit(mixed)(*args), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_maps_of_nothing_but_broadcasts_stay():
+    @bj.program(clients=N)
+    def same(w):
+        return bj.reduce_sum(bj.map_fn(lambda w: w * 2, bj.broadcast(w)))
+
+    found = counts(same, W)
+    assert found["bj_broadcast"] == found["bj_map"] == 1
+    np.testing.assert_allclose(run(same, W), 2 * N * W)
+
+
 def test_a_flat_program_reads_as_text():
     text = str(flat(total, W, X))
     assert text.startswith("inputs arg0:float32[2] arg1:float32[5,2]")

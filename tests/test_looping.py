@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
+from jax.custom_batching import custom_vmap
 from test_run import assert_close, assert_same_bits
 
 import beamjax as bj
@@ -208,3 +210,59 @@ def test_callbacks_are_called_once_a_member_in_a_loop():
 
     bj.run(tells, X, runner="local", options={"member_loop": "loop", "shard_size": 48})
     assert sorted(set(seen)) == sorted(X[:, 0].tolist())
+
+
+def code_of(fn, *args, **options):
+    """The bodies of the passes, as StableHLO."""
+    plan = plan_of(fn, *args, **options)
+    bodies = [plan.bodies[step.body] for step in walk(plan.steps) if isinstance(step, Map)]
+    texts = [export.deserialize(bytearray(body.artefacts["cpu"])).mlir_module() for body in bodies]
+    return "\n".join(map(str, texts))
+
+
+def test_weights_that_members_share_are_there_once():
+    @bj.program(clients=N)
+    def products(w, x):
+        return bj.reduce_sum(bj.map_fn(lambda w, v: jnp.tanh(v @ w), (bj.broadcast(w), x)))
+
+    text = code_of(products, W, X, shard_size=8)
+    assert "stablehlo.dot_general" in text
+    assert "tensor<8x6x4xf32>" not in text
+    assert "batching_dims" not in text
+
+
+def test_the_body_of_one_member_is_what_was_written():
+    """Under vmap a product has an axis more, and both sides of a branch are computed."""
+
+    @bj.program(clients=N)
+    def branches(x):
+        def body(v):
+            m = jnp.outer(v, v)
+            return jax.lax.cond(v[0] > 0, lambda: m @ m, lambda: m)
+
+        return bj.reduce_sum(bj.map_fn(body, x))
+
+    alone = code_of(branches, X, member_loop="loop")
+    assert "stablehlo.case" in alone
+    assert "batching_dims" not in alone
+    together = code_of(branches, X, member_loop="vmap")
+    assert "stablehlo.case" not in together
+    assert "batching_dims" in together
+
+
+def test_rules_for_vmap_hold_for_one_member_too():
+    @custom_vmap
+    def scaled(v):
+        return v * 0
+
+    @scaled.def_vmap
+    def _(size, batched, v):
+        return v * 2, True
+
+    @bj.program(clients=N)
+    def ruled(x):
+        return bj.reduce_sum(bj.map_fn(lambda v: jax.jit(scaled)(v), x))
+
+    found = bj.run(ruled, X, runner="local", options={"member_loop": "loop"})
+    assert_close(found, jax.jit(ruled)(X))
+    np.testing.assert_allclose(found, 2 * X.sum(axis=0), rtol=1e-5)

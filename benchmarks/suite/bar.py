@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.ways import BATCH, DIRECT, JIT, LOCAL, LOOP, PEERS
+from benchmarks.suite.ways import BATCH, DIRECT, JIT, LOCAL, LOOP, PEERS, PLAIN
 
 Line = dict[str, Any]
 
@@ -16,6 +16,7 @@ LOCAL_FACTOR = 1.05
 LONG = 10.0
 """Seconds of the shard loop past which beamjax shall be ahead of every peer."""
 BATCH_FACTOR = 2.0
+EXACT_FACTOR = 1.3
 
 
 def lines(cases: Mapping[str, Any]) -> list[Line]:
@@ -51,6 +52,10 @@ def _of_case(case: str, seconds: Mapping[str, float]) -> Iterator[Line]:
         yield line("jit", "local ahead of jit of the whole", LOCAL, seconds[JIT], "jit")
     if case in "AB" and has(JIT, DIRECT):
         yield line("jit-direct", "DirectRunner ahead of jit", DIRECT, seconds[JIT], "jit")
+    for key, runner, way in (("exact", "local", LOCAL), ("exact-direct", "DirectRunner", DIRECT)):
+        if has(way, PLAIN[way]):
+            ask = f"{runner}: exact sums at most {EXACT_FACTOR} x plain adds"
+            yield line(key, ask, way, EXACT_FACTOR * seconds[PLAIN[way]], "limit")
     if case == "B" and has(BATCH, DIRECT):
         ask = f"DirectRunner at least {BATCH_FACTOR:.0f} x as fast as BatchElements"
         yield line("batch", ask, DIRECT, seconds[BATCH] / BATCH_FACTOR, "half of its")
@@ -59,6 +64,18 @@ def _of_case(case: str, seconds: Mapping[str, float]) -> Iterator[Line]:
             if peer in seconds:
                 ask = f"DirectRunner ahead of {peer}, past {LONG:.0f} s"
                 yield line(peer, ask, DIRECT, seconds[peer], f"{peer}")
+
+
+def exact_over_plain(cases: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Case to way of beamjax to its seconds and those of the same with plain adds."""
+    found = {}
+    for case, measured in cases.items():
+        seconds = {row["way"]: row["seconds"] for row in measured["rows"] if row.get("seconds")}
+        pairs = PLAIN.items()
+        both = {w: (seconds[w], seconds[p]) for w, p in pairs if w in seconds and p in seconds}
+        if both:
+            found[case] = both
+    return found
 
 
 def standings(cases: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.suite import bar, model
 from benchmarks.suite.cases import CASES
-from benchmarks.suite.ways import ALL
+from benchmarks.suite.ways import ALL, DIRECT, LOCAL
 
 HEAD = """\
 # Benchmark suite
@@ -85,6 +85,7 @@ def _cases(
     yield from _image(images, "time", "Seconds over those of the shard loop, by workload and way")
     yield "## The bar\n"
     yield from _bar(found, why)
+    yield from _exact(found)
     yield "## Workloads\n"
     for case, measured in found["cases"].items():
         yield f"### {case}\n"
@@ -160,6 +161,26 @@ def _bar(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
         ratios = {way: ratio for c, way, ratio in standings if c == case}
         numbers = [f"{ratios[way]:.2f}" if way in ratios else "" for way in ways]
         yield f"| {case} | " + " | ".join(numbers) + " |"
+    yield ""
+
+
+def _exact(found: Mapping[str, Any]) -> Iterator[str]:
+    told = bar.exact_over_plain(found["cases"])
+    if not told:
+        return
+    yield "## What exact sums cost\n"
+    yield "The rows with plain adds are the same program on the same runner with the option"
+    yield '`reduction="fast"`: one float64 number for each sum, to which NumPy adds what each shard'
+    yield "gives, so that the last bits depend on the order. Seconds of both, and their ratio:\n"
+    yield "| | bytes a partial | local | plain adds | ratio | DirectRunner | plain adds | ratio |"
+    yield "| --- |" + " ---: |" * 7
+    for case, pairs in told.items():
+        row = [case, f"{found['cases'][case]['plan']['partial_bytes']:,}"]
+        for way in (LOCAL, DIRECT):
+            exact, plain = pairs.get(way, (None, None))
+            row += [_seconds(exact, False), _seconds(plain, False)]
+            row.append(f"{exact / plain:.2f}" if exact and plain else "")
+        yield "| " + " | ".join(row) + " |"
     yield ""
 
 

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.suite.ways import ALL, WAYS
+from benchmarks.suite.ways import ALL, PLAIN, WAYS
 
 INK = "#7f7f7f"
 COLORS = {
@@ -19,7 +19,8 @@ COLORS = {
     "fedjax": "#a6761d", "direct-1": "#74add1", "direct-2": "#2b83ba", "dask-1": "#f4a582",
     "ray-1": "#e78ac3",
 }  # fmt: skip
-MARKERS = dict(zip(ALL, "ovs^D<>pPX1234", strict=False))
+_SHOWN = [way for way in WAYS if way not in PLAIN.values()]
+MARKERS = dict(zip(_SHOWN, "ovs^D<>pPX", strict=True))
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "beamjax", "font.size": 9, "font.family": "sans-serif",
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK,
@@ -51,7 +52,7 @@ def write(folder: Path, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _time(axes: Axes, cases: Mapping[str, Any]) -> None:
-    for way in WAYS:
+    for way in _SHOWN:
         points = list(_ratios(cases, way))
         if points:
             at, ratios = zip(*points, strict=True)
@@ -63,7 +64,7 @@ def _time(axes: Axes, cases: Mapping[str, Any]) -> None:
 
 
 def _ratios(cases: Mapping[str, Any], way: str) -> Iterator[tuple[float, float]]:
-    spread = list(WAYS).index(way) / len(WAYS) - 0.5
+    spread = _SHOWN.index(way) / len(_SHOWN) - 0.5
     for number, measured in enumerate(cases.values()):
         for row in measured["rows"]:
             if row["way"] == way and row.get("x_loop"):

@@ -115,6 +115,6 @@ CASES = {
         "regression:Regression",
         full={"n": 4_096, "rows": 64, "features": 256, "steps": 2_500},
         small=SMALL_REGRESSION,
-        ways=("loop", "local", "direct", "batch", "dask-2", "ray-2"),
+        ways=("loop", "local", "direct", "local-plain", "direct-plain", "batch", "dask-2", "ray-2"),
     ),
 }

@@ -75,12 +75,21 @@ def _processes(workers: int) -> dict[str, Any]:
 
 
 JIT, LOOP, LOCAL, DIRECT, BATCH = "jit", "loop", "local", "direct", "batch"
+PLAIN = {LOCAL: "local-plain", DIRECT: "direct-plain"}
+"""Ways of beamjax to the same with sums that are plain adds in float64."""
+_FAST = {"options": {"reduction": "fast"}}
 
 WAYS = {
     JIT: Way("jit of the whole", "in_process:jit"),
     LOOP: Way("shard loop in process", "in_process:loop"),
     LOCAL: Way("beamjax local", "in_process:beamjax", ("beamjax",), {"runner": "local"}),
     DIRECT: Way("beamjax DirectRunner", "in_process:beamjax", ("beamjax", "apache_beam")),
+    PLAIN[LOCAL]: Way(
+        "local, plain adds", "in_process:beamjax", ("beamjax",), {"runner": "local", **_FAST}
+    ),
+    PLAIN[DIRECT]: Way(
+        "DirectRunner, plain adds", "in_process:beamjax", ("beamjax", "apache_beam"), _FAST
+    ),
     "element": Way("Beam, per element", "beam:per_element", ("apache_beam",)),
     BATCH: Way("Beam, BatchElements", "beam:batch_elements", ("apache_beam",)),
     "dask-2": Way("Dask, 2 workers", "dask:call", ("dask",), {"workers": 2}, "dask:cluster"),
@@ -103,7 +112,7 @@ SCALED = {
 """More ways, for the comparison of one worker with two."""
 
 ALL = WAYS | SCALED
-OURS = (LOCAL, DIRECT, "direct-1", "direct-2")
+OURS = (LOCAL, DIRECT, *PLAIN.values(), "direct-1", "direct-2")
 PEERS = tuple(name for name in WAYS if name not in (JIT, LOOP, *OURS))
 
 
