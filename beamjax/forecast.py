@@ -187,7 +187,8 @@ def _calls(looping: Looping, size: int) -> float:
 
 def _pipelines(plan: Plan, options: Options, workers: Workers) -> tuple[int, int]:
     """Pipelines of Beam, and steps in them."""
-    from beamjax.pipelines.unroll import is_straight, rounds_per_graph
+    from beamjax.pipelines.graph_sizes import rounds_per_graph
+    from beamjax.pipelines.unroll import is_straight
 
     def counted(steps: Sequence[Step]) -> tuple[int, int]:
         pipelines = stages = 0
