@@ -284,7 +284,7 @@ class TriedFact:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What a step is told to take, all of its rounds together, and what tells it."""
+    """What a step is told to take, all of its rounds and workers together, and what tells it."""
 
     step: str
     rounds: int
@@ -303,7 +303,7 @@ class PredictionFact:
       pipelines: of Beam.
       overhead: what the runner takes for itself.
       compile: for executables, the first time in a process; not part of `seconds`.
-      seconds: all together.
+      seconds: until all is over, where workers and threads share the work.
       guessed: whether a number of rounds that depends on data is taken to be a few.
       calibrated: whether this machine was measured.
       advice: what would be quicker, if something is known to be.
