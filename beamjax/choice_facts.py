@@ -178,10 +178,14 @@ def prediction_fact(plan: Plan, options: Options, runner: str) -> PredictionFact
 def choice_lines(facts: PlanFacts) -> list[str]:
     """Lines of the choices, what was tried, and what is predicted."""
     rows = [
-        (c.what, c.chosen, told_of(c), c.why + (f" (option {c.option})" if c.option else ""))
+        (c.what, c.chosen, c.why + (f" (option {c.option})" if c.option else ""))
         for c in facts.choices
     ]
-    lines = aligned(rows) if rows else ["none"]
+    lines = []
+    for choice, line in zip(facts.choices, aligned(rows), strict=True):
+        told = told_of(choice)
+        lines += [line, f"  takes {told}"] if told else [line]
+    lines = lines or ["none"]
     if facts.tried:
         lines.append("tried, microseconds a member:")
         lines += [
@@ -196,11 +200,11 @@ def choice_lines(facts: PlanFacts) -> list[str]:
 
 
 def told_of(choice: ChoiceFact) -> str:
-    """What a choice is told to take, and the other ways: `3 ms, 64 B; one go 5 ms, 64 B`."""
+    """What a choice is told to take, and the other ways: `3 ms, 64 B; or one go 5 ms, 64 B`."""
     if choice.seconds is None and choice.nbytes is None:
         return ""
     mine = WayFact("", choice.seconds, choice.nbytes)
-    return "; ".join(map(_way_text, (mine, *choice.others)))
+    return "; or ".join(map(_way_text, (mine, *choice.others)))
 
 
 def _way_text(way: WayFact) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from beamjax import fan_out as module
@@ -140,4 +140,5 @@ def test_the_option_wins_over_what_groups_take():
 @given(st.integers(1, 1 << 32), st.integers(1, 400), st.integers(1, 999))
 def test_no_number_of_groups_that_was_compared_takes_clearly_less(size, shards, workers):
     found = fan_out(step(Lane("sum", "float32", size, ())), shards, workers, "exact")
+    assume(workers > found.pieces)  # else all workers have some piece to merge
     assert min(found.ways.values()) > found.ways[found.groups] - module.WORTH_SECONDS
