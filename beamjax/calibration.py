@@ -7,6 +7,7 @@ goes.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax import plan_cache
-from beamjax.costs import USUAL, Rates
+from beamjax.costs import USUAL, Cost, Rates
 from beamjax.reducers import make_accumulator
 
-FORMAT = 1
+FORMAT = 2
 KINDS = ("read", "compute", "merge", "compile")
 """What is mended by what runs measured, besides what runners take for themselves."""
 MEMORY = 0.6
@@ -30,7 +31,7 @@ MIN_SECONDS = 1e-9
 """Less is no time."""
 MAX_UNUSUAL = 10.0
 """How far from the usual a machine may be."""
-_BEST_OF = 5
+_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,16 @@ class Fixed:
     Attributes:
       pipeline: for each pipeline.
       step: for each step in one.
+      shard: for each shard, whose range and partials are elements of Beam.
     """
 
     pipeline: float
     step: float
+    shard: float = 2e-4
 
 
 RUNNERS = {
-    "local": Fixed(0.0, 5e-4),
+    "local": Fixed(0.0, 1e-3, 0.0),
     "DirectRunner": Fixed(0.05, 0.1),
     "PrismRunner": Fixed(0.5, 0.1),
     "FlinkRunner": Fixed(3.0, 0.2),
@@ -56,6 +59,10 @@ RUNNERS = {
 }
 """Before anything was measured: of warm job servers and of workers that run."""
 ELSEWHERE = Fixed(3.0, 0.2)
+
+
+UNMEASURED = replace(USUAL, extra=2e10)
+"""Rates of a machine that nobody measured, for what is told; `USUAL` is for what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Calibration:
       measured: whether it was, and is not only usual.
     """
 
-    rates: Rates = USUAL
+    rates: Rates = UNMEASURED
     read: float = 8e9
     merge: float = 2e8
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -86,7 +93,7 @@ class Calibration:
         name = "DirectRunner" if runner == "FnApiRunner" else runner
         found = RUNNERS.get(name, ELSEWHERE)
         times = self.factor(runner)
-        return Fixed(times * found.pipeline, times * found.step)
+        return Fixed(times * found.pipeline, times * found.step, times * found.shard)
 
     def mended(self, kind: str, predicted: float, measured: float) -> Calibration:
         """The same after a run that took `measured` seconds of a kind, and not `predicted`."""
@@ -136,7 +143,7 @@ _known: dict[str, Calibration] = {}
 
 
 def _name() -> str:
-    return f"machine-{plan_cache.digest(plan_cache.machine())}"
+    return f"machine-{plan_cache.digest(FORMAT, plan_cache.machine())}"
 
 
 def calibration() -> Calibration:
@@ -171,42 +178,54 @@ def remember(found: Calibration) -> None:
 
 
 def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, float, float]:
-    """Rates of computing, bytes a second that are read, and bytes of partials that are merged."""
+    """Rates of computing, bytes a second that are read, and bytes of partials that are merged.
 
-    def best(function: Callable[[], Any]) -> float:
+    What is timed looks like what bodies do, and is counted as they are.
+    """
+    from beamjax.interpreters.cost import body_cost
+
+    def usually(function: Callable[[], Any], runs: int = _RUNS) -> float:
+        """Seconds of a function, not the first time, and not at best."""
         function()
         times = []
-        for _ in range(_BEST_OF):
+        for _ in range(runs):
             start = clock()
             function()
             times.append(clock() - start)
-        return max(min(times), 1e-9)
+        return max(statistics.median(times), MIN_SECONDS)
+
+    def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Cost]:
+        """Seconds and cost of a jitted function."""
+        cost = body_cost(jax.make_jaxpr(function)(*args))
+        return usually(lambda: np.asarray(function(*args))) - call, cost
 
     float32 = np.dtype("float32")
-    shard = best(lambda: np.asarray(_double(np.ones(8, float32))))
-    x = np.ones((64, 32, 64), float32)
-    layers, weights = 8, np.full((64, 64), 0.01, float32)
-    dense = best(lambda: np.asarray(_layers(x, weights))) - shard
-    flops = layers * (2.0 * 64 * 32 * 64 * 64 + 8 * x.size) / max(dense, 1e-6)
+    call = usually(lambda: np.asarray(_double(np.ones(8, float32))))
     large = np.ones(1 << 22, float32)
-    nbytes = 3 * large.nbytes / max(best(lambda: np.asarray(_double(large))) - shard, 1e-6)
-    few = best(lambda: np.asarray(_many(np.ones(8, float32)))) - shard
-    copied = best(lambda: large.copy())
-    partial = np.ones(1 << 16, float32)
+    moved, _ = timed(_double, jax.device_put(large))
+    few, counted = timed(_many, np.ones(8, float32))
+    loose, cost = timed(_loose, np.arange(4096, dtype=np.uint32).reshape(2, -1))
+    extra = cost.extra / max(loose - cost.flops / USUAL.flops, loose / 2)
+    dense, cost = timed(_descend, np.ones((8, 64, 256), float32), np.ones((8, 64), float32))
+    flops = cost.flops / max(dense - cost.extra / extra, dense / 2)
+    copied = usually(lambda: large.copy())
+    partial = np.ones(1 << 20, float32)  # smaller ones take no time to speak of
 
     def merge() -> None:
         accumulator = make_accumulator("sum", float32, partial.size, mode="exact")
         accumulator.add(partial, 0)
+        accumulator.add(partial, 0)
 
     rates = Rates(
         _near(flops, USUAL.flops),
-        _near(nbytes, USUAL.nbytes),
-        _near(few / _MANY, USUAL.call),
-        _near(shard, USUAL.shard),
+        _near(3 * large.nbytes / max(moved, MIN_SECONDS), USUAL.nbytes),
+        _near(few / counted.calls, USUAL.call),
+        _near(usually(_shards_run(), 3) / _SHARDS, USUAL.shard),
+        _near(extra, UNMEASURED.extra),
     )
     usual = Calibration()
-    copies, merges = large.nbytes / copied, partial.nbytes / best(merge)
-    return rates, _near(copies, usual.read), _near(merges, usual.merge)
+    read = _near(large.nbytes / copied, usual.read)
+    return rates, read, _near(2 * 8 * partial.size / usually(merge, 3), usual.merge)
 
 
 def _near(found: float, usual: float) -> float:
@@ -214,7 +233,21 @@ def _near(found: float, usual: float) -> float:
     return min(max(found, usual / MAX_UNUSUAL), usual * MAX_UNUSUAL)
 
 
+def _shards_run() -> Callable[[], Any]:
+    """A run in this process of many shards that hardly compute."""
+    import beamjax as bj
+
+    @bj.program(members=None)
+    def total(x: jax.Array) -> Any:
+        return bj.reduce_sum(bj.map_fn(_double, x))
+
+    options = {"shard_size": 8, "member_loop": "vmap", "local_threads": 1, "progress": False}
+    x = np.ones((8 * _SHARDS, 4), np.float32)
+    return lambda: bj.run(total, x, runner="local", options=options)
+
+
 _MANY = 2000
+_SHARDS = 200
 
 
 @jax.jit
@@ -223,14 +256,27 @@ def _double(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _layers(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Eight layers of a network on 64 members, whose weights are their own from the second on."""
-    each = jnp.broadcast_to(w, (x.shape[0], *w.shape))
+def _descend(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Steps of gradient descent of eight members, in the cache."""
 
-    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return jnp.tanh(jnp.einsum("nij,njk->nik", x, each)), None
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        def step(_: int, w: jax.Array) -> jax.Array:
+            return w - 1e-3 * ((x @ w - y) @ x)
 
-    return jax.lax.scan(layer, x, None, length=8)[0]
+        return jax.lax.fori_loop(0, 40, step, jnp.zeros(x.shape[1]))
+
+    return jax.vmap(one)(x, y)
+
+
+@jax.jit
+def _loose(numbers: jax.Array) -> jax.Array:
+    """What is no matrix product: a few random numbers of each member, and functions of them."""
+    key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+
+    def one(number: jax.Array) -> jax.Array:
+        return jnp.exp(jax.random.uniform(jax.random.fold_in(key, number), (4,)))
+
+    return jax.lax.map(jax.vmap(one), numbers)
 
 
 @jax.jit

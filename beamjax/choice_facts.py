@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from beamjax.calibration import calibration
-from beamjax.costs import Cost
 from beamjax.fact_types import (
     ChoiceFact,
     PlanFacts,
@@ -13,10 +12,13 @@ from beamjax.fact_types import (
     StepFact,
     StepSeconds,
     TriedFact,
+    WayFact,
     human_bytes,
     walk_facts,
 )
+from beamjax.fan_out import MERGE_RATE, FanOut
 from beamjax.forecast import forecast, small_work
+from beamjax.interpreters.remaking import Crossing
 from beamjax.options import Options
 from beamjax.plan import Loop, Map, Plan, walk
 from beamjax.verification import aligned
@@ -24,7 +26,11 @@ from beamjax.worker_processes import Workers
 
 
 def choice_facts(
-    plan: Plan, steps: Sequence[StepFact], options: Options, runner: str
+    plan: Plan,
+    steps: Sequence[StepFact],
+    options: Options,
+    runner: str,
+    crossed: Iterable[Crossing] = (),
 ) -> Iterator[ChoiceFact]:
     """What could be otherwise in a run of a plan.
 
@@ -33,6 +39,7 @@ def choice_facts(
       steps: the facts of its steps.
       options: of the run.
       runner: its name.
+      crossed: the values that cross from a pass to later ones.
     """
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     sizes = dict.fromkeys(step.placement for step in passes.values())
@@ -48,37 +55,68 @@ def choice_facts(
         yield ChoiceFact(f"members in {name}", str(step.looping), why, "member_loop")
     for fact in walk_facts(steps):
         if fact.merge is not None:
-            yield ChoiceFact(
-                f"reduction of {fact.name}",
-                f"{human_bytes(fact.partial_bytes)} a shard, merged in "
-                + (f"{fact.merge.groups} groups" if fact.merge.groups > 1 else "one go"),
-                fact.merge.why,
-                "merge_fan_out",
-            )
-    yield from _kept(plan)
+            yield _merged(plan, passes[fact.name], fact, fact.merge)
+    for crossing in crossed:
+        yield _crossing(crossing, options)
     yield from _rounds(plan, options, runner)
 
 
-def _kept(plan: Plan) -> Iterator[ChoiceFact]:
-    """Placed values that one pass makes and another one reads."""
-    steps = [step for step in walk(plan.steps) if isinstance(step, Map)]
-    read = {name for step in steps for name in step.operands}
-    for step in steps:
-        kept = [name for name in step.results if name in read and plan.sizes[step.placement]]
-        if kept:
-            nbytes = sum(map(plan.nbytes, kept))
-            known, cost = calibration(), plan.costs.get(step.name, Cost())
-            again = seconds_text(plan.sizes[step.placement] * known.rates.seconds(cost))
-            moved = seconds_text(2 * nbytes / known.read)
-            why = f"a later pass reads them; to write and read them takes {moved}, to make them "
-            why += f"again {again}"
-            yield ChoiceFact(
-                f"results of {step.name}", f"{human_bytes(nbytes)} kept", why, "recompute"
-            )
+def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
+    """How the partials of a pass come together, and that there are partials at all."""
+    (seconds, *_), chosen = merge.ways.values(), _groups(merge.groups)
+    others = [
+        WayFact(_groups(groups), told, merge.merged)
+        for groups, told in merge.ways.items()
+        if groups != merge.groups
+    ]
+    n = plan.sizes[step.placement]
+    if n is not None:
+        nbytes = n * fact.partial_bytes
+        others.append(WayFact("each member by itself", nbytes / MERGE_RATE, nbytes))
+    return ChoiceFact(
+        f"reduction of {fact.name}",
+        f"{human_bytes(fact.partial_bytes)} a shard, merged in {chosen}",
+        merge.why,
+        "merge_fan_out",
+        seconds,
+        merge.merged,
+        tuple(others),
+    )
+
+
+def _groups(count: int) -> str:
+    return f"{count} groups" if count > 1 else "one go"
+
+
+def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
+    """What one pass makes and a later one reads, or makes again."""
+    told, later = crossing.told, ", ".join(crossing.later)
+    kept = f"{human_bytes(told.nbytes)} kept"
+    if crossing.is_kept:
+        what, chosen = f"results of {crossing.step}", kept
+        seconds, nbytes = told.kept, told.nbytes
+        others = [WayFact("made again", told.again, 0)] if told.again is not None else []
+        why = f"read by {later}"
+        if told.again is None:
+            why += "; they can't be made again from what is given"
+    else:
+        what, chosen = f"values of {crossing.step} in {later}", "made again"
+        assert told.again is not None
+        seconds, nbytes = told.again, 0
+        others = [WayFact(kept, told.kept, told.nbytes)]
+        why = "elementwise operations make them"
+        if not crossing.is_elementwise:
+            why = "what makes them is quick"
+    if options.recompute is not None:
+        why = f"the option recompute={options.recompute!r}; {why}"
+    elif told.is_clear(again=not crossing.is_kept):
+        why = f"clearly less; {why}"
+    return ChoiceFact(what, chosen, why, "recompute", seconds, nbytes, tuple(others))
 
 
 def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
-    from beamjax.pipelines.unroll import is_straight, rounds_per_graph
+    from beamjax.pipelines.graph_sizes import graph_size
+    from beamjax.pipelines.unroll import is_straight
 
     workers = Workers.of(runner, options)
     for loop in walk(plan.steps):
@@ -91,11 +129,16 @@ def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
             why = "a condition decides" if loop.rounds is None else "there is control flow in them"
             yield ChoiceFact(what, "1 a pipeline", why, "")
         else:
-            width = min(rounds_per_graph(plan, loop, options, workers.shared), loop.rounds)
-            why = "by the steps and the bytes of a round"
-            if options.rounds_per_graph is not None:
-                why = "the option rounds_per_graph"
-            yield ChoiceFact(what, f"{width} a pipeline", why, "rounds_per_graph")
+            found = graph_size(plan, loop, options, workers.shared)
+            width = found.chosen
+            others = (
+                WayFact(f"{other.rounds} a pipeline", other.seconds, other.nbytes)
+                for other in found.others
+            )
+            yield ChoiceFact(
+                what, f"{min(width.rounds, loop.rounds)} a pipeline", found.why,
+                "rounds_per_graph", width.seconds, width.nbytes, tuple(others),
+            )  # fmt: skip
 
 
 def tried_facts(plan: Plan) -> tuple[TriedFact, ...]:
@@ -138,7 +181,11 @@ def choice_lines(facts: PlanFacts) -> list[str]:
         (c.what, c.chosen, c.why + (f" (option {c.option})" if c.option else ""))
         for c in facts.choices
     ]
-    lines = aligned(rows) if rows else ["none"]
+    lines = []
+    for choice, line in zip(facts.choices, aligned(rows), strict=True):
+        told = told_of(choice)
+        lines += [line, f"  takes {told}"] if told else [line]
+    lines = lines or ["none"]
     if facts.tried:
         lines.append("tried, microseconds a member:")
         lines += [
@@ -150,6 +197,20 @@ def choice_lines(facts: PlanFacts) -> list[str]:
             )
         ]  # fmt: skip
     return [line.rstrip() for line in lines]
+
+
+def told_of(choice: ChoiceFact) -> str:
+    """What a choice is told to take, and the other ways: `3 ms, 64 B; or one go 5 ms, 64 B`."""
+    if choice.seconds is None and choice.nbytes is None:
+        return ""
+    mine = WayFact("", choice.seconds, choice.nbytes)
+    return "; or ".join(map(_way_text, (mine, *choice.others)))
+
+
+def _way_text(way: WayFact) -> str:
+    parts = [] if way.seconds is None else [seconds_text(way.seconds)]
+    parts += [human_bytes(way.nbytes)] if way.nbytes else []
+    return f"{way.what} {', '.join(parts)}".strip()
 
 
 def predicted_lines(facts: PlanFacts) -> list[str]:

@@ -195,9 +195,10 @@ def check_choices(options: Any) -> None:
                 f"member_batch: found {batch} with shard_size={size}, expected several batches in "
                 "a shard, of which it has a whole number"
             )
-    if options.recompute not in RECOMPUTE:
+    if options.recompute not in (None, *RECOMPUTE):
         raise OptionsError(
-            f"recompute: found {options.recompute!r}, expected one of {', '.join(RECOMPUTE)}"
+            f"recompute: found {options.recompute!r}, expected one of {', '.join(RECOMPUTE)}, or "
+            "None"
         )
     if options.probe not in (None, True, False):
         raise OptionsError(f"probe: found {options.probe!r}, expected True, False or None")

@@ -49,16 +49,20 @@ class Rates:
     """How fast a machine is.
 
     Attributes:
-      flops: operations of matrix products a second, in bodies as they are, not at best.
+      flops: operations of matrix products a second on a core, in bodies as they are, not at best.
       nbytes: bytes a second between memory and the processor.
       call: seconds to start an operation in an executable.
-      shard: seconds to hand a shard to an executable and its results back.
+      shard: seconds that a shard takes besides: to be handed to an executable, and its results
+        back.
+      extra: of what `Cost.extra` counts, a second; as many as of matrix products on a machine on
+        which slower operations are as much slower as `interpreters.cost` says.
     """
 
     flops: float = 5e10
     nbytes: float = 1e10
     call: float = 1e-6
     shard: float = 1e-4
+    extra: float = 5e10
 
     def seconds(self, cost: Cost) -> float:
         """Of work that is done on many members at once, without that of starting it.
@@ -66,7 +70,7 @@ class Rates:
         What computes waits for what moves or the other way round: a roofline (S. Williams,
         A. Waterman and D. Patterson, Communications of the ACM 52(4), 2009).
         """
-        return max(cost.weight / self.flops, cost.nbytes / self.nbytes)
+        return max(cost.flops / self.flops + cost.extra / self.extra, cost.nbytes / self.nbytes)
 
 
 USUAL = Rates()

@@ -31,8 +31,10 @@ from beamjax.facts import input_facts, memory_fact, plan_facts
 from beamjax.fan_out import workers_of
 from beamjax.fitting import padding_notes
 from beamjax.interpreters import flatten as _flatten
+from beamjax.interpreters import planner
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
+from beamjax.interpreters.remaking import crossings
 from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job
 from beamjax.memory_text import memory_sections
@@ -332,12 +334,13 @@ def told_facts(
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
     plan, workers = planned.plan, workers_of(parsed.beam)
+    crossed = crossings(planned.placed, planner.named_passes(planned.pieces))
     facts = plan_facts(plan, inputs, paths, parsed.reduction, workers, parsed.merge_fan_out)
     return dataclasses.replace(
         facts,
         notes=notes + padding_notes(plan, arguments),
         memory=memory_fact(plan, sources, parsed, runner),
-        choices=tuple(choice_facts(plan, facts.steps, parsed, runner)),
+        choices=tuple(choice_facts(plan, facts.steps, parsed, runner, crossed)),
         tried=tried_facts(plan),
         predicted=prediction_fact(plan, parsed, runner),
     )
@@ -374,7 +377,7 @@ def _stage_text(
     arguments: Sequence[Argument],
     restore: Callable[..., Any],
     stage: str,
-    recompute: str,
+    recompute: str | None,
 ) -> str:
     staged = _stage.stage(fn, arguments, restore)
     if stage == "staged":

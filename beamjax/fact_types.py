@@ -238,13 +238,37 @@ class MemoryFact:
 
 
 @dataclass(frozen=True)
+class WayFact:
+    """A way of doing something, and what it is told to take; None where nobody knows.
+
+    The seconds are by usual rates, which are the same on all machines, as the choices are.
+    """
+
+    what: str
+    seconds: float | None = None
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True)
 class ChoiceFact:
-    """One thing that could be otherwise: what was chosen, why, and which option fixes it."""
+    """One thing that could be otherwise.
+
+    Attributes:
+      what: it is.
+      chosen: what was chosen.
+      why: in words.
+      option: that fixes it, or "".
+      seconds, nbytes: that what was chosen is told to take and to move, as for `WayFact`.
+      others: the ways that were compared with it.
+    """
 
     what: str
     chosen: str
     why: str
     option: str
+    seconds: float | None = None
+    nbytes: int | None = None
+    others: tuple[WayFact, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,7 +284,7 @@ class TriedFact:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What a step is told to take, all of its rounds together, and what tells it."""
+    """What a step is told to take, all of its rounds and workers together, and what tells it."""
 
     step: str
     rounds: int
@@ -279,7 +303,7 @@ class PredictionFact:
       pipelines: of Beam.
       overhead: what the runner takes for itself.
       compile: for executables, the first time in a process; not part of `seconds`.
-      seconds: all together.
+      seconds: until all is over, where workers and threads share the work.
       guessed: whether a number of rounds that depends on data is taken to be a few.
       calibrated: whether this machine was measured.
       advice: what would be quicker, if something is known to be.

@@ -1,12 +1,14 @@
 """How the reductions of a pass are merged: in memory or in files, in how many pieces, and where.
 
-Chosen from bytes, shards and workers alone, so that it can be told before anything runs.
+Chosen from bytes, shards and workers alone, by usual rates, so that it can be told before anything
+runs, and is the same on all machines.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,14 @@ from beamjax.plan import Lane, Map
 HELD_BYTES = 512 << 20
 """Accumulators of a pass that a process holds in memory, in bytes; larger ones are in files."""
 
-MERGE_BYTES = 256 << 20
-"""What one worker merges of a piece in less time than it takes to hand out more of them."""
+MERGE_RATE = 2e8
+"""Bytes of accumulators that a worker merges in a second."""
+
+GROUP_SECONDS = 0.1
+"""To hand a group to a worker, and what it gives on from there."""
+
+WORTH_SECONDS = 1.0
+"""How much sooner groups have to be done than one merge of each piece."""
 
 MAX_PARTIALS = 256
 """Partials of a piece at most, one for each range of shards that a pass is dealt in."""
@@ -38,6 +46,9 @@ class FanOut:
       in_files: whether partials wait in files, and travel as references to them.
       groups: merges of one piece that go side by side before the last one.
       why: of the last two, in words.
+      ways: seconds that the merges are told to take, by the numbers of groups that were compared;
+        the one that was chosen comes first.
+      merged: bytes that are merged in all.
     """
 
     pieces: int
@@ -45,6 +56,8 @@ class FanOut:
     in_files: bool
     groups: int
     why: str
+    ways: Mapping[int, float] = field(default_factory=dict)
+    merged: int = 0
 
     def text(self, size: str) -> str:
         """All of it in a line, with `nbytes` as text."""
@@ -69,10 +82,18 @@ def fan_out(
     nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
     pieces = len(step_sections(step) if in_files else step_pieces(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
-    groups = _groups(pieces, partials, nbytes, workers or 1)
+    each = nbytes // pieces if pieces else 0
+
+    def told(groups: int) -> FanOut:
+        """With the seconds of this way, and of the nearest other one."""
+        others = [1] if groups > 1 else [2] if partials > 3 else []
+        ways = {g: _seconds(g, pieces, partials, each, workers or 1) for g in (groups, *others)}
+        return FanOut(pieces, nbytes, in_files, groups, why, ways, partials * nbytes)
+
     if fixed is not None:
         why = f"the option merge_fan_out={fixed}"
-        return FanOut(pieces, nbytes, in_files, min(fixed, max(partials, 1)), why)
+        return told(min(fixed, max(partials, 1)))
+    groups = _groups(pieces, partials, each, workers or 1)
     who = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
         why = f"{who} for {partials} partials"
@@ -80,7 +101,7 @@ def fan_out(
         why = f"too little to be divided for {who}"
     else:
         why = "on one worker" if 1 in (pieces, workers) else f"side by side on {who}"
-    return FanOut(pieces, nbytes, in_files, groups, why)
+    return told(groups)
 
 
 def is_in_files(step: Map, mode: str) -> bool:
@@ -92,12 +113,25 @@ def _nbytes(step: Map, mode: str) -> int:
     return sum(accumulator_bytes(lane, mode) for lane in step.lanes)
 
 
-def _groups(pieces: int, partials: int, nbytes: int, workers: int) -> int:
-    """In how many groups the partials of a piece are merged before."""
+def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
+    """In how many groups the partials of a piece are merged before: a power of two."""
     if not pieces or workers <= pieces:
         return 1
-    worth = partials * nbytes // pieces // MERGE_BYTES
-    return max(1, min(workers // pieces, math.isqrt(partials), worth))
+    most = min(workers // pieces, math.isqrt(partials))
+    ways = [1 << k for k in range(max(most, 1).bit_length())]
+    seconds = {groups: _seconds(groups, pieces, partials, each, workers) for groups in ways}
+    best = min(ways, key=lambda groups: seconds[groups])
+    return best if seconds[1] - seconds[best] >= WORTH_SECONDS else 1
+
+
+def _seconds(groups: int, pieces: int, partials: int, each: int, workers: int) -> float:
+    """Of merging partials of `each` bytes in every piece, with so many groups before."""
+    turns = -(-pieces // workers)
+    if groups <= 1:
+        return turns * partials * each / MERGE_RATE
+    turns_before = -(-pieces * groups // workers)
+    before = turns_before * -(-partials // groups) * each / MERGE_RATE
+    return before + turns * groups * (each / MERGE_RATE + GROUP_SECONDS)
 
 
 def workers_of(options: Any) -> int | None:

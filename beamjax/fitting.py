@@ -66,7 +66,10 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
     together = _together(longest, shorter, mine)
     if isinstance(together, str):
         return plan, together
-    return together, ""
+    # What is told to be done for a member is that of usual ones.
+    plans = zip(buckets, [*shorter, longest], strict=True)
+    costs = next((p.costs for rows, p in plans if rows >= usual.usual_rows), longest.costs)
+    return replace(together, costs=costs), ""
 
 
 def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str, int]:

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from beamjax import plan_cache
 from beamjax.calibration import KINDS, Calibration, calibration, remember
 from beamjax.choices import Looping
+from beamjax.costs import Cost
 from beamjax.options import Options
 from beamjax.plan import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.progress import Progress, Tally
@@ -24,18 +27,26 @@ ADVISED_SECONDS = 1.0
 """Of what a runner takes for itself, at which people are told."""
 LEARNT_SECONDS = 1.0
 """Of runs from which something is learnt; in shorter ones the first calls are what counts."""
+OWN_CORES = 1e6
+"""Operations of a matrix product that take as long as one which XLA gives all cores, about."""
+HANDED_RATE = 5e8
+"""Bytes a second of server values and partials that Beam hands on."""
+THREAD_GAIN = 0.8
+"""The part of a core that each thread but the first one gains."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
 """Of an executable, and of a byte of its StableHLO."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes, all of its rounds together, in seconds.
+    """What a step takes, all of its rounds, workers and threads together, in seconds.
 
     Attributes:
       rounds: how often it is run.
       source: what tells how long it computes: "counted", "probe" or "earlier runs".
       guessed: whether a number of rounds that depends on data is in it.
+      workers: that do it side by side.
+      gain: how many times as fast threads of a worker compute.
     """
 
     step: str
@@ -45,11 +56,18 @@ class StepTime:
     merge: float = 0.0
     source: str = "counted"
     guessed: bool = False
+    workers: int = 1
+    gain: float = 1.0
+
+    @property
+    def busy(self) -> float:
+        """All together."""
+        return self.read + self.compute + self.merge
 
     @property
     def seconds(self) -> float:
-        """All together."""
-        return self.read + self.compute + self.merge
+        """Until it is over."""
+        return (self.read + self.compute / self.gain + self.merge) / self.workers
 
 
 @dataclass(frozen=True)
@@ -82,8 +100,10 @@ class Forecast:
         return self.work + self.overhead
 
     def by_name(self) -> dict[str, float]:
-        """Seconds by step, and of the runner and of everything under names that no step has."""
-        return {s.step: s.seconds for s in self.steps} | {
+        """Seconds by step, of all workers together, and of the runner and until all is over under
+        names that no step has.
+        """
+        return {s.step: s.busy for s in self.steps} | {
             "(runner)": self.overhead,
             "(total)": self.seconds,
         }
@@ -95,14 +115,15 @@ def forecast(
     """What a plan takes on a runner."""
     known = calibration() if known is None else known
     workers = Workers.of(runner, options)
-    count = min(workers.handing or 1, os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    count = min(workers.handing or 1, cores)
+    threads = 1 if workers.beam else min(workers.threads, cores)
     learnt = _learnt(plan, options)
-    steps = tuple(_steps(plan, plan.steps, 1, False, known, learnt, count))
-    pipelines, stages = _pipelines(plan, options, workers)
+    steps = tuple(_steps(plan, plan.steps, 1, False, known, learnt, count, threads))
+    pipelines, stages, shards, nbytes = _pipelines(plan, options, workers)
     fixed = known.fixed(runner)
-    if not workers.beam:
-        pipelines = 0
-    overhead = pipelines * fixed.pipeline + stages * fixed.step
+    overhead = pipelines * fixed.pipeline + stages * fixed.step + shards * fixed.shard
+    overhead += nbytes / HANDED_RATE
     sizes = [sum(map(len, body.artefacts.values())) for body in plan.bodies.values()]
     made = sum(COMPILE_SECONDS + COMPILE_BYTE_SECONDS * nbytes for nbytes in sizes)
     return Forecast(
@@ -119,6 +140,7 @@ def _steps(
     known: Calibration,
     learnt: Mapping[str, Any],
     workers: int,
+    threads: int,
 ) -> Iterator[StepTime]:
     for step in steps:
         match step:
@@ -126,19 +148,19 @@ def _steps(
                 times = rounds * (GUESSED_ROUNDS if step.rounds is None else step.rounds)
                 inner = (*(condition.steps if condition else ()), *block.steps)
                 open_ = guessed or step.rounds is None
-                yield from _steps(plan, inner, times, open_, known, learnt, workers)
+                yield from _steps(plan, inner, times, open_, known, learnt, workers, threads)
             case Branch(blocks=blocks):
                 ways = [
-                    list(_steps(plan, block.steps, rounds, guessed, known, learnt, workers))
-                    for block in blocks
+                    list(_steps(plan, b.steps, rounds, guessed, known, learnt, workers, threads))
+                    for b in blocks
                 ]
                 yield from max(ways, key=lambda way: sum(s.seconds for s in way), default=[])
             case Map():
-                found = _map(plan, step, known, learnt)
-                share = rounds / workers
+                found = _map(plan, step, known, learnt, threads)
                 yield StepTime(
-                    step.name, rounds, share * found.read, share * found.compute,
-                    share * found.merge, found.source, guessed or found.guessed,
+                    step.name, rounds, rounds * found.read, rounds * found.compute,
+                    rounds * found.merge, found.source, guessed or found.guessed, workers,
+                    found.gain,
                 )  # fmt: skip
             case Server(name=name) if name in plan.costs:
                 cost = plan.costs[name]
@@ -151,7 +173,9 @@ def _steps(
                 yield StepTime(name, rounds, read=rounds * n * value.nbytes / known.read)
 
 
-def _map(plan: Plan, step: Map, known: Calibration, learnt: Mapping[str, Any]) -> StepTime:
+def _map(
+    plan: Plan, step: Map, known: Calibration, learnt: Mapping[str, Any], threads: int
+) -> StepTime:
     """One pass over all members."""
     n = plan.sizes[step.placement] or 0
     size = plan.shard_sizes[step.placement]
@@ -166,18 +190,36 @@ def _map(plan: Plan, step: Map, known: Calibration, learnt: Mapping[str, Any]) -
         scale = n / max(found["members"], 1)
         return StepTime(
             step.name, 1, scale * found["read"], scale * found["compute"],
-            scale * found["merge"], "earlier runs",
+            scale * found["merge"], "earlier runs", gain=max(min(shards, threads), 1),
         )  # fmt: skip
     if (step.name, size, step.looping) in tried:
         seconds = shards * tried[step.name, size, step.looping]
-        return StepTime(step.name, 1, read, max(seconds - merge, 0.0), merge, "probe")
+        gain = _gain(plan.costs.get(step.name), step, size, shards, threads)
+        compute = max(seconds - merge, 0.0)
+        return StepTime(step.name, 1, read, compute, merge, "probe", gain=gain)
     cost = plan.costs.get(step.name)
     if cost is None:
         return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
     calls = cost.calls * known.rates.call * _calls(step.looping, size)
+    gain = _gain(cost, step, size, shards, threads)
     compute = known.rates.seconds(cost) * shards * size + shards * (calls + known.rates.shard)
     compute *= known.factor("compute")
-    return StepTime(step.name, 1, read, compute, merge, guessed=cost.guessed)
+    return StepTime(step.name, 1, read, compute, merge, guessed=cost.guessed, gain=gain)
+
+
+def _gain(cost: Cost | None, step: Map, size: int, shards: int, threads: int) -> float:
+    """How many times as fast threads of this process compute the shards of a pass.
+
+    XLA has all cores work on one large operation, unless that is in a loop over batches; then
+    threads gain nothing.
+    """
+    if cost is None or min(shards, threads) <= 1:
+        return 1.0
+    at_once = {"loop": 1, "vmap": size}.get(step.looping.kind, step.looping.batch)
+    operation = cost.weight * at_once / max(cost.calls, 1.0)
+    if step.looping.kind != "batches" and operation >= OWN_CORES:
+        return 1.0
+    return 1.0 + THREAD_GAIN * (min(shards, threads) - 1)
 
 
 def _calls(looping: Looping, size: int) -> float:
@@ -185,40 +227,43 @@ def _calls(looping: Looping, size: int) -> float:
     return {"vmap": 1, "loop": size, "batches": size / max(looping.batch, 1)}[looping.kind]
 
 
-def _pipelines(plan: Plan, options: Options, workers: Workers) -> tuple[int, int]:
-    """Pipelines of Beam, and steps in them."""
-    from beamjax.pipelines.unroll import is_straight, rounds_per_graph
+def _pipelines(plan: Plan, options: Options, workers: Workers) -> tuple[int, int, int, int]:
+    """Pipelines of Beam, steps in them, their shards, and bytes that Beam hands on."""
+    from beamjax.pipelines.graph_sizes import rounds_per_graph
+    from beamjax.pipelines.unroll import is_straight
 
-    def counted(steps: Sequence[Step]) -> tuple[int, int]:
-        pipelines = stages = 0
+    def counted(steps: Sequence[Step]) -> np.ndarray:
+        total = np.zeros(4, np.int64)
         row = False
         for step in steps:
             match step:
                 case Loop(rounds=rounds, block=block, condition=condition):
                     row = False
                     more = GUESSED_ROUNDS if rounds is None else rounds
-                    inner, each = counted(block.steps)
+                    inner = counted(block.steps)
                     if condition is not None:
-                        tests = counted(condition.steps)
-                        inner, each = inner + tests[0], each + tests[1]
+                        inner += counted(condition.steps)
+                    pipelines = more * inner[0]
                     if rounds is not None and is_straight(block.steps):
                         width = rounds_per_graph(plan, step, options, workers.shared)
-                        pipelines += math.ceil(rounds / width) * min(inner, 1)
-                    else:
-                        pipelines += more * inner
-                    stages += more * each
+                        pipelines = math.ceil(rounds / width) * min(inner[0], 1)
+                    total += (pipelines, *(more * inner[1:]))
                 case Branch(blocks=blocks):
                     row = False
-                    ways = [counted(block.steps) for block in blocks] or [(0, 0)]
-                    pipelines += max(way[0] for way in ways)
-                    stages += max(way[1] for way in ways)
-                case Map() | Gather():
-                    pipelines += not row
-                    row, stages = True, stages + 1
-        return pipelines, stages
+                    total += np.max([counted(block.steps) for block in blocks], axis=0)
+                case Map():
+                    size = plan.shard_sizes[step.placement]
+                    shards = -(-(plan.sizes[step.placement] or 0) // size)
+                    nbytes = shards * step.partial_bytes + sum(map(plan.nbytes, step.broadcasts))
+                    total += (not row, 1, shards, nbytes)
+                    row = True
+                case Gather():
+                    total += (not row, 1, 0, 0)
+                    row = True
+        return total
 
-    pipelines, stages = counted(plan.steps)
-    return (max(pipelines, 1), stages) if workers.beam else (0, stages)
+    pipelines, stages, shards, nbytes = map(int, counted(plan.steps))
+    return (max(pipelines, 1), stages, shards, nbytes) if workers.beam else (0, stages, 0, 0)
 
 
 # --- what runs teach

@@ -48,13 +48,15 @@ class Options:
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
-        Beam pipeline; None chooses by the steps and the bytes of a round. Rounds that hold further
-        control flow, and those of a `while_loop`, always have pipelines of their own.
+        Beam pipeline; None chooses by what they are told to take and by the bytes of a round.
+        Rounds that hold further control flow, and those of a `while_loop`, always have pipelines of
+        their own.
       recompute: which placed values a later pass makes again, and which are kept for it:
         "elementwise" makes again what elementwise operations give, "nothing" keeps all,
-        "everything" keeps none that can be made again, bodies of `map_fn` included.
+        "everything" keeps none that can be made again, bodies of `map_fn` included. None is
+        "elementwise" but for values of which the other way is told to take clearly less.
       merge_fan_out: groups in which the partials of a pass are merged side by side, before those of
-        the groups are; 1 for none. None chooses by bytes and workers.
+        the groups are; 1 for none. None chooses what is told to take least, by bytes and workers.
       small_work: "here" lets a run whose work is told to be shorter than what its runner takes for
         a pipeline run in this process instead; "runner" does not.
       gather_limit: bytes past which staging refuses to gather a placed value to the server; None
@@ -120,7 +122,7 @@ class Options:
     member_batch: int | None = None
     probe: bool | None = None
     plan: Choices | str | None = None
-    recompute: str = "elementwise"
+    recompute: str | None = None
     merge_fan_out: int | None = None
     small_work: str = "runner"
     reduction: str = "exact"

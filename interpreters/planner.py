@@ -77,7 +77,7 @@ def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[P
     steps = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     limit = WORKING_BYTES if memory is None else min(WORKING_BYTES, memory // 8)
     found = []
-    for name, piece, rounds in _named(pieces, {}, 1.0):
+    for name, piece, rounds in named_passes(pieces):
         step, n = steps[name], plan.sizes[piece.placement]
         if n is None:
             continue
@@ -93,10 +93,14 @@ def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[P
     return found
 
 
+def named_passes(pieces: Iterable[Piece]) -> Iterator[tuple[str, MapPiece, float]]:
+    """The passes with the names of their steps, and how often they are run."""
+    return _named(pieces, {}, 1.0)
+
+
 def _named(
     pieces: Iterable[Piece], counts: dict[str, int], rounds: float
 ) -> Iterator[tuple[str, MapPiece, float]]:
-    """The passes with the names of their steps, and how often they are run."""
     for piece in pieces:
         match piece:
             case MapPiece(placement=placement):
@@ -113,7 +117,7 @@ def _named(
 
 def obstacle(plan: Plan, pieces: Sequence[Piece], platform: str) -> str:
     """Why no pass of a program can be timed on made-up members; "" if they can."""
-    maps = [piece for _, piece, _ in _named(pieces, {}, 1.0)]
+    maps = [piece for _, piece, _ in named_passes(pieces)]
     if not maps:
         return "there is no pass over members"
     if any(n is None for n in plan.sizes.values()):

@@ -13,9 +13,8 @@ of the values around it is gathered or scattered outside of it, once.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from beamjax.interpreters import rules
 from beamjax.interpreters.flat_program import Atom, BranchEqn, Eqn, FlatBlock, LoopEqn, Var
 from beamjax.interpreters.levels import find_levels
 from beamjax.interpreters.pieces import (
@@ -30,10 +29,11 @@ from beamjax.interpreters.pieces import (
     ServerPiece,
 )
 from beamjax.interpreters.places import Along, Place, PlacedProgram
+from beamjax.interpreters.remaking import CHEAP, by_cost
 from beamjax.interpreters.rules import Fold, Local
 
 
-def split(program: PlacedProgram, recompute: str = "elementwise") -> list[Piece]:
+def split(program: PlacedProgram, recompute: str | None = None) -> list[Piece]:
     """Cuts a program into pieces, in an order in which they can run.
 
     Args:
@@ -43,13 +43,6 @@ def split(program: PlacedProgram, recompute: str = "elementwise") -> list[Piece]
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
     return _Splitter(program, flat, places, None, recompute=recompute).pieces()
-
-
-# Results of these are made again in a later pass rather than sent there.
-CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
-    "bj_broadcast", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "rev",
-    "concatenate", "split", "stack", "unstack", "random_wrap", "random_unwrap", "iota",
-}  # fmt: skip
 
 
 class _Splitter:
@@ -67,7 +60,7 @@ class _Splitter:
         outputs: tuple[Place, ...],
         around: _Splitter | None,
         user: Eqn | None = None,
-        recompute: str = "elementwise",
+        recompute: str | None = None,
     ):
         self.recompute = recompute
         self.program = program
@@ -86,8 +79,7 @@ class _Splitter:
         for eqn in block.eqns:
             if eqn in self.levels:
                 self.by_level.setdefault(self.levels[eqn], []).append(eqn)
-        self.cheap: set[Var] = set()
-        self._find_cheap()
+        self.cheap = self._cheap()
         # Server values, and placed values of earlier pieces, that a later piece reads.
         self.served: set[Var] = set()
         self.live: set[Var] = set()
@@ -240,27 +232,38 @@ class _Splitter:
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
         return _Splitter(self.program, block, places, self, user, self.recompute)
 
-    def _find_cheap(self) -> None:
+    def _cheap(self) -> set[Var]:
+        """The placed values that later passes make again."""
+        if self.recompute == "nothing":
+            return set()
+        possible = self._from_given(lambda eqn: not eqn.effects)
+        if self.recompute == "everything":
+            return possible
+        rule = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
+        if self.recompute == "elementwise":
+            return rule
+        return by_cost(self.program, self.block, self.levels, rule, possible)
+
+    def _from_given(self, may: Callable[[Eqn], bool]) -> set[Var]:
+        """What such equations make, one after the other, from what is there in any pass."""
+        found: set[Var] = set()
         for eqn in self.block.eqns:
             placement, reading = self.program.readings.get(eqn, ("", None))
-            if not isinstance(reading, Local) or not self._is_cheap(eqn):
+            if not isinstance(reading, Local) or not may(eqn):
                 continue
             needs = zip(eqn.inputs, reading.in_axes, strict=True)
             if all(
-                axis is None or self._at_hand(atom, Along(placement, axis)) for atom, axis in needs
+                axis is None or self._at_hand(atom, Along(placement, axis), found)
+                for atom, axis in needs
             ):
-                self.cheap.update(eqn.outputs)
+                found.update(eqn.outputs)
+        return found
 
-    def _is_cheap(self, eqn: Eqn) -> bool:
-        if self.recompute == "everything":
-            return not eqn.effects
-        return self.recompute == "elementwise" and eqn.primitive.name in CHEAP
-
-    def _at_hand(self, atom: Atom, along: Along) -> bool:
+    def _at_hand(self, atom: Atom, along: Along, found: set[Var]) -> bool:
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:
             return True
         native = self.program.place(atom) == along
-        return native and (atom not in self.made or atom in self.cheap)
+        return native and (atom not in self.made or atom in found)
 
     def _find_server_outputs(self, pieces: Sequence[Piece]) -> None:
         read = {atom for atom in self.block.outputs if isinstance(atom, Var)}

@@ -24,6 +24,7 @@ from beamjax.kept import HANDED_BYTES
 from beamjax.liveness import Position
 from beamjax.meters import Meter
 from beamjax.pipelines import build, unroll
+from beamjax.pipelines.graph_sizes import rounds_per_graph
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.tasks import Sources
 from beamjax.pipelines.values import Served, Value, scattered, stacked
@@ -169,7 +170,7 @@ class Driver:
             self._one_by_one(loop, prefix, first, at[1:])
         else:
             found = self.launcher.connection
-            width = unroll.rounds_per_graph(self.plan, loop, found.options, found.shared)
+            width = rounds_per_graph(self.plan, loop, found.options, found.shared)
             while first < loop.rounds:
                 stop = min(first + width, first + self.tracker.left, loop.rounds)
                 self.rounds(loop, range(first, stop), prefix)

@@ -1,4 +1,4 @@
-"""Several rounds of a loop as the steps of one graph, and how many of them there should be."""
+"""Several rounds of a loop as the steps of one graph."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax.liveness import made
-from beamjax.options import Options
-from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
-
-MAX_STEPS = 16
-"""Steps in a graph of unrolled rounds, if nothing else is asked for: a graph costs about as much as
-two of its steps where workers are threads of the launching process."""
-MAX_STEPS_ELSEWHERE = 64
-"""The same where each graph starts workers or a job anew, which takes seconds to minutes."""
-MAX_BYTES = 1 << 28
-"""Bytes of the values that unrolled rounds make, all together, likewise."""
+from beamjax.plan import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
 
 
 def is_straight(steps: Iterable[Step]) -> bool:
@@ -141,23 +132,3 @@ def unrolled(loop: Loop, rounds: Iterable[int], prefix: str = "") -> Rounds:
 def entry_index(loop: Loop, number: int) -> int:
     """Index of the entry that a round of a loop with known rounds reads and gives."""
     return (loop.rounds or 0) - 1 - number if loop.reverse else number
-
-
-def rounds_per_graph(plan: Plan, loop: Loop, options: Options, shared: bool) -> int:
-    """How many rounds of a loop make one graph.
-
-    Args:
-      plan: that the loop is part of.
-      loop: with a block without control flow.
-      options: `rounds_per_graph`.
-      shared: whether workers are threads of this process.
-    """
-    steps = loop.block.steps
-    scattered = {step.result for step in steps if isinstance(step, Scatter)}
-    if scattered & set(loop.block.outputs):  # only a source can be gathered again
-        return 1
-    if options.rounds_per_graph is not None:
-        return options.rounds_per_graph
-    nbytes = sum(plan.nbytes(name) for step in steps for name in made(step))
-    limit = MAX_STEPS if shared else MAX_STEPS_ELSEWHERE
-    return max(1, min(limit // max(len(steps), 1), MAX_BYTES // max(nbytes, 1)))

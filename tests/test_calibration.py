@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from beamjax import calibration as module
 from beamjax import plan_cache
 from beamjax.calibration import Calibration, calibrated, calibration, measure, remember
-from beamjax.costs import Rates
+from beamjax.costs import Cost, Rates
 
 
 @pytest.fixture
@@ -53,6 +53,21 @@ def test_what_is_measured_can_be():
     for found in (*vars(rates).values(), read, merge):
         assert 0 < found < math.inf
     assert rates.flops > 1e7
+
+
+def test_files_of_older_versions_are_left_alone(cache, measured, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr(module, "FORMAT", module.FORMAT - 1)
+        remember(Calibration(read=7.0))
+    module._known.clear()
+    assert calibration() == Calibration()
+
+
+def test_slower_operations_have_a_rate_of_their_own():
+    slow = Rates(extra=1e9)
+    assert slow.seconds(Cost(flops=5e10)) == Rates().seconds(Cost(flops=5e10)) == 1.0
+    assert slow.seconds(Cost(extra=1e9)) == 1.0
+    assert Rates().seconds(Cost(flops=2.0, extra=3.0)) == pytest.approx(5.0 / Rates().flops)
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,34 @@ def test_a_program_without_passes():
 )
 def test_seconds_in_words(seconds, text):
     assert seconds_text(seconds) == text
+
+
+def test_reductions_tell_what_other_ways_take():
+    @bj.program(clients=None)
+    def wide(x):
+        return bj.reduce_sum(bj.map_fn(jnp.sin, x))
+
+    args = jax.ShapeDtypeStruct((10**5, 1 << 20), np.float32)
+    options = {"parallelism": 16, "probe": False}
+    found = choices(wide, args, options=options)
+    chosen = found["reduction of map_clients_0"]
+    assert chosen.chosen == "4.0 MiB a shard, merged in 8 groups"
+    one, apart = chosen.others
+    assert (one.what, apart.what) == ("one go", "each member by itself")
+    assert chosen.seconds + 1 < one.seconds < apart.seconds
+    assert chosen.nbytes == one.nbytes == 256 * (8 << 20) < apart.nbytes
+    few = choices(wide, args.update(shape=(16, 1 << 20)), options=options)
+    assert few["reduction of map_clients_0"].chosen == "4.0 MiB a shard, merged in one go"
+
+
+def test_rounds_tell_what_other_widths_take():
+    args = np.zeros(4, np.float32), X
+    for options in ({}, {"rounds_per_graph": 2}):
+        explanation = bj.explain(loop, *args, options=options)
+        (fact,) = (c for c in explanation.to_json()["choices"] if c["what"] == "rounds of loop_0")
+        assert fact["chosen"] == f"{options.get('rounds_per_graph', 5)} a pipeline"
+        (slowest, *_) = fact["others"]
+        assert slowest["what"] == "1 a pipeline"
+        assert slowest["seconds"] > fact["seconds"] > 0
+        assert slowest["nbytes"] < fact["nbytes"]
+        assert f"1 a pipeline {seconds_text(slowest['seconds'])}" in str(explanation)

@@ -19,7 +19,7 @@ from beamjax.progress import Progress, Tally
 
 N = 1000
 X = np.random.default_rng(0).normal(size=(N, 8)).astype(np.float32)
-KNOWN = Calibration(Rates(1e9, 1e9, 1e-6, 1e-4), read=1e9, merge=1e8, measured=True)
+KNOWN = Calibration(Rates(1e9, 1e9, 1e-6, 1e-4, 5e9), read=1e9, merge=1e8, measured=True)
 
 
 @bj.program(clients=None)
@@ -49,13 +49,14 @@ def cache(tmp_path, monkeypatch):
 
 def test_the_seconds_of_a_pass_are_those_of_its_parts():
     plan = plan_of(mean, X, shard_size=8)
-    (step,) = told(plan).steps
+    (step,) = told(plan, local_threads=1).steps
     cost = plan.costs["map_clients_0"]
     shards = 125
     assert step.read == pytest.approx(X.nbytes / 1e9)
     assert step.merge == pytest.approx(shards * 8 * 8 / 1e8)
     assert step.compute == pytest.approx(
-        N * max(cost.weight, cost.nbytes) / 1e9 + shards * (cost.calls * 1e-6 + 1e-4)
+        N * max(cost.flops / 1e9 + cost.extra / 5e9, cost.nbytes / 1e9)
+        + shards * (cost.calls * 1e-6 + 1e-4)
     )
     assert step.source == "counted"
 
@@ -135,6 +136,41 @@ def test_workers_share_the_work():
     alone = told(plan, "DirectRunner")
     shared = told(plan, "DirectRunner", **options)
     assert shared.work == pytest.approx(alone.work / min(2, os.cpu_count()))
+
+
+def test_threads_of_this_process_share_what_is_computed(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    plan = plan_of(mean, X, shard_size=8)
+    alone, four = (told(plan, local_threads=k) for k in (1, 4))
+    (one,), (shared,) = alone.steps, four.steps
+    assert shared.busy == one.busy == one.seconds
+    gain = 1 + 3 * forecast.THREAD_GAIN
+    assert shared.seconds == pytest.approx(one.read + one.compute / gain + one.merge)
+    assert four.by_name()["map_clients_0"] == alone.by_name()["map_clients_0"]
+    assert told(plan, "DirectRunner").steps[0].seconds == one.seconds
+    assert told(plan_of(mean, X, shard_size=1000), local_threads=4).steps[0].gain == 1
+
+
+@pytest.mark.parametrize(("loop", "expected"), [("vmap", 1.0), ("batches", 1.8), ("loop", 1.8)])
+def test_threads_gain_nothing_where_xla_has_all_cores(monkeypatch, loop, expected):
+    @bj.program(clients=None)
+    def large(x):
+        return bj.reduce_mean(bj.map_fn(lambda v: jnp.sin(v), x))
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    x = jax.ShapeDtypeStruct((1 << 16, 64), np.float32)
+    plan = plan_of(large, x, shard_size=1 << 12, member_loop=loop)
+    assert told(plan, local_threads=2).steps[0].gain == expected
+
+
+def test_beam_hands_on_shards_and_bytes():
+    few, many = (told(plan_of(mean, X, shard_size=s), "DirectRunner") for s in (504, 8))
+    shards, nbytes = 125 - 2, (125 - 2) * 8 * 4
+    found = many.overhead - few.overhead
+    assert found == pytest.approx(
+        shards * KNOWN.fixed("DirectRunner").shard + nbytes / forecast.HANDED_RATE
+    )
+    assert told(plan_of(mean, X, shard_size=8)).overhead == KNOWN.fixed("local").step
 
 
 def test_names_of_what_is_told():

@@ -95,23 +95,3 @@ def test_renaming_and_back(step):
         unroll.renamed(there, "", {name.upper(): name for name in old}), name=step.name
     )
     assert back == step
-
-
-@pytest.mark.parametrize(
-    ("rounds_per_graph", "shared", "expected"), [(None, True, 8), (None, False, 32), (5, True, 5)]
-)
-def test_rounds_of_a_graph(rounds_per_graph, shared, expected, monkeypatch):
-    plan = test_driver.descent()
-    (loop,) = plan.steps
-    options = Options(rounds_per_graph=rounds_per_graph)
-    assert unroll.rounds_per_graph(plan, loop, options, shared) == expected
-    monkeypatch.setattr(unroll, "MAX_BYTES", 24 * 3)
-    limited = unroll.rounds_per_graph(plan, loop, options, shared)
-    assert limited == (rounds_per_graph or 3)  # two server values of 12 bytes a round
-    monkeypatch.setattr(unroll, "MAX_BYTES", 1)
-    assert unroll.rounds_per_graph(plan, loop, Options(), shared) == 1
-
-
-def test_a_scattered_state_is_never_unrolled():
-    plan = test_driver.exchange(4)
-    assert unroll.rounds_per_graph(plan, plan.steps[0], Options(rounds_per_graph=4), True) == 1

@@ -91,7 +91,7 @@ def test_no_file_is_larger_than_a_section(task):
 
 def test_groups_in_a_pipeline(monkeypatch):
     monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
-    monkeypatch.setattr(fan_out, "MERGE_BYTES", 1)
+    monkeypatch.setattr(fan_out, "MERGE_RATE", 1.0)
     flags = {"direct_running_mode": "multi_threading", "direct_num_workers": 4, "shard_size": 8}
 
     @bj.program(m=64)

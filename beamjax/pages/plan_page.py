@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from beamjax.choice_facts import told_of
 from beamjax.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
 from beamjax.memory_text import memory_sections
 from beamjax.mermaid import rounds_text
@@ -318,7 +319,10 @@ def _choices(facts: PlanFacts) -> Markup | None:
     if not facts.choices:
         return None
     parts = [
-        table([(c.what, c.chosen, c.why, tag("code", c.option)) for c in facts.choices], _CHOSEN)
+        table(
+            [(c.what, c.chosen, told_of(c), c.why, tag("code", c.option)) for c in facts.choices],
+            _CHOSEN,
+        )
     ]
     if facts.tried:
         rows = [
@@ -330,7 +334,7 @@ def _choices(facts: PlanFacts) -> Markup | None:
     return _section("Choices", *parts)
 
 
-_CHOSEN = ("what", "chosen", "because", "option")
+_CHOSEN = ("what", "chosen", "told to take", "because", "option")
 _TRIED = ("step", "shard size", "members", "seconds of one", "")
 
 

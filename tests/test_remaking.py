@@ -1,0 +1,179 @@
+"""What later passes make again, and what is kept for them, follows from what both take."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_run import assert_close, assert_same_bits
+
+import beamjax as bj
+from beamjax.interpreters import remaking as module
+from beamjax.interpreters.remaking import Remaking
+
+MANY, FEW = 10**6, 96
+X = np.random.default_rng(0).normal(size=(FEW, 1024)).astype(np.float32)
+
+
+@bj.program(clients=None)
+def quick(x):
+    """A map that is no elementwise operation, but hardly any work."""
+    y = bj.map_fn(lambda v: jnp.flip(v) * 2.0, x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+
+@bj.program(clients=None)
+def long(x):
+    """The same that is much work."""
+    y = bj.map_fn(lambda v: jax.lax.fori_loop(0, 50, lambda _, w: jnp.sin(w) * 2.0, v), x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+
+@bj.program(clients=None)
+def exponential(x):
+    y = jnp.exp(x)
+    return bj.reduce_mean((y - bj.reduce_mean(y)[None]) ** 2)
+
+
+@bj.program(clients=None)
+def chain(x):
+    """Elementwise, but a lot of it."""
+    y = x
+    for _ in range(40):
+        y = jnp.sin(jnp.exp(-y * y))
+    return bj.reduce_mean((y - bj.reduce_mean(y)[None]) ** 2)
+
+
+def crossing(fn, n, **options):
+    args = jax.ShapeDtypeStruct((n, 1024), np.float32)
+    told = bj.explain(fn, args, options={"probe": False, **options})
+    (found,) = (c for c in told.facts.choices if c.option == "recompute")
+    return found, told
+
+
+CHOSEN = {
+    quick: ("made again", "kept"),
+    long: ("kept", "kept"),
+    exponential: ("made again", "made again"),
+    chain: ("kept", "made again"),
+}
+
+
+@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
+def test_costs_decide_where_they_clearly_do(fn):
+    for n, expected in zip((MANY, FEW), CHOSEN[fn], strict=True):
+        found, told = crossing(fn, n)
+        assert found.chosen.endswith(expected)
+        (other,) = found.others
+        assert other.what.endswith("kept" if expected == "made again" else "made again")
+        nbytes = 4 * 1024 * n
+        assert {found.nbytes, other.nbytes} == {0, nbytes}
+        clearly = 3 * found.seconds < other.seconds and other.seconds > 1
+        assert found.why.startswith("clearly less") == clearly
+        by_rule = "made again" if fn in (exponential, chain) else "kept"
+        assert clearly or expected == by_rule
+        kept = found if expected == "kept" else other
+        assert kept.seconds == pytest.approx(2 * nbytes / module.KEPT_RATE)
+        (fact,) = (c for c in told.to_json()["choices"] if c["option"] == "recompute")
+        assert fact == json.loads(json.dumps(dataclasses.asdict(found)))
+        assert found.chosen in str(told)
+        assert other.what in str(told)
+
+
+def test_what_is_made_again_is_not_read():
+    read = {
+        n: [len(s.placed) for s in crossing(quick, n)[1].facts.steps if s.kind == "Map"]
+        for n in (MANY, FEW)
+    }
+    assert read == {MANY: [1, 1], FEW: [1, 1]}
+    steps = [s for s in crossing(quick, MANY)[1].facts.steps if s.kind == "Map"]
+    assert [s.results for s in steps] == [(), ()]
+    assert steps[1].placed == steps[0].placed
+
+
+@pytest.mark.parametrize("recompute", ["elementwise", "nothing", "everything"])
+@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
+def test_the_option_wins(fn, recompute):
+    elementwise = fn in (exponential, chain) and recompute == "elementwise"
+    found, _ = crossing(fn, MANY, recompute=recompute)
+    again = elementwise or recompute == "everything"
+    assert found.chosen.endswith("made again" if again else "kept")
+    assert found.why.startswith(f"the option recompute={recompute!r}")
+
+
+@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
+def test_answers_are_the_same_either_way(fn, monkeypatch):
+    expected = jax.jit(fn)(X)
+    for worth in (module.WORTH_SECONDS, 0.0):
+        monkeypatch.setattr(module, "WORTH_SECONDS", worth)
+        fresh = bj.program(clients=None)(lambda x: fn(x))
+        local = bj.run(fresh, X, runner="local")
+        assert_close(local, expected)
+        assert_same_bits(bj.run(fresh, X), local)
+    (found,) = (c for c in bj.explain(fresh, X).facts.choices if c.option == "recompute")
+    assert found.chosen.endswith(CHOSEN[fn][0])
+
+
+def test_calls_to_the_host_are_not_made_again(monkeypatch):
+    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
+    seen = []
+
+    def host(v):
+        seen.append(1)
+        return v
+
+    @bj.program(clients=None)
+    def program(x):
+        of = jax.ShapeDtypeStruct((1024,), np.float32)
+        y = bj.map_fn(lambda v: jax.pure_callback(host, of, v, vmap_method="sequential"), x)
+        mean = bj.reduce_mean(y)
+        return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+    (found,) = (c for c in bj.explain(program, X).facts.choices if c.option == "recompute")
+    assert found.chosen.endswith("kept")
+    assert found.others == ()
+    assert "can't be made again" in found.why
+    bj.run(program, X[:16], runner="local", options={"shard_size": 8})
+    assert len(seen) == 16
+
+
+def test_what_is_an_output_is_kept_and_not_made_again():
+    @bj.program(clients=None)
+    def program(x):
+        y = bj.map_fn(lambda v: jnp.flip(v) * 2.0, x)
+        mean = bj.reduce_mean(y)
+        return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y)), y
+
+    found, _ = crossing(program, MANY)
+    assert found.chosen.endswith("kept")
+
+
+def test_rounds_of_a_loop_count():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (c + exponential(x), None), jnp.zeros(1024), length=7)[0]
+
+    once, _ = crossing(exponential, FEW)
+    found, _ = crossing(fn, FEW)
+    assert found.seconds == pytest.approx(7 * once.seconds)
+    assert found.others[0].seconds == pytest.approx(7 * once.others[0].seconds)
+
+
+@pytest.mark.parametrize(
+    ("kept", "again", "expected"),
+    [
+        (10.0, 3.0, True),
+        (10.0, 4.0, None),
+        (0.9, 0.0, None),
+        (3.0, 10.0, False),
+        (4.0, 10.0, None),
+        (10.0, None, False),
+    ],
+)
+def test_what_is_clear(kept, again, expected):
+    told = Remaking(1, kept, again)
+    assert told.is_clear(True) == (expected is True)
+    assert told.is_clear(False) == (expected is False)
