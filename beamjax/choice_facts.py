@@ -63,12 +63,9 @@ def choice_facts(
 
 def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
     """How the partials of a pass come together, and that there are partials at all."""
-    (seconds, *_), chosen = merge.ways.values(), _groups(merge.groups)
-    others = [
-        WayFact(_groups(groups), told, merge.merged)
-        for groups, told in merge.ways.items()
-        if groups != merge.groups
-    ]
+    chosen, others = _groups(merge.groups), []
+    if merge.other:
+        others.append(WayFact(_groups(merge.other), merge.other_seconds, merge.merged))
     n = plan.sizes[step.placement]
     if n is not None:
         nbytes = n * fact.partial_bytes
@@ -78,7 +75,7 @@ def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
         f"{human_bytes(fact.partial_bytes)} a shard, merged in {chosen}",
         merge.why,
         "merge_fan_out",
-        seconds,
+        merge.seconds,
         merge.merged,
         tuple(others),
     )

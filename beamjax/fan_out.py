@@ -7,8 +7,7 @@ runs, and is the same on all machines.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,8 @@ class FanOut:
       in_files: whether partials wait in files, and travel as references to them.
       groups: merges of one piece that go side by side before the last one.
       why: of the last two, in words.
-      ways: seconds that the merges are told to take, by the numbers of groups that were compared;
-        the one that was chosen comes first.
+      seconds: that the merges are told to take.
+      other, other_seconds: the number of groups that was compared, 0 for none, and the same of it.
       merged: bytes that are merged in all.
     """
 
@@ -56,7 +55,9 @@ class FanOut:
     in_files: bool
     groups: int
     why: str
-    ways: Mapping[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    other: int = 0
+    other_seconds: float = 0.0
     merged: int = 0
 
     def text(self, size: str) -> str:
@@ -86,9 +87,12 @@ def fan_out(
 
     def told(groups: int) -> FanOut:
         """With the seconds of this way, and of the nearest other one."""
-        others = [1] if groups > 1 else [2] if partials > 3 else []
-        ways = {g: _seconds(g, pieces, partials, each, workers or 1) for g in (groups, *others)}
-        return FanOut(pieces, nbytes, in_files, groups, why, ways, partials * nbytes)
+        other = 1 if groups > 1 else 2 if partials > 3 else 0
+        seconds, others = (
+            _seconds(g, pieces, partials, each, workers or 1) if g else 0.0 for g in (groups, other)
+        )
+        merged = partials * nbytes
+        return FanOut(pieces, nbytes, in_files, groups, why, seconds, other, others, merged)
 
     if fixed is not None:
         why = f"the option merge_fan_out={fixed}"
