@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from beamjax.calibration import KINDS, Calibration, calibration, remember
 from beamjax.choices import Looping
 from beamjax.costs import Cost
 from beamjax.options import Options
+from beamjax.pace import LONG_IN_BUNDLE
 from beamjax.plan import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.progress import Progress, Tally
 from beamjax.worker_processes import Workers
@@ -47,6 +48,7 @@ class StepTime:
       guessed: whether a number of rounds that depends on data is in it.
       workers: that do it side by side.
       gain: how many times as fast threads of a worker compute.
+      shards: of a round.
     """
 
     step: str
@@ -58,6 +60,12 @@ class StepTime:
     guessed: bool = False
     workers: int = 1
     gain: float = 1.0
+    shards: int = 1
+
+    def in_one_thread_if_below(self, seconds: float) -> StepTime:
+        """The same where threads are for shards that take at least so long."""
+        short = self.compute < seconds * self.rounds * self.shards
+        return replace(self, gain=1.0) if short else self
 
     @property
     def busy(self) -> float:
@@ -117,9 +125,11 @@ def forecast(
     workers = Workers.of(runner, options)
     cores = os.cpu_count() or 1
     count = min(workers.handing or 1, cores)
-    threads = 1 if workers.beam else min(workers.threads, cores)
+    threads = min(workers.computing if workers.beam else workers.threads, cores)
+    long = LONG_IN_BUNDLE if workers.beam else 0.0
     learnt = _learnt(plan, options)
-    steps = tuple(_steps(plan, plan.steps, 1, False, known, learnt, count, threads))
+    found = _steps(plan, plan.steps, 1, False, known, learnt, count, threads)
+    steps = tuple(step.in_one_thread_if_below(long) for step in found)
     pipelines, stages, shards, nbytes = _pipelines(plan, options, workers)
     fixed = known.fixed(runner)
     overhead = pipelines * fixed.pipeline + stages * fixed.step + shards * fixed.shard
@@ -160,7 +170,7 @@ def _steps(
                 yield StepTime(
                     step.name, rounds, rounds * found.read, rounds * found.compute,
                     rounds * found.merge, found.source, guessed or found.guessed, workers,
-                    found.gain,
+                    found.gain, found.shards,
                 )  # fmt: skip
             case Server(name=name) if name in plan.costs:
                 cost = plan.costs[name]
@@ -191,12 +201,13 @@ def _map(
         return StepTime(
             step.name, 1, scale * found["read"], scale * found["compute"],
             scale * found["merge"], "earlier runs", gain=max(min(shards, threads), 1),
+            shards=shards,
         )  # fmt: skip
     if (step.name, size, step.looping) in tried:
         seconds = shards * tried[step.name, size, step.looping]
         gain = _gain(plan.costs.get(step.name), step, size, shards, threads)
         compute = max(seconds - merge, 0.0)
-        return StepTime(step.name, 1, read, compute, merge, "probe", gain=gain)
+        return StepTime(step.name, 1, read, compute, merge, "probe", gain=gain, shards=shards)
     cost = plan.costs.get(step.name)
     if cost is None:
         return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
@@ -204,7 +215,8 @@ def _map(
     gain = _gain(cost, step, size, shards, threads)
     compute = known.rates.seconds(cost) * shards * size + shards * (calls + known.rates.shard)
     compute *= known.factor("compute")
-    return StepTime(step.name, 1, read, compute, merge, guessed=cost.guessed, gain=gain)
+    guessed = cost.guessed
+    return StepTime(step.name, 1, read, compute, merge, guessed=guessed, gain=gain, shards=shards)
 
 
 def _gain(cost: Cost | None, step: Map, size: int, shards: int, threads: int) -> float:
