@@ -106,6 +106,8 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
             why = "what makes them is quick"
     if options.recompute is not None:
         why = f"the option recompute={options.recompute!r}; {why}"
+    elif options.plan is not None:
+        why = f"by the saved plan; {why}"
     elif told.is_clear(again=not crossing.is_kept):
         why = f"clearly less; {why}"
     return ChoiceFact(what, chosen, why, "recompute", seconds, nbytes, tuple(others))

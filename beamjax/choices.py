@@ -73,6 +73,8 @@ class Choices:
       why: in words.
       tried: what was timed for it.
       program: fingerprint of the program, without the number of its members.
+      made_again: for each value that crosses from a pass to later ones, in the program's order,
+        whether these make it again; None where nobody said so.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -81,9 +83,11 @@ class Choices:
     why: str = ""
     tried: tuple[Trial, ...] = ()
     program: str = ""
+    made_again: tuple[bool, ...] | None = None
 
     def __hash__(self) -> int:
-        return hash((tuple(self.sizes.items()), tuple(self.loopings.items())))
+        fixed = tuple(self.sizes.items()), tuple(self.loopings.items()), self.made_again
+        return hash(fixed)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -93,6 +97,7 @@ class Choices:
             "origin": self.origin,
             "why": self.why,
             "shard_sizes": dict(self.sizes),
+            "made_again": None if self.made_again is None else list(self.made_again),
             "passes": {
                 name: {"member_loop": looping.kind, "batch": looping.batch}
                 for name, looping in self.loopings.items()
@@ -138,6 +143,7 @@ class Choices:
             _part(record, "why", str),
             tuple(tried),
             _part(record, "program", str),
+            _made_again(record.get("made_again")),
         )
 
 
@@ -146,6 +152,14 @@ def _part(record: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(found, kind):
         raise ValueError(f"found {found!r:.100} as {name!r}, expected a {kind.__name__}")
     return found
+
+
+def _made_again(found: Any) -> tuple[bool, ...] | None:
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, bool) for each in found):
+        raise ValueError(f"found {found!r:.100} as 'made_again', expected a list of true and false")
+    return tuple(found)
 
 
 def _check_size(name: str, size: Any) -> None:

@@ -58,7 +58,8 @@ def chosen_plan(
     """
     text = planner.program_text(pieces, plan.sizes.values())
     print_ = plan_cache.digest(text)
-    rule = Choices(plan.shard_sizes, _loopings(plan), program=print_)
+    made_again = plan.choices.made_again
+    rule = Choices(plan.shard_sizes, _loopings(plan), program=print_, made_again=made_again)
     if options.plan is not None:
         return _pinned(plan, rule, options, relower)
     if options.shard_size is not None and options.member_loop is not None:
@@ -114,6 +115,12 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
                 f"plan: found choices for the {what} {_names(theirs)}, but the program has "
                 f"{_names(mine)}; save them again, with beamjax.explain(...).save_choices"
             )
+    crossing, then = rule.made_again or (), saved.made_again
+    if options.recompute is None and then is not None and len(then) != len(crossing):
+        raise OptionsError(
+            f"plan: found choices for {len(then)} values that cross from pass to pass, but the "
+            f"program has {len(crossing)}; save them again, with beamjax.explain(...).save_choices"
+        )
     sizes = {
         name: size if options.shard_size is None else plan.shard_sizes[name]
         for name, size in saved.sizes.items()
@@ -122,7 +129,10 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
     if saved.program != rule.program:
         why += ", which was saved for other bodies or types"
     plan = relower(sizes, saved.loopings)
-    found = Choices(plan.shard_sizes, _loopings(plan), "saved", why, saved.tried, rule.program)
+    found = replace(
+        rule, sizes=plan.shard_sizes, loopings=_loopings(plan), origin="saved", why=why,
+        tried=saved.tried,
+    )  # fmt: skip
     return _with(plan, found)
 
 
@@ -156,7 +166,8 @@ def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
         return None
     if set(found.loopings) != set(rule.loopings):
         return None
-    return replace(found, origin="cache", why=f"{found.why}, {origin}")
+    made_again = rule.made_again
+    return replace(found, origin="cache", why=f"{found.why}, {origin}", made_again=made_again)
 
 
 def _checkpointed(options: Options) -> Choices | None:
@@ -178,7 +189,8 @@ def _checkpoint_file(options: Options) -> str | None:
 
 def _remember(plan: Plan, found: Choices, options: Options) -> Choices:
     """Writes choices down; those of another process, if it was faster."""
-    rule = Choices(plan.shard_sizes, _loopings(plan), program=found.program)
+    made_again = found.made_again
+    rule = Choices(plan.shard_sizes, _loopings(plan), program=found.program, made_again=made_again)
     other = _remembered(plan, rule, options)
     if other is not None:
         return other
@@ -232,7 +244,7 @@ def _probed(
             else f"{found.gain:.1f} x as fast as by the rules in a probe"
         )
     why = "; ".join(dict.fromkeys(told))
-    return Choices(sizes, loopings, "probe", why, tuple(tried), rule.program)
+    return Choices(sizes, loopings, "probe", why, tuple(tried), rule.program, rule.made_again)
 
 
 def _measure(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from beamjax.choices import Looping
+from beamjax.choices import Choices, Looping
 from beamjax.choosing import PENDING, chosen_plan
 from beamjax.fitting import buckets_of, fitted, fitting_notes
 from beamjax.inputs import Inputs
@@ -22,6 +22,7 @@ from beamjax.interpreters import stage as _stage
 from beamjax.interpreters import unknown as _unknown
 from beamjax.interpreters.pieces import Piece
 from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.remaking import Decisions
 from beamjax.interpreters.stage import Argument
 from beamjax.options import Options
 from beamjax.plan import Plan
@@ -134,10 +135,14 @@ def make_plan(
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
-    pieces = _split.split(placed, options.recompute)
+    saved = options.plan.made_again if isinstance(options.plan, Choices) else None
+    decisions = Decisions(saved)
+    pieces = _split.split(placed, options.recompute, decisions)
     _unknown.settle_sizes(placed, pieces)
     paths = _paths(arguments, flat)
     plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes, loopings)
+    choices = replace(plan.choices, made_again=tuple(decisions.made))
+    plan = replace(plan, choices=choices)
     return Planned(staged, flat, placed, pieces, plan)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from beamjax.costs import USUAL
 from beamjax.interpreters import rules
@@ -61,6 +61,26 @@ class Remaking:
         return more - less >= WORTH_SECONDS and more >= CLEARLY * less
 
 
+@dataclass
+class Decisions:
+    """Which values that cross from a pass to later ones are made again, in the program's order.
+
+    Attributes:
+      saved: those of a saved plan; None if costs decide.
+      made: those of this program, as far as it is cut.
+    """
+
+    saved: tuple[bool, ...] | None = None
+    made: list[bool] = field(default_factory=list)
+
+    def decide(self, again: bool) -> bool:
+        """Whether the next value is made again; `again` is what costs say."""
+        if self.saved is not None and len(self.made) < len(self.saved):
+            again = self.saved[len(self.made)]
+        self.made.append(again)
+        return again
+
+
 def remaking(
     program: PlacedProgram,
     values: Sequence[Var],
@@ -98,6 +118,7 @@ def by_cost(
     levels: Mapping[Eqn | Var, int],
     rule: set[Var],
     possible: set[Var],
+    decisions: Decisions,
 ) -> set[Var]:
     """The values of a block that later passes make again.
 
@@ -107,6 +128,7 @@ def by_cost(
       levels: of its equations and values.
       rule: values that are made again unless it clearly takes longer than to keep them.
       possible: values that can be made again.
+      decisions: of a saved plan, and where those of this program are noted.
     """
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     chosen = set(rule)
@@ -118,9 +140,12 @@ def by_cost(
         if any(host_call(emission.eqn) for emission in chain):
             continue
         told = remaking(program, [var], chain, placement, readers)
-        if var in rule and told.is_clear(again=False):
+        again = var in rule
+        if told.is_clear(again=not again):
+            again = not again
+        if not decisions.decide(again):
             chosen.discard(var)
-        elif var not in rule and told.is_clear(again=True):
+        elif var not in rule:
             chosen.update(v for emission in chain for v in emission.eqn.outputs)
     return chosen
 

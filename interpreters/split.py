@@ -29,20 +29,24 @@ from beamjax.interpreters.pieces import (
     ServerPiece,
 )
 from beamjax.interpreters.places import Along, Place, PlacedProgram
-from beamjax.interpreters.remaking import CHEAP, by_cost
+from beamjax.interpreters.remaking import CHEAP, Decisions, by_cost
 from beamjax.interpreters.rules import Fold, Local
 
 
-def split(program: PlacedProgram, recompute: str | None = None) -> list[Piece]:
+def split(
+    program: PlacedProgram, recompute: str | None = None, decisions: Decisions | None = None
+) -> list[Piece]:
     """Cuts a program into pieces, in an order in which they can run.
 
     Args:
       program: with a place for every value.
       recompute: which placed values later passes make again, see `Options`.
+      decisions: those of a saved plan; the program's own are noted there.
     """
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
-    return _Splitter(program, flat, places, None, recompute=recompute).pieces()
+    decisions = decisions or Decisions()
+    return _Splitter(program, flat, places, None, None, recompute, decisions).pieces()
 
 
 class _Splitter:
@@ -59,10 +63,12 @@ class _Splitter:
         block: FlatBlock,
         outputs: tuple[Place, ...],
         around: _Splitter | None,
-        user: Eqn | None = None,
-        recompute: str | None = None,
+        user: Eqn | None,
+        recompute: str | None,
+        decisions: Decisions,
     ):
         self.recompute = recompute
+        self.decisions = decisions
         self.program = program
         self.block = block
         self.outputs = outputs
@@ -230,7 +236,7 @@ class _Splitter:
         return ServerPiece(eqns[::-1], [var for var in read if var not in made])
 
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
-        return _Splitter(self.program, block, places, self, user, self.recompute)
+        return _Splitter(self.program, block, places, self, user, self.recompute, self.decisions)
 
     def _cheap(self) -> set[Var]:
         """The placed values that later passes make again."""
@@ -242,7 +248,7 @@ class _Splitter:
         rule = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
         if self.recompute == "elementwise":
             return rule
-        return by_cost(self.program, self.block, self.levels, rule, possible)
+        return by_cost(self.program, self.block, self.levels, rule, possible, self.decisions)
 
     def _from_given(self, may: Callable[[Eqn], bool]) -> set[Var]:
         """What such equations make, one after the other, from what is there in any pass."""

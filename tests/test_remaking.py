@@ -177,3 +177,37 @@ def test_what_is_clear(kept, again, expected):
     told = Remaking(1, kept, again)
     assert told.is_clear(True) == (expected is True)
     assert told.is_clear(False) == (expected is False)
+
+
+@pytest.mark.parametrize("fn", [quick, chain], ids=lambda fn: fn.__name__)
+def test_a_saved_plan_keeps_what_it_says(fn, tmp_path):
+    path = tmp_path / "choices.json"
+    _, told = crossing(fn, MANY)
+    told.save_choices(path)
+    expected = CHOSEN[fn][0]
+    assert json.loads(path.read_text())["made_again"] == [expected == "made again"]
+    assert not crossing(fn, FEW)[0].chosen.endswith(expected)
+    found, _ = crossing(fn, FEW, plan=str(path))
+    assert found.chosen.endswith(expected)
+    assert found.why.startswith("by the saved plan")
+    by_option, _ = crossing(fn, FEW, plan=str(path), recompute="everything")
+    assert by_option.chosen.endswith("made again")
+    options = {"shard_size": 8, "plan": str(path)}
+    assert_same_bits(bj.run(fn, X, options=options), bj.run(fn, X, runner="local", options=options))
+    assert_close(bj.run(fn, X, options=options), jax.jit(fn)(X))
+
+
+def test_a_saved_plan_for_other_values(tmp_path):
+    path = tmp_path / "choices.json"
+    _, told = crossing(quick, MANY)
+    told.save_choices(path)
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "made_again": [True, False]}))
+    with pytest.raises(bj.OptionsError, match=r"for 2 values that cross .* but the program has 1"):
+        crossing(quick, FEW, plan=str(path))
+    path.write_text(json.dumps({**record, "made_again": "no"}))
+    with pytest.raises(bj.OptionsError, match="found 'no' as 'made_again'"):
+        crossing(quick, FEW, plan=str(path))
+    del record["made_again"]  # as an earlier version wrote it
+    path.write_text(json.dumps(record))
+    assert crossing(quick, FEW, plan=str(path))[0].chosen.endswith("kept")
