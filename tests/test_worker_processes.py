@@ -105,7 +105,7 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
 
     local, where = told("local", local_threads=1)
     assert where == "local, 1 thread of the launching process"
-    direct, _ = told("DirectRunner")
+    direct, _ = told("DirectRunner", local_threads=1)
     assert local.worker_bytes < direct.worker_bytes == direct.launcher_bytes
     assert "Python and JAX" in local.kept
     assert "Python, JAX and Beam" in direct.kept
@@ -125,5 +125,6 @@ def test_a_runner_that_is_an_instance():
     from beamjax.pipelines.connections import make_runner
 
     args = np.zeros((16, 4), np.float32), np.zeros((100, 16), np.float32)
-    found = bj.explain(total, *args, runner=make_runner("DirectRunner")).facts.memory
-    assert found.where == "FnApiRunner, 1 thread of the launching process"
+    runner, options = make_runner("DirectRunner"), {"local_threads": 3}
+    found = bj.explain(total, *args, runner=runner, options=options).facts.memory
+    assert found.where == "FnApiRunner, 3 threads of the launching process"
