@@ -118,7 +118,7 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
     assert not dataflow.shared
     assert "inputs in memory" in dataflow.launcher
     assert told("PrismRunner")[0].worker_bytes == direct.worker_bytes
-    assert bj.explain(total, *args).facts.memory == direct
+    assert bj.explain(total, *args, options={"local_threads": 1}).facts.memory == direct
 
 
 def test_a_runner_that_is_an_instance():
