@@ -57,6 +57,7 @@ def fault(name, folder):
         if kind == "segfaults":
             ctypes.string_at(0)
         if kind == "killed":
+            time.sleep(1)  # Which thread it was leaves no trace: others are through by then.
             os.kill(os.getpid(), signal.SIGKILL)
 
     return go_wrong
