@@ -86,7 +86,7 @@ def chosen_plan(
         budget = MAX_BUDGET if options.probe else total * SHARE
         budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
         found = _probed(plan, rule, program, pieces, passes, options, budget)
-        found = _remember(plan, found, options)
+        found = _remember(plan, rule, found, options)
     if found.sizes != rule.sizes or found.loopings != rule.loopings:
         plan = relower(found.sizes, found.loopings)
     return _with(plan, found)
@@ -187,10 +187,8 @@ def _checkpoint_file(options: Options) -> str | None:
     return os.path.join(folder, CHECKPOINTED)
 
 
-def _remember(plan: Plan, found: Choices, options: Options) -> Choices:
+def _remember(plan: Plan, rule: Choices, found: Choices, options: Options) -> Choices:
     """Writes choices down; those of another process, if it was faster."""
-    made_again = found.made_again
-    rule = Choices(plan.shard_sizes, _loopings(plan), program=found.program, made_again=made_again)
     other = _remembered(plan, rule, options)
     if other is not None:
         return other
@@ -244,7 +242,9 @@ def _probed(
             else f"{found.gain:.1f} x as fast as by the rules in a probe"
         )
     why = "; ".join(dict.fromkeys(told))
-    return Choices(sizes, loopings, "probe", why, tuple(tried), rule.program, rule.made_again)
+    return replace(
+        rule, sizes=sizes, loopings=loopings, origin="probe", why=why, tried=tuple(tried)
+    )
 
 
 def _measure(
