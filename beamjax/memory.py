@@ -176,7 +176,7 @@ class _Estimation:
                 servers = {x for s in self.steps if isinstance(s, Server) for x in s.outputs}
                 reduced = {r.result for s in maps for lane in s.lanes for r in lane.reductions}
                 handed = again * (self.members(servers) + 2 * self.members(reduced))
-                yield "server values handed on", min(handed, held_budget(limit))
+                yield "server values handed on", min(handed, store_budget(limit))
 
     def step(self, step: Step) -> Iterator[tuple[str, float]]:
         """What a worker takes for a step besides."""
@@ -258,13 +258,10 @@ def block_budget(limit: int | None) -> int:
 
 
 def store_budget(limit: int | None) -> int:
-    """Bytes of server values that a process of so much memory keeps."""
+    """Bytes of server values that a process of so much memory keeps of those in files, and again of
+    those that workers in the launching process hand on.
+    """
     return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES
-
-
-def held_budget(limit: int | None) -> int:
-    """Bytes of server values that workers in the launching process hand on in memory."""
-    return store_budget(limit)
 
 
 def some(parts: Iterable[tuple[str, float]]) -> list[Part]:

@@ -14,18 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-MAX_BYTES = 1 << 30
-"""Of values that a store keeps here; further ones are in files."""
-
 
 class Shelf:
     """What a store keeps in the memory of this process, by name; thread-safe.
 
     Args:
-      limit: of the bytes of arrays.
+      limit: of the bytes of arrays; further ones are in files.
     """
 
-    def __init__(self, limit: int = MAX_BYTES):
+    def __init__(self, limit: int):
         self.limit = limit
         self._lock = threading.Lock()
         self._arrays: dict[str, list[np.ndarray]] = {}
@@ -69,8 +66,8 @@ class Shelf:
 _shelves: dict[str, Shelf] = {}
 
 
-def open_shelf(root: str, limit: int = MAX_BYTES) -> None:
-    """From now on the store in this folder keeps in memory what may be there."""
+def open_shelf(root: str, limit: int) -> None:
+    """From now on the store in a folder keeps sums, and arrays of so many bytes, in memory."""
     _shelves[root] = Shelf(limit)
 
 

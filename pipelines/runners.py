@@ -13,7 +13,7 @@ import numpy as np
 from beamjax.errors import JobCancelledError
 from beamjax.inputs import Inputs
 from beamjax.kept import NOTHING, Kept
-from beamjax.memory import held_budget
+from beamjax.memory import store_budget
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements
 from beamjax.options import Options
@@ -178,7 +178,7 @@ def in_memory(store: Store, connection: Connection) -> Iterator[None]:
     if not connection.is_one_process or options.checkpoint or options.keep_folder:
         yield  # Checkpoints link files, and people may look at those of a folder that is kept.
         return
-    in_process.open_shelf(store.root, held_budget(options.memory_bytes))
+    in_process.open_shelf(store.root, store_budget(options.memory_bytes))
     try:
         yield
     finally:

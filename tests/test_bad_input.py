@@ -358,7 +358,7 @@ def test_a_damaged_file_in_the_work_folder(damage, program, args, written, monke
         write(path, DAMAGE[damage](data) if written in path else data, **kwargs)
 
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
-    monkeypatch.setattr("beamjax.pipelines.runners.held_budget", lambda limit: 0)
+    monkeypatch.setattr("beamjax.pipelines.runners.store_budget", lambda limit: 0)
     monkeypatch.setattr(files, "write", write_damaged)
     with pytest.raises(ArrayFormatError, match=r"(arrays|members): .*(found|bad) .*expected"):
         bj.run(program, *args, options={"work_folder": str(tmp_path)})

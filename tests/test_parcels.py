@@ -41,7 +41,7 @@ class Encoded:
 
 @pytest.fixture
 def shelf(store):
-    in_process.open_shelf(store.root)
+    in_process.open_shelf(store.root, limit=0)
     yield in_process.shelf_of(store.root)
     in_process.close_shelf(store.root)
 
