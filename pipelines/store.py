@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.meters import Reports
 from beamjax.pipelines import files as file_io
-from beamjax.pipelines.in_process import is_fixed, shelf_of
+from beamjax.pipelines.flat_chunks import CHUNK_OVERHEAD, assemble, pack
+from beamjax.pipelines.in_process import Shelf, is_fixed, shelf_of
 from beamjax.shared_cache import SharedCache, nbytes
 from beamjax.transfer_time import transferring
 
@@ -37,7 +38,6 @@ INLINE_BYTES = 64 * 2**10
 _SUFFIX = ".arrays"
 _SUFFIXES = (_SUFFIX, ".members", ".record")  # of all that is written to the folder of a run
 _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
-_CHUNK_OVERHEAD = 256  # of a chunk in its file: header and alignment, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +125,18 @@ class Store:
     reports: Reports | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.piece_bytes < 4 * _CHUNK_OVERHEAD:
+        if self.piece_bytes < 4 * CHUNK_OVERHEAD:
             raise OptionsError(
                 f"store {self.root}: found piece_bytes={self.piece_bytes}, expected at least "
-                f"{4 * _CHUNK_OVERHEAD}."
+                f"{4 * CHUNK_OVERHEAD}."
             )
         if not file_io.is_url(self.root):
             object.__setattr__(self, "root", os.path.abspath(self.root))
+
+    @property
+    def _shelf(self) -> Shelf | None:
+        """What it keeps in the memory of this process, where it may keep anything there."""
+        return shelf_of(self.root)
 
     @classmethod
     def temporary(cls, parent: str | None = None) -> Store:
@@ -196,7 +201,7 @@ class Store:
         Returns, raises:
             As `put`.
         """
-        shelf = shelf_of(self.root)
+        shelf = self._shelf
         nbytes = sum(array.nbytes for array in arrays)
         if shelf is None or nbytes <= INLINE_BYTES or not shelf.has_room(nbytes):
             return self.put(arrays, hint, inline=inline, hashed=hashed)
@@ -209,12 +214,12 @@ class Store:
 
     def is_held(self, ref: Ref) -> bool:
         """Whether a value is in the memory of this process, as `hold` may have it."""
-        shelf = shelf_of(self.root)
+        shelf = self._shelf
         return shelf is not None and any(shelf.get(name) is not None for name, _ in ref.files)
 
     def release(self, refs: Iterable[Ref]) -> None:
         """Forgets held values that nobody will ask for."""
-        shelf = shelf_of(self.root)
+        shelf = self._shelf
         if shelf is not None:
             shelf.release(name for ref in refs for name, _ in ref.files)
 
@@ -226,7 +231,7 @@ class Store:
             if len(data) <= INLINE_BYTES:
                 return Ref(_digest([data]), leaves, inline=data)
         files = []
-        for chunks in _pack(arrays, self.piece_bytes):
+        for chunks in pack(arrays, self.piece_bytes):
             data = wire.encode_arrays(chunks)
             name = _file_name(_digest([data]) if hashed else unique_key(), hint)
             self.write(name, data, keep=True)
@@ -282,7 +287,7 @@ class Store:
         Raises:
             SourceError: if they cannot be removed.
         """
-        shelf = shelf_of(self.root)
+        shelf = self._shelf
         if shelf is not None:
             shelf.sweep(live)
         try:
@@ -319,7 +324,7 @@ class Store:
     def _load(self, ref: Ref) -> list[np.ndarray]:
         chunks = (chunk for name, size in ref.files for chunk in self._read_chunks(name, size))
         loaded = [
-            _assemble(wire.dtype_from_name(name), shape, chunks, f"{self.root}: value {ref.key}")
+            assemble(wire.dtype_from_name(name), shape, chunks, f"{self.root}: value {ref.key}")
             for name, shape in ref.leaves
         ]
         if next(chunks, None) is not None:
@@ -332,7 +337,7 @@ class Store:
         path = f"{self.root}/{name}"
         if not _SAFE_NAME.fullmatch(name):
             raise ArrayFormatError(f"{path}: not a file name that a store gives.")
-        shelf = shelf_of(self.root)
+        shelf = self._shelf
         held = None if shelf is None else shelf.get(name)
         if held is not None:
             return held
@@ -405,47 +410,3 @@ def _digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _pack(arrays: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]:
-    """Cuts arrays to flat chunks and gathers these to lists that fit a file of `limit` bytes."""
-    chunks: list[np.ndarray] = []
-    used = _CHUNK_OVERHEAD
-    for array in arrays:
-        flat = array.reshape(-1)
-        step = (limit - 2 * _CHUNK_OVERHEAD) // max(flat.itemsize, 1)
-        for start in range(0, flat.size if flat.nbytes else 0, step):
-            chunk = flat[start : start + step]
-            cost = chunk.nbytes + _CHUNK_OVERHEAD
-            if chunks and used + cost > limit:
-                yield chunks
-                chunks, used = [], _CHUNK_OVERHEAD
-            chunks.append(chunk)
-            used += cost
-    if chunks:
-        yield chunks
-
-
-def _assemble(
-    dtype: np.dtype, shape: tuple[int, ...], chunks: Iterator[np.ndarray], where: str
-) -> np.ndarray:
-    """One array from the flat chunks that come next; without a copy if there is only one."""
-    size = math.prod(shape) if dtype.itemsize else 0
-    whole, found = None, 0
-    while found < size:
-        chunk = next(chunks, None)
-        if chunk is None or chunk.dtype != dtype or found + chunk.size > size:
-            what = "nothing" if chunk is None else f"{chunk.dtype}[{chunk.size}]"
-            raise ArrayFormatError(
-                f"{where}: found {what} at element {found} of an array, expected {dtype}"
-                f"{list(shape)}; another file took the place of this one."
-            )
-        if chunk.size == size:
-            return chunk.reshape(shape)
-        if whole is None:
-            whole = aligned.empty((size,), dtype)
-        whole[found : found + chunk.size] = chunk
-        found += chunk.size
-    whole = np.empty(shape, dtype) if whole is None else whole
-    whole.flags.writeable = False
-    return whole.reshape(shape)

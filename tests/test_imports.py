@@ -241,6 +241,7 @@ TESTED_ELSEWHERE = {
     "job_folder": "test_jobs",
     "job_results": "test_jobs",
     "indexing": "test_rules",
+    "flat_chunks": "test_store",
     "jars": "test_clusters",
     "job_servers": "test_processes",
     "lanes": "test_lower",
