@@ -67,4 +67,6 @@ def _by_rule(
         return Looping("loop"), "convolutions with kernels of the members' own"
     if is_unknown(n) or options.shard_size is not None:
         return VMAP, ""
+    if sizing.is_streamed(piece, n):
+        return VMAP, ""
     return Looping("batches", sizing.fitting_size(piece, n)), "the cache holds no more of them"

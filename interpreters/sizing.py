@@ -3,8 +3,8 @@
 On a CPU members are fastest in the largest number that stays in the second-level cache; past 64
 nothing is gained unless they are tiny, where the cost of the call is what counts. Then shards
 grow with n as well, as long as there are enough of them to be dealt to many workers. Where so many
-members are done sooner than a shard is read, handed over and added up, a shard has several such
-batches.
+members are done sooner than a shard is read, handed over and added up, a shard has many times as
+many: in such batches, or at once where little is computed of what is read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ CACHE_GAIN = 8.0
 """How much faster bytes move in the cache than from memory, about."""
 DRAWN_BYTES = 16
 """Of a member that is little but a number, from which it is computed."""
-MOST_BATCHES, FEWEST_SHARDS = 16, 16
+MOST_BATCHES, FEWEST_SHARDS = 256, 16
 MAX_BATCHED_BYTES = 8 << 20
+STREAMED_SHARE = 4
+"""Bytes used for each byte that is read, up to which members are not worth batches."""
 # What a shard reads and writes travels as elements, which have to stay under 64 MiB.
 MAX_SHARD_BYTES = 32 << 20
 
@@ -91,10 +93,6 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
     costs = [member_cost(piece, n) for piece in passes]
     if not passes or any(cost.guessed for cost in costs):
         return 1
-    # XLA has all cores work on one large operation, as those of many tiny members are, but not in a
-    # loop. So these are better off at once where they are read from memory.
-    if any(DRAWN_BYTES < _read(p, n) <= TINY_MEMBER_BYTES - _used(p, n) for p in passes):
-        return 1
     moved = [_moved(piece, n) for piece in passes]
     # What a batch takes besides stays in the cache.
     members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
@@ -105,6 +103,16 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
         n / FEWEST_SHARDS,
     )
     return power_of_two(min(most / size, MOST_BATCHES))
+
+
+def is_streamed(piece: MapPiece, n: int) -> bool:
+    """Whether tiny members are read from memory, and little else is done with them.
+
+    XLA has all cores work on one large operation, as those of many tiny members are, but not in a
+    loop. So these are computed at once.
+    """
+    read, used = _read(piece, n), _used(piece, n)
+    return DRAWN_BYTES < read <= TINY_MEMBER_BYTES - used and used <= STREAMED_SHARE * read
 
 
 def power_of_two(most: float) -> int:

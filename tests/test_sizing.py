@@ -159,6 +159,30 @@ def test_work_and_bytes_bound_the_batches():
     assert sizes_of(wide, array(), array(10_000, 65_536), platforms=("cpu",)) == {"clients": 32}
 
 
+@pytest.mark.parametrize(("n", "size"), [(100_000, 4096), (2_000_000, 65_536), (10**9, 65_536)])
+def test_tables_that_are_only_read_come_by_8_MiB(n, size):
+    @bj.program(rows=n)
+    def prog(x):
+        mean = bj.reduce_mean(x)
+        return (x - mean[None]).T @ (x - mean[None])
+
+    assert sizes_of(prog, array(n, 32), platforms=("cpu",)) == {"rows": size}
+    assert sizes_of(prog, array(n, 32), platforms=("cuda",))["rows"] <= 4096
+
+
+def test_many_small_batches_make_a_shard():
+    def loss(w, x):
+        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2
+
+    @bj.program(rows=10**6)
+    def prog(u, v, x):
+        return bj.reduce_mean(bj.map_fn(lambda x: jax.grad(loss)((u, v), x), x))
+
+    arrays = array(16, 32), array(32), array(10**6, 16)
+    assert sizes_of(prog, *arrays, platforms=("cpu",)) == {"rows": 8192}
+    assert sizes_of(prog, *arrays, platforms=("cpu",), member_loop="vmap") == {"rows": 64}
+
+
 def test_what_waits_for_data_calls_back_or_has_an_order_comes_at_once():
     def waits(w, x, y):
         return jax.lax.while_loop(lambda w: (w**2).sum() > 1, lambda w: w - y.mean(), x[0])
