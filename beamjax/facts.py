@@ -150,7 +150,7 @@ def step_fact(
             )  # fmt: skip
         case Map():
             code = plan.bodies[step.body]
-            codes = [code, *(plan.bodies[fitted.body] for fitted in step.fitted)]
+            codes = [plan.bodies[key] for key in step.executables]
             broadcasts, operands = values(step.broadcasts), values(step.operands)
             reductions = tuple(_reduction_facts(plan, step, reduction))
             return StepFact(
@@ -161,7 +161,7 @@ def step_fact(
                 broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
                 partial_bytes=sum(fact.nbytes for fact in reductions),
                 saved_bytes=step.saved,
-                reason=_turns(step),
+                reason=_ways(step),
                 merge=_merge(plan, step, reduction, workers, groups),
             )  # fmt: skip
         case Gather(name, operand, result, axis, reason, line):
@@ -189,11 +189,15 @@ def step_fact(
             )  # fmt: skip
 
 
-def _turns(step: Map) -> str:
-    if not step.turns:
-        return ""
-    how = "one after the other" if step.looping.kind == "loop" else f"in {step.looping}"
-    return f"members {how}: {step.turns}"
+def _ways(step: Map) -> str:
+    """How shards are computed, where it is not all members at once by one executable."""
+    told = []
+    if step.turns:
+        how = "one after the other" if step.looping.kind == "loop" else f"in {step.looping}"
+        told.append(f"members {how}: {step.turns}")
+    if step.short not in (None, step.body):
+        told.append("full shards by an executable of their own, without a mask")
+    return "; ".join(told)
 
 
 def _merge(

@@ -20,7 +20,7 @@ from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.inputs import Reader
 from beamjax.padding import check_padding, padded_rows
-from beamjax.plan import Combine, Lane, Map, Plan
+from beamjax.plan import Combine, Fitted, Lane, Map, Plan
 from beamjax.reducers import make_accumulator, reducer_of
 from beamjax.side_by_side import are_alike, in_parts
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
@@ -78,8 +78,8 @@ class ShardExecutor:
         self._body = plan.bodies[step.body]
         # What calls back to the host is given true members only, so that no call is for padding.
         self._pads = self._body.python is None
-        self._call = load_body(step.body, self._body, self.size)
-        self._fitted = {fitted.shapes: fitted.body for fitted in step.fitted}
+        self._calls = {step.body: load_body(step.body, self._body, self.size)}
+        self._fitted = {fitted.shapes: fitted for fitted in step.fitted}
         self._checked: set[str] = set()
         self._bodies = plan.bodies
         self._copies = is_copied(device)
@@ -115,31 +115,52 @@ class ShardExecutor:
             arrays = list(map(np.asarray, operands))
             if self.step.guard is not None:
                 return self._guarded(shard, arrays, lost or {}, self.step.guard)
-            return Computed(*self._split(shard, self._run(shard, [np.int32(shard.count)], arrays)))
+            full = shard.count == self.size
+            outs = self._run(shard, full, [np.int32(shard.count)], arrays)
+            return Computed(*self._split(shard, outs))
 
     def _run(
-        self, shard: Shard, heads: Sequence[Any], arrays: list[np.ndarray]
+        self, shard: Shard, full: bool, heads: Sequence[Any], arrays: list[np.ndarray]
     ) -> list[np.ndarray]:
-        """Calls the body; `heads` are what it takes after the first member of the shard."""
-        call = self._call
+        """Calls the body.
+
+        Args:
+          shard: which.
+          full: whether it has no padding, and nobody is left out.
+          heads: what the body takes after the first member of the shard.
+          arrays: the operands.
+        """
         if self._pads:
             arrays = list(map(self._pad, arrays))
-        elif shard.count < self.size:
-            call = load_body(self.step.body, self._body, shard.count)
+        call = self._body_of(self.step, full, shard)
         shapes = tuple(array.shape[1:] for array in arrays)
         if shapes not in self._fitted:
             return self._called(call, shard, heads, arrays)
-        key = self._fitted[shapes]
-        outs = self._called(load_body(key, self._bodies[key]), shard, heads, arrays)
-        if key not in self._checked:
+        fitted = self._fitted[shapes]
+        outs = self._called(self._body_of(fitted, full, shard), shard, heads, arrays)
+        if fitted.body not in self._checked:
             names = self.step.operands
             longest = [
                 padded_rows(array, self._types[name].shape)
                 for name, array in zip(names, arrays, strict=True)
             ]
             check_padding(shapes, outs, self._called(call, shard, heads, longest))
-            self._checked.add(key)
+            self._checked.add(fitted.body)
         return outs
+
+    def _body_of(self, step: Map | Fitted, full: bool, shard: Shard) -> Callable[..., Any]:
+        """What computes a shard for a step; it is loaded when it is first needed."""
+        key = step.body if full else step.short
+        if key is None:
+            raise WorkerError(
+                f"found a shard of {shard.count} members, expected {self.size}, as all shards of "
+                "this plan are full: this is an error in beamjax, please report it"
+            )
+        if not self._pads:
+            return load_body(key, self._bodies[key], shard.count)
+        if key not in self._calls:
+            self._calls[key] = load_body(key, self._bodies[key])
+        return self._calls[key]
 
     def _called(
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
@@ -174,9 +195,11 @@ class ShardExecutor:
             if self._pads:
                 missing = np.zeros(self.size - shard.count, np.bool_)
                 members, counted = self._pad(members), np.concatenate([counted, missing])
-            plain = len(places) == shard.count and places[-1] == shard.count - 1
-            rows = arrays if plain and counted[: shard.count].all() else [x[places] for x in arrays]
-            return self._run(shard, [members, counted], rows)
+            all_counted = bool(counted[: shard.count].all())
+            plain = len(places) == shard.count and places[-1] == shard.count - 1 and all_counted
+            rows = arrays if plain else [x[places] for x in arrays]
+            full = plain and shard.count == self.size
+            return self._run(shard, full, [members, counted], rows)
 
         outs, kept, dropped = compute_rest(self.step, shard.start, kept, lost, call)
         if outs is not None:

@@ -15,7 +15,7 @@ from beamjax.bodies import default_platform, export_body, unwrap, value_type, wr
 from beamjax.choices import Looping
 from beamjax.costs import Cost
 from beamjax.errors import StagingError
-from beamjax.interpreters import callbacks, rules
+from beamjax.interpreters import callbacks, masks, rules
 from beamjax.interpreters.convolutions import with_channels_last
 from beamjax.interpreters.cost import server_cost
 from beamjax.interpreters.dimensions import is_unknown
@@ -164,7 +164,7 @@ class _Lowering:
         name, size = self.name(f"members_{placement}"), self.sizes[placement]
         key = self.export(name, lambda members: lambda *heads: [], size, self.heads(size), [])
         guard = self.guard and replace(self.guard, on_nonfinite="keep")
-        return Map(name, placement, key, (), (), (), (), guard=guard)
+        return Map(name, placement, key, (), (), (), (), guard=guard, short=key)
 
     # ------------------------------------------------------------------------------- values
 
@@ -330,10 +330,21 @@ class _Lowering:
                 one_by_one, self.program, piece, lanes, impls, guard, batch=batch
             )
         self.costs[name] = cost_of_member(piece, n)
-        key = self.export(name, sized, size, arguments, [e.eqn for e in piece.emissions])
+        eqns = [e.eqn for e in piece.emissions]
+        full = functools.partial(sized, full=True)
+        if callbacks.reason_for_python(eqns, self.options):
+            # One function is for all: it is called with the members that there are.
+            key = short = self.export(name, sized, size, arguments, eqns)
+        elif masks.are_all_full(n, size) and not (guard and guard.drops):
+            key, short = self.export(name, full, size, arguments, eqns), None
+        elif masks.pays_apart(piece, n, size):
+            key = self.export(name, full, size, arguments, eqns)
+            short = self.export(name, sized, size, arguments, eqns)
+        else:
+            key = short = self.export(name, sized, size, arguments, eqns)
         return Map(
             name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
-            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece),
+            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece), short=short,
         )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def map_body(
     impls: Sequence[str | None],
     guard: Guard | None,
     size: int,
+    full: bool = False,
 ) -> Callable[..., list[jax.Array]]:
     """The function of a pass over one shard, on raw arrays; see `Map` and `Guard`.
 
@@ -38,6 +40,8 @@ def map_body(
       impls: of the typed keys among its broadcasts and operands.
       guard: of the pass.
       size: of a shard.
+      full: whether it is for shards without padding of which nobody is left out. They need no mask,
+        which would keep XLA from making one matrix product of a sum of products.
     """
 
     def emit(shard: rules.Shard, raw: Sequence[Any]) -> list[jax.Array]:
@@ -76,11 +80,15 @@ def map_body(
             outs.append(_are_finite([*reduced, *results], size))
         return outs
 
+    everybody = functools.partial(jnp.ones, size, np.bool_)
+    if guard is not None and full:
+        return lambda _, members, kept, *raw: emit(rules.Shard(members[0], size, everybody()), raw)
     if guard is not None:
         return lambda start, members, kept, *raw: emit(rules.Shard(start, size, kept, members), raw)
 
     def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
-        return emit(rules.Shard(start, size, lax.iota(np.dtype("int32"), size) < count), raw)
+        mask = everybody() if full else lax.iota(np.dtype("int32"), size) < count
+        return emit(rules.Shard(start, size, mask), raw)
 
     return body
 
@@ -92,6 +100,7 @@ def one_by_one(
     impls: Sequence[str | None],
     guard: Guard | None,
     size: int,
+    full: bool = False,
     batch: int = 1,
 ) -> Callable[..., list[jax.Array]]:
     """The same as a loop over the members of a shard, in the memory of one of them.
@@ -101,8 +110,8 @@ def one_by_one(
         padded, all of its members are.
     """
     if size % batch:
-        return map_body(program, piece, lanes, impls, guard, size)
-    single = map_body(program, piece, lanes, impls, guard, batch)
+        return map_body(program, piece, lanes, impls, guard, size, full)
+    single = map_body(program, piece, lanes, impls, guard, batch, full)
     rounds = size // batch
     heads = 2 if guard is None else 3
     broadcasts = heads + len(piece.broadcasts)
@@ -135,7 +144,7 @@ def one_by_one(
         totals, first = members(np.zeros((), number))
         if guard is None and not first:  # Nothing is made of padding, so it is left out.
             one = jnp.ones((), raw[1].dtype)
-            stop = (raw[1] + (batch - 1)) // batch
+            stop = jnp.full((), rounds, raw[1].dtype) if full else (raw[1] + (batch - 1)) // batch
             return lax.fori_loop(one, stop, lambda i, totals: step(totals, i)[0], totals)
         totals, rest = lax.scan(step, totals, lax.iota(number, rounds)[1:])
         rows = [

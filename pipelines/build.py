@@ -33,7 +33,7 @@ from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.wide import DealGroups, FinishSections, MergeGroup
 from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
-from beamjax.plan import Combine, Fitted, Gather, Map, Plan, Scatter, Server, size_name
+from beamjax.plan import Gather, Map, Plan, Scatter, Server, size_name
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""
@@ -286,9 +286,9 @@ class Graph:
         """What a worker needs of a step; with its body, if it reads server values to run it."""
         static = {name: self.static[name] for name in served or () if name in self.static}
         lanes = step.lanes if isinstance(step, Map) else ()
-        combines: tuple[Combine, ...] = step.combines if isinstance(step, Map) else ()
-        fitted: tuple[Fitted, ...] = step.fitted if isinstance(step, Map) else ()
-        needed = [step.body, *(part.body for part in combines), *(part.body for part in fitted)]
+        needed = [step.body]
+        if isinstance(step, Map):
+            needed = [*step.executables, *(combine.body for combine in step.combines)]
         bodies = {key: self._body(key) for key in needed} if served is not None else {}
         needed_types = [r.result for lane in lanes for r in lane.reductions]
         if isinstance(step, Map) and step.guard is not None:

@@ -59,7 +59,8 @@ class Maker:
             for size in [int(np.prod(v.shape))]
         )
         key = self.export(name, body, arguments)
-        return Map(name, "clients", key, broadcasts, operands, results, lanes, (f"{name}_body",))
+        functions = (f"{name}_body",)
+        return Map(name, "clients", key, broadcasts, operands, results, lanes, functions, short=key)
 
     def plan(self, steps, outputs, inputs):
         """A plan with these outputs, by name, and inputs."""

@@ -1,0 +1,47 @@
+"""Whether the shards of a pass that are not full have an executable of their own.
+
+What a reduction must not see of a shard is masked: padding, and members that are left out. A mask
+between the members and their sum keeps XLA from making one matrix product of a sum of products,
+such as the gradients of a dense layer or the terms of a covariance, which then takes up to 80 times
+as long. All shards but the last are full, and need none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.pieces import MapPiece
+from beamjax.interpreters.readings import Fold, shape_of
+
+MASKED_SECONDS = 1e-9
+"""That a masked value of a member may cost, in products that are not made one."""
+EXECUTABLE_SECONDS = 0.3
+"""To stage, to export and to compile one more."""
+UNKNOWN_MEMBERS = 1 << 20
+
+
+def are_all_full(n: Any, size: int) -> bool:
+    """Whether n members are a whole number of shards."""
+    return not is_unknown(n) and n % size == 0
+
+
+def pays_apart(piece: MapPiece, n: Any, size: int) -> bool:
+    """Whether full shards of a pass over n members had better have an executable without a mask."""
+    if not is_unknown(n) and n < size:
+        return False
+    members = UNKNOWN_MEMBERS if is_unknown(n) else n
+    return _masked_values(piece, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+
+
+def _masked_values(piece: MapPiece, n: Any) -> float:
+    """Values of a member that reductions read."""
+    values = 0.0
+    for emission in piece.emissions:
+        if isinstance(emission.reading, Fold):
+            for atom, axis in zip(emission.eqn.inputs, emission.reading.in_axes, strict=True):
+                if axis is not None:
+                    entries = math.prod(d for d in shape_of(atom) if not is_unknown(d))
+                    values += entries / (1 if is_unknown(n) else n)
+    return values
