@@ -12,13 +12,21 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import beamjax as bj
+from beamjax.interpreters.stage import flatten_arguments
+from beamjax.options import parse_options
+from beamjax.ordered_pool import usual_threads
+from beamjax.plan import Map
+from beamjax.planning import plan_for
 from beamjax.reducers import make_accumulator
+from beamjax.shards import Shard, ShardExecutor
+from beamjax.shards import shards as shards_of
 
 
 def timed(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -47,7 +55,8 @@ def wide(shards: int, width: int) -> None:
     What a job takes besides its bodies (its `compute`) and compiling is the reduction: adding up,
     sending, merging, rounding, and bringing the result home. The adds of NumPy are timed right
     before and after each job; the ratio is to their mean. A small job before pays for imports. A
-    loop by hand shows what of it nobody can save who gets partials from JAX.
+    loop by hand shows what of it nobody can save who gets partials from JAX. With several threads,
+    as usual, bodies are timed alone, in as many threads that do nothing else.
     """
     w = jax.device_put(np.random.default_rng(0).normal(size=width).astype(np.float32))
     members = shards * 8
@@ -98,6 +107,36 @@ def wide(shards: int, width: int) -> None:
             done = job.progress().done
             rest = seconds - done.compute - done.compile
             line(f"{runner}, {mode}", seconds, done.compute, done.merge, rest, base)
+    for mode in ("fast", "exact"):
+        options = {"reduction": mode, "shard_size": 8}
+        base, alone = adds(), bodies_alone(total, w, members, options)
+        start = time.perf_counter()
+        job = bj.launch(total, w, bj.from_range(members), runner="local", options=options)
+        job.result()
+        seconds = time.perf_counter() - start
+        base = (base + adds()) / 2
+        line(f"local, {mode}, threads", seconds, alone, job.progress().done.merge,
+             seconds - alone, base)  # fmt: skip
+
+
+def bodies_alone(
+    program: Callable[..., object], w: jax.Array, members: int, options: dict[str, object]
+) -> float:
+    """Seconds in which the usual threads compute all shards of the one pass, and forget them."""
+    arguments, key, restore = flatten_arguments((w, bj.from_range(members)))
+    plan = plan_for(program, arguments, key, restore, parse_options(options)).plan
+    (step,) = (step for step in plan.steps if isinstance(step, Map))
+    execute = ShardExecutor(plan, step, {name: np.asarray(w) for name in step.broadcasts})
+
+    def compute(shard: Shard) -> None:
+        execute(shard, [np.arange(shard.start, shard.start + shard.count, dtype=np.int32)])
+
+    every = list(shards_of(members, 8))
+    compute(every[0])
+    with ThreadPoolExecutor(usual_threads()) as pool:
+        start = time.perf_counter()
+        list(pool.map(compute, every))
+        return time.perf_counter() - start
 
 
 def by_hand(
