@@ -125,7 +125,7 @@ def forecast(
     workers = Workers.of(runner, options)
     cores = os.cpu_count() or 1
     count = min(workers.handing or 1, cores)
-    threads = min(workers.computing if workers.beam else workers.threads, cores)
+    threads = min(workers.computing, cores)
     long = LONG_IN_BUNDLE if workers.beam else 0.0
     learnt = _learnt(plan, options)
     found = _steps(plan, plan.steps, 1, False, known, learnt, count, threads)

@@ -8,12 +8,11 @@ a part that has more are written by batches too, but its keys and numbers are al
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from beamjax.block_cache import PASSING_BYTES
 from beamjax.memory import SLACK, Estimate, StepMemory, some
-from beamjax.memory_limit import advised_limit, refuse
+from beamjax.memory_limit import advised_limit, refuse, threads_advice
 from beamjax.options import Options
 from beamjax.sources.source_base import Source
 from beamjax.table_parts import Grouping
@@ -71,18 +70,15 @@ def check_grouping(rows: Source, grouping: Grouping, options: Options, runner: A
 
 
 def _advice(rows: Source, grouping: Grouping, workers: Workers, limit: int) -> Iterator[str]:
-    def need(threads: int = workers.threads) -> int:
-        fewer = replace(workers, threads=threads)
-        return grouping_estimate(rows, grouping, fewer).worker_bytes
+    def need(workers: Workers) -> int:
+        return grouping_estimate(rows, grouping, workers).worker_bytes
 
-    few = next((t for t in range(workers.threads - 1, 0, -1) if need(t) <= limit), None)
-    if few is not None:
-        yield f"use {few} of {workers.threads} threads in a worker process"
+    yield from threads_advice(workers, lambda fewer: need(fewer) <= limit)
     if _live_bytes(rows) and workers.shared:
         yield "keep the table in files (from_parquet, from_npy) rather than in memory"
     if rows.block_bytes > PASSING_BYTES:
         yield f"write the table in smaller blocks than of {rows.block_bytes >> 20} MiB"
-    yield advised_limit(need())
+    yield advised_limit(need(workers))
 
 
 def _live_bytes(source: Source) -> int:

@@ -157,8 +157,7 @@ class _Estimation:
         blocks = sum(source.block_bytes for source in used)
         if blocks:
             # The blocks of each thread stay whatever the limit, and one more is decoded.
-            readers = self.workers.threads if self.workers.beam else 1
-            held = readers * 2 * blocks
+            held = self.workers.threads * 2 * blocks
             yield "decoded blocks of sources", SLACK * (passing + held)
         if blocks and self.in_loops:
             total = sum(source.nbytes for source in used if source.block_bytes)
@@ -180,20 +179,17 @@ class _Estimation:
 
     def step(self, step: Step) -> Iterator[tuple[str, float]]:
         """What a worker takes for a step besides."""
-        plan, threads = self.plan, self.workers.threads
+        plan, bundles, computing = self.plan, self.workers.threads, self.workers.computing
         match step:
             case Map():
-                bundles, computing = threads, threads * self.workers.computing
-                if not self.workers.beam:
-                    bundles = 1
                 for what, nbytes in self.shard(step):
                     once = what in ("sums", "reduced shards")
-                    yield what, nbytes * (bundles if once else computing)
+                    yield what, nbytes * (bundles if once else bundles * computing)
                 # What a shard is reduced to is a part of computing it, until that is over.
-                waiting = bundles * (most_jobs(computing // bundles) - computing // bundles)
+                waiting = bundles * (most_jobs(computing) - computing)
                 yield "reduced shards that wait", SLACK * waiting * step.partial_bytes
                 if self.workers.beam:
-                    more = merging_bytes(step, self.options.reduction, threads)
+                    more = merging_bytes(step, self.options.reduction, bundles)
                     yield "sums that are merged", SLACK * more
             case Server():
                 moved = 2 * self.members(step.inputs) + 2 * self.members(step.outputs)

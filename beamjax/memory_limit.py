@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +63,7 @@ def with_fitting_threads(
       runner: its name; "local" and DirectRunner with its one worker have such threads.
     """
     limit = options.memory_bytes
-    workers = Workers.of(runner, options)
-    threads = workers.computing if workers.beam else workers.threads
+    threads = Workers.of(runner, options).computing
     if limit is None or options.local_threads is not None or threads == 1:
         return options
     while threads > 1:
@@ -78,6 +77,13 @@ def with_fitting_threads(
 def advised_limit(nbytes: int) -> str:
     """What to do where this many bytes are needed in any case."""
     return f'give a worker process more, memory="{math.ceil(nbytes / 2**20)}MiB"'
+
+
+def threads_advice(workers: Workers, fits: Callable[[Workers], bool]) -> Iterator[str]:
+    """How many threads to use, if there are fewer that fit."""
+    few = next(filter(fits, workers.with_fewer_threads()), None)
+    if few is not None:
+        yield f"use {few.all_threads} of {workers.all_threads} threads in a worker process"
 
 
 def _advice(
@@ -98,11 +104,7 @@ def _advice(
     fits = next((s for s in smaller if s % 8 == 0 and need(_with_shards(plan, s)) <= limit), None)
     if fits is not None:
         yield f"set shard_size={fits} in the options"
-    if workers.threads > 1:
-        threads = range(workers.threads - 1, 0, -1)
-        few = next((t for t in threads if need(workers=replace(workers, threads=t)) <= limit), None)
-        if few is not None:
-            yield f"use {few} of {workers.threads} threads in a worker process"
+    yield from threads_advice(workers, lambda fewer: need(workers=fewer) <= limit)
     saved = need() - need(options=replace(options, reduction="fast"))
     if 10 * saved > need() - limit:
         fit = "" if need() - saved <= limit else ", which is not enough by itself"

@@ -5,8 +5,8 @@ tell, without Beam.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax.options import Options, beam_flags
@@ -25,8 +25,8 @@ class Workers:
     """Where a plan runs.
 
     Attributes:
-      threads: of a worker process, each with a bundle of shards.
-      computing: threads that compute the shards of a bundle.
+      threads: of a worker process, each with a bundle of shards; without Beam there is one bundle.
+      computing: threads that compute the shards of a bundle, several only where there is one.
       shared: whether the launching process is the worker.
       beam: whether there is a Beam pipeline.
       handing: how many worker processes hand what they made to the launching one, where that is the
@@ -50,7 +50,7 @@ class Workers:
         """
         name = runner.lower().removesuffix("runner")
         if name == "local":
-            return cls(options.local_threads or usual_threads(), beam=False)
+            return cls(beam=False, computing=options.local_threads or usual_threads())
         flags = beam_flags(options.beam)
         if name in DIRECT:
             count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
@@ -64,9 +64,20 @@ class Workers:
             here = flags["environment_type"] == "LOOPBACK"
         return cls(_number(flags, "number_of_worker_harness_threads", threads), here and loops)
 
+    @property
+    def all_threads(self) -> int:
+        """Of a worker process, that compute at the same time."""
+        return self.threads * self.computing
+
+    def with_fewer_threads(self) -> Iterator[Workers]:
+        """The same with all numbers of threads below this one, the greatest first."""
+        for count in range(self.all_threads - 1, 0, -1):
+            one = self.threads == 1
+            yield replace(self, computing=count) if one else replace(self, threads=count)
+
     def text(self) -> str:
         """For people."""
-        count = self.threads * self.computing
+        count = self.all_threads
         threads = "1 thread" if count == 1 else f"{count} threads"
         if self.shared:
             return f"{threads} of the launching process"

@@ -14,6 +14,7 @@ import beamjax as bj
 from beamjax.errors import StagingError
 from beamjax.grouping_memory import DEAL, WRITE, grouping_estimate
 from beamjax.memory import SLACK
+from beamjax.options import Options
 from beamjax.sources.source_base import LeafSpec
 from beamjax.table_parts import Grouping, parts_for
 from beamjax.worker_processes import Workers
@@ -145,6 +146,16 @@ def test_fewer_threads_and_smaller_blocks_are_advised(tmp_path):
     text = refusal(direct_num_workers=8)
     assert "use 1 of 8 threads in a worker process" in text
     assert "write the table in smaller blocks than of 200 MiB" in text
+
+
+def test_threads_that_compute_do_not_shuffle():
+    """Neither without Beam nor in a bundle: one thread deals and writes."""
+    table = Table(10**6, blocks=40 * MIB)
+    for runner in ("local", "DirectRunner"):
+        one, eight = (
+            estimated(table, Workers.of(runner, Options(local_threads=n))) for n in (1, 8)
+        )
+        assert one == eight
 
 
 def test_a_table_in_memory_is_advised_to_be_in_files(tmp_path):

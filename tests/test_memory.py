@@ -315,10 +315,18 @@ def test_the_advised_limit_is_enough():
     assert found.worker_bytes <= options.memory
 
 
-def test_fewer_threads_are_advised():
-    w, source = np.zeros((16, 4), np.float32), Unread(100, blocks=40 * MIB)
-    flags = {"direct_num_workers": 8, "direct_running_mode": "multi_threading"}
-    text = refusal(total, w, source, runner="DirectRunner", memory="1GiB", **flags)
+@pytest.mark.parametrize(
+    ("runner", "flags"),
+    [
+        ("DirectRunner", {"direct_num_workers": 8, "direct_running_mode": "multi_threading"}),
+        ("DirectRunner", {"local_threads": 8}),
+        ("local", {"local_threads": 8}),
+    ],
+    ids=str,
+)
+def test_fewer_threads_are_advised(runner, flags):
+    w, source = np.zeros((16, 1000), np.float32), Unread(100, blocks=40 * MIB)
+    text = refusal(total, w, source, runner=runner, memory="1300MiB", shard_size=8, **flags)
     assert "of 8 threads in a worker process" in text
 
 

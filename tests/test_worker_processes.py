@@ -26,9 +26,9 @@ def no_cluster(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("runner", "flags", "expected"),
     [
-        ("local", [], Workers(usual_threads(), beam=False)),
+        ("local", [], Workers(beam=False, computing=usual_threads())),
         ("local", ["--local_threads=1"], Workers(beam=False)),
-        ("local", ["--local_threads=3"], Workers(3, beam=False)),
+        ("local", ["--local_threads=3"], Workers(beam=False, computing=3)),
         ("DirectRunner", [], Workers(computing=usual_threads())),
         ("FnApiRunner", ["--local_threads=1"], Workers()),
         ("FnApiRunner", ["--local_threads=3"], Workers(computing=3)),
