@@ -50,14 +50,13 @@ class Workers:
         """
         name = runner.lower().removesuffix("runner")
         if name == "local":
-            return cls(beam=False, computing=options.local_threads or usual_threads())
+            return cls(beam=False, computing=computing_threads(options))
         flags = beam_flags(options.beam)
         if name in DIRECT:
             count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
             if flags.get("direct_running_mode") == "multi_processing":
                 return cls(shared=False, handing=count)
-            alone = options.local_threads or usual_threads()
-            return cls(count, computing=alone if count == 1 else 1)
+            return cls(count, computing=computing_threads(options) if count == 1 else 1)
         here, threads = _found(name, flags)
         loops = "use_loopback_process_worker" not in str(flags.get("experiments", ""))
         if "environment_type" in flags:
@@ -82,6 +81,11 @@ class Workers:
         if self.shared:
             return f"{threads} of the launching process"
         return f"processes of {threads}"
+
+
+def computing_threads(options: Options) -> int:
+    """How many threads compute the shards of a bundle that has a machine for itself, at most."""
+    return options.local_threads or usual_threads()
 
 
 def _found(name: str, flags: Mapping[str, Any]) -> tuple[bool, int]:

@@ -28,13 +28,13 @@ from beamjax.meters import Meter
 from beamjax.monitor import Monitor
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
-from beamjax.ordered_pool import usual_threads
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
 from beamjax.scratch import file_array
 from beamjax.shards import Shard, ShardExecutor, read_shard, shard_errors, shards
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
+from beamjax.worker_processes import computing_threads
 
 
 def evaluate(
@@ -106,7 +106,7 @@ class _Evaluation:
         self.results = results
         self.tracker = Tracker(keeper, monitor.saved)
         self.table = Table()
-        self.threads = options.local_threads or usual_threads()
+        self.threads = computing_threads(options)
         self.wanted = {out.value for out in plan.outputs if out.value is not None}
         if keeper is not None:
             self.bind(keeper.values)

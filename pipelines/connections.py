@@ -23,10 +23,10 @@ from apache_beam.utils.interactive_utils import is_in_ipython
 
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options
-from beamjax.ordered_pool import usual_threads
 from beamjax.pipelines import dataflow, flink, prism, spark
 from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.quick_options import QuickOptions
+from beamjax.worker_processes import computing_threads
 
 RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
@@ -81,9 +81,8 @@ class Connection:
     def threads(self) -> int:
         """How many threads compute the shards of a bundle on a CPU, at most: where one worker has
         the machine for itself, as many as in this process without a runner."""
-        if not self.is_one_process or self.spread:
-            return 1
-        return self.options.local_threads or usual_threads()
+        alone = self.is_one_process and not self.spread
+        return computing_threads(self.options) if alone else 1
 
 
 def connect(runner: Any, options: Options) -> Connection:

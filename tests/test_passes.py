@@ -347,7 +347,6 @@ def test_the_option(pools):
 
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     monkeypatch.setattr("beamjax.worker_processes.usual_threads", lambda: 4)
-    monkeypatch.setattr("beamjax.interpreters.evaluate.usual_threads", lambda: 4)
     x = np.zeros((2048, 4096), np.float32)
 
     @bj.program(clients=None)
