@@ -24,7 +24,7 @@ import jax
 from beamjax.compile_time import compile_clock
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan import Map, Server
-from beamjax.restaging import thread_settings, with_settings
+from beamjax.restaging import with_settings_of_here
 from beamjax.shards import Shard, shard_errors
 from beamjax.working_files import Entry, WorkingFile
 
@@ -218,13 +218,12 @@ def bounded(function: Callable[[], T], table: Table) -> T:
         what is in C nobody can stop it, but it does not keep the process from ending.
       Exception: what the function raises.
     """
-    here = thread_settings()
+    call = with_settings_of_here(function)
     outcome: Future[T] = Future()
 
     def work() -> None:
         try:
-            with with_settings(here):
-                outcome.set_result(function())
+            outcome.set_result(call())
         except BaseException as error:
             outcome.set_exception(error)
 

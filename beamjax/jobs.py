@@ -28,7 +28,7 @@ from beamjax.plan import Plan
 from beamjax.progress import Progress
 from beamjax.recording import Recording, save_report
 from beamjax.report import Report, read_report
-from beamjax.restaging import thread_settings, with_settings
+from beamjax.restaging import with_settings_of_here
 from beamjax.watching import watched
 
 POLL = 0.2
@@ -276,13 +276,15 @@ def launch_work(work: Work) -> Job:
     folder.begin(_describe(work))
     monitor = _monitor(work, folder)
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    here = thread_settings()
+
+    @with_settings_of_here
+    def execute() -> Any:
+        shown = display_for(work.options, launched=True)
+        return _execute(work, monitor, shown, save=True, record=True)
 
     def target() -> None:
         try:
-            with with_settings(here):
-                shown = display_for(work.options, launched=True)
-                value = _execute(work, monitor, shown, save=True, record=True)
+            value = execute()
         except BaseException as error:
             _tell_where(folder, keep, error)
             outcome.set_exception(error)

@@ -12,11 +12,11 @@ import contextvars
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from beamjax.errors import JobCancelledError
-from beamjax.restaging import thread_settings, with_settings
+from beamjax.restaging import with_settings_of_here
 
 MAX_THREADS = 8
 """More wait for each other: a thread holds Python's lock for a while with each job."""
@@ -67,12 +67,12 @@ class OrderedPool(Generic[T]):
         self._early: dict[int, _Outcome] = {}
         self._added = self._taken = 0
         self._in_vain = False
-        here = thread_settings()
+        work = with_settings_of_here(self._work)
         self._threads: list[threading.Thread] = []
         for number in range(threads):
             run = contextvars.copy_context().run
             thread = threading.Thread(
-                target=run, args=(self._work, here), name=f"beamjax shards {number}", daemon=True
+                target=run, args=(work,), name=f"beamjax shards {number}", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -119,9 +119,9 @@ class OrderedPool(Generic[T]):
             raise error
         return result
 
-    def _work(self, here: Mapping[str, Any]) -> None:
+    def _work(self) -> None:
         # A watchdog may end what takes too long, and come too late for it.
-        with contextlib.suppress(JobCancelledError), with_settings(here):
+        with contextlib.suppress(JobCancelledError):
             while (job := self._jobs.get()) is not None:
                 if not self._in_vain:
                     self._outcomes.put(_done(*job))

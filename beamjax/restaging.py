@@ -20,7 +20,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 import jax
@@ -46,6 +46,9 @@ SETTINGS = (
 DEBUGGING = ("debug_nans", "debug_infs")
 """Those that decide what a compiled function checks when it is called."""
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
 
 def settings() -> dict[str, Any]:
     """The settings of this thread that decide what a function is traced to, by name."""
@@ -55,11 +58,6 @@ def settings() -> dict[str, Any]:
 def debugging() -> dict[str, bool]:
     """The settings of this thread that decide what compiled functions check, by name."""
     return _of_this_thread(DEBUGGING)
-
-
-def thread_settings() -> dict[str, Any]:
-    """All settings of this thread that another one takes over which works for it, by name."""
-    return _of_this_thread((*SETTINGS, *DEBUGGING, "default_device"))
 
 
 def _of_this_thread(names: Iterable[str]) -> dict[str, Any]:
@@ -74,6 +72,17 @@ def with_settings(values: Mapping[str, Any]) -> Iterator[None]:
             if getattr(_compat.config, f"jax_{name}") != value:
                 stack.enter_context(getattr(jax, name)(value))
         yield
+
+
+def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """A function for another thread: there JAX has all settings of this one while it is called."""
+    here = _of_this_thread((*SETTINGS, *DEBUGGING, "default_device"))
+
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        with with_settings(here):
+            return function(*args, **kwargs)
+
+    return call
 
 
 # --- functions in memory

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from beamjax.restaging import thread_settings, with_settings
+from beamjax.restaging import with_settings_of_here
 
 AHEAD = 2
 """Jobs that a device has at most: one that it computes, and others that wait."""
@@ -30,12 +30,11 @@ class Dealer(Generic[T]):
 
     Args:
       devices: one or more; None stands for the thread that adds the jobs, for any number of them.
-        Other threads have the settings of JAX of the one that makes the dealer.
+        Other threads have its settings of JAX.
     """
 
     def __init__(self, devices: Sequence[Hashable | None]):
         self.devices = tuple(devices)
-        self._here = thread_settings()
         self._turns = itertools.cycle(range(len(self.devices)))
         self._jobs: collections.deque[Future[T]] = collections.deque()
 
@@ -53,7 +52,8 @@ class Dealer(Generic[T]):
         if device is None:
             yield job(index)
             return
-        self._jobs.append(_thread(device).submit(functools.partial(self._do, job, index)))
+        call = functools.partial(with_settings_of_here(job), index)
+        self._jobs.append(_thread(device).submit(call))
         while len(self._jobs) >= AHEAD * len(self.devices):
             yield self._jobs.popleft().result()
 
@@ -61,10 +61,6 @@ class Dealer(Generic[T]):
         """The results of all jobs that are left; raises what they raise."""
         while self._jobs:
             yield self._jobs.popleft().result()
-
-    def _do(self, job: Callable[[int], T], index: int) -> T:
-        with with_settings(self._here):
-            return job(index)
 
     def cancel(self) -> None:
         """Forgets all jobs; those that have not started never will."""

@@ -16,7 +16,7 @@ from beamjax.at_work import SECONDS_TO_STOP
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.pipelines import flink_cluster
 from beamjax.pipelines.cluster_options import ClusterOptions
-from beamjax.restaging import thread_settings, with_settings
+from beamjax.restaging import with_settings_of_here
 
 _SECONDS_BETWEEN_LOOKS = 5.0
 _SECONDS_BETWEEN_LOOKS_AT_WORK = 0.5
@@ -75,13 +75,15 @@ def run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | Non
       BeamjaxError: what `look` gave.
       Exception: what Beam raises.
     """
-    here = thread_settings()
     failure: list[BaseException] = []
+
+    @with_settings_of_here
+    def run() -> None:
+        pipeline.run().wait_until_finish()
 
     def work() -> None:
         try:
-            with with_settings(here):
-                pipeline.run().wait_until_finish()
+            run()
         except BaseException as error:
             failure.append(error)
 
