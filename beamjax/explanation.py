@@ -34,7 +34,7 @@ from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import planner
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
-from beamjax.interpreters.remaking import crossings
+from beamjax.interpreters.remaking import Decisions, crossings
 from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job
 from beamjax.memory_text import memory_sections
@@ -386,4 +386,6 @@ def _stage_text(
     if stage == "flat":
         return str(flat)
     placed = planning.placed_program(staged, flat, arguments)
-    return str(placed) if stage == "placed" else graph_text(_split.split(placed, recompute))
+    if stage == "placed":
+        return str(placed)
+    return graph_text(_split.split(placed, Decisions(recompute)))

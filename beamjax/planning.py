@@ -136,8 +136,8 @@ def make_plan(
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments)
     saved = options.plan.made_again if isinstance(options.plan, Choices) else None
-    decisions = Decisions(saved)
-    pieces = _split.split(placed, options.recompute, decisions)
+    decisions = Decisions(options.recompute, saved)
+    pieces = _split.split(placed, decisions)
     _unknown.settle_sizes(placed, pieces)
     paths = _paths(arguments, flat)
     plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes, loopings)

@@ -66,10 +66,12 @@ class Decisions:
     """Which values that cross from a pass to later ones are made again, in the program's order.
 
     Attributes:
+      recompute: by which rule, see `Options`.
       saved: those of a saved plan; None if costs decide.
       made: those of this program, as far as it is cut.
     """
 
+    recompute: str | None = None
     saved: tuple[bool, ...] | None = None
     made: list[bool] = field(default_factory=list)
 

@@ -33,20 +33,17 @@ from beamjax.interpreters.remaking import CHEAP, Decisions, by_cost
 from beamjax.interpreters.rules import Fold, Local
 
 
-def split(
-    program: PlacedProgram, recompute: str | None = None, decisions: Decisions | None = None
-) -> list[Piece]:
+def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Piece]:
     """Cuts a program into pieces, in an order in which they can run.
 
     Args:
       program: with a place for every value.
-      recompute: which placed values later passes make again, see `Options`.
-      decisions: those of a saved plan; the program's own are noted there.
+      decisions: which placed values later passes make again; those of this program are noted
+        there.
     """
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
-    decisions = decisions or Decisions()
-    return _Splitter(program, flat, places, None, None, recompute, decisions).pieces()
+    return _Splitter(program, flat, places, None, None, decisions or Decisions()).pieces()
 
 
 class _Splitter:
@@ -64,10 +61,8 @@ class _Splitter:
         outputs: tuple[Place, ...],
         around: _Splitter | None,
         user: Eqn | None,
-        recompute: str | None,
         decisions: Decisions,
     ):
-        self.recompute = recompute
         self.decisions = decisions
         self.program = program
         self.block = block
@@ -236,17 +231,18 @@ class _Splitter:
         return ServerPiece(eqns[::-1], [var for var in read if var not in made])
 
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
-        return _Splitter(self.program, block, places, self, user, self.recompute, self.decisions)
+        return _Splitter(self.program, block, places, self, user, self.decisions)
 
     def _cheap(self) -> set[Var]:
         """The placed values that later passes make again."""
-        if self.recompute == "nothing":
+        recompute = self.decisions.recompute
+        if recompute == "nothing":
             return set()
         possible = self._from_given(lambda eqn: not eqn.effects)
-        if self.recompute == "everything":
+        if recompute == "everything":
             return possible
         rule = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
-        if self.recompute == "elementwise":
+        if recompute == "elementwise":
             return rule
         return by_cost(self.program, self.block, self.levels, rule, possible, self.decisions)
 
