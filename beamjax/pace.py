@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+
+from beamjax.meters import Meter
 
 LONG = 2e-4
 """Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""
@@ -28,29 +31,26 @@ class _Pace:
 _paces: dict[Hashable, _Pace] = {}
 
 
-def learn(body: Hashable, seconds: float, spent: float, compiled: bool = False) -> None:
+def learn(body: Hashable, meter: Meter, begun: float) -> None:
     """A shard was read and computed in one thread.
 
     Args:
-      body: what was computed; a key of it.
-      seconds: that it took, without compiling.
-      spent: seconds of processors.
-      compiled: whether these were spent on compiling too, on all cores: they tell nothing then.
+      body: what was computed; a key of it. Nothing is to be learned of one that is known.
+      meter: what measured it.
+      begun: `time.process_time()` before it was computed.
     """
-    seconds = max(seconds, 1e-6)
     before = _paces.get(body)
+    if before is not None and before.known:
+        return
+    seconds = max(meter.seconds, 1e-6)
+    cores = (time.process_time() - begun) / seconds
     if before is None:
         if len(_paces) >= _MAX_KNOWN:
             _paces.pop(next(iter(_paces)))
-        _paces[body] = _Pace(seconds, spent / seconds, seconds >= SURELY_LONG and not compiled)
+        # Compiling is done on all cores: these tell nothing then.
+        _paces[body] = _Pace(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
     else:
-        _paces[body] = _Pace(min(seconds, before.seconds), spent / seconds, True)
-
-
-def is_known(body: Hashable) -> bool:
-    """Whether nothing is to be learned of a body any more."""
-    found = _paces.get(body)
-    return found is not None and found.known
+        _paces[body] = _Pace(min(seconds, before.seconds), cores, True)
 
 
 def pays(body: Hashable, left: int | None) -> bool:

@@ -113,13 +113,9 @@ def computed(
         first = next(jobs, None)
         if first is None:
             return
-        if pace.is_known(body):
-            done = first()
-        else:
-            begun = time.process_time()
-            done = first()
-            spent = time.process_time() - begun
-            pace.learn(body, done.meter.seconds, spent, compiled=done.meter.compiling > 0)
+        begun = time.process_time()
+        done = first()
+        pace.learn(body, done.meter, begun)
         yield done
         left = None if left is None else left - 1
     pool: OrderedPool[Done] = OrderedPool(pace.threads(body, threads), check=check)

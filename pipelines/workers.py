@@ -196,15 +196,13 @@ class MapShards(ComputeFn):
     ) -> _Done:
         meter.resume()
         arrays = [operands[name] for name in self.task.step.operands]
-        spent = time.process_time()
+        begun = time.process_time()
         with self.task.at_work("computing", shard), with_settings(self.task.debugging):
             # The threads of a CPU share what it has.
             found = self.execute[device % len(self.execute)](shard, arrays, lost)
         meter.lap("compute")
-        if not self.turns and not pace.is_known(self.task.step.body):
-            spent = time.process_time() - spent
-            body, compiled = self.task.step.body, meter.compiling > 0
-            pace.learn(body, meter.seconds, spent, compiled)
+        if not self.turns:
+            pace.learn(self.task.step.body, meter, begun)
         return _Done(shard, operands, meter, found)
 
     def _finish(self, done: _Done) -> Iterator[Any]:
