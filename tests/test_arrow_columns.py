@@ -8,15 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.arrow_columns import (
-    Batch,
-    agree,
-    arrow_readable,
-    chosen,
-    known_shape,
-    row_type,
-    to_rows,
-)
+from beamjax.sources.arrow_columns import Batch, arrow_readable, known_shape, to_rows
+from beamjax.sources.arrow_types import agree, chosen, row_type
 
 BATCH = Batch("file.parquet", "row group", 3, 0, 100)
 NUMBERS = [

@@ -294,6 +294,7 @@ TESTED_ELSEWHERE = {
     "writes": "test_users_programs",
     "dealt_rows": "test_grouping",
     "memory_limit": "test_memory",
+    "arrow_types": "test_arrow_columns",
     "memory_text": "test_memory",
     "working_memory": "test_memory",
 }

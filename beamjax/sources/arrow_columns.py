@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from beamjax.errors import SourceError, StructureError
+from beamjax.errors import SourceError
+from beamjax.sources.arrow_types import axes_order, is_list, is_tensor, is_text
 from beamjax.sources.data_files import readable
 from beamjax.sources.source_base import MAX_VALUES
-
-Shape = tuple[int | None, ...]
-"""Of one row; None where the lists of a column may have any length."""
-
-_NUMBERS = (
-    "expected bool, integers, floats, fixed-size binary, tensors of a fixed shape, or lists of "
-    "these of one length"
-)
 
 
 class RowError(SourceError):
@@ -78,159 +70,6 @@ def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
     if any(count < 0 for count in rows) or sum(rows) >= MAX_VALUES:
         raise ValueError(f"found {rows!r:.80} rows")
     return tuple(rows)
-
-
-def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:
-    """The names of the columns that a user wants, in the order of a dictionary of JAX: sorted.
-
-    Args:
-      schema: of the file.
-      columns: a name, a list of names, or None for all.
-      file: that is read.
-      who: asks, for messages: "from_parquet".
-
-    Raises:
-      StructureError: `columns` are no names.
-      SourceError: a column is not there, or is there twice.
-    """
-    listed = [columns] if isinstance(columns, str) else columns
-    if listed is None:
-        listed = list(schema.names)
-    if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
-        raise StructureError(
-            f"{who}: found columns={columns!r:.80}, expected the name of a column, a list of "
-            "names, or None for all."
-        )
-    if not listed:
-        raise StructureError(f"{who}: found no columns for {file}, expected at least one name.")
-    for name in listed:
-        count = schema.names.count(name)
-        if count > 1:
-            raise SourceError(f"{file}: found {count} columns named {name!r}, expected one.")
-        if not count:
-            near = difflib.get_close_matches(name, schema.names, 1)
-            names = ", ".join(map(repr, schema.names[:50])) or "none"
-            raise SourceError(
-                f"{file}: found no column {name!r}"
-                f"{f'; do you mean {near[0]!r}?' if near else '.'} There are {names}"
-                f"{', ...' if len(schema.names) > 50 else ''}."
-            )
-    return sorted(set(listed))
-
-
-def row_type(
-    schema: Any, column: str, file: str, text_bytes: int | None = None
-) -> tuple[Shape, np.dtype]:
-    """Shape and dtype of a row of a column.
-
-    Args:
-      schema: of the file.
-      column: the name of one that is there.
-      file: for messages.
-      text_bytes: of texts, and bytes of any length, as uint8[text_bytes]; None refuses them.
-
-    Raises:
-      StructureError: it has no numbers.
-    """
-    kind = schema.field(column).type
-    found = _row_type(kind, text_bytes)
-    if found is None:
-        others = [f.name for f in schema if _row_type(f.type, text_bytes) is not None]
-        texts = ", read it as bytes, text_bytes=64," if _row_type(kind, 1) is not None else ""
-        choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
-        raise StructureError(
-            f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. Choose others, "
-            f"columns=[{choice}]{texts} or write it as numbers."
-        )
-    return found
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether values are bytes of any length."""
-    import pyarrow.types as types
-
-    return any(
-        is_one(kind)
-        for is_one in (
-            types.is_string,
-            types.is_large_string,
-            types.is_string_view,
-            types.is_binary,
-            types.is_large_binary,
-            types.is_binary_view,
-        )
-    )
-
-
-def _row_type(kind: Any, text_bytes: int | None) -> tuple[Shape, np.dtype] | None:
-    import pyarrow.types as types
-
-    shape: list[int | None] = []
-    while True:
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        elif _is_tensor(kind) and (order := _order(kind)) is not None:
-            shape += [kind.shape[axis] for axis in order]
-            kind = kind.value_type
-        elif types.is_fixed_size_list(kind):
-            shape.append(kind.list_size)
-            kind = kind.value_type
-        elif _is_list(kind):
-            shape.append(None)
-            kind = kind.value_type
-        elif types.is_fixed_size_binary(kind):
-            return (*shape, kind.byte_width), np.dtype(np.uint8)
-        elif text_bytes is not None and _is_text(kind):
-            return (*shape, text_bytes), np.dtype(np.uint8)
-        elif types.is_boolean(kind):
-            return tuple(shape), np.dtype(np.bool_)
-        elif types.is_integer(kind):
-            sign = "u" if types.is_unsigned_integer(kind) else ""
-            return tuple(shape), np.dtype(f"{sign}int{kind.bit_width}")
-        elif types.is_floating(kind):
-            return tuple(shape), np.dtype(f"float{kind.bit_width}")
-        else:
-            return None
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    return any(
-        is_one(kind)
-        for is_one in (
-            types.is_list,
-            types.is_large_list,
-            types.is_list_view,
-            types.is_large_list_view,
-        )
-    )
-
-
-def _is_tensor(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return isinstance(kind, pa.FixedShapeTensorType)
-
-
-def _order(kind: Any) -> list[int] | None:
-    """Which axis of the memory of a tensor each of its axes is; None if nobody knows.
-
-    Of permutations that are not their own inverse pyarrow writes and reads others than Arrow's
-    specification says.
-    """
-    order = list(kind.permutation or range(len(kind.shape)))
-    return order if all(order[order[axis]] == axis for axis in order) else None
-
-
-def agree(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> bool:
-    """Whether rows of two columns can be of one array."""
-    (shape, dtype), (other_shape, other_dtype) = first, other
-    return (
-        dtype == other_dtype
-        and len(shape) == len(other_shape)
-        and all(a == b or None in (a, b) for a, b in zip(shape, other_shape, strict=True))
-    )
 
 
 def known_shape(values: Any, column: str, batch: Batch) -> tuple[int, ...]:
@@ -334,15 +173,15 @@ class _Rows:
             self.refuse_null(array, each)
         if types.is_dictionary(kind):
             return self.values(array.dictionary_decode(), depth, each)
-        if _is_tensor(kind):
-            order = _order(kind) or []
+        if is_tensor(kind):
+            order = axes_order(kind) or []
             below = each * math.prod(kind.shape)
             inner = self.values(array.storage.flatten(), depth + len(kind.shape), below)
             inner = inner.reshape(count, *kind.shape, *inner.shape[1:])
             return inner.transpose(
                 0, *(axis + 1 for axis in order), *range(len(kind.shape) + 1, inner.ndim)
             )
-        if types.is_fixed_size_list(kind) or _is_list(kind):
+        if types.is_fixed_size_list(kind) or is_list(kind):
             size = self._size(array, depth, each)
             inner = self.values(array.flatten(), depth + 1, each * size)
             return inner.reshape(count, size, *inner.shape[1:])
@@ -351,7 +190,7 @@ class _Rows:
             data = array.buffers()[1] if count and width else b""
             flat = np.frombuffer(data, np.uint8)[array.offset * width :][: count * width]
             return flat.reshape(count, width)
-        if _is_text(kind):
+        if is_text(kind):
             return self._texts(array, depth, each)
         return array.to_numpy(zero_copy_only=not types.is_boolean(kind))
 
