@@ -27,8 +27,9 @@ from beamjax.pipelines.combiners import (
 from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.results import ReadMembers
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
 from beamjax.pipelines.wide import DealGroups, FinishSections, MergeGroup

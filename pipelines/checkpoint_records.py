@@ -10,7 +10,8 @@ from beamjax.arrays import decode_arrays, dtype_name
 from beamjax.checkpoints import Array, Record, Stored
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.checkpoint_folder import CheckpointFolder
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 from beamjax.plan import ValueType
 
 

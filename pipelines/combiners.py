@@ -18,8 +18,9 @@ from beamjax.lane_pieces import Piece, step_pieces
 from beamjax.meters import Reports
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.parcels import receive, send
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.step_metrics import StepTimes
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan import Gather, Map, Plan, ValueType, size_name
 from beamjax.reducers import decode_accumulator

@@ -16,7 +16,8 @@ from apache_beam.coders.typecoders import registry
 
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 
 T = TypeVar("T")
 

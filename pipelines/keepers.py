@@ -37,7 +37,8 @@ from beamjax.pipelines import files
 from beamjax.pipelines.checkpoint_folder import held
 from beamjax.pipelines.checkpoint_records import check_kind, entry_type, record_of, ref_of
 from beamjax.pipelines.checkpointing import BaseKeeper
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.values import Placed, Served, Value, scattered, stack_of
 from beamjax.plan import Plan, ValueType
 from beamjax.sources.source_base import open_spec

@@ -20,7 +20,8 @@ from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.loopback import loopback_only
 from beamjax.pipelines.outputs import Outputs
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StoredBody
 from beamjax.pipelines.values import Value
 from beamjax.plan import Plan

@@ -12,7 +12,8 @@ from beamjax.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.in_process import shelf_of
-from beamjax.pipelines.store import Store, is_name, unique_key
+from beamjax.pipelines.refs import is_name, unique_key
+from beamjax.pipelines.store import Store
 from beamjax.reducers import decode_accumulator
 
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20

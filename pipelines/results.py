@@ -15,8 +15,9 @@ from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
 from beamjax.pipelines.large_blocks import cut
 from beamjax.pipelines.members import MembersSource
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.step_metrics import StepTimes
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.pipelines.values import leaf_spec
 from beamjax.plan import Plan

@@ -24,7 +24,8 @@ from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, forget
 from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name

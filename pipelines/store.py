@@ -8,11 +8,8 @@ reads it back, once a process: the arrays are cached by hash, for all threads.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
-import re
 import tempfile
 import uuid
 from collections.abc import Container, Iterable, Sequence
@@ -27,6 +24,16 @@ from beamjax.meters import Reports
 from beamjax.pipelines import files as file_io
 from beamjax.pipelines.flat_chunks import CHUNK_OVERHEAD, assemble, pack
 from beamjax.pipelines.in_process import Shelf, is_fixed, shelf_of
+from beamjax.pipelines.refs import (
+    SUFFIX,
+    Ref,
+    content_key,
+    file_name,
+    is_name,
+    leaves_of,
+    ref_to_files,
+    unique_key,
+)
 from beamjax.shared_cache import SharedCache, nbytes
 from beamjax.transfer_time import transferring
 
@@ -35,75 +42,7 @@ PIECE_BYTES = 64 * 2**20
 INLINE_BYTES = 64 * 2**10
 """Largest encoded value that travels inside of its `Ref`, in bytes."""
 
-_SUFFIX = ".arrays"
-_SUFFIXES = (_SUFFIX, ".members", ".record")  # of all that is written to the folder of a run
-_SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
-
-
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """Where a value is. Plain data: picklable, hashable, and JSON but for `inline`.
-
-    Attributes:
-        key: hash of the content, the same for the same arrays in any store; or one of its own.
-        leaves: dtype name and shape of each array.
-        inline: the encoded arrays themselves, if they are small; empty otherwise.
-        files: name and size in bytes of each file, in order; empty if the value is inline.
-    """
-
-    key: str
-    leaves: tuple[tuple[str, tuple[int, ...]], ...]
-    inline: bytes = b""
-    files: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """`"inline"` or `"file"`."""
-        return "inline" if self.inline else "file"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays once they are loaded."""
-        return sum(
-            math.prod(shape) * wire.dtype_from_name(name).itemsize for name, shape in self.leaves
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but `inline`, as plain JSON values."""
-        return {
-            "key": self.key,
-            "leaves": [[name, list(shape)] for name, shape in self.leaves],
-            "files": [list(file) for file in self.files],
-        }
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any], inline: bytes = b"") -> Ref:
-        """Undoes `to_json`.
-
-        Raises:
-            ArrayFormatError: if `record` is not what `to_json` gives.
-        """
-        try:
-            ref = cls(
-                record["key"],
-                tuple(
-                    (name, wire.checked_shape(name, shape, wire.dtype_from_name(name)))
-                    for name, shape in record["leaves"]
-                ),
-                inline,
-                tuple((name, size) for name, size in record["files"]),
-            )
-            sizes = [size for _, size in ref.files]
-            plain = isinstance(ref.key, str) and all(type(s) is int and s >= 0 for s in sizes)
-            plain = plain and all(_SAFE_NAME.fullmatch(name) for name, _ in ref.files)
-        except (KeyError, TypeError, ValueError):
-            ref, plain = None, False
-        if ref is None or not plain:
-            raise ArrayFormatError(
-                f"reference to a stored value: found {record!r:.200}, expected a key, leaves as "
-                "[dtype, shape] and files as [name, bytes]."
-            )
-        return ref
+_SUFFIXES = (SUFFIX, ".members", ".record")  # of all that is written to the folder of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +147,9 @@ class Store:
         with transferring():
             arrays = _plain(arrays, hint)
             fixed = [a if own or is_fixed(a) else aligned.copy(a) for a in arrays]
-            name = _file_name(unique_key(), hint)
+            name = file_name(unique_key(), hint)
             shelf.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
-        return _ref_to_files(_leaves(arrays), [(name, nbytes)])
+        return ref_to_files(leaves_of(arrays), [(name, nbytes)])
 
     def is_held(self, ref: Ref) -> bool:
         """Whether a value is in the memory of this process, as `hold` may have it."""
@@ -225,18 +164,18 @@ class Store:
 
     def _put(self, arrays: Sequence[Any], hint: str, inline: bool, hashed: bool) -> Ref:
         arrays = _plain(arrays, hint)
-        leaves = _leaves(arrays)
+        leaves = leaves_of(arrays)
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
             data = wire.encode_arrays(arrays)
             if len(data) <= INLINE_BYTES:
-                return Ref(_digest([data]), leaves, inline=data)
+                return Ref(content_key([data]), leaves, inline=data)
         files = []
         for chunks in pack(arrays, self.piece_bytes):
             data = wire.encode_arrays(chunks)
-            name = _file_name(_digest([data]) if hashed else unique_key(), hint)
+            name = file_name(content_key([data]) if hashed else unique_key(), hint)
             self.write(name, data, keep=True)
             files.append((name, len(data)))
-        return _ref_to_files(leaves, files)
+        return ref_to_files(leaves, files)
 
     def joined(self, refs: Sequence[Ref], shape: tuple[int, ...], dtype: np.dtype) -> Ref:
         """One array of parts that follow one another, without moving them.
@@ -257,7 +196,7 @@ class Store:
                 f"{dtype}{list(shape)}."
             )
         files = [file for ref in refs for file in ref.files]
-        return _ref_to_files(((wire.dtype_name(dtype), tuple(shape)),), files)
+        return ref_to_files(((wire.dtype_name(dtype), tuple(shape)),), files)
 
     def get(self, ref: Ref, *, cache: bool = True) -> list[np.ndarray]:
         """Reads a value.
@@ -335,7 +274,7 @@ class Store:
 
     def _read_chunks(self, name: str, size: int) -> list[np.ndarray]:
         path = f"{self.root}/{name}"
-        if not _SAFE_NAME.fullmatch(name):
+        if not is_name(name):
             raise ArrayFormatError(f"{path}: not a file name that a store gives.")
         shelf = self._shelf
         held = None if shelf is None else shelf.get(name)
@@ -369,44 +308,11 @@ def clear_cache() -> None:
     _CACHE.clear()
 
 
-def _ref_to_files(
-    leaves: tuple[tuple[str, tuple[int, ...]], ...], files: Sequence[tuple[str, int]]
-) -> Ref:
-    names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
-    return Ref(_digest(names), leaves, files=tuple(files))
-
-
-def unique_key() -> str:
-    """The first part of the name of a file that nothing else has."""
-    return uuid.uuid4().hex + uuid.uuid4().hex[:8]
-
-
-def _file_name(key: str, hint: str) -> str:
-    suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
-    return f"{key}{'-' * bool(suffix)}{suffix}{_SUFFIX}"
-
-
 def _plain(arrays: Iterable[Any], hint: str) -> list[np.ndarray]:
     return [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
-
-
-def _leaves(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((wire.dtype_name(array.dtype), array.shape) for array in arrays)
 
 
 def _flat_and_fixed(array: np.ndarray) -> np.ndarray:
     flat = array.reshape(-1)
     flat.flags.writeable = False
     return flat
-
-
-def is_name(name: str) -> bool:
-    """Whether it is one that a store gives a file."""
-    return _SAFE_NAME.fullmatch(name) is not None
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()

@@ -26,8 +26,9 @@ from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
 from beamjax.pipelines.lost_workers import table_of
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.signatures import remember_signatures
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.store import Store
 from beamjax.plan import Body, Map, Plan, Server
 from beamjax.restaging import debugging
 from beamjax.shards import Shard, ShardExecutor, put_broadcast

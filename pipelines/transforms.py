@@ -25,8 +25,9 @@ from beamjax.pipelines.connections import Connection, connection_of
 from beamjax.pipelines.counting import count_members
 from beamjax.pipelines.elements import Block
 from beamjax.pipelines.large_blocks import whole
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.runners import remove_store, source_specs, store_program, stream_specs
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.plan import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
 from beamjax.sources import release

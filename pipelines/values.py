@@ -10,7 +10,8 @@ import numpy as np
 
 from beamjax.pipelines import files
 from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 from beamjax.plan import Plan, ValueType
 from beamjax.sources.source_base import LeafSpec, open_spec
 

@@ -18,8 +18,9 @@ from beamjax.lane_pieces import Piece, key_of
 from beamjax.pipelines import files
 from beamjax.pipelines.combiners import plan_with_size
 from beamjax.pipelines.elements import Environment
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.step_metrics import StepTimes
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn, Task
 from beamjax.plan import Map
 from beamjax.scratch import Scratch

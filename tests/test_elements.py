@@ -27,7 +27,8 @@ from beamjax.pipelines.elements import (
     Partial,
     RefCoder,
 )
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 
 CODERS = {Block: BlockCoder(), Ref: RefCoder(), Environment: EnvironmentCoder()}
 FILE_REF = Ref("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))

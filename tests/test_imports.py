@@ -295,6 +295,7 @@ TESTED_ELSEWHERE = {
     "dealt_rows": "test_grouping",
     "memory_limit": "test_memory",
     "arrow_types": "test_arrow_columns",
+    "refs": "test_store",
     "memory_text": "test_memory",
     "working_memory": "test_memory",
 }

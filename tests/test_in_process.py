@@ -9,7 +9,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.pipelines import in_process
-from beamjax.pipelines import store as stores
+from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import INLINE_BYTES, Store
 
 SIZE = 1 << 20
@@ -57,7 +57,7 @@ def test_what_the_store_owns_is_not_copied(store):
 
 def test_references_to_held_values_travel_as_others_do(store):
     ref = store.hold([np.arange(SIZE), np.ones((2, 0)), np.arange(3)], "a value")
-    again = stores.Ref.from_json(ref.to_json())
+    again = Ref.from_json(ref.to_json())
     found = store.get(again)
     assert [x.tolist() for x in found[1:]] == [[[], []], [0, 1, 2]]
     np.testing.assert_array_equal(found[0], np.arange(SIZE))

@@ -24,7 +24,8 @@ from url_files import UrlFileSystem
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.pipelines import files, store
-from beamjax.pipelines.store import Ref, Store
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store
 
 DTYPES = list(wire._DTYPES.values())
 
@@ -191,7 +192,8 @@ def test_another_process_gets_it(tmp_path):
     ref = place.put([np.arange(20_000)])
     code = (
         "import sys, json\n"
-        "from beamjax.pipelines.store import Ref, Store\n"
+        "from beamjax.pipelines.refs import Ref\n"
+        "from beamjax.pipelines.store import Store\n"
         "ref = Ref.from_json(json.loads(sys.argv[2]))\n"
         "print(int(Store(sys.argv[1]).get(ref)[0].sum()), 'apache_beam' in sys.modules)\n"
     )

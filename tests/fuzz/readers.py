@@ -39,7 +39,8 @@ from beamjax.kept import Kept
 from beamjax.pipelines import elements, results, spooling
 from beamjax.pipelines.failures import recorded_error
 from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
-from beamjax.pipelines.store import Ref, Store, clear_cache
+from beamjax.pipelines.refs import Ref
+from beamjax.pipelines.store import Store, clear_cache
 from beamjax.plan import Body
 from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
 from beamjax.sources.grouped_source import grouped

@@ -1,0 +1,123 @@
+"""References to stored values, and the names of the files that they lead to."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax import arrays as wire
+from beamjax.errors import ArrayFormatError
+
+SUFFIX = ".arrays"
+_SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """Where a value is. Plain data: picklable, hashable, and JSON but for `inline`.
+
+    Attributes:
+        key: hash of the content, the same for the same arrays in any store; or one of its own.
+        leaves: dtype name and shape of each array.
+        inline: the encoded arrays themselves, if they are small; empty otherwise.
+        files: name and size in bytes of each file, in order; empty if the value is inline.
+    """
+
+    key: str
+    leaves: tuple[tuple[str, tuple[int, ...]], ...]
+    inline: bytes = b""
+    files: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`"inline"` or `"file"`."""
+        return "inline" if self.inline else "file"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays once they are loaded."""
+        return sum(
+            math.prod(shape) * wire.dtype_from_name(name).itemsize for name, shape in self.leaves
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but `inline`, as plain JSON values."""
+        return {
+            "key": self.key,
+            "leaves": [[name, list(shape)] for name, shape in self.leaves],
+            "files": [list(file) for file in self.files],
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], inline: bytes = b"") -> Ref:
+        """Undoes `to_json`.
+
+        Raises:
+            ArrayFormatError: if `record` is not what `to_json` gives.
+        """
+        try:
+            ref = cls(
+                record["key"],
+                tuple(
+                    (name, wire.checked_shape(name, shape, wire.dtype_from_name(name)))
+                    for name, shape in record["leaves"]
+                ),
+                inline,
+                tuple((name, size) for name, size in record["files"]),
+            )
+            sizes = [size for _, size in ref.files]
+            plain = isinstance(ref.key, str) and all(type(s) is int and s >= 0 for s in sizes)
+            plain = plain and all(_SAFE_NAME.fullmatch(name) for name, _ in ref.files)
+        except (KeyError, TypeError, ValueError):
+            ref, plain = None, False
+        if ref is None or not plain:
+            raise ArrayFormatError(
+                f"reference to a stored value: found {record!r:.200}, expected a key, leaves as "
+                "[dtype, shape] and files as [name, bytes]."
+            )
+        return ref
+
+
+def ref_to_files(
+    leaves: tuple[tuple[str, tuple[int, ...]], ...], files: Sequence[tuple[str, int]]
+) -> Ref:
+    """A reference to arrays of these dtypes and shapes, with names and sizes of their files."""
+    names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
+    return Ref(content_key(names), leaves, files=tuple(files))
+
+
+def leaves_of(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The name of the dtype and the shape of each array."""
+    return tuple((wire.dtype_name(array.dtype), array.shape) for array in arrays)
+
+
+def unique_key() -> str:
+    """The first part of the name of a file that nothing else has."""
+    return uuid.uuid4().hex + uuid.uuid4().hex[:8]
+
+
+def file_name(key: str, hint: str) -> str:
+    """The name of a file: its first part, and a word for people."""
+    suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
+    return f"{key}{'-' * bool(suffix)}{suffix}{SUFFIX}"
+
+
+def is_name(name: str) -> bool:
+    """Whether it is one that a store gives a file."""
+    return _SAFE_NAME.fullmatch(name) is not None
+
+
+def content_key(parts: Iterable[bytes]) -> str:
+    """The first part of the name of a file, by what it holds."""
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
