@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from source_programs import assert_reads, assert_same
 from table_files import (
@@ -71,6 +72,18 @@ def test_damage_in_the_middle_never_ends_the_process(form, tmp_path):
             refused.append(str(error))
     assert len(refused) > 5
     assert all("/x" in message for message in refused)
+
+
+def test_damaged_names_in_a_row_group_are_told(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"column": np.arange(N)}), path)
+    data = path.read_bytes()
+    before, found, after = data.rpartition(b"\x19\x18\x06column")  # a list of one name of 6 bytes
+    assert found
+    path.write_bytes(before + b"\x19\x18\x06\x80olumn" + after)
+    source = bj.from_parquet(path)
+    with pytest.raises(SourceError, match=r"x\.parquet: cannot read .* row group 0 of a file"):
+        source.read(0, N)
 
 
 def test_rows_that_are_missing_or_ragged_are_named(form, tmp_path):

@@ -52,7 +52,8 @@ class ParquetSource(TableSource, kind="parquet"):
             cursor = _CURSORS.get(key, lambda: _Cursor(*key))
             return cursor.piece(rows.start // rows.step)
         part = f"row group {number} of "
-        batch = rows.length * BATCH_BYTES // max(_row_group_bytes(footer, number, columns), 1)
+        with arrow_readable(file.file.path, f"{part}a file of Parquet"):
+            batch = rows.length * BATCH_BYTES // max(_row_group_bytes(footer, number, columns), 1)
         if is_url(file.file.path) or batch >= rows.length:
             with _opened(file.file, footer.metadata, part) as parquet:
                 return parquet.read_row_group(number, columns=list(columns))
