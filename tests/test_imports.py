@@ -296,6 +296,7 @@ TESTED_ELSEWHERE = {
     "memory_limit": "test_memory",
     "arrow_types": "test_arrow_columns",
     "refs": "test_store",
+    "option_checks": "test_options",
     "memory_text": "test_memory",
     "working_memory": "test_memory",
 }
