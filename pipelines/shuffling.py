@@ -18,7 +18,8 @@ from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.runners import temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn
-from beamjax.sources.source_base import Source, live_spec, open_spec, register, release
+from beamjax.sources.live_sources import live_spec, register, release
+from beamjax.sources.source_base import Source, open_spec
 from beamjax.table_parts import Grouping
 
 DEAL, LIST, WRITE = "Deal rows", "List files", "Write groups"

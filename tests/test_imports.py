@@ -297,6 +297,7 @@ TESTED_ELSEWHERE = {
     "arrow_types": "test_arrow_columns",
     "refs": "test_store",
     "option_checks": "test_options",
+    "live_sources": "test_source_base",
     "memory_text": "test_memory",
     "working_memory": "test_memory",
 }

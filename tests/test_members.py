@@ -19,7 +19,8 @@ from beamjax.pipelines.members import (
 )
 from beamjax.pipelines.store import Store
 from beamjax.sources import from_arrays, from_npy
-from beamjax.sources.source_base import LeafSpec, Source, live_spec, open_spec, register, release
+from beamjax.sources.live_sources import live_spec, register, release
+from beamjax.sources.source_base import LeafSpec, Source, open_spec
 
 N = 20
 X = np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3)

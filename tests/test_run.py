@@ -14,7 +14,7 @@ from programs import CASES, KEY, M, N, W, X, Y
 
 import beamjax as bj
 from beamjax.pipelines import files, store, tasks
-from beamjax.sources import source_base
+from beamjax.sources.live_sources import _LIVE
 
 PLANNED = list(CASES)
 
@@ -253,7 +253,7 @@ def empty_tmp(tmp_path, monkeypatch):
 
 def live_sources():
     gc.collect()  # earlier pipelines
-    return set(source_base._LIVE)
+    return set(_LIVE)
 
 
 @pytest.mark.parametrize("work_folder", [False, True])

@@ -10,7 +10,7 @@ from beamjax.options import parse_options
 from beamjax.pipelines.runners import source_specs, sources_for, temporary_store
 from beamjax.pipelines.store import Store
 from beamjax.plan import Input, Plan, ValueType
-from beamjax.sources import NpySource, source_base
+from beamjax.sources import NpySource, live_sources
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 
@@ -27,12 +27,12 @@ def plan_and_inputs(value):
 
 def test_sources_of_threads_are_live_and_released(tmp_path):
     gc.collect()  # earlier pipelines
-    before = set(source_base._LIVE)
+    before = set(live_sources._LIVE)
     store = Store(str(tmp_path / "store"))
     with sources_for(plan_and_inputs(X), store, shared=True) as sources:
         assert sources.specs[0]["kind"] == "live"
         np.testing.assert_array_equal(sources.open().read(["x"], 3, 5)["x"], X[3:5])
-    assert set(source_base._LIVE) == before
+    assert set(live_sources._LIVE) == before
     assert not (tmp_path / "store").exists()
 
 

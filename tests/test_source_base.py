@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from beamjax.errors import SourceError
-from beamjax.sources import from_arrays, source_base
+from beamjax.sources import from_arrays, live_sources
 from beamjax.sources.source_base import LeafSpec, Source, open_spec
 
 
@@ -72,10 +72,10 @@ def test_open_spec_refuses(spec, message):
 
 def test_live_sources_are_shared_until_release():
     source = from_arrays(np.zeros(3))
-    token = source_base.register(source)
-    assert source_base.lookup(token) is source
-    assert open_spec(json.loads(json.dumps(source_base.live_spec(token)))) is source
-    source_base.release(token)
-    source_base.release(token)
+    token = live_sources.register(source)
+    assert live_sources.lookup(token) is source
+    assert open_spec(json.loads(json.dumps(live_sources.live_spec(token)))) is source
+    live_sources.release(token)
+    live_sources.release(token)
     with pytest.raises(SourceError, match=rf"source {token}: .*process.*source.spill\(folder\)"):
-        source_base.lookup(token)
+        live_sources.lookup(token)

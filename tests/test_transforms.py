@@ -21,7 +21,7 @@ import beamjax as bj
 from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.options import Options
 from beamjax.pipelines.transforms import PlanTransform
-from beamjax.sources import source_base
+from beamjax.sources import live_sources
 
 N = 21
 W = np.arange(3, dtype=np.float32)
@@ -260,13 +260,13 @@ def test_beams_own_direct_runner():
 def test_nothing_is_left_once_the_pipeline_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
     gc.collect()  # earlier pipelines
-    before = dict(source_base._LIVE)
+    before = dict(live_sources._LIVE)
     with pipeline() as p:
         p | bj.transform(total, W, bj.from_arrays(X))
-        assert len(source_base._LIVE) == len(before) + 1
+        assert len(live_sources._LIVE) == len(before) + 1
     del p
     gc.collect()
-    assert before == source_base._LIVE
+    assert before == live_sources._LIVE
     assert list(tmp_path.iterdir()) == []
 
 

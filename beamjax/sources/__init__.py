@@ -9,6 +9,10 @@ from beamjax.sources.arrow_source import from_arrow as from_arrow
 from beamjax.sources.chunk_source import ChunkSource as ChunkSource
 from beamjax.sources.chunk_source import from_chunks as from_chunks
 from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
+from beamjax.sources.live_sources import live_spec as live_spec
+from beamjax.sources.live_sources import lookup as lookup
+from beamjax.sources.live_sources import register as register
+from beamjax.sources.live_sources import release as release
 from beamjax.sources.npy_parts import NpyParts as NpyParts
 from beamjax.sources.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.npy_source import NpySource as NpySource
@@ -27,11 +31,7 @@ from beamjax.sources.source_base import HoldsLeaves as HoldsLeaves
 from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import Source as Source
 from beamjax.sources.source_base import StreamSource as StreamSource
-from beamjax.sources.source_base import live_spec as live_spec
-from beamjax.sources.source_base import lookup as lookup
 from beamjax.sources.source_base import open_spec as open_spec
-from beamjax.sources.source_base import register as register
-from beamjax.sources.source_base import release as release
 from beamjax.sources.taken_source import TakenSource as TakenSource
 from beamjax.sources.taken_source import sample as sample
 from beamjax.sources.taken_source import take as take

@@ -12,8 +12,6 @@ import dataclasses
 import importlib
 import math
 import os
-import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -21,6 +19,7 @@ import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import BeamjaxError, SourceError
+from beamjax.sources.live_sources import lookup
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
@@ -324,8 +323,6 @@ def describe_source(source: Source, where: str) -> str:
 
 
 _KINDS: dict[str, type[Source]] = {}
-_LIVE: dict[str, Source] = {}
-_LIVE_LOCK = threading.Lock()
 
 
 def open_spec(spec: dict[str, Any]) -> Source:
@@ -360,43 +357,3 @@ def open_spec(spec: dict[str, Any]) -> Source:
             f"source of kind {kind!r}: found the spec {spec!r:.200}, which its to_spec does not "
             f"give ({type(error).__name__}: {error})."
         ) from error
-
-
-def register(source: Source) -> str:
-    """Shares a live source with the other threads of this process, until `release`.
-
-    Returns:
-        A token for `lookup`, or for `open_spec(live_spec(token))`.
-    """
-    token = uuid.uuid4().hex
-    with _LIVE_LOCK:
-        _LIVE[token] = source
-    return token
-
-
-def live_spec(token: str) -> dict[str, Any]:
-    """The spec of a registered source; good in this process only."""
-    return {"kind": "live", "token": token}
-
-
-def lookup(token: str) -> Source:
-    """The source that was registered under `token`.
-
-    Raises:
-        SourceError: if it was released, or registered in another process.
-    """
-    with _LIVE_LOCK:
-        source = _LIVE.get(token)
-    if source is None:
-        raise SourceError(
-            f"source {token}: not registered in process {os.getpid()}. In-memory sources live in "
-            "the process that made them and until they are released: write it to files with "
-            "source.spill(folder), in a folder that the workers see, to read it elsewhere."
-        )
-    return source
-
-
-def release(token: str) -> None:
-    """Forgets a registered source; harmless if it is unknown."""
-    with _LIVE_LOCK:
-        _LIVE.pop(token, None)
