@@ -27,78 +27,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, StructureError
+from beamjax.stored_dtypes import dtype_from_name, dtype_name
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"\x93BJARR\r\n"
 VERSION = 1
 ALIGNMENT = 64
-FLOAT0 = np.dtype([("float0", "V")])
-"""The dtype of tangents of integers in JAX: an array of it has a shape and no bytes."""
-
 _PREFIX = struct.Struct("<8sHHIQI")
 _CHECKED_PREFIX = struct.Struct("<8sHHIQII")
-_NATIVE = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
 _MAX_NDIM = 64  # of NumPy 2
 _MAX_BYTES = 2**63 - 1
-
-
-def _dtype_table() -> dict[str, np.dtype]:
-    table = {name: np.dtype(name) for name in _NATIVE}
-    for attribute in vars(ml_dtypes).values():
-        if isinstance(attribute, type) and issubclass(attribute, np.generic):
-            dtype = np.dtype(attribute)
-            table[dtype.name] = dtype
-    table["float0"] = FLOAT0
-    return table
-
-
-_DTYPES = _dtype_table()
-
-
-def dtype_name(dtype: Any) -> str:
-    """Name of a dtype that a buffer can hold: `"float32"`, `"bfloat16"`, `"float0"`, ...
-
-    Args:
-        dtype: a NumPy dtype, in any byte order.
-
-    Raises:
-        StructureError: for objects, strings, dates, long doubles, structured and extended dtypes.
-    """
-    if isinstance(dtype, np.dtype):
-        if dtype == FLOAT0:
-            return "float0"
-        known = _DTYPES.get(dtype.name)
-        if known is not None and dtype.newbyteorder("=") == known:
-            return dtype.name
-    raise StructureError(
-        f"dtype {dtype} cannot be stored as raw bytes; expected a dtype that JAX computes with "
-        "(bool, integers, floats, complex, float0). Convert strings and objects to numbers, and "
-        "pass typed keys through jax.random.key_data."
-    )
-
-
-def dtype_from_name(name: object) -> np.dtype:
-    """The dtype, in native byte order, that `dtype_name` gave this name.
-
-    Raises:
-        ArrayFormatError: if there is no such dtype here, as when another version of ml_dtypes
-            wrote it.
-    """
-    dtype = _DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise ArrayFormatError(
-            f"found the dtype {name!r}, expected one of {', '.join(sorted(_DTYPES))}; if it was "
-            f"written elsewhere, install the ml_dtypes of there (here: {ml_dtypes.__version__})."
-        )
-    return dtype
 
 
 def plain_array(array: Any, where: str = "array") -> np.ndarray:

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from beamjax.arrays import Buffer, decode_arrays, dtype_from_name, encode_arrays
+from beamjax.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError
 from beamjax.liveness import Position
+from beamjax.stored_dtypes import dtype_from_name
 
 KIND = "beamjax checkpoint"
 FORMAT = 1

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.arrays import dtype_name
 from beamjax.errors import BeamjaxError, SourceError
 from beamjax.plan import MAX_MEMBERS
 from beamjax.sources.source_base import Source, StreamSource
+from beamjax.stored_dtypes import dtype_name
 
 Arrays = list[np.ndarray]
 """One array of consecutive members for each leaf of a source, or for some of them."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from beamjax.arrays import dtype_name, encode_arrays
+from beamjax.arrays import encode_arrays
 from beamjax.errors import StructureError
 from beamjax.partials import (
     check_partial,
@@ -29,6 +29,7 @@ from beamjax.partials import (
     only_array,
     real_parts,
 )
+from beamjax.stored_dtypes import dtype_name
 
 
 class Extreme:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.arrays import dtype_name
 from beamjax.bodies import value_type
 from beamjax.device_memory import device_estimates
 from beamjax.fact_types import (
@@ -53,6 +52,7 @@ from beamjax.plan import (
     size_name,
 )
 from beamjax.sources.source_base import Source
+from beamjax.stored_dtypes import dtype_name
 from beamjax.worker_processes import Workers
 
 

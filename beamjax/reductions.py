@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from beamjax import arrays as wire
 from beamjax import layouts
 from beamjax.combining import bind_reduce
 from beamjax.errors import StructureError
@@ -20,6 +19,7 @@ from beamjax.keyed import Keyed
 from beamjax.leaves import as_array, as_placed, name_of
 from beamjax.placements import resolve
 from beamjax.primitives import map_members, trace_body
+from beamjax.stored_dtypes import dtype_name
 
 # --- by key
 
@@ -125,7 +125,7 @@ def reduce_by_key(
             name=f"{name}_{op}", mesh=mesh,
         )  # fmt: skip
         keys, *values = map(layouts.whole, found)
-        names = [wire.dtype_name(np.dtype(dtype)) for dtype in results]
+        names = [dtype_name(np.dtype(dtype)) for dtype in results]
         return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
     num_keys = size
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from beamjax import arrays as wire
 from beamjax.chunks import check_count, checked_chunks
 from beamjax.errors import SourceError
 from beamjax.options import Options
 from beamjax.sources.npy_source import NpySource, storable, stored_dtype
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
+from beamjax.stored_dtypes import FLOAT0
 
 BLOCK_BYTES = 1 << 22
 """Of members that are read together."""
@@ -124,7 +124,7 @@ class GrowingFile:
             self._write_header()
 
     def _write_header(self) -> None:
-        hidden = [0] if self.leaf.dtype == wire.FLOAT0 else []
+        hidden = [0] if self.leaf.dtype == FLOAT0 else []
         header = {
             "descr": np.lib.format.dtype_to_descr(stored_dtype(self.leaf.dtype)),
             "fortran_order": False,

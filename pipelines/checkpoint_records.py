@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, dtype_name
+from beamjax.arrays import decode_arrays
 from beamjax.checkpoints import Array, Record, Stored
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.checkpoint_folder import CheckpointFolder
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
 from beamjax.plan import ValueType
+from beamjax.stored_dtypes import dtype_name
 
 
 @dataclass(frozen=True)

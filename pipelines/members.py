@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, dtype_from_name
+from beamjax.arrays import decode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
 from beamjax.sources.member_files import MemberFiles
 from beamjax.sources.source_base import LeafSpec, Source, field, natural, open_spec
+from beamjax.stored_dtypes import dtype_from_name
 
 SUFFIX = ".members"
 

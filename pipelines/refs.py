@@ -15,6 +15,7 @@ import numpy as np
 
 from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError
+from beamjax.stored_dtypes import dtype_from_name, dtype_name
 
 SUFFIX = ".arrays"
 _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
@@ -44,9 +45,7 @@ class Ref:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays once they are loaded."""
-        return sum(
-            math.prod(shape) * wire.dtype_from_name(name).itemsize for name, shape in self.leaves
-        )
+        return sum(math.prod(shape) * dtype_from_name(name).itemsize for name, shape in self.leaves)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but `inline`, as plain JSON values."""
@@ -67,7 +66,7 @@ class Ref:
             ref = cls(
                 record["key"],
                 tuple(
-                    (name, wire.checked_shape(name, shape, wire.dtype_from_name(name)))
+                    (name, wire.checked_shape(name, shape, dtype_from_name(name)))
                     for name, shape in record["leaves"]
                 ),
                 inline,
@@ -96,7 +95,7 @@ def ref_to_files(
 
 def leaves_of(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The name of the dtype and the shape of each array."""
-    return tuple((wire.dtype_name(array.dtype), array.shape) for array in arrays)
+    return tuple((dtype_name(array.dtype), array.shape) for array in arrays)
 
 
 def unique_key() -> str:

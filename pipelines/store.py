@@ -35,6 +35,7 @@ from beamjax.pipelines.refs import (
     unique_key,
 )
 from beamjax.shared_cache import SharedCache, nbytes
+from beamjax.stored_dtypes import dtype_from_name, dtype_name
 from beamjax.transfer_time import transferring
 
 PIECE_BYTES = 64 * 2**20
@@ -190,13 +191,13 @@ class Store:
         """
         leaves = [leaf for ref in refs for leaf in ref.leaves]
         found = sum(math.prod(part) for _, part in leaves)
-        if {name for name, _ in leaves} != {wire.dtype_name(dtype)} or found != math.prod(shape):
+        if {name for name, _ in leaves} != {dtype_name(dtype)} or found != math.prod(shape):
             raise ArrayFormatError(
                 f"{self.root}: found {len(leaves)} parts with {found} values, expected "
                 f"{dtype}{list(shape)}."
             )
         files = [file for ref in refs for file in ref.files]
-        return ref_to_files(((wire.dtype_name(dtype), tuple(shape)),), files)
+        return ref_to_files(((dtype_name(dtype), tuple(shape)),), files)
 
     def get(self, ref: Ref, *, cache: bool = True) -> list[np.ndarray]:
         """Reads a value.
@@ -263,7 +264,7 @@ class Store:
     def _load(self, ref: Ref) -> list[np.ndarray]:
         chunks = (chunk for name, size in ref.files for chunk in self._read_chunks(name, size))
         loaded = [
-            assemble(wire.dtype_from_name(name), shape, chunks, f"{self.root}: value {ref.key}")
+            assemble(dtype_from_name(name), shape, chunks, f"{self.root}: value {ref.key}")
             for name, shape in ref.leaves
         ]
         if next(chunks, None) is not None:

@@ -17,8 +17,9 @@ from hypothesis.extra import numpy as hnp
 
 from beamjax import arrays
 from beamjax.errors import ArrayFormatError, BeamjaxError, StructureError
+from beamjax.stored_dtypes import _DTYPES, dtype_from_name, dtype_name
 
-DTYPES = list(arrays._DTYPES.values())
+DTYPES = list(_DTYPES.values())
 SHAPES = [(), (1,), (0,), (7,), (3, 0, 2), (2, 3, 4), (1,) * 32]
 
 reproducible = hypothesis.settings(deadline=None, derandomize=True)
@@ -64,7 +65,7 @@ def forge_one(payload=bytes(16), **changes):
 # ---------------------------------------------------------------- round trips
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: arrays.dtype_name(dtype))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype_name(dtype))
 def test_round_trip_every_dtype_and_shape(dtype):
     values = [random_bits(dtype, shape, seed) for seed, shape in enumerate(SHAPES)]
     meta = {"name": "x", "nested": {"a": [1, 2.5, None, True]}}
@@ -83,8 +84,8 @@ def test_table_has_every_jax_dtype():
     names += [name for name in vars(jnp) if re.match(r"float\d_|float4|float6", name)]
     for name in names:
         dtype = np.dtype(getattr(jnp, name))
-        assert arrays.dtype_from_name(arrays.dtype_name(dtype)) == dtype
-    assert arrays.dtype_from_name(arrays.dtype_name(jax.dtypes.float0)) == jax.dtypes.float0
+        assert dtype_from_name(dtype_name(dtype)) == dtype
+    assert dtype_from_name(dtype_name(jax.dtypes.float0)) == jax.dtypes.float0
 
 
 @reproducible
@@ -359,7 +360,7 @@ json_values = st.recursive(
 @reproducible
 @hypothesis.given(
     st.sampled_from(["dtype", "shape", "offset", "nbytes"]),
-    json_values | st.lists(st.integers(), max_size=4) | st.sampled_from(list(arrays._DTYPES)),
+    json_values | st.lists(st.integers(), max_size=4) | st.sampled_from(list(_DTYPES)),
     st.integers(0, 64),
 )
 def test_any_lie_is_an_error_or_harmless(field, value, size):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamjax import checkpoints
-from beamjax.arrays import decode_arrays, dtype_name, encode_arrays
+from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.checkpoints import (
     Array,
     Checkpoint,
@@ -27,6 +27,7 @@ from beamjax.checkpoints import (
     encode,
 )
 from beamjax.errors import ArrayFormatError
+from beamjax.stored_dtypes import dtype_name
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 DTYPES = [

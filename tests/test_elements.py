@@ -29,6 +29,7 @@ from beamjax.pipelines.elements import (
 )
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
+from beamjax.stored_dtypes import _DTYPES
 
 CODERS = {Block: BlockCoder(), Ref: RefCoder(), Environment: EnvironmentCoder()}
 FILE_REF = Ref("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))
@@ -115,7 +116,7 @@ def test_size_is_estimated_without_encoding(value, monkeypatch):
     st.integers(1, 5),
     st.dictionaries(
         st.text(),
-        st.tuples(st.sampled_from(list(wire._DTYPES.values())), hnp.array_shapes(min_dims=0)),
+        st.tuples(st.sampled_from(list(_DTYPES.values())), hnp.array_shapes(min_dims=0)),
         max_size=4,
     ),
 )

@@ -298,6 +298,7 @@ TESTED_ELSEWHERE = {
     "refs": "test_store",
     "option_checks": "test_options",
     "live_sources": "test_source_base",
+    "stored_dtypes": "test_arrays",
     "memory_text": "test_memory",
     "working_memory": "test_memory",
 }

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from beamjax import arrays as wire
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources import LeafSpec, from_arrays, from_npy, npy_source, open_spec
+from beamjax.stored_dtypes import _DTYPES, dtype_from_name
 
 N = 7
 
@@ -162,10 +162,10 @@ def test_empty_range_is_no_error():
 # ---------------------------------------------------------------- spilled to files
 
 
-@pytest.mark.parametrize("name", list(wire._DTYPES))
+@pytest.mark.parametrize("name", list(_DTYPES))
 @pytest.mark.parametrize("shape", [(N,), (N, 2, 3), (N, 0)], ids=str)
 def test_spill_keeps_every_dtype(name, shape, tmp_path):
-    value = numbers(wire.dtype_from_name(name), shape)
+    value = numbers(dtype_from_name(name), shape)
     source = from_arrays(value).spill(tmp_path)
     assert_same(source.read(0, N)[0], value)
     assert_same(open_spec(source.to_spec()).read(2, 5)[0], value[2:5])

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import strategies as st
 from url_files import UrlFileSystem
 
-from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.pipelines import files, store
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
+from beamjax.stored_dtypes import _DTYPES, dtype_name
 
-DTYPES = list(wire._DTYPES.values())
+DTYPES = list(_DTYPES.values())
 
 
 @pytest.fixture(autouse=True)
@@ -72,14 +72,14 @@ def root(request, tmp_path):
 # ---------------------------------------------------------------- round trips
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: wire.dtype_name(dtype))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype_name(dtype))
 def test_every_dtype_inline_and_in_files(dtype, tmp_path):
     place = Store(str(tmp_path), piece_bytes=4096)
     for shape in [(), (0, 3), (3, 2), (200, 401)]:
         values = [numbers(dtype, shape), np.arange(3)]
         ref = place.put(values, "step 1/x")
         assert_same(place.get(ref), values)
-        assert ref.leaves == ((wire.dtype_name(dtype), shape), ("int64", (3,)))
+        assert ref.leaves == ((dtype_name(dtype), shape), ("int64", (3,)))
         assert ref.nbytes == sum(value.nbytes for value in values)
 
 

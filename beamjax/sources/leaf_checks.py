@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import arrays as wire
 from beamjax.errors import PlacementError, StructureError
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
+from beamjax.stored_dtypes import dtype_from_name, dtype_name
 
 
 def leaf_name(name: str) -> str:
@@ -36,7 +36,7 @@ def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
             "array."
         )
     try:
-        wire.dtype_name(getattr(value, "dtype", None))
+        dtype_name(getattr(value, "dtype", None))
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise StructureError(f"{leaf_name(name)}{where}: {error}") from None
@@ -80,7 +80,7 @@ def check_sizes(names: list[str], sizes: list[int]) -> None:
 
 @functools.cache
 def native_dtype(dtype: np.dtype) -> np.dtype:
-    return wire.dtype_from_name(wire.dtype_name(dtype))
+    return dtype_from_name(dtype_name(dtype))
 
 
 def native_view(array: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from beamjax import arrays as wire
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.block_source import Block, blocks_of, ends_of, read_blocks
 from beamjax.sources.data_files import DataFile, find_files, is_url, look
@@ -33,6 +32,7 @@ from beamjax.sources.source_base import (
     field,
     natural,
 )
+from beamjax.stored_dtypes import FLOAT0
 
 Stamps: TypeAlias = Sequence[DataFile] | None
 """Files as they were when a source was made of them, if that matters."""
@@ -293,7 +293,7 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
 def storable(array: np.ndarray) -> np.ndarray:
     """An array as a .npy file holds it."""
     native = native_dtype(array.dtype)
-    if native == wire.FLOAT0:
+    if native == FLOAT0:
         return np.empty((*array.shape, 0), np.uint8)
     if native.isbuiltin == 1:
         return array
@@ -302,7 +302,7 @@ def storable(array: np.ndarray) -> np.ndarray:
 
 def restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Undoes `storable`."""
-    if dtype == wire.FLOAT0:
+    if dtype == FLOAT0:
         return np.empty(stored.shape[:-1], dtype)
     view = native_view(stored)
     return view if view.dtype == dtype else view.view(dtype)
@@ -350,7 +350,7 @@ def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
 
 def _open_checked(file: str, leaf: LeafSpec, size: int) -> np.ndarray:
     array = map_file(file)
-    expected = (size, *leaf.shape, *([0] if leaf.dtype == wire.FLOAT0 else []))
+    expected = (size, *leaf.shape, *([0] if leaf.dtype == FLOAT0 else []))
     dtype = stored_dtype(leaf.dtype)
     if array.shape != expected or array.dtype.newbyteorder("=") != dtype:
         raise SourceError(

@@ -20,6 +20,7 @@ import numpy as np
 from beamjax import arrays as wire
 from beamjax.errors import BeamjaxError, SourceError
 from beamjax.sources.live_sources import lookup
+from beamjax.stored_dtypes import dtype_from_name, dtype_name
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
@@ -59,7 +60,7 @@ class LeafSpec:
         """Plain JSON values."""
         return {
             "shape": list(self.shape),
-            "dtype": wire.dtype_name(self.dtype),
+            "dtype": dtype_name(self.dtype),
             "key_impl": self.key_impl,
             "path": self.path,
             "ragged": self.ragged,
@@ -68,7 +69,7 @@ class LeafSpec:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LeafSpec:
         """Undoes `to_json`; KeyError, TypeError or ArrayFormatError for anything else."""
-        dtype = wire.dtype_from_name(record["dtype"])
+        dtype = dtype_from_name(record["dtype"])
         shape = wire.checked_shape("leaf of a source", record["shape"], dtype)
         if math.prod(max(size, 1) for size in shape) > MAX_VALUES or len(shape) > MAX_NDIM:
             raise TypeError(f"found a member of shape {list(shape)}, which no array holds two of")
@@ -86,7 +87,7 @@ class LeafSpec:
 
     def __str__(self) -> str:
         key = f" (keys, {self.key_impl})" if self.key_impl else ""
-        return f"{wire.dtype_name(self.dtype)}{list(self.shape)}{key}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}{key}"
 
 
 class Source(abc.ABC):
