@@ -16,7 +16,7 @@ from beamjax.liveness import made
 from beamjax.options import Options
 from beamjax.plan import Gather, Loop, Map, Plan, Scatter, Step
 
-HERE, PAIR = RUNNERS["DirectRunner"], 5e-5
+HERE, PAIR = RUNNERS["DirectRunner"], 2.5e-5
 """What graphs and steps take where workers are threads of the launching process, and besides for
 each two steps of a graph."""
 ELSEWHERE_PAIR = 4.5e-4
