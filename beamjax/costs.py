@@ -16,6 +16,7 @@ class Cost:
       guessed: whether a loop is in it whose rounds depend on data, and are taken to be a few.
       extra: operations of a matrix product that take as long as these take longer than so many of
         a matrix product.
+      shared: how much of the weight XLA has all cores work on, wherever it stands.
     """
 
     flops: float = 0.0
@@ -23,6 +24,7 @@ class Cost:
     calls: float = 0.0
     guessed: bool = False
     extra: float = 0.0
+    shared: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -31,12 +33,15 @@ class Cost:
             self.calls + other.calls,
             self.guessed or other.guessed,
             self.extra + other.extra,
+            self.shared + other.shared,
         )
 
     def times(self, count: float) -> Cost:
         """The same so many times."""
         flops, nbytes, calls = count * self.flops, count * self.nbytes, count * self.calls
-        return Cost(flops, nbytes, calls, self.guessed, count * self.extra)
+        return Cost(
+            flops, nbytes, calls, self.guessed, count * self.extra, count * self.shared
+        )  # fmt: skip
 
     @property
     def weight(self) -> float:

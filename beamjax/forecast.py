@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import plan_cache
+from beamjax import gains, plan_cache
 from beamjax.calibration import KINDS, Calibration, calibration, remember
 from beamjax.choices import Looping
-from beamjax.costs import Cost
 from beamjax.options import Options
 from beamjax.pace import LONG_IN_BUNDLE
 from beamjax.plan import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.progress import Progress, Tally
-from beamjax.worker_processes import Workers
+from beamjax.worker_processes import DIRECT, Workers
 
 GUESSED_ROUNDS = 10
 """Of a loop that goes on while a condition holds."""
@@ -28,12 +27,8 @@ ADVISED_SECONDS = 1.0
 """Of what a runner takes for itself, at which people are told."""
 LEARNT_SECONDS = 1.0
 """Of runs from which something is learnt; in shorter ones the first calls are what counts."""
-OWN_CORES = 1e6
-"""Operations of a matrix product that take as long as one which XLA gives all cores, about."""
 HANDED_RATE = 5e8
-"""Bytes a second of server values and partials that Beam hands on."""
-THREAD_GAIN = 0.8
-"""The part of a core that each thread but the first one gains."""
+"""Bytes a second of server values and partials that Beam hands on, in elements or in files."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
 """Of an executable, and of a byte of its StableHLO."""
 
@@ -49,6 +44,7 @@ class StepTime:
       workers: that do it side by side.
       gain: how many times as fast threads of a worker compute.
       shards: of a round.
+      cores: that XLA keeps busy in one thread.
     """
 
     step: str
@@ -61,11 +57,14 @@ class StepTime:
     workers: int = 1
     gain: float = 1.0
     shards: int = 1
+    cores: float = 1.0
 
-    def in_one_thread_if_below(self, seconds: float) -> StepTime:
-        """The same where threads are for shards that take at least so long."""
-        short = self.compute < seconds * self.rounds * self.shards
-        return replace(self, gain=1.0) if short else self
+    def in_bundles(self, threads: int) -> StepTime:
+        """The same where one thread computes short shards, and those of which XLA divides enough
+        among cores.
+        """
+        short = self.compute < LONG_IN_BUNDLE * self.rounds * self.shards
+        return replace(self, gain=1.0) if short or round(threads / self.cores) <= 1 else self
 
     @property
     def busy(self) -> float:
@@ -126,11 +125,12 @@ def forecast(
     cores = os.cpu_count() or 1
     count = min(workers.handing or 1, cores)
     threads = min(workers.computing, cores)
-    long = LONG_IN_BUNDLE if workers.beam else 0.0
     learnt = _learnt(plan, options)
     found = _steps(plan, plan.steps, 1, False, known, learnt, count, threads)
-    steps = tuple(step.in_one_thread_if_below(long) for step in found)
-    pipelines, stages, shards, nbytes = _pipelines(plan, options, workers)
+    steps = tuple(step.in_bundles(threads) if workers.beam else step for step in found)
+    pipelines, stages, shards, nbytes = _pipelines(
+        plan, options, workers, _in_memory(runner, options, workers)
+    )  # fmt: skip
     fixed = known.fixed(runner)
     overhead = pipelines * fixed.pipeline + stages * fixed.step + shards * fixed.shard
     overhead += nbytes / HANDED_RATE
@@ -166,15 +166,17 @@ def _steps(
                 ]
                 yield from max(ways, key=lambda way: sum(s.seconds for s in way), default=[])
             case Map():
-                found = _map(plan, step, known, learnt, threads)
+                cores = max((os.cpu_count() or 1) // workers, 1)
+                found = _map(plan, step, known, learnt, threads, cores)
                 yield StepTime(
                     step.name, rounds, rounds * found.read, rounds * found.compute,
                     rounds * found.merge, found.source, guessed or found.guessed, workers,
-                    found.gain, found.shards,
+                    found.gain, found.shards, found.cores,
                 )  # fmt: skip
             case Server(name=name) if name in plan.costs:
                 cost = plan.costs[name]
-                seconds = known.rates.seconds(cost) + cost.calls * known.rates.call
+                seconds = known.rates.seconds(cost) * gains.alone(cost, os.cpu_count() or 1)
+                seconds += cost.calls * known.rates.call
                 seconds = rounds * known.factor("compute") * (seconds + known.rates.shard)
                 yield StepTime(name, rounds, compute=seconds, guessed=guessed or cost.guessed)
             case Gather(name=name, operand=operand):
@@ -184,9 +186,14 @@ def _steps(
 
 
 def _map(
-    plan: Plan, step: Map, known: Calibration, learnt: Mapping[str, Any], threads: int
+    plan: Plan,
+    step: Map,
+    known: Calibration,
+    learnt: Mapping[str, Any],
+    threads: int,
+    cores: int,
 ) -> StepTime:
-    """One pass over all members."""
+    """One pass over all members, by threads of a process with so many cores."""
     n = plan.sizes[step.placement] or 0
     size = plan.shard_sizes[step.placement]
     shards = -(-n // size)
@@ -200,38 +207,27 @@ def _map(
         scale = n / max(found["members"], 1)
         return StepTime(
             step.name, 1, scale * found["read"], scale * found["compute"],
-            scale * found["merge"], "earlier runs", gain=max(min(shards, threads), 1),
+            scale * found["merge"], "earlier runs", gain=gains.side_by_side(shards, threads),
             shards=shards,
         )  # fmt: skip
+    cost = plan.costs.get(step.name)
+    gain = gains.gain(cost, step.looping, size, shards, threads, cores)
     if (step.name, size, step.looping) in tried:
         seconds = shards * tried[step.name, size, step.looping]
-        gain = _gain(plan.costs.get(step.name), step, size, shards, threads)
         compute = max(seconds - merge, 0.0)
-        return StepTime(step.name, 1, read, compute, merge, "probe", gain=gain, shards=shards)
-    cost = plan.costs.get(step.name)
+        return StepTime(
+            step.name, 1, read, compute, merge, "probe", gain=gain.threads, shards=shards,
+            cores=gain.busy,
+        )  # fmt: skip
     if cost is None:
         return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
     calls = cost.calls * known.rates.call * _calls(step.looping, size)
-    gain = _gain(cost, step, size, shards, threads)
-    compute = known.rates.seconds(cost) * shards * size + shards * (calls + known.rates.shard)
-    compute *= known.factor("compute")
-    guessed = cost.guessed
-    return StepTime(step.name, 1, read, compute, merge, guessed=guessed, gain=gain, shards=shards)
-
-
-def _gain(cost: Cost | None, step: Map, size: int, shards: int, threads: int) -> float:
-    """How many times as fast threads of this process compute the shards of a pass.
-
-    XLA has all cores work on one large operation, unless that is in a loop over batches; then
-    threads gain nothing.
-    """
-    if cost is None or min(shards, threads) <= 1:
-        return 1.0
-    at_once = {"loop": 1, "vmap": size}.get(step.looping.kind, step.looping.batch)
-    operation = cost.weight * at_once / max(cost.calls, 1.0)
-    if step.looping.kind != "batches" and operation >= OWN_CORES:
-        return 1.0
-    return 1.0 + THREAD_GAIN * (min(shards, threads) - 1)
+    work = gain.alone * known.rates.seconds(cost) * size
+    compute = known.factor("compute") * shards * (work + calls + known.rates.shard)
+    return StepTime(
+        step.name, 1, read, compute, merge, guessed=cost.guessed, gain=gain.threads,
+        shards=shards, cores=gain.busy,
+    )  # fmt: skip
 
 
 def _calls(looping: Looping, size: int) -> float:
@@ -239,9 +235,18 @@ def _calls(looping: Looping, size: int) -> float:
     return {"vmap": 1, "loop": size, "batches": size / max(looping.batch, 1)}[looping.kind]
 
 
-def _pipelines(plan: Plan, options: Options, workers: Workers) -> tuple[int, int, int, int]:
+def _in_memory(runner: str, options: Options, workers: Workers) -> bool:
+    """Whether large sums and server values are handed over as the objects that they are."""
+    direct = runner.lower().removesuffix("runner") in DIRECT
+    return workers.shared and direct and not (options.checkpoint or options.keep_folder)
+
+
+def _pipelines(
+    plan: Plan, options: Options, workers: Workers, in_memory: bool
+) -> tuple[int, int, int, int]:
     """Pipelines of Beam, steps in them, their shards, and bytes that Beam hands on."""
     from beamjax.pipelines.graph_sizes import rounds_per_graph
+    from beamjax.pipelines.parcels import LOCAL_BYTES
     from beamjax.pipelines.unroll import is_straight
 
     def counted(steps: Sequence[Step]) -> np.ndarray:
@@ -266,7 +271,9 @@ def _pipelines(plan: Plan, options: Options, workers: Workers) -> tuple[int, int
                 case Map():
                     size = plan.shard_sizes[step.placement]
                     shards = -(-(plan.sizes[step.placement] or 0) // size)
-                    nbytes = shards * step.partial_bytes + sum(map(plan.nbytes, step.broadcasts))
+                    nbytes = sum(map(plan.nbytes, step.broadcasts)) * (not in_memory)
+                    if step.partial_bytes <= LOCAL_BYTES or not in_memory:
+                        nbytes += shards * step.partial_bytes
                     total += (not row, 1, shards, nbytes)
                     row = True
                 case Gather():

@@ -164,3 +164,29 @@ def test_loops_over_placed_values_cost_their_rounds():
     cost = told.facts.predicted
     assert cost.guessed
     assert cost.seconds > 0
+
+
+def convolution(channels, filters):
+    fn = lambda x, k: lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    args = array(4, 8, 8, channels), array(3, 5, channels, filters)
+    return body_cost(jax.make_jaxpr(fn)(*args))
+
+
+def test_places_of_a_kernel_are_gathered_whatever_the_channels():
+    found = convolution(1, 2)
+    assert found.extra == cost.GATHERED * (4 * 8 * 8) * (3 * 5)
+    assert convolution(64, 32).extra == found.extra
+    assert convolution(64, 32).flops == 64 * 16 * found.flops
+
+
+def test_libraries_divide_large_products_and_convolutions():
+    assert convolution(1, 2).shared == 0
+    large = convolution(64, 32)
+    assert large.shared == large.weight
+    dot = lambda n: body_cost(jax.make_jaxpr(jnp.dot)(array(n, n), array(n, n)))
+    assert (dot(100).shared, dot(200).shared) == (0, 2 * 200**3)
+    loops = lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.sin(c @ c), x)
+    looped = body_cost(jax.make_jaxpr(loops)(array(200, 200)))
+    assert looped.shared == 3 * dot(200).shared < looped.weight

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import calibration, forecast, plan_cache
+from beamjax import calibration, forecast, gains, plan_cache
 from beamjax.calibration import Calibration
 from beamjax.costs import Rates
 from beamjax.forecast import StepTime, learn, small_work
@@ -144,7 +144,8 @@ def test_threads_of_this_process_share_what_is_computed(monkeypatch):
     alone, four = (told(plan, local_threads=k) for k in (1, 4))
     (one,), (shared,) = alone.steps, four.steps
     assert shared.busy == one.busy == one.seconds
-    gain = 1 + 3 * forecast.THREAD_GAIN
+    at_once = 125 / 32  # the last threads have nothing to do at the end
+    gain = 1 + (at_once - 1) * gains.THREAD_GAIN
     assert shared.seconds == pytest.approx(one.read + one.compute / gain + one.merge)
     assert four.by_name()["map_clients_0"] == alone.by_name()["map_clients_0"]
     assert told(plan, "DirectRunner").steps[0].seconds == one.seconds
@@ -160,7 +161,7 @@ def test_threads_gain_nothing_where_xla_has_all_cores(monkeypatch, loop, expecte
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     x = jax.ShapeDtypeStruct((1 << 16, 64), np.float32)
     plan = plan_of(large, x, shard_size=1 << 12, member_loop=loop)
-    assert told(plan, local_threads=2).steps[0].gain == expected
+    assert told(plan, local_threads=2).steps[0].gain == pytest.approx(expected)
 
 
 def test_beam_hands_on_shards_and_bytes():
@@ -171,6 +172,46 @@ def test_beam_hands_on_shards_and_bytes():
         shards * KNOWN.fixed("DirectRunner").shard + nbytes / forecast.HANDED_RATE
     )
     assert told(plan_of(mean, X, shard_size=8)).overhead == KNOWN.fixed("local").step
+
+
+@bj.program(clients=None)
+def wide(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda w, v: w + v[0], (bj.broadcast(w), x)))
+
+
+@pytest.mark.parametrize(
+    ("runner", "options", "handed"),
+    [
+        ("DirectRunner", {}, False),
+        ("DirectRunner", {"direct_num_workers": 2}, False),
+        ("DirectRunner", {"keep_folder": "always"}, True),
+        ("DirectRunner", {"checkpoint": "somewhere"}, True),
+        ("DirectRunner", {"direct_running_mode": "multi_processing"}, True),
+        ("PrismRunner", {}, True),
+    ],
+    ids=str,
+)
+def test_large_values_are_handed_over_as_they_are_within_a_process(runner, options, handed):
+    small, large = (
+        plan_of(wide, np.zeros(size, np.float32), X[:16], shard_size=8)
+        for size in (1 << 18, 1 << 19)
+    )
+    overheads = [told(plan, runner, **options).overhead for plan in (small, large)]
+    if handed:
+        more = 4 * (3 * ((1 << 19) - (1 << 18))) / forecast.HANDED_RATE
+        assert overheads[1] - overheads[0] == pytest.approx(more)
+    else:  # those of 1 MiB are elements
+        fixed = KNOWN.fixed(runner)
+        assert overheads[1] == pytest.approx(fixed.pipeline + fixed.step + 2 * fixed.shard)
+        assert overheads[0] - overheads[1] == pytest.approx(2 * (4 << 18) / forecast.HANDED_RATE)
+
+
+def test_bundles_have_one_thread_where_xla_has_the_cores():
+    step = StepTime("a", 1, compute=8.0, gain=1.2, shards=4, cores=1.5)
+    assert step.in_bundles(2).gain == 1.0
+    assert step.in_bundles(4).gain == 1.2
+    assert StepTime("a", 1, compute=8.0, gain=1.8, shards=4).in_bundles(2).gain == 1.8
+    assert StepTime("a", 1, compute=8e-3, gain=1.8, shards=8).in_bundles(2).gain == 1.0
 
 
 def test_names_of_what_is_told():
