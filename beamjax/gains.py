@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from beamjax.choices import Looping
 from beamjax.costs import Cost
@@ -63,6 +63,8 @@ def gain(
         return Gain()
     at_once = {"loop": 1, "vmap": size}.get(looping.kind, looping.batch)
     operation = cost.weight * at_once / max(cost.calls, 1.0)
+    if cost.shared * at_once < OWN_CORES:  # of a product over members, what a shard has of it
+        cost = replace(cost, shared=0.0)
     if looping.kind == "vmap" and not cost.shared and operation >= OWN_CORES:
         return Gain(1 / max(1.0, DIVIDED * times_as_fast(cores)), busy=float(cores))
     one = alone(cost, cores)

@@ -66,8 +66,7 @@ def member_cost(piece: MapPiece, n: Any) -> Cost:
             total += body_cost(eqn.params["jaxpr"], own)
         else:
             whole = _flat_cost(eqn, n)
-            each = replace(whole.times(1 / n), calls=whole.calls)
-            total += each if each.weight >= SHARED_PRODUCT else replace(each, shared=0.0)
+            total += replace(whole.times(1 / n), calls=whole.calls)
     return total
 
 

@@ -38,3 +38,9 @@ def test_threads_gain_nothing_of_what_stands_in_no_loop():
     assert gain(SMALL, VMAP, 4096, 100, 2, 2) == Gain(1.0, 1.0, 2.0)
     many = gain(SMALL, VMAP, 4096, 100, 16, 16)
     assert many == Gain(1 / (DIVIDED * times_as_fast(16)), 1.0, 16.0)
+
+
+def test_products_over_members_are_as_large_as_what_is_computed_at_once():
+    over = Cost(flops=2e3, calls=1.0, shared=2e3)
+    assert gain(over, VMAP, 4096, 100, 1, 2).alone == pytest.approx(1 / times_as_fast(2))
+    assert gain(over, Looping("batches", 8), 4096, 100, 1, 2) == Gain()
