@@ -274,7 +274,7 @@ def _descend(x: jax.Array, y: jax.Array) -> jax.Array:
         def step(_: int, w: jax.Array) -> jax.Array:
             return w - 1e-3 * ((x @ w - y) @ x)
 
-        return jax.lax.fori_loop(0, 40, step, jnp.zeros(x.shape[1]))
+        return jax.lax.fori_loop(0, 400, step, jnp.zeros(x.shape[1]))
 
     return jax.vmap(one)(x, y)
 
