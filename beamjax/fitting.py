@@ -14,11 +14,12 @@ from typing import Any
 import jax
 
 from beamjax.choices import Looping
+from beamjax.costs import Cost
 from beamjax.errors import BeamjaxError
 from beamjax.inputs import raw_array
 from beamjax.interpreters.sizing import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.stage import Argument
-from beamjax.padded_bytes import padding_text
+from beamjax.padded_bytes import bucket_shares, padding_text
 from beamjax.plan import Block, Branch, Fitted, Loop, Map, Plan, walk
 from beamjax.sources.source_base import Source
 
@@ -66,10 +67,23 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
     together = _together(longest, shorter, mine)
     if isinstance(together, str):
         return plan, together
-    # What is told to be done for a member is that of usual ones.
-    plans = zip(buckets, [*shorter, longest], strict=True)
-    costs = next((p.costs for rows, p in plans if rows >= usual.usual_rows), longest.costs)
-    return replace(together, costs=costs), ""
+    return replace(together, costs=_mean_costs(usual, [*shorter, longest], mine)), ""
+
+
+def _mean_costs(source: Source, plans: Sequence[Plan], mine: Sequence[int]) -> Mapping[str, Cost]:
+    """What is to be done for a member on the average, from the plans for all buckets."""
+    longest = plans[-1]
+    placed = (longest.inputs[i].placed for i in mine)
+    sizes = [longest.shard_sizes[longest.values[x].placement or ""] for x in placed if x]
+    shares = bucket_shares(source, min(sizes)) if sizes else None
+    if shares is None:
+        pairs = zip(source.buckets, plans, strict=True)
+        return next((p.costs for rows, p in pairs if rows >= source.usual_rows), longest.costs)
+    weighted = list(zip(shares.tolist(), plans, strict=True))
+    return {
+        step: sum((p.costs[step].times(share) for share, p in weighted), Cost())
+        for step in longest.costs
+    }
 
 
 def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str, int]:

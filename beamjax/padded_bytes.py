@@ -12,6 +12,8 @@ from beamjax.sources.source_base import LeafSpec, Source
 
 SCANNED = 1 << 20
 """Lengths that are looked at together."""
+SAMPLED_SHARDS = 64
+"""Shards whose lengths tell of all."""
 
 
 class _Local(threading.local):
@@ -49,6 +51,27 @@ def mask_of(source: Source) -> int | None:
     """The number of the leaf that tells rows from padding, if members are ragged."""
     names = [i for i, leaf in enumerate(source.leaves) if leaf.path == "['mask']" and leaf.ragged]
     return names[0] if names else None
+
+
+def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
+    """float64[buckets]: the part of the members in shards that are padded to each, about.
+
+    Args:
+      source: of ragged members.
+      shard_size: members that are padded alike.
+
+    Returns:
+      See above; None if the lengths are not known before the members are read.
+    """
+    n, buckets = len(source), np.array(source.buckets)
+    counts = np.zeros(len(buckets))
+    starts = range(0, n, shard_size)
+    for k in np.unique(np.linspace(0, len(starts) - 1, SAMPLED_SHARDS).astype(int)):
+        lengths = source.rows_of(starts[k], min(starts[k] + shard_size, n))
+        if lengths is None:
+            return None
+        counts[np.searchsorted(buckets, lengths.max())] += len(lengths)
+    return counts / counts.sum()
 
 
 def padding_text(source: Source, shard_size: int, short: bool) -> str:

@@ -238,3 +238,22 @@ def test_checkpoints_and_jobs_go_on(tmp_path):
 def test_verify_agrees():
     report = bj.verify(mean_loss, W, clients())
     assert report
+
+
+def test_what_is_told_of_a_member_is_that_of_the_padded_lengths():
+    def cost(lengths):
+        @bj.program(clients=None)
+        def program(data):
+            return bj.reduce_sum(bj.map_fn(lambda c: jnp.sum(jnp.tanh(c["x"])), data))
+
+        rows = {"x": np.zeros((int(np.sum(lengths)), 3), np.float32)}
+        source = bj.from_ragged(rows, np.array(lengths), buckets=[8, 64])
+        arguments, key, restore = flatten_arguments((source,))
+        chosen = parse_options({"shard_size": 8, "platforms": ["cpu"]})
+        planned = planning.plan_for(program, arguments, key, restore, chosen)
+        (found,) = planned.plan.costs.values()
+        return found.weight
+
+    short, long = cost([8] * 80), cost([64] * 80)
+    assert short < long / 6
+    assert cost([8] * 40 + [64] * 40) == pytest.approx((short + long) / 2, rel=1e-6)
