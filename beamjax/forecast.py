@@ -27,6 +27,10 @@ ADVISED_SECONDS = 1.0
 """Of what a runner takes for itself, at which people are told."""
 LEARNT_SECONDS = 1.0
 """Of runs from which something is learnt; in shorter ones the first calls are what counts."""
+OWN_SHARE, OWN_SECONDS = 0.5, 2.0
+"""The part of what is told of a run, and what is left of it besides its work, of which one is
+reached by runs that teach what their runner takes for itself. In others that is as much staging,
+and what is wrong with what is told of their work."""
 HANDED_RATE = 5e8
 """Bytes a second of server values and partials that Beam hands on, in elements or in files."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
@@ -342,8 +346,10 @@ def learn(plan: Plan, options: Options, tell: Callable[[], Forecast], progress: 
     if done.compile > 0.05:
         known = known.mended("compile", told.compile, done.compile)
     spent = sum(getattr(done, kind) for kind in (*KINDS, "transfer"))
-    if told.runner != "local" and progress.steps and not told.guessed:
-        known = known.mended(told.runner, told.overhead, max(progress.seconds - spent, 0.0))
+    left = max(progress.seconds - spent, 0.0)
+    clear = left >= OWN_SECONDS or told.overhead >= OWN_SHARE * told.seconds
+    if told.runner != "local" and progress.steps and not told.guessed and clear:
+        known = known.mended(told.runner, told.overhead, left)
     remember(known)
     if plan.choices.program and spent - done.compile >= LEARNT_SECONDS / 2:
         steps = {name: _measured(found) for name, found in progress.steps.items() if found.members}

@@ -265,6 +265,20 @@ def test_a_run_mends_what_is_told_of_others(cache):
     assert found.overhead == pytest.approx(12.0 - 8.2, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("members", "seconds", "compute", "learns"),
+    [(10**7, 3.0, 2.0, False), (10**7, 5.0, 2.0, True), (N, 1.5, 0.1, True)],
+)
+def test_runs_teach_what_a_runner_takes_where_that_is_clear(
+    cache, members, seconds, compute, learns
+):
+    types = jax.ShapeDtypeStruct((members, 8), np.float32)
+    plan = plan_of(mean, types, probe=False)
+    before = forecast.forecast(plan, Options(), "DirectRunner")
+    learn(plan, Options(), lambda: before, progress_of(seconds, compute=compute))
+    assert ("DirectRunner" in calibration.calibration().factors) == learns
+
+
 def test_short_runs_teach_nothing(cache):
     plan = plan_of(mean, X)
     learn(plan, Options(), lambda: told(plan), progress_of(0.2, compute=0.1))
