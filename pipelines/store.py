@@ -262,6 +262,12 @@ class Store:
             ) from error
 
     def _load(self, ref: Ref) -> list[np.ndarray]:
+        size = sum(size for _, size in ref.files)
+        if size < ref.nbytes:
+            raise ArrayFormatError(
+                f"{self.root}: value {ref.key}: found files of {size} bytes, expected "
+                f"{ref.nbytes} or more for its {len(ref.leaves)} arrays; the reference is damaged."
+            )
         chunks = (chunk for name, size in ref.files for chunk in self._read_chunks(name, size))
         loaded = [
             assemble(dtype_from_name(name), shape, chunks, f"{self.root}: value {ref.key}")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -367,8 +368,22 @@ def test_another_value_in_the_file_is_found(tmp_path):
     double = dataclasses.replace(ref, files=ref.files * 2)
     with pytest.raises(ArrayFormatError, match="has more data than its 1 arrays"):
         place.get(double)
-    with pytest.raises(ArrayFormatError, match="found nothing at element 0 of an array"):
+    with pytest.raises(ArrayFormatError, match="found files of 0 bytes, expected 160000"):
         place.get(dataclasses.replace(ref, files=()))
+
+
+def test_arrays_that_are_larger_than_their_files_get_no_memory(tmp_path):
+    place = Store(str(tmp_path))
+    ref = place.put([np.zeros(20_000)])
+    large = dataclasses.replace(ref, leaves=(("float64", (1 << 40,)),))
+    told = f"value {ref.key}: found files of {ref.files[0][1]} bytes, expected {8 << 40}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ArrayFormatError, match=told):
+            place.get(large)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "x.arrays"])
