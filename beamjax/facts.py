@@ -195,7 +195,7 @@ def _ways(step: Map) -> str:
     if step.turns:
         how = "one after the other" if step.looping.kind == "loop" else f"in {step.looping}"
         told.append(f"members {how}: {step.turns}")
-    if step.short not in (None, step.body):
+    if step.short_body not in (None, step.body):
         told.append("full shards by an executable of their own, without a mask")
     return "; ".join(told)
 

@@ -147,7 +147,8 @@ def _plain(value: Any, bodies: Mapping[str, str]) -> Any:
 
 def _without_bodies(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_bodies(v) for k, v in value.items() if k != "body"}
+        kept = {k: v for k, v in value.items() if k not in ("body", "short_body")}
+        return {k: _without_bodies(v) for k, v in kept.items()}
     if isinstance(value, list):
         return [_without_bodies(part) for part in value]
     return value

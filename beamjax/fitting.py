@@ -109,7 +109,9 @@ def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan |
         for step, shorter in pairs:
             if step.body != shorter.body:
                 shapes = tuple(other.values[name].shape for name in shorter.operands)
-                found.setdefault(step.name, []).append(Fitted(shapes, shorter.body, shorter.short))
+                found.setdefault(step.name, []).append(
+                    Fitted(shapes, shorter.body, shorter.short_body)
+                )
         bodies |= other.bodies
     if any(body.python for body in bodies.values()):
         return "a body runs as Python"
@@ -173,7 +175,7 @@ def _bits(value: Any) -> tuple[Any, ...]:
 
 
 def _without_body(step: Map) -> Map:
-    return replace(step, body="", short=None, looping=Looping(), turns="")
+    return replace(step, body="", short_body=None, looping=Looping(), turns="")
 
 
 def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:

@@ -173,12 +173,12 @@ class Fitted:
     Attributes:
       shapes: of one member of each operand.
       body: takes and returns what that of the pass does, but for these shapes.
-      short: likewise.
+      short_body: likewise.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     body: str
-    short: str | None = None
+    short_body: str | None = None
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,12 @@ class Map:
     The body takes `(start, count, *broadcasts, *operands)`, with the index of the shard's first
     member, the number of true members in it and operands padded to the shard size; it returns the
     placed results of the shard, one flat vector of partials per lane, and the arrays of each
-    combine. A `guard` has it take and return more. It is for shards that are full, and `short` for
-    those that are not, or of which members are left out; the two are one where a mask costs little,
-    and `short` is None where all shards are full. One of `fitted` takes their place for operands of
-    the shapes that it is for. `looping` says how the body computes the members of a shard, and
-    `turns` why not all of them at once, if so. Compression makes the partials of a shard `saved`
-    bytes smaller.
+    combine. A `guard` has it take and return more. It is for shards that are full, and `short_body`
+    for those that are not, or of which members are left out; the two are one where a mask costs
+    little, and `short_body` is None where all shards are full. One of `fitted` takes their place
+    for operands of the shapes that it is for. `looping` says how the body computes the members of a
+    shard, and `turns` why not all of them at once, if so. Compression makes the partials of a shard
+    `saved` bytes smaller.
     """
 
     name: str
@@ -210,14 +210,14 @@ class Map:
     turns: str = ""
     looping: Looping = VMAP
     saved: int = 0
-    short: str | None = None
+    short_body: str | None = None
 
     @property
     def executables(self) -> tuple[str, ...]:
         """The bodies of its shards, each once."""
-        keys = [self.body, self.short]
+        keys = [self.body, self.short_body]
         for fitted in self.fitted:
-            keys += fitted.body, fitted.short
+            keys += fitted.body, fitted.short_body
         return tuple(dict.fromkeys(key for key in keys if key is not None))
 
     @property

@@ -150,7 +150,7 @@ class ShardExecutor:
 
     def _body_of(self, step: Map | Fitted, full: bool, shard: Shard) -> Callable[..., Any]:
         """What computes a shard for a step; it is loaded when it is first needed."""
-        key = step.body if full else step.short
+        key = step.body if full else step.short_body
         if key is None:
             raise WorkerError(
                 f"found a shard of {shard.count} members, expected {self.size}, as all shards of "

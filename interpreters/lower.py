@@ -164,7 +164,7 @@ class _Lowering:
         name, size = self.name(f"members_{placement}"), self.sizes[placement]
         key = self.export(name, lambda members: lambda *heads: [], size, self.heads(size), [])
         guard = self.guard and replace(self.guard, on_nonfinite="keep")
-        return Map(name, placement, key, (), (), (), (), guard=guard, short=key)
+        return Map(name, placement, key, (), (), (), (), guard=guard, short_body=key)
 
     # ------------------------------------------------------------------------------- values
 
@@ -344,7 +344,8 @@ class _Lowering:
             key = short = self.export(name, sized, size, arguments, eqns)
         return Map(
             name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
-            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece), short=short,
+            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece),
+            short_body=short,
         )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:

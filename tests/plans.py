@@ -60,7 +60,9 @@ class Maker:
         )
         key = self.export(name, body, arguments)
         functions = (f"{name}_body",)
-        return Map(name, "clients", key, broadcasts, operands, results, lanes, functions, short=key)
+        return Map(
+            name, "clients", key, broadcasts, operands, results, lanes, functions, short_body=key
+        )
 
     def plan(self, steps, outputs, inputs):
         """A plan with these outputs, by name, and inputs."""

@@ -60,9 +60,9 @@ def optimized(plan, step, key, size):
 @pytest.mark.usefixtures("apart")
 def test_full_shards_select_nothing():
     plan, (step,) = passes(scatter(), rows(70), shard_size=64)
-    assert step.executables == (step.body, step.short)
+    assert step.executables == (step.body, step.short_body)
     assert " select(" not in optimized(plan, step, step.body, 64)
-    assert " select(" in optimized(plan, step, step.short, 64)
+    assert " select(" in optimized(plan, step, step.short_body, 64)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_which_executables_there_are(n, members, which, monkeypatch):
     monkeypatch.setattr(masks, "MASKED_SECONDS", members)
     _, (step,) = passes(scatter(), rows(n), shard_size=8)
     if which == "full":
-        assert step.short is None
+        assert step.short_body is None
         assert step.executables == (step.body,)
     elif which == "one":
-        assert step.short == step.body
+        assert step.short_body == step.body
         assert step.executables == (step.body,)
     else:
-        assert step.executables == (step.body, step.short)
-        assert step.short != step.body
+        assert step.executables == (step.body, step.short_body)
+        assert step.short_body != step.body
 
 
 def test_masks_of_much_that_is_reduced_are_worth_an_executable():

@@ -58,10 +58,11 @@ def elsewhere(plan, program=None):
         python = dataclasses.replace(body.python, function=None, program=program)
         return dataclasses.replace(body, python=python)
 
-    steps = [
-        dataclasses.replace(step, body="far " + step.body) if hasattr(step, "body") else step
-        for step in plan.steps
-    ]
+    def renamed(step):
+        names = {name: getattr(step, name, None) for name in ("body", "short_body")}
+        return dataclasses.replace(step, **{k: f"far {v}" for k, v in names.items() if v})
+
+    steps = map(renamed, plan.steps)
     bodies = {f"far {key}": sent(body) for key, body in plan.bodies.items()}
     return dataclasses.replace(plan, steps=tuple(steps), bodies=bodies)
 
