@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from beamjax.pages.layout import Box, Link, layered, spread
@@ -39,7 +39,22 @@ def overlap(a, b):
     return min(a[2], b[2]) - max(a[0], b[0]) > 1e-6 and min(a[3], b[3]) - max(a[1], b[1]) > 1e-6
 
 
+def crowded(*widths, links):
+    """A graph of boxes of these widths, by "source target" in numbers of one digit."""
+    boxes = [Box(str(i), width, 15) for i, width in enumerate(widths)]
+    return boxes, [Link(source, target, 0, 34) for source, target in links.split()]
+
+
+# Lines that would all start, or end, at one of the two corners of a narrow box.
+CROWDED = [
+    crowded(20, 20, 20, 117, 20, 23, 85, links="01 04 02 46 03 36 05 06 12 13 14 15 16 26"),
+    crowded(20, 85, 20, 149, 20, 20, 20, 20, 20, links="01 02 03 12 13 14 04 07 15 05 16"),
+]
+
+
 @settings(max_examples=150)
+@example(CROWDED[0])
+@example(CROWDED[1])
 @given(graphs())
 def test_nothing_overlaps_and_lines_go_down(graph):
     boxes, links = graph

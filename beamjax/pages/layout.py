@@ -372,9 +372,10 @@ def _ports(nodes: Sequence[_Node], chains: Sequence[Sequence[_Node]]) -> Ports:
             gap = min(PORT, (high - low) / len(found))
             wanted = [min(max(x, low), high) for x, _ in found]
             placed = spread(wanted, [gap] * (len(found) - 1))
-            shift = max(0.0, low - placed[0]) - max(0.0, placed[-1] - high)
-            for (_, number), x in zip(found, placed, strict=True):
-                ports[number, first] = x + shift
+            spare = max(high - low - gap * (len(found) - 1), 0.0)
+            for i, ((_, number), x) in enumerate(zip(found, placed, strict=True)):
+                least = low + gap * i
+                ports[number, first] = min(max(x, least), least + spare)
     return ports
 
 
