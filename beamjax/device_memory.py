@@ -102,8 +102,7 @@ def _of_step(
     if not beam:
         yield "broadcasts", _bytes(plan, step.broadcasts)
     yield "members of a shard, twice", COPIES * size * _bytes(plan, step.operands)
-    bodies = [*step.executables, *(combine.body for combine in step.combines)]
-    yield "computing", max(working[body] for body in bodies)
+    yield "computing", max(working[body] for body in step.all_bodies)
     # Those of the shard before are copied to the host while the next one is computed.
     partials = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
     partials += sum(lane.size * np.dtype(lane.dtype).itemsize for lane in step.lanes)

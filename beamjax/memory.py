@@ -209,8 +209,7 @@ class _Estimation:
         ahead = 1 if devices == 1 else 2 * devices
         each = {name: size * plan.values[name].nbytes for name in (*step.operands, *step.results)}
         yield "members of a shard", SLACK * (ahead + 1) * sum(each[x] for x in step.operands)
-        bodies = [*step.executables, *(combine.body for combine in step.combines)]
-        working = max(plan.bodies[body].working for body in bodies)
+        working = max(plan.bodies[body].working for body in step.all_bodies)
         yield "computing", SLACK * devices * working
         results = sum(each[x] for x in step.results)
         if results:

@@ -221,6 +221,11 @@ class Map:
         return tuple(dict.fromkeys(key for key in keys if key is not None))
 
     @property
+    def all_bodies(self) -> tuple[str, ...]:
+        """Those, and the bodies of its combines."""
+        return (*self.executables, *(combine.body for combine in self.combines))
+
+    @property
     def partial_bytes(self) -> int:
         """Bytes of what a shard is reduced to."""
         lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in self.lanes)

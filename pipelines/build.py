@@ -287,9 +287,7 @@ class Graph:
         """What a worker needs of a step; with its body, if it reads server values to run it."""
         static = {name: self.static[name] for name in served or () if name in self.static}
         lanes = step.lanes if isinstance(step, Map) else ()
-        needed = [step.body]
-        if isinstance(step, Map):
-            needed = [*step.executables, *(combine.body for combine in step.combines)]
+        needed = step.all_bodies if isinstance(step, Map) else (step.body,)
         bodies = {key: self._body(key) for key in needed} if served is not None else {}
         needed_types = [r.result for lane in lanes for r in lane.reductions]
         if isinstance(step, Map) and step.guard is not None:
