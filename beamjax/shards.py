@@ -78,7 +78,8 @@ class ShardExecutor:
         self._body = plan.bodies[step.body]
         # What calls back to the host is given true members only, so that no call is for padding.
         self._pads = self._body.python is None
-        self._calls = {step.body: load_body(step.body, self._body, self.size)}
+        first = load_body(step.body, self._body, self.size)
+        self._calls = {(step.body, self.size): first}
         self._fitted = {fitted.shapes: fitted for fitted in step.fitted}
         self._checked: set[str] = set()
         self._bodies = plan.bodies
@@ -132,10 +133,9 @@ class ShardExecutor:
         """
         if self._pads:
             arrays = list(map(self._pad, arrays))
-        call = self._body_of(self.step, full, shard)
         shapes = tuple(array.shape[1:] for array in arrays)
         if shapes not in self._fitted:
-            return self._called(call, shard, heads, arrays)
+            return self._called(self._body_of(self.step, full, shard), shard, heads, arrays)
         fitted = self._fitted[shapes]
         outs = self._called(self._body_of(fitted, full, shard), shard, heads, arrays)
         if fitted.body not in self._checked:
@@ -144,7 +144,8 @@ class ShardExecutor:
                 padded_rows(array, self._types[name].shape)
                 for name, array in zip(names, arrays, strict=True)
             ]
-            check_padding(shapes, outs, self._called(call, shard, heads, longest))
+            usual = self._body_of(self.step, full, shard)
+            check_padding(shapes, outs, self._called(usual, shard, heads, longest))
             self._checked.add(fitted.body)
         return outs
 
@@ -156,11 +157,10 @@ class ShardExecutor:
                 f"found a shard of {shard.count} members, expected {self.size}, as all shards of "
                 "this plan are full: this is an error in beamjax, please report it"
             )
-        if not self._pads:
-            return load_body(key, self._bodies[key], shard.count)
-        if key not in self._calls:
-            self._calls[key] = load_body(key, self._bodies[key])
-        return self._calls[key]
+        members = self.size if self._pads else shard.count
+        if (key, members) not in self._calls:
+            self._calls[key, members] = load_body(key, self._bodies[key], members)
+        return self._calls[key, members]
 
     def _called(
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
