@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax.costs import Cost
-from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.flat_program import BranchEqn, Eqn, LoopEqn, MemberEqn
 from beamjax.interpreters.pieces import MapPiece, ServerPiece
 
@@ -195,7 +195,7 @@ def _dense(
     match name:
         case "dot_general":
             (left, _), _ = params["dimension_numbers"]
-            return 2.0 * made * math.prod(_dim(ins[0].aval.shape[axis]) for axis in left)
+            return 2.0 * made * known_size(ins[0].aval.shape[axis] for axis in left)
         case "conv_general_dilated":
             out = params["dimension_numbers"].rhs_spec[0]
             return 2.0 * made * _size(ins[1]) / max(_dim(ins[1].aval.shape[out]), 1)
@@ -212,7 +212,7 @@ def _places(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> 
     out, _, *window = params["dimension_numbers"].rhs_spec
     shape = ins[1].aval.shape
     made = sum(map(_size, outs)) / max(_dim(shape[out]), 1)
-    return made * math.prod(_dim(shape[axis]) for axis in window)
+    return made * known_size(shape[axis] for axis in window)
 
 
 def _bytes(atoms: Iterable[Any]) -> int:
@@ -220,7 +220,7 @@ def _bytes(atoms: Iterable[Any]) -> int:
 
 
 def _size(atom: Any) -> int:
-    return math.prod(map(_dim, getattr(atom.aval, "shape", ())))
+    return known_size(getattr(atom.aval, "shape", ()))
 
 
 def _dim(dim: Any) -> int:

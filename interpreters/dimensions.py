@@ -7,7 +7,8 @@ value reads a server value instead, one for each symbol, which no equation makes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,6 +23,11 @@ SIZE = jax.core.ShapedArray((), np.dtype("int32"))
 def is_unknown(dim: Any) -> bool:
     """Whether a dimension, or the size of a placement, is symbolic."""
     return jax.export.is_symbolic_dim(dim)
+
+
+def known_size(shape: Iterable[Any]) -> int:
+    """The number of entries, of which an axis of unknown length counts as one."""
+    return math.prod(int(dim) for dim in shape if not is_unknown(dim))
 
 
 @functools.cache

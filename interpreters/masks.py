@@ -8,10 +8,9 @@ as long. All shards but the last are full, and need none.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.pieces import MapPiece
 from beamjax.interpreters.readings import Fold, shape_of
 
@@ -42,6 +41,5 @@ def _masked_values(piece: MapPiece, n: Any) -> float:
         if isinstance(emission.reading, Fold):
             for atom, axis in zip(emission.eqn.inputs, emission.reading.in_axes, strict=True):
                 if axis is not None:
-                    entries = math.prod(d for d in shape_of(atom) if not is_unknown(d))
-                    values += entries / (1 if is_unknown(n) else n)
+                    values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
     return values

@@ -9,7 +9,6 @@ many: in such batches, or at once where little is computed of what is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from beamjax.costs import USUAL, Cost
 from beamjax.errors import OptionsError
 from beamjax.interpreters.callbacks import reason_for_python
 from beamjax.interpreters.cost import member_cost
-from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.map_bodies import goes_one_by_one
 from beamjax.interpreters.pieces import Emission, MapPiece, Piece, walk
 from beamjax.interpreters.places import PlacedProgram
@@ -217,4 +216,4 @@ def _is_var(atom: Any) -> bool:
 def _nbytes(aval: Any) -> int:
     if not hasattr(aval, "shape"):
         return 0
-    return math.prod(d for d in aval.shape if not is_unknown(d)) * aval.dtype.itemsize
+    return known_size(aval.shape) * aval.dtype.itemsize
