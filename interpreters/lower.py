@@ -332,12 +332,11 @@ class _Lowering:
         self.costs[name] = cost_of_member(piece, n)
         eqns = [e.eqn for e in piece.emissions]
         full = functools.partial(sized, full=True)
-        if callbacks.reason_for_python(eqns, self.options):
-            # One function is for all: it is called with the members that there are.
-            key = short = self.export(name, sized, size, arguments, eqns)
-        elif masks.are_all_full(n, size) and not (guard and guard.drops):
+        # A function of Python is one for all: it is called with the members that there are.
+        exported = not callbacks.reason_for_python(eqns, self.options)
+        if exported and masks.are_all_full(n, size) and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None
-        elif masks.pays_apart(piece, n, size):
+        elif exported and masks.pays_apart(piece, n, size):
             key = self.export(name, full, size, arguments, eqns)
             short = self.export(name, sized, size, arguments, eqns)
         else:
