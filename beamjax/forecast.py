@@ -129,8 +129,8 @@ def forecast(
     cores = os.cpu_count() or 1
     count = min(workers.handing or 1, cores)
     threads = min(workers.computing, cores)
-    learnt = _learnt(plan, options)
-    found = _steps(plan, plan.steps, 1, False, known, learnt, count, threads)
+    by = _Rates(known, _learnt(plan, options), count, threads, cores)
+    found = _steps(plan, plan.steps, 1, False, by)
     steps = tuple(step.in_bundles(threads) if workers.beam else step for step in found)
     pipelines, stages, shards, nbytes = _pipelines(
         plan, options, workers, _in_memory(runner, options, workers)
@@ -146,40 +146,49 @@ def forecast(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Rates:
+    """What tells how long steps take.
+
+    Attributes:
+      known: of the machine and its runners.
+      learnt: what earlier runs of the program took, by step.
+      workers: processes that do a pass side by side.
+      threads: of each that compute shards.
+      cores: of the machine.
+    """
+
+    known: Calibration
+    learnt: Mapping[str, Any]
+    workers: int
+    threads: int
+    cores: int
+
+
 def _steps(
-    plan: Plan,
-    steps: Sequence[Step],
-    rounds: int,
-    guessed: bool,
-    known: Calibration,
-    learnt: Mapping[str, Any],
-    workers: int,
-    threads: int,
+    plan: Plan, steps: Sequence[Step], rounds: int, guessed: bool, by: _Rates
 ) -> Iterator[StepTime]:
+    known = by.known
     for step in steps:
         match step:
             case Loop(condition=condition, block=block):
                 times = rounds * (GUESSED_ROUNDS if step.rounds is None else step.rounds)
                 inner = (*(condition.steps if condition else ()), *block.steps)
                 open_ = guessed or step.rounds is None
-                yield from _steps(plan, inner, times, open_, known, learnt, workers, threads)
+                yield from _steps(plan, inner, times, open_, by)
             case Branch(blocks=blocks):
-                ways = [
-                    list(_steps(plan, b.steps, rounds, guessed, known, learnt, workers, threads))
-                    for b in blocks
-                ]
+                ways = [list(_steps(plan, b.steps, rounds, guessed, by)) for b in blocks]
                 yield from max(ways, key=lambda way: sum(s.seconds for s in way), default=[])
             case Map():
-                cores = max((os.cpu_count() or 1) // workers, 1)
-                found = _map(plan, step, known, learnt, threads, cores)
+                found = _map(plan, step, by)
                 yield StepTime(
                     step.name, rounds, rounds * found.read, rounds * found.compute,
-                    rounds * found.merge, found.source, guessed or found.guessed, workers,
+                    rounds * found.merge, found.source, guessed or found.guessed, by.workers,
                     found.gain, found.shards, found.cores,
                 )  # fmt: skip
             case Server(name=name) if name in plan.costs:
                 cost = plan.costs[name]
-                seconds = known.rates.seconds(cost) * gains.alone(cost, os.cpu_count() or 1)
+                seconds = known.rates.seconds(cost) * gains.alone(cost, by.cores)
                 seconds += cost.calls * known.rates.call
                 seconds = rounds * known.factor("compute") * (seconds + known.rates.shard)
                 yield StepTime(name, rounds, compute=seconds, guessed=guessed or cost.guessed)
@@ -189,15 +198,9 @@ def _steps(
                 yield StepTime(name, rounds, read=rounds * n * value.nbytes / known.read)
 
 
-def _map(
-    plan: Plan,
-    step: Map,
-    known: Calibration,
-    learnt: Mapping[str, Any],
-    threads: int,
-    cores: int,
-) -> StepTime:
-    """One pass over all members, by threads of a process with so many cores."""
+def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
+    """One pass over all members, by the threads of one of the processes."""
+    known = by.known
     n = plan.sizes[step.placement] or 0
     size = plan.shard_sizes[step.placement]
     shards = -(-n // size)
@@ -206,16 +209,17 @@ def _map(
     merge = shards * partial / known.merge
     tried = {(t.step, t.size, t.looping): t.seconds for t in plan.choices.tried}
     read, merge = known.factor("read") * read, known.factor("merge") * merge
-    found = learnt.get(step.name)
+    found = by.learnt.get(step.name)
     if found is not None:
         scale = n / max(found["members"], 1)
         return StepTime(
             step.name, 1, scale * found["read"], scale * found["compute"],
-            scale * found["merge"], "earlier runs", gain=gains.side_by_side(shards, threads),
+            scale * found["merge"], "earlier runs", gain=gains.side_by_side(shards, by.threads),
             shards=shards,
         )  # fmt: skip
     cost = plan.costs.get(step.name)
-    gain = gains.gain(cost, step.looping, size, shards, threads, cores)
+    cores = max(by.cores // by.workers, 1)
+    gain = gains.gain(cost, step.looping, size, shards, by.threads, cores)
     if (step.name, size, step.looping) in tried:
         seconds = shards * tried[step.name, size, step.looping]
         compute = max(seconds - merge, 0.0)
@@ -242,7 +246,7 @@ def _calls(looping: Looping, size: int) -> float:
 def _in_memory(runner: str, options: Options, workers: Workers) -> bool:
     """Whether large sums and server values are handed over as the objects that they are."""
     direct = runner.lower().removesuffix("runner") in DIRECT
-    return workers.shared and direct and not (options.checkpoint or options.keep_folder)
+    return workers.shared and direct and not options.keeps_files
 
 
 def _pipelines(

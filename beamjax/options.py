@@ -158,6 +158,11 @@ class Options:
         return folder if folder is not None and os.path.isdir(folder) else None
 
     @property
+    def keeps_files(self) -> bool:
+        """Whether somebody reads files of a run besides its workers: people, or a later run."""
+        return bool(self.checkpoint or self.keep_folder)
+
+    @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
         return (

@@ -176,7 +176,7 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
 def in_memory(store: Store, connection: Connection) -> Iterator[None]:
     """Keeps in memory what a run need not write, while it lasts."""
     options = connection.options
-    if not connection.is_one_process or options.checkpoint or options.keep_folder:
+    if not connection.is_one_process or options.keeps_files:
         yield  # Checkpoints link files, and people may look at those of a folder that is kept.
         return
     in_process.open_shelf(store.root, store_budget(options.memory_bytes))
