@@ -33,6 +33,7 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
+from beamjax.plan import MAX_MEMBERS
 
 # --- by a function of the user
 
@@ -113,6 +114,9 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
         return Local((axis,), (dropping(axis, reduced),), as_is)
     function, lane = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
+    members = MAX_MEMBERS if is_unknown(n) else n
+    if members - 1 > np.iinfo(result.dtype).max:  # XLA's wrap around, and are compared as they are.
+        return None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
         # Padding comes last, so that of equal extremes it is never the first.
@@ -132,7 +136,7 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
     return Combination((axis,), name, partial, combine, leaves, (0,))
 
 
-NOWHERE = np.int32(2**31 - 1)
+NOWHERE = np.int32(MAX_MEMBERS)
 """The place of what is no member; see `MAX_MEMBERS`."""
 
 

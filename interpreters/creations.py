@@ -90,18 +90,15 @@ def _pad(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """`split(key, n)[i]` is `fold_in(key, i)`, whatever n, for partitionable threefry keys."""
+    """`split(key, n)[i]` is a hash of the key and i, whatever n, for partitionable keys."""
     shape = eqn.params["shape"]
     plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
     if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        inner = math.prod(shape[1:])
-        offsets = lax.iota(np.dtype("uint32"), inner)
-        rows = shard.indices().astype(np.dtype("uint32")) * np.uint32(inner)
-        indices = (rows[:, None] + offsets[None, :]).reshape(-1)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(args[0], indices)
+        words = _hashed(args[0], shard, math.prod(shape[1:]))
+        keys = jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
         return [keys.reshape(shard.size, *shape[1:])]
 
     return Local((None,), (0,), emit)
@@ -118,9 +115,7 @@ def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        words = _element_numbers(shard, inner)
-        first, second = jax.random.key_data(args[0])
-        high, low = threefry2x32_p.bind(*jnp.broadcast_arrays(first, second, *words))
+        high, low = _hashed(args[0], shard, inner)
         if width == 64:
             wide = np.dtype("uint64")
             bits = (high.astype(wide) << np.uint64(32)) | low.astype(wide)
@@ -129,6 +124,13 @@ def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
         return [bits.reshape(shard.size, *shape[1:])]
 
     return Local((None,), (0,), emit)
+
+
+def _hashed(key: Any, shard: Shard, inner: int) -> list[jax.Array]:
+    """The two words, uint32[size, inner], that a key gives for each number of an element."""
+    first, second = jax.random.key_data(key)
+    words = _element_numbers(shard, inner)
+    return threefry2x32_p.bind(*jnp.broadcast_arrays(first, second, *words))
 
 
 def _element_numbers(shard: Shard, inner: int) -> tuple[jax.Array, jax.Array]:

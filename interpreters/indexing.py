@@ -128,7 +128,8 @@ def _scatter_fold(
             where,
             shard.masked(rows.astype(dtype), position, neutral),
             p["dimension_numbers"],
-            indices_are_sorted=p["indices_are_sorted"],
+            # Who stands for a member that is left out comes out of order.
+            indices_are_sorted=p["indices_are_sorted"] and shard.members is None,
             unique_indices=False,  # Padding repeats an index.
             mode=p["mode"],
         )

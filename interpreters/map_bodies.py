@@ -121,15 +121,13 @@ def one_by_one(
         shared, operands = raw[heads:broadcasts], raw[broadcasts:]
 
         def members(i: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            first: tuple[Any, ...]
+            before = batch * jnp.asarray(i, raw[0].dtype)
             if guard is None:
-                start, count = raw[:heads]
-                before = batch * jnp.asarray(i, start.dtype)
-                true = jnp.clip(count - before.astype(count.dtype), 0, batch)
-                first = start + before, true.astype(count.dtype)
+                rest = [jnp.clip(raw[1] - before, 0, batch)]
             else:
-                first = raw[0], *(_rows(x, i, batch) for x in raw[1:heads])
-            outs = single(*first, *shared, *(_rows(x, i, batch) for x in operands))
+                rest = [_rows(x, i, batch) for x in raw[1:heads]]
+            own = [_rows(x, i, batch) for x in operands]
+            outs = single(raw[0] + before, *rest, *shared, *own)
             made = outs[results : results + len(lanes)]
             return made, [*outs[:results], *outs[results + len(lanes) :]]
 

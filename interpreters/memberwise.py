@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from beamjax.interpreters.flat_program import Eqn, aval_of
+from beamjax.interpreters.member_indices import clamped
 from beamjax.interpreters.picks import pick_rows
 from beamjax.interpreters.readings import (
     Axes,
@@ -152,7 +153,7 @@ def _slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     if start == 0 and limit == n and (strides is None or strides[axis] == 1):
         return Local((axis,), (axis,), resizing("limit_indices", axis))
     stride = 1 if strides is None else strides[axis]
-    return pick_rows(eqn, axis, n, lambda args: jnp.arange(start, limit, stride))
+    return pick_rows(eqn, axis, n, lambda args: jnp.arange(start, limit, stride, "int32"))
 
 
 @rule("dynamic_slice")
@@ -163,7 +164,7 @@ def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     size = eqn.params["slice_sizes"][axis]
     if size == n:  # It starts at 0, whatever the index says.
         return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
-    first = lambda args: jnp.clip(args[1 + axis].astype("int32"), 0, n - size)
+    first = lambda args: clamped(args[1 + axis], n - size)
     return pick_rows(eqn, axis, n, lambda args: first(args) + jnp.arange(size, dtype="int32"))
 
 
@@ -172,7 +173,7 @@ def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis = only(axes[:2])
     if axis is None or any_placed(axes[2:]):
         return None
-    if axes[1] is None and shape_of(eqn.inputs[1])[axis] < n:
+    if axes[1] is None and shape_of(eqn.inputs[1])[axis] != n:
         return write_rows(eqn, axis, n)
     return Local((axis, axis, *axes[2:]), (axis,), as_is)
 

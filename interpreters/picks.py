@@ -17,6 +17,7 @@ from jax.lax import GatherScatterMode
 from beamjax.bodies import unwrap, value_type
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Eqn, aval_of
+from beamjax.interpreters.member_indices import OUTSIDE, bounded
 from beamjax.interpreters.readings import Fold, Shard, bind, replaced, shape_of
 from beamjax.reducers import PICK
 
@@ -31,7 +32,7 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
       eqn: the slice.
       axis: along which the members of its first operand lie.
       n: the number of members.
-      indices: from the operands to the indices of the members, an int vector.
+      indices: from the operands to the indices of the members, an int32 vector, all in bounds.
     """
     taken = shape_of(eqn.outputs[0])[axis]
     if not _is_worth(eqn, taken, n):
@@ -46,10 +47,9 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
         else:
             changes = {"slice_sizes": put("slice_sizes", shard.size)}
         (rows,) = bind(eqn, args, **changes)
-        where = indices(args).astype("int32") - shard.start
-        inside = shard.has(where)
-        rows = jnp.take(rows, jnp.clip(where, 0, shard.size - 1), axis=axis, mode="clip")
-        return _bits(rows, axis, inside)
+        taken_rows = shard.rows(indices(args))
+        rows = jnp.moveaxis(jnp.take(rows, taken_rows, axis=axis, mode="clip"), axis, 0)
+        return jnp.moveaxis(_bits(rows, shard.has(taken_rows)), 0, axis)
 
     return Fold((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
 
@@ -70,21 +70,21 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
     if not single or axis in d.operand_batching_dims or not _is_worth(eqn, taken, n):
         return None
     column = d.start_index_map.index(axis)
-    drops = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    shape, sizes = shape_of(eqn.inputs[0]), eqn.params["slice_sizes"]
+    lasts = [shape[k] - sizes[k] for k in d.start_index_map]
+    fills = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
         operand, indices = args
-        index = indices[..., column]
-        # What is outside of all members is what the first shard makes of it.
-        outside = ((index < 0) | (index >= n)) & (shard.start == 0)
-        if not drops:
-            index, outside = jnp.clip(index, 0, n - 1), jnp.zeros_like(outside)
-        where = index.astype("int32") - shard.start
-        inside = shard.has(where) & (index < n)
-        row = jnp.where(outside, shard.size, jnp.where(inside, where, 0))
-        indices = indices.at[..., column].set(row.astype(indices.dtype))
-        (rows,) = bind(eqn, [operand, indices])
-        bits = _bits(jnp.moveaxis(rows, batch, range(len(batch))), 0, inside | outside)
+        if fills:  # JAX then casts them to int32 before it compares them, also those of 64 bits.
+            indices = indices.astype(np.int32)
+        indices = bounded(indices, lasts, clamps=not fills)
+        member = indices[..., column]
+        row = shard.rows(member)
+        (rows,) = bind(eqn, [operand, indices.at[..., column].set(row)])
+        # The first shard makes what stands for members that there are not.
+        own = shard.has(row) | ((member == OUTSIDE) & (shard.start == 0))
+        bits = _bits(jnp.moveaxis(rows, batch, range(len(batch))), own)
         return jnp.moveaxis(bits, range(len(batch)), batch)
 
     return Fold((axis, None), PICK.name, partial, picks=True)
@@ -96,7 +96,6 @@ def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
     return known and PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
 
 
-def _bits(rows: Any, axis: int, mask: Any) -> Any:
-    """The bits of rows that lie along `axis`, or along the first axes as `mask` has them."""
-    bits = PICK.partial(jnp.moveaxis(unwrap(rows), axis, 0), mask)
-    return jnp.moveaxis(bits, 0, axis)
+def _bits(rows: Any, mask: Any) -> Any:
+    """The bits of rows, whose first axes are those of `mask`, and zeros where it does not hold."""
+    return PICK.partial(unwrap(rows), mask)

@@ -15,6 +15,7 @@ from jax.extend import core as jex
 from beamjax import _compat
 from beamjax.interpreters.flat_program import Eqn
 from beamjax.interpreters.lines import user_line
+from beamjax.interpreters.member_indices import OUTSIDE
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis along which its members lie; None on the server."""
@@ -43,10 +44,14 @@ class Shard:
             return self.members
         return self.start + lax.iota(np.dtype("int32"), self.size)
 
-    def has(self, places: jax.Array) -> jax.Array:
-        """Whether there are members at these places of the shard, which may be outside of it."""
-        inside = (places >= 0) & (places < self.size)
-        return inside & jnp.take(self.mask, jnp.clip(places, 0, self.size - 1))
+    def rows(self, index: jax.Array) -> jax.Array:
+        """The rows of members by their index among all, int32; `OUTSIDE` for other shards'."""
+        row = index - self.start
+        return jnp.where((index >= 0) & (row >= 0) & (row < self.size), row, OUTSIDE)
+
+    def has(self, rows: jax.Array) -> jax.Array:
+        """Whether there are members, padding left out, in these rows, as `rows` gives them."""
+        return (rows != OUTSIDE) & jnp.take(self.mask, rows, mode="clip")
 
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[Shard, list[Any]]:
         """The same shard, and values of it along these axes, with padding last."""

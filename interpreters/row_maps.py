@@ -21,6 +21,7 @@ from beamjax.interpreters.flat_program import Atom, Eqn, FlatProgram, Var, aval_
 from beamjax.interpreters.places import Along
 from beamjax.interpreters.prune import prune
 from beamjax.interpreters.readings import Local, Shard
+from beamjax.plan import MAX_MEMBERS
 
 
 def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
@@ -51,6 +52,8 @@ def move_cuts(
     for eqn in list(flat.walk()):
         along = wanted.get(eqn.outputs[0]) if len(eqn.outputs) == 1 else None
         if along is None or not is_cut(eqn, along, sizes[along.placement]):
+            continue
+        if aval_of(eqn.inputs[0]).shape[0] > MAX_MEMBERS:  # A member knows its rows by an int32.
             continue
         readers = users.get(eqn.outputs[0], [])
         placements = {_placement(reader) for reader in readers}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Eqn
+from beamjax.interpreters.member_indices import OUTSIDE, bounded, clamped
 from beamjax.interpreters.readings import Local, Shard, bind, replaced, shape_of
+from beamjax.plan import MAX_MEMBERS
 
 
-def write_rows(eqn: Eqn, axis: int, n: Any) -> Local:
+def write_rows(eqn: Eqn, axis: int, n: Any) -> Local | None:
     """A dynamic_update_slice that writes fewer rows than there are members.
 
     Args:
@@ -24,10 +25,14 @@ def write_rows(eqn: Eqn, axis: int, n: Any) -> Local:
       n: the number of members.
     """
     count = shape_of(eqn.inputs[1])[axis]
+    if is_unknown(n):  # The start is clamped to n - count.
+        return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         operand, update, *starts = args
-        row = shard.indices() - jnp.clip(_wide(starts[axis]), 0, n - count).astype("int32")
+        if count == 0:
+            return [operand]
+        row = shard.indices() - clamped(starts[axis], n - count)
         rows = jnp.take(update, jnp.clip(row, 0, count - 1), axis=axis, mode="clip")
         first = replaced(starts, axis, jnp.zeros_like(starts[axis]))
         (written,) = bind(eqn, [operand, rows, *first])
@@ -37,7 +42,7 @@ def write_rows(eqn: Eqn, axis: int, n: Any) -> Local:
     return Local((axis,) + (None,) * (len(eqn.inputs) - 1), (axis,), emit)
 
 
-def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local:
+def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local | None:
     """A scatter whose indices, server values, say to which members it writes.
 
     Args:
@@ -45,31 +50,28 @@ def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local:
       axis: along which the members lie, one of those that are indexed.
       n: the number of members.
     """
-    dims, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
+    dims, clamps = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
     indexed = dims.scatter_dims_to_operand_dims
     column, window = indexed.index(axis), _window(eqn, axis)
     # The last index at which all of a window is inside, for each axis that is indexed.
     lasts = [shape_of(eqn.inputs[0])[d] - _width(eqn, d) for d in indexed]
+    if is_unknown(n):
+        if clamps or window is not None:
+            return None
+        lasts[column] = MAX_MEMBERS - 1  # Past the last member there is nothing but padding.
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         operand, indices, updates = args
-        indices, numbers = _wide(indices), dims
-        if clips:
-            columns = [jnp.clip(indices[..., i], 0, last) for i, last in enumerate(lasts)]
-            indices = jnp.stack(columns, axis=-1)
-        first = indices[..., column]
-        # Of what lies outside in part, nothing is written.
-        first = jnp.where((first >= 0) & (first <= lasts[column]), first, n + shard.size)
-        row = first - shard.start.astype(first.dtype)
+        indices, numbers = bounded(indices, lasts, clamps), dims
+        index = indices[..., column]
         if window is not None:
-            row = row[..., None] + lax.broadcasted_iota(
-                row.dtype, (*row.shape, updates.shape[window]), row.ndim
-            )
-            indices = jnp.repeat(indices[..., None, :], updates.shape[window], axis=-2)
+            width = updates.shape[window]
+            offsets = lax.broadcasted_iota(index.dtype, (*index.shape, width), index.ndim)
+            index = jnp.where(index[..., None] == OUTSIDE, OUTSIDE, index[..., None] + offsets)
+            indices = jnp.repeat(indices[..., None, :], width, axis=-2)
             updates, numbers = _row_by_row(updates, dims, axis, window)
-        # What is for another shard is dropped: no row has this index.
-        row = jnp.where((row >= 0) & (row < shard.size), row, shard.size)
-        indices = indices.at[..., column].set(row)
+        # What is for another shard is dropped.
+        indices = indices.at[..., column].set(shard.rows(index))
         changes = {"mode": GatherScatterMode.FILL_OR_DROP, "dimension_numbers": numbers}
         changes |= {"indices_are_sorted": False, "unique_indices": False}
         return bind(eqn, [operand, indices, updates], **changes)
@@ -101,8 +103,3 @@ def _row_by_row(updates: Any, dims: Any, axis: int, window: int) -> tuple[Any, A
     inserted = tuple(sorted((*dims.inserted_window_dims, axis)))
     windows = tuple(range(len(batch) + 1, updates.ndim))
     return updates, dims._replace(update_window_dims=windows, inserted_window_dims=inserted)
-
-
-def _wide(indices: jax.Array) -> jax.Array:
-    """Indices as signed integers; those that are too large for it are negative, thus outside."""
-    return indices.astype(jax.dtypes.canonicalize_dtype(np.int64))

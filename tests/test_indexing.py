@@ -1,0 +1,351 @@
+"""Members by their number: what `jit` gives, for indices of any dtype, in bounds or not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import beamjax as bj
+
+SMALL = {"shard_size": 8}
+
+
+def members(n, shape=(), dtype="float32"):
+    """Small whole numbers, which are exact however they are added or multiplied."""
+    return (np.arange(n * int(np.prod(shape))) % 11 + 1).reshape(n, *shape).astype(dtype)
+
+
+def program_of(n, ops):
+    """What operations make of 3 * x and the indices; all of it is exact."""
+
+    @bj.program(clients=n)
+    def program(indices, x):
+        y = bj.map_fn(lambda v: 3 * v, x)
+        return [op(y, indices) for op in ops]
+
+    return program
+
+
+def differences(names, found, wanted):
+    """One line for each result that has not the dtype, the shape and the bits of another."""
+    lines = []
+    for name, a, b in zip(names, found, wanted, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes()):
+            lines.append(f"{name}: found {a!r:.200}, expected {b!r:.200}")
+    return lines
+
+
+def wrong(ops, n, indices, options, shape=(), runner="local"):
+    """The operations, by name, whose results are not those of `jit`."""
+    program, x = program_of(n, ops.values()), members(n, shape)
+    wanted = jax.jit(program)(indices, x)
+    found = bj.run(program, indices, x, runner=runner, options=options)
+    return differences(ops, found, wanted)
+
+
+# --- operations: of the members, and of a vector of indices or its first entry
+
+
+def rest(y):
+    return (1,) * (y.ndim - 1)
+
+
+def updates(y, count):
+    """`count` rows of small numbers."""
+    rows = jnp.arange(2, 2 + count, dtype=y.dtype).reshape(count, *rest(y))
+    return jnp.broadcast_to(rows, (count, *y.shape[1:]))
+
+
+def gathered(y, i, mode, width=1):
+    trailing = tuple(range(1, y.ndim))
+    if width == 1:
+        numbers = lax.GatherDimensionNumbers(trailing, (0,), (0,))
+    else:
+        numbers = lax.GatherDimensionNumbers((1, *(k + 1 for k in trailing)), (), (0,))
+    return lax.gather(y, i[:, None], numbers, (width, *y.shape[1:]), mode=mode)
+
+
+def scattered(y, i, scatter, mode, width=1):
+    trailing = tuple(range(1, y.ndim))
+    rows = updates(y, len(i) * width)
+    if width == 1:
+        numbers = lax.ScatterDimensionNumbers(trailing, (0,), (0,))
+    else:
+        rows = rows.reshape(len(i), width, *y.shape[1:])
+        numbers = lax.ScatterDimensionNumbers((1, *(k + 1 for k in trailing)), (), (0,))
+    return scatter(y, i[:, None], rows, numbers, mode=mode)
+
+
+def pairs(y, i, mode):
+    """Of two columns of indices, one of which is of an entry of each member."""
+    numbers = lax.GatherDimensionNumbers(tuple(range(1, y.ndim - 1)), (0, 1), (0, 1))
+    return lax.gather(y, jnp.stack([i, i], -1), numbers, (1, 1, *y.shape[2:]), mode=mode)
+
+
+def written_pairs(y, i, mode):
+    numbers = lax.ScatterDimensionNumbers(tuple(range(1, y.ndim - 1)), (0, 1), (0, 1))
+    rows = updates(y, len(i))[:, 0]
+    return lax.scatter_add(y, jnp.stack([i, i[::-1]], -1), rows, numbers, mode=mode)
+
+
+MODES = ("clip", "fill", "promise_in_bounds")
+SCATTERS = {
+    "set": lax.scatter,
+    "add": lax.scatter_add,
+    "mul": lax.scatter_mul,
+    "min": lax.scatter_min,
+    "max": lax.scatter_max,
+}
+
+TRACED = {
+    "y[i]": lambda y, i: y[i],
+    "y[i[0]]": lambda y, i: y[i[0]],
+    "y[i] * y[:1]": lambda y, i: y[i] * y[:1],
+    "take_along_axis": lambda y, i: jnp.take_along_axis(y, i.reshape(-1, *rest(y)), 0),
+    "dynamic_index": lambda y, i: lax.dynamic_index_in_dim(y, i[0]),
+    "dynamic_update_index": lambda y, i: lax.dynamic_update_index_in_dim(
+        y, updates(y, 1)[0], i[0], 0
+    ),
+    **{f"take {mode}": functools.partial(lambda m, y, i: jnp.take(y, i, axis=0, mode=m), mode)
+       for mode in ("clip", "fill", "wrap")},
+    **{f"take {mode} of one": functools.partial(
+        lambda m, y, i: jnp.take(y, i[0], axis=0, mode=m), mode) for mode in ("clip", "fill")},
+    **{f"get {mode}": functools.partial(lambda m, y, i: y.at[i].get(mode=m), mode)
+       for mode in MODES},
+    "get fill 7": lambda y, i: y.at[i].get(mode="fill", fill_value=7),
+    "get fill 7 of one": lambda y, i: y.at[i[0]].get(mode="fill", fill_value=7),
+    **{f"at.{name} {mode}": functools.partial(
+        lambda f, m, y, i: getattr(y.at[i], f)(updates(y, len(i)), mode=m), name, mode)
+       for name in ("set", "add", "multiply", "min", "max") for mode in ("clip", "drop")},
+    **{f"gather {mode}": functools.partial(lambda m, y, i: gathered(y, i, m), mode)
+       for mode in MODES},
+    **{f"scatter {name} {mode}": functools.partial(
+        lambda f, m, y, i: scattered(y, i, f, m), scatter, mode)
+       for name, scatter in SCATTERS.items() for mode in MODES},
+}  # fmt: skip
+
+# Those that need two members at least.
+WIDE = {
+    **{f"dynamic_slice {negative}": functools.partial(
+        lambda how, y, i: lax.dynamic_slice_in_dim(y, i[0], 2, allow_negative_indices=how), negative
+       ) for negative in (True, False)},
+    **{f"dynamic_update_slice {negative}": functools.partial(
+        lambda how, y, i: lax.dynamic_update_slice_in_dim(
+            y, updates(y, 2), i[0], 0, allow_negative_indices=how), negative)
+       for negative in (True, False)},
+    **{f"gather of 2 {mode}": functools.partial(lambda m, y, i: gathered(y, i, m, 2), mode)
+       for mode in MODES},
+    **{f"scatter {name} of 2 {mode}": functools.partial(
+        lambda f, m, y, i: scattered(y, i, f, m, 2), scatter, mode)
+       for name, scatter in SCATTERS.items() for mode in MODES},
+}  # fmt: skip
+
+# Those of which members have an axis that is indexed as well.
+PAIRS = {
+    **{f"gather of pairs {mode}": functools.partial(lambda m, y, i: pairs(y, i, m), mode)
+       for mode in MODES},
+    **{f"scatter of pairs {mode}": functools.partial(lambda m, y, i: written_pairs(y, i, m), mode)
+       for mode in MODES},
+}  # fmt: skip
+
+
+def static(draw, n):
+    """Some operations by numbers that are known when they are traced."""
+    start, stop = draw(st.integers(0, n - 1)), draw(st.integers(1, n))
+    step, k = draw(st.integers(1, 5)), draw(st.integers(-n, n - 1))
+    some = np.array(draw(st.lists(st.integers(-n, n - 1), min_size=1, max_size=3)))
+    return {
+        f"y[{start}:{stop}:{step}]": lambda y, i: y[start:stop:step],
+        f"y[::-{step}]": lambda y, i: y[:: -(n // 3 + step)],
+        f"y[{k}]": lambda y, i: y[k],
+        f"y[{some}]": lambda y, i: y[some],
+        f"at[{start}:{stop}:{step}].add": lambda y, i: y.at[start:stop:step].add(2),
+        f"at[{some}].set": lambda y, i: y.at[some].set(5),
+        "update of nothing": lambda y, i: lax.dynamic_update_slice_in_dim(y, y[:0] * 0, i[0], 0),
+    }
+
+
+# --- drawn
+
+
+NUMBERS = [*range(1, 20), 126, 127, 128, 129, 130, 200, 254, 255, 256, 257, 300]
+NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+LARGE = (2**31 - 1, 2**31, 3 * 10**9, 2**32 - 1, 2**32 + 3, 2**40, 2**63 + 5, 2**64 - 1)
+
+
+@st.composite
+def cases(draw, dtypes):
+    n, shape = draw(st.sampled_from(NUMBERS)), draw(st.sampled_from([(), (2,), (3, 2)]))
+    dtype = np.dtype(draw(st.sampled_from(dtypes)))
+    limits = np.iinfo(dtype)
+    near = {0, 1, n // 2, n - 2, n - 1, n, n + 1, -1, -n, -n - 1, limits.min, limits.max}
+    near |= {sign * k for k in LARGE for sign in (1, -1)}
+    values = st.sampled_from(sorted(k for k in near if limits.min <= k <= limits.max))
+    values |= st.integers(0, min(n - 1, limits.max))
+    indices = np.array(draw(st.lists(values, min_size=1, max_size=3)), dtype)
+    ops = {**TRACED, **static(draw, n)}
+    ops |= WIDE if n > 1 else {}
+    ops |= PAIRS if shape else {}
+    names = draw(st.lists(st.sampled_from(sorted(ops)), min_size=1, max_size=5, unique=True))
+    options = {
+        "shard_size": draw(st.sampled_from([8, 16, 64, 256])),
+        "member_loop": draw(st.sampled_from(["vmap", "loop"])),
+        "on_nonfinite": draw(st.sampled_from(["keep", "raise"])),
+    }
+    return n, shape, indices, {name: ops[name] for name in names}, options
+
+
+def allowed(ops, n, shape, indices):
+    """Those operations that JAX traces: it refuses indices of some dtypes."""
+
+    def is_traced(op):
+        try:
+            jax.eval_shape(program_of(n, [op]), indices, members(n, shape))
+        except (TypeError, OverflowError):
+            return False
+        return True
+
+    return {name: op for name, op in ops.items() if is_traced(op)}
+
+
+def check(case):
+    n, shape, indices, ops, options = case
+    ops = allowed(ops, n, shape, indices)
+    assert not wrong(ops, n, indices, options, shape)
+
+
+@settings(max_examples=25)
+@given(cases(NARROW))
+def test_drawn_operations_give_what_jit_gives(case):
+    check(case)
+
+
+@settings(max_examples=20)
+@given(cases((*NARROW, "int64", "uint64")))
+def test_drawn_operations_with_wide_types(case):
+    with jax.enable_x64(True):
+        check(case)
+
+
+# --- fixed
+
+
+def test_indices_narrower_than_the_members():
+    """Where a dtype can't hold the number of members, or of rows of a shard."""
+    cases = [
+        (200, np.array([3, 90, -1, 127, -128], "int8"), 8),
+        (200, np.array([3, 90, -1], "int8"), 256),
+        (250, np.array([3, 249, 250, 255], "uint8"), 256),
+        (256, np.array([3, 255], "uint8"), 8),
+        (300, np.array([3, 90, 255], "uint8"), 64),
+        (40_000, np.array([3, 30_000, -4, -(2**15)], "int16"), 40_000),
+        (70_000, np.array([3, 65_535], "uint16"), 4096),
+    ]
+    names = ("take clip", "take fill", "gather clip", "gather fill", "scatter add clip",
+             "scatter set fill", "dynamic_slice False", "dynamic_update_slice False")  # fmt: skip
+    ops, lines = {name: {**TRACED, **WIDE}[name] for name in names}, []
+    for n, indices, size in cases:
+        found = wrong(ops, n, indices, {"shard_size": size})
+        lines += [f"{indices.dtype}, n = {n}, shard size {size}: {line}" for line in found]
+    assert not lines
+
+
+def test_indices_past_int32():
+    """XLA clamps them to the last member: as an int32 they would be one of the first."""
+    wide = {"int64": [2**32 + 3, -(2**32) + 3, 2**40], "uint64": [2**32 + 3, 2**63 + 5, 2**64 - 1]}
+    cases = {"uint32": [2**31, 3 * 10**9, 2**32 - 1], **wide}
+    names = ("gather clip", "gather of 2 clip", "scatter add clip", "scatter add of 2 clip",
+             "scatter add fill", "dynamic_slice False", "dynamic_update_slice False")  # fmt: skip
+    ops, lines = {name: {**TRACED, **WIDE}[name] for name in names}, []
+    for dtype, values in cases.items():
+        for k in values:
+            with jax.enable_x64(dtype in wide):
+                found = wrong(ops, 20, np.array([k], dtype), SMALL)
+            lines += [f"{dtype} {k}: {line}" for line in found]
+    assert not lines
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_single_members(shape):
+    ops = {
+        "take": lambda y, i: jnp.take(y, 2, axis=0),
+        "take outside": lambda y, i: jnp.take(y, 20, axis=0),
+        "get": lambda y, i: y.at[i].get(mode="fill"),
+        "get of another": lambda y, i: y.at[i - 1].get(mode="fill", fill_value=7),
+        "get of an integer": lambda y, i: y.astype("int32").at[i].get(mode="fill"),
+        "get clipped": lambda y, i: y.at[i].get(mode="clip"),
+        "gradient": lambda y, i: jax.grad(lambda z: jnp.take(z, 2, axis=0).sum())(y),
+    }
+    for index in (np.int32(20), np.int8(13)):
+        assert not wrong(ops, 20, index, SMALL, shape)
+
+
+def test_indices_on_a_runner():
+    """Nothing of it depends on where a shard is computed."""
+
+    def of(name, op, entry):
+        return {name: lambda y, i: op(y, i[entry])}
+
+    ops = {
+        **of("take int8", lambda y, i: jnp.take(y, i, axis=0), "int8"),
+        **of("take clip", lambda y, i: jnp.take(y, i, axis=0, mode="clip"), "int16"),
+        **of("take uint8", lambda y, i: jnp.take(y, i, axis=0), "uint8"),
+        **of("dynamic_slice", lambda y, i: lax.dynamic_slice(y, i, (3,)), "uint32"),
+        **of("update", lambda y, i: lax.dynamic_update_slice(y, y[:2] * 0, i), "uint32"),
+        **of("add", lambda y, i: scattered(y, i, lax.scatter_add, "clip"), "uint32"),
+        **of("get", lambda y, i: y.at[i[0]].get(mode="fill", fill_value=7), "int16"),
+        "take one": lambda y, i: jnp.take(y, 2, axis=0),
+        "y[5]": lambda y, i: y[5],
+    }
+    indices = {
+        "int8": np.array([3, 90, -1], "int8"),
+        "int16": np.array([3000, -7, 270], "int16"),
+        "uint8": np.array([3, 255], "uint8"),
+        "uint32": np.array([3 * 10**9], "uint32"),
+    }
+    guarded = {"shard_size": 64, "on_nonfinite": "raise", "member_loop": "loop"}
+    assert not wrong(ops, 300, indices, guarded, runner="DirectRunner")
+
+
+def test_guarded_loops():
+    """A batch of members of a shard begins where it does, also where members may be left out."""
+    names = ("y[i]", "take fill", "get clip", "gather of 2 clip", "scatter add fill",
+             "scatter set of 2 clip", "dynamic_slice True",
+             "dynamic_update_slice True")  # fmt: skip
+    ops = {name: {**TRACED, **WIDE}[name] for name in names}
+    ops |= {
+        "y[5]": lambda y, i: y[5],
+        "y[-1]": lambda y, i: y[-1],
+        "y[3:11:2]": lambda y, i: y[3:11:2],
+        "at[13]": lambda y, i: y.at[13].set(0),
+        "table": lambda y, i: jnp.ones(5, y.dtype).at[y.astype(int) % 5].add(y),
+        "numbers": lambda y, i: bj.map_fn(lambda v, k: v * k, (y, jnp.arange(40.0))),
+        "padded": lambda y, i: bj.map_fn(
+            lambda v, k: v + k, (y, jnp.pad(jnp.arange(9.0), (4, 27)))
+        ),
+    }
+    indices, lines = np.array([13, 5, 17], "int32"), []
+    for guard in ({}, {"on_nonfinite": "raise"}, {"on_nonfinite": "drop"}, {"on_error": "drop"}):
+        for loop in ("vmap", "loop", "batches"):
+            options = {"shard_size": 16, "member_loop": loop, **guard}
+            options |= {"member_batch": 8} if loop == "batches" else {}
+            found = wrong(ops, 40, indices, options)
+            lines += [f"{guard} {loop}: {line}" for line in found]
+    assert not lines
+
+
+def test_narrow_indices_of_extremes():
+    """Of equal extremes XLA takes the one of the smallest index, as the dtype wraps it around."""
+    ops = {
+        "all equal": lambda y, i: lax.argmax(jnp.where(y < 0, y, -jnp.inf), 0, jnp.int8),
+        "few equal": lambda y, i: lax.argmin(y, 0, jnp.int8),
+        "first": lambda y, i: lax.argmax(y, 0, jnp.uint8),
+    }
+    for n in (100, 128, 200, 300):
+        assert not wrong(ops, n, np.int32(0), {"shard_size": 256})
