@@ -211,8 +211,6 @@ class _Lowering:
     def output(self, atom: Atom) -> Output:
         if not isinstance(atom, Var):
             return Output(constant=np.asarray(atom.val, aval_of(atom).dtype))
-        if atom.aval.dtype == jax.dtypes.float0:
-            return Output(constant=np.zeros(atom.aval.shape, jax.dtypes.float0))
         if atom in self.program.flat.inputs:
             return Output(input=self.program.flat.inputs.index(atom))
         along = self.program.place(atom)
