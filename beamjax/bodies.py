@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax.extend import core as jex
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
@@ -65,6 +67,10 @@ def wrap(x: Any, impl: str | None) -> Any:
     return jax.random.wrap_key_data(x, impl=impl) if impl else x
 
 
+class NotExportedError(StagingError):
+    """JAX traces a step, but can't export it."""
+
+
 def export_body(
     name: str,
     function: Callable[..., Sequence[Any]],
@@ -86,12 +92,15 @@ def export_body(
       The content hash and the body.
 
     Raises:
-      StagingError: the function holds something that can't be exported.
+      NotExportedError: JAX traces the function, but can't export it.
+      StagingError: JAX can't trace it.
     """
     artefacts = {}
     narrow: tuple[str, ...] = ()
-    working, devices = 0, 1
+    devices = 1
+    targets: set[str] = set()
     compiled = jax.jit(function)
+    failed = StagingError
     try:
         results = compiled.eval_shape(*arguments)
         if any(x.dtype.name in WIDER for x in (*arguments, *results)):
@@ -99,11 +108,13 @@ def export_body(
             compiled = jax.jit(_widened(function, arguments))
             arguments = list(map(_wider, arguments))
         working = working_bytes(compiled.trace(*arguments).jaxpr)
+        failed = NotExportedError
         for platform in platforms:
-            exported = export.export(compiled, platforms=[platform])(*arguments)
+            exported, unstable = _exported(compiled, arguments, platform)
             artefacts[platform], devices = bytes(exported.serialize()), exported.nr_devices
+            targets |= unstable
     except (ValueError, NotImplementedError) as error:
-        raise StagingError(
+        raise failed(
             f"{name}: JAX can't export this step for {', '.join(platforms)}: {error}\n"
             f"It holds the lines {', '.join(lines) or '(none known)'}"
         ) from error
@@ -111,8 +122,44 @@ def export_body(
     for platform in sorted(artefacts):
         digest.update(platform.encode() + b"\0" + artefacts[platform])
     digest.update(",".join(narrow).encode())
-    made = Body(name, artefacts, tuple(lines), None, narrow, working, devices)
+    custom_calls = tuple(sorted(targets))
+    made = Body(name, artefacts, tuple(lines), None, narrow, working, devices, custom_calls)
     return digest.hexdigest(), made
+
+
+def _exported(
+    compiled: Any, arguments: Sequence[jax.ShapeDtypeStruct], platform: str
+) -> tuple[export.Exported, set[str]]:
+    """The exported function, and the custom calls in it that other versions of JAX may lack.
+
+    `jax.export` refuses those unless each is named, so they are looked up in what it refuses.
+    """
+    make = functools.partial(export.export, compiled, platforms=[platform])
+    try:
+        return make()(*arguments), set()
+    except ValueError as error:
+        traced = compiled.trace(*arguments)
+        lowered = traced.lower(lowering_platforms=(platform,))
+        calls = set(_CUSTOM_CALL.findall(lowered.as_text()))
+        unstable = {target for target in calls if target in str(error)}
+        if not unstable or unstable & _user_targets(traced.jaxpr.jaxpr):
+            raise
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in unstable]
+    return make(disabled_checks=checks)(*arguments), unstable
+
+
+_CUSTOM_CALL = re.compile(r'stablehlo\.custom_call @"?([\w.$]+)')
+
+
+def _user_targets(jaxpr: Any) -> set[str]:
+    """The targets of `jax.ffi.ffi_call`, which a process has once it imported the user's module."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ffi_call":
+            found.add(eqn.params["target_name"])
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found |= _user_targets(getattr(inner, "jaxpr", inner))
+    return found
 
 
 # Types that `jax.export` can't write, and those that stand for them at the border of a body.

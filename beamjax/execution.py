@@ -125,7 +125,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
             args = files.enter_context(counted(args, runner, options, local=runner == LOCAL))
             arguments, key, restore = _stage.flatten_arguments(args)
         planned = plan_for(fn, arguments, key, restore, options)
-        plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
+        plan = _with_recipe(planned.plan, fn, arguments, restore, options)
         inputs = bind_inputs(plan, arguments)
         name = runner if isinstance(runner, str) else type(runner).__name__
         read = sources_of(inputs.values)
@@ -282,7 +282,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             "does not have; return the keys and values, and use Beam's CombinePerKey, or "
             "beamjax.run"
         )
-    plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))
+    plan = _with_recipe(planned.plan, fn, arguments, restore, parsed, unroll=True)
     inputs = bind_inputs(plan, arguments)
     check_memory(plan, sources_of(inputs.values), parsed, Workers.of("", parsed))
     groups = [
@@ -298,7 +298,7 @@ def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tu
     arguments, key, restore = _stage.flatten_arguments(args)
     _refuse_abstract(arguments)
     plan = plan_for(fn, arguments, key, restore, options).plan
-    plan = _with_recipe(plan, Recipe(fn, arguments, restore, options))
+    plan = _with_recipe(plan, fn, arguments, restore, options)
     return plan, bind_inputs(plan, arguments)
 
 
@@ -334,10 +334,18 @@ def _must_count(
     return not open_on_workers(streams, runner, options)
 
 
-def _with_recipe(plan: Plan, recipe: Recipe) -> Plan:
+def _with_recipe(
+    plan: Plan,
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    options: Options,
+    unroll: bool = False,
+) -> Plan:
     """The plan as other processes need it; a cached one must not keep the user's function."""
-    python = any(body.python for body in plan.bodies.values())
-    return replace(plan, recipe=recipe) if python else plan
+    if not any(body.python for body in plan.bodies.values()):
+        return plan
+    return replace(plan, recipe=Recipe(fn, arguments, restore, options, plan.choices, unroll))
 
 
 def output_array(

@@ -147,8 +147,9 @@ def _is_stream(value: Any) -> bool:
 
 
 def raw_array(value: Any) -> np.ndarray:
-    """An array or a scalar as a NumPy array; the key data of typed keys."""
-    return np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
+    """An array or a scalar as a NumPy array; the key data of typed keys, and bools for float0."""
+    array = np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
+    return np.zeros(array.shape, np.bool_) if array.dtype == jax.dtypes.float0 else array
 
 
 def _array_source(array: np.ndarray, path: str) -> ArraySource:

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,17 +55,21 @@ class Versions:
         return f"beamjax {self.beamjax}, jax {self.jax}, jaxlib {self.jaxlib}"
 
 
-def check_versions(made: Versions, here: Versions, platform: str) -> str | None:
+def check_versions(
+    made: Versions, here: Versions, platform: str, custom_calls: Sequence[str] = ()
+) -> str | None:
     """Whether bodies that were exported there can be run here.
 
     `jax.export` promises that an artefact can be run by a JAX that is up to six months newer, or
     three weeks older, than the one that exported it. Hence another minor version that is older is
-    an error; anything else but equal versions is a warning, as the last bits may differ.
+    an error; anything else but equal versions is a warning, as the last bits may differ. Custom
+    calls without that promise take equal versions of jax and jaxlib.
 
     Args:
       made: where the program was launched.
       here: on the worker.
       platform: of the worker, for the advice.
+      custom_calls: targets in the bodies for which JAX promises nothing.
 
     Returns:
       A warning, or None.
@@ -84,6 +88,12 @@ def check_versions(made: Versions, here: Versions, platform: str) -> str | None:
         raise WorkerError(
             f"{found}: this jax reads artefacts of calling convention {low} to {high}, found "
             f"{made.convention}. {todo}"
+        )
+    if custom_calls and (made.jax, made.jaxlib) != (here.jax, here.jaxlib):
+        raise WorkerError(
+            f"{found}: the program holds the custom calls {', '.join(custom_calls)}, which may "
+            "change with any version of JAX, so that both must have the same jax and jaxlib. "
+            f"{todo}"
         )
     older = [
         name
@@ -125,6 +135,7 @@ class Machine:
       memory: of the process in bytes, which what is kept in caches depends on; None for any.
       compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
       versions: of where the program was launched; None if nobody needs to know.
+      custom_calls: in the bodies of the run, that take these very versions of jax and jaxlib.
       launcher: the process that this was made in.
     """
 
@@ -135,6 +146,7 @@ class Machine:
     memory: int | None = None
     compile_cache: str | None = None
     versions: Versions | None = None
+    custom_calls: tuple[str, ...] = ()
     launcher: str = PROCESS
 
     @classmethod
@@ -195,9 +207,10 @@ class Machine:
 
     def versions_checked(self, platform: str) -> None:
         """Warns or raises `WorkerError` if the versions here don't fit."""
-        if self.versions is not None and (
-            warning := check_versions(self.versions, Versions.here(), platform)
-        ):
+        if self.versions is None:
+            return
+        warning = check_versions(self.versions, Versions.here(), platform, self.custom_calls)
+        if warning:
             _log.warning(warning)
 
     def _problems(self) -> Iterator[str]:

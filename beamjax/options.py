@@ -35,9 +35,10 @@ class Options:
         for any order; "fast" adds in float64, with no promise about the last bits.
       platforms: of the workers: "cpu", "cuda", "rocm", "tpu". None means `require_platform`, and
         without it that of this process.
-      callbacks: whether steps that call back to the host (`jax.debug.print`, `jax.pure_callback`,
-        ...) may run as Python, for which the function travels to other processes by cloudpickle;
-        False refuses them. A call is made once a member, but again if Beam retries a bundle.
+      callbacks: whether steps that JAX can't export, most of which call back to the host
+        (`jax.debug.print`, `jax.pure_callback`, ...), may run as Python, for which the function
+        travels to other processes by cloudpickle; False refuses them. A call is made once a
+        member, but again if Beam retries a bundle.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
       rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one

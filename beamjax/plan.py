@@ -393,6 +393,7 @@ class Body:
     `narrow` are the dtypes of its results, if those at the border of the StableHLO are wider;
     `working` are the bytes that it needs at once for its results and all that is in between. It
     computes on one of the `devices` of a worker, or, where it holds a mesh, on so many together.
+    `custom_calls` are the targets in the StableHLO that other versions of JAX may lack.
     """
 
     name: str
@@ -402,6 +403,7 @@ class Body:
     narrow: tuple[str, ...] = ()
     working: int = 0
     devices: int = 1
+    custom_calls: tuple[str, ...] = ()
 
 
 MAX_MEMBERS = 2**31 - 1

@@ -192,6 +192,8 @@ class Recipe:
       arguments: the flat arguments of `interpreters.stage`, with or without their values.
       restore: from flat values to the arguments.
       options: those that planning depends on.
+      choices: shard sizes and loops of the plan, which another process must not choose anew: there
+        nothing is exported, and what the rules choose depends on that.
       unroll: whether its scans are written out.
       settings: of JAX.
     """
@@ -200,6 +202,7 @@ class Recipe:
     arguments: Sequence[Any]
     restore: Callable[..., Any]
     options: Options
+    choices: Choices
     unroll: bool = False
     settings: Mapping[str, Any] = field(default_factory=settings)
 
@@ -211,11 +214,8 @@ class Recipe:
         """
         arguments = [_abstract(argument) for argument in self.arguments]
         options = Options(
-            shard_size=self.options.shard_size,
-            member_loop=self.options.member_loop,
-            member_batch=self.options.member_batch,
             recompute=self.options.recompute,
-            plan=self.options.plan,
+            plan=replace(self.choices, tried=()),
             platforms=(),
             on_error=self.options.on_error,
             on_nonfinite=self.options.on_nonfinite,
@@ -341,10 +341,10 @@ def _make_plan(
     from beamjax import planning  # it imports this module
 
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
-    saved = options.plan
-    loopings = saved.loopings if isinstance(saved, Choices) else None
+    assert isinstance(options.plan, Choices)
+    chosen = options.plan.sizes, options.plan.loopings
     with with_settings(values):
-        return planning.make_plan(fn, arguments, restore, options, unroll, None, loopings).plan
+        return planning.make_plan(fn, arguments, restore, options, unroll, *chosen).plan
 
 
 # --- messages

@@ -1,13 +1,20 @@
-"""Steps that run as Python, because StableHLO can't hold their calls to the host."""
+"""Steps that run as Python, because JAX can't export them: most of them call back to the host."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax.extend import core as jex
+
+from beamjax import _compat
+from beamjax.bodies import NotExportedError, export_body
 from beamjax.errors import StagingError
+from beamjax.interpreters.flat_program import aval_of
 from beamjax.interpreters.flatten import Eqn, host_call
+from beamjax.interpreters.lines import user_line
 from beamjax.options import Options
 from beamjax.plan import Body
 from beamjax.restaging import PythonFunction, python_body
@@ -36,6 +43,48 @@ def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
             )
         return f"{name} calls back to the host at {line}"
     return ""
+
+
+def reason_not_exported(
+    error: NotExportedError, eqns: Sequence[Eqn], platforms: Sequence[str], options: Options
+) -> str:
+    """Why a step of these equations runs as Python although none of them visibly calls the host.
+
+    Primitives of other packages, such as `lineax.linear_solve`, may do so once they are lowered.
+
+    Raises:
+      NotExportedError: the options forbid steps that run as Python.
+    """
+    if not options.callbacks:
+        raise error
+    why = str(error.__cause__).partition("\n")[0]
+    for eqn in eqns:
+        found = _not_exported(eqn, platforms)
+        if found:
+            return f"JAX can't export {found[0]} at {found[1] or eqn.line} ({why})"
+    return f"JAX can't export it ({why})"
+
+
+def _not_exported(eqn: Any, platforms: Sequence[str]) -> tuple[str, str] | None:
+    """The name and the user's line of the innermost part of an equation that isn't exported."""
+    inputs = eqn.inputs if isinstance(eqn, Eqn) else eqn.invars
+    call = functools.partial(_call, eqn)
+    try:
+        export_body("", call, [aval_of(atom) for atom in inputs], platforms)
+    except NotExportedError:
+        for sub in jex.jaxprs_in_params(eqn.params):
+            for inner in getattr(sub, "jaxpr", sub).eqns:
+                found = _not_exported(inner, platforms)
+                if found:
+                    return found
+        return eqn.primitive.name, eqn.line if isinstance(eqn, Eqn) else user_line(eqn)
+    except Exception:  # of any kind: alone, an equation need not be a function of arrays
+        return None
+    return None
+
+
+def _call(eqn: Any, *args: Any) -> list[Any]:
+    return _compat.bind(eqn.primitive, args, eqn.params)
 
 
 def as_python(

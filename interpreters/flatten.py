@@ -31,6 +31,7 @@ from beamjax.interpreters.flat_program import (
     aval_of,
     is_placed_operator,
 )
+from beamjax.interpreters.float0 import FLOAT0, without_float0
 from beamjax.interpreters.hoist import hoist
 from beamjax.interpreters.lines import user_line
 from beamjax.interpreters.prune import prune
@@ -68,17 +69,20 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     """
     if _makes_references(closed.jaxpr):
         closed = _compat.without_references(closed)
+    types = [v.aval for v in closed.jaxpr.outvars]
+    closed = without_float0(closed)
     jaxpr = closed.jaxpr
     arguments = [Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)]
     flat = FlatProgram([*arguments], unrolled=unroll)
     inliner = Inliner(flat)
     outputs = inliner.inline(closed, arguments, "")
-    flat.outputs = [
-        atom
-        if not isinstance(var, jex.Literal) and var in jaxpr.invars
-        else inliner.handed_out(atom)
-        for var, atom in zip(jaxpr.outvars, outputs, strict=True)
-    ]
+    for var, atom, aval in zip(jaxpr.outvars, outputs, types, strict=True):
+        if aval.dtype == FLOAT0:
+            flat.outputs.append(jex.Literal(np.zeros(aval.shape, FLOAT0), aval))
+        elif not isinstance(var, jex.Literal) and var in jaxpr.invars:
+            flat.outputs.append(atom)
+        else:
+            flat.outputs.append(inliner.handed_out(atom))
     prune(flat)
     return flat
 

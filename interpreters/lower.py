@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax.bodies import default_platform, export_body, unwrap, value_type, wrap
+from beamjax.bodies import NotExportedError, default_platform, export_body, unwrap, value_type, wrap
 from beamjax.choices import Looping
 from beamjax.costs import Cost
 from beamjax.errors import StagingError
@@ -125,6 +125,8 @@ class _Lowering:
         self.served_inputs: set[Var] = set()
         self.placed_inputs: set[Var] = set()
         self.counts: dict[str, int] = {}
+        # Of steps that run as Python because JAX could not export them, by name.
+        self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
@@ -209,8 +211,6 @@ class _Lowering:
     def output(self, atom: Atom) -> Output:
         if not isinstance(atom, Var):
             return Output(constant=np.asarray(atom.val, aval_of(atom).dtype))
-        if atom.aval.dtype == jax.dtypes.float0:
-            return Output(constant=np.zeros(atom.aval.shape, jax.dtypes.float0))
         if atom in self.program.flat.inputs:
             return Output(input=self.program.flat.inputs.index(atom))
         along = self.program.place(atom)
@@ -390,18 +390,31 @@ class _Lowering:
         eqns: Sequence[Eqn],
     ) -> str:
         """Makes the body of a step: `sized(size)`, of these equations, at `arguments`."""
-        reason = callbacks.reason_for_python(eqns, self.options)
-        if reason:
-            key, made = callbacks.as_python(name, sized, size, arguments, eqns, reason)
-            self.bodies[key] = made
-            return key
+        reason = self.reasons.get(name) or callbacks.reason_for_python(eqns, self.options)
+        if not reason:
+            try:
+                return self.exported(name, sized(size), arguments, eqns)
+            except NotExportedError as error:
+                reason = callbacks.reason_not_exported(error, eqns, self.platforms, self.options)
+                self.reasons[name] = reason
+        key, made = callbacks.as_python(name, sized, size, arguments, eqns, reason)
+        self.bodies[key] = made
+        return key
+
+    def exported(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Sequence[jax.ShapeDtypeStruct],
+        eqns: Sequence[Eqn],
+    ) -> str:
+        """Makes the body of a step as StableHLO."""
         lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
-        function = sized(size)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             if self.platforms == ("cpu",):
                 function = with_channels_last(function, arguments, eqns)
-            key, exported = export_body(name, function, arguments, self.platforms, lines)
-        self.bodies[key] = exported
+            key, made = export_body(name, function, arguments, self.platforms, lines)
+        self.bodies[key] = made
         return key
 
 

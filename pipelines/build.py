@@ -101,7 +101,8 @@ class Graph:
         self.threads = connection.threads
         self.workers = workers_of(connection.flags)
         self.bodies = {} if bodies is None else bodies
-        self.machine = Machine.of(self.options)
+        custom_calls = {call for body in plan.bodies.values() for call in body.custom_calls}
+        self.machine = replace(Machine.of(self.options), custom_calls=tuple(sorted(custom_calls)))
         self.static = dict(inputs.static)
         # Of each pass, the members that it drops.
         self.dropped: list[beam.PCollection] = []

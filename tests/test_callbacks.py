@@ -4,6 +4,9 @@ import collections
 import functools
 import os
 import re
+import subprocess
+import sys
+import textwrap
 
 import apache_beam as beam
 import jax
@@ -311,3 +314,113 @@ def test_inside_of_a_users_pipeline():
             )
         )
     assert SEEN == ONCE
+
+
+# --- calls that appear once a primitive is lowered, as that of lineax.linear_solve
+
+
+OWN = """
+    import jax
+    import numpy as np
+    from jax.extend.core import Primitive
+    from jax.interpreters import batching, mlir
+
+    host_sin_p = Primitive("host_sin")
+    host_sin_p.def_abstract_eval(lambda x: x)
+
+
+    @host_sin_p.def_impl
+    def _host_sin(x):
+        return jax.pure_callback(lambda v: np.sin(np.asarray(v)), x, x, vmap_method="expand_dims")
+
+
+    mlir.register_lowering(host_sin_p, mlir.lower_fun(_host_sin, multiple_results=False))
+    batching.primitive_batchers[host_sin_p] = lambda args, dims: (host_sin_p.bind(*args), dims[0])
+"""
+ELSEWHERE = """
+    import own, jax, jax.numpy as jnp, numpy as np, beamjax as bj
+
+    def body(v):
+        return own.host_sin_p.bind(v)
+
+    @bj.program(clients=4000)
+    def prog(x):
+        y = bj.map_fn(body, x)
+        return own.host_sin_p.bind(bj.reduce_mean(y)), y
+
+    if __name__ == "__main__":
+        x = jnp.arange(4000.0) / 1000
+        options = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
+        found = bj.run(prog, x, options=options)
+        expected = bj.run(prog, x, runner="local")
+        np.testing.assert_allclose(expected[1], np.sin(np.asarray(x)), rtol=1e-6)
+        print(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, expected))
+"""
+
+
+def host_sin_p():
+    """A primitive that nobody sees to call back to the host before it is lowered."""
+    values = {}
+    exec(textwrap.dedent(OWN), values)
+    return values["host_sin_p"]
+
+
+def test_calls_that_appear_at_lowering():
+    sin_p = host_sin_p()
+
+    @program
+    def prog(w, x):
+        y = bj.map_fn(lambda v: sin_p.bind(v) * w, x)
+        mean = bj.reduce_mean(y)
+        spread = bj.reduce_sum(bj.map_fn(lambda v: (v - mean) ** 2, x))
+        return sin_p.bind(mean), y, spread, jnp.sort(y, axis=0)
+
+    expected = jax.jit(prog)(W, X)
+    for runner in RUNNERS:
+        assert_close(bj.run(prog, W, X, runner=runner, options=OPTIONS), expected)
+        for name in ("on_error", "on_nonfinite"):
+            options = OPTIONS | {name: "raise"}
+            assert_close(bj.run(prog, W, X, runner=runner, options=options), expected)
+    assert_close(
+        bj.run(jax.jit(prog), W, X, runner="local", options={"member_loop": "loop"}), expected
+    )
+    code = re.findall("code .*", str(bj.explain(prog, W, X)))
+    told = f"prog: JAX can't export host_sin at {re.escape(HERE)}:"
+    assert sum(bool(re.search(told, line)) for line in code) == 2
+    assert any(" for cpu" in line for line in code)
+    with pytest.raises(StagingError, match=r"JAX can't export this step[^$]*callbacks"):
+        bj.run(prog, W, X, runner="local", options={"callbacks": False})
+
+
+def test_calls_that_appear_at_lowering_in_other_processes(tmp_path):
+    (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
+    (tmp_path / "script.py").write_text(textwrap.dedent(ELSEWHERE))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "(True, True)"
+
+
+def test_custom_calls_of_the_user_run_as_python():
+    target = "lapack_sgeqp3_ffi"  # registered by JAX, which promises nothing about it
+
+    def pivots(a):
+        out = jax.ShapeDtypeStruct((2, 2), np.float32), jax.ShapeDtypeStruct((2,), np.int32)
+        call = jax.ffi.ffi_call(
+            target, (*out, jax.ShapeDtypeStruct((2,), np.float32)), vmap_method="sequential",
+            input_output_aliases={0: 0, 1: 1}, input_layouts=[(0, 1), None],
+            output_layouts=[(0, 1), None, None],
+        )  # fmt: skip
+        return call(a, jnp.zeros(2, np.int32))[1]
+
+    jax.scipy.linalg.qr(jnp.eye(2), pivoting=True)  # loads LAPACK
+
+    @program
+    def prog(x):
+        return bj.map_fn(lambda v: pivots(jnp.stack([v, -v])), x)
+
+    assert_close(bj.run(prog, X, runner="local"), jax.jit(prog)(X))
+    assert re.search(r"code .*JAX can't export ffi_call at ", str(bj.explain(prog, X)))

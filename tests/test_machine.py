@@ -118,6 +118,25 @@ def test_what_was_exported_elsewhere_is_refused_before_it_is_read(monkeypatch):
         bj.run(centred, jnp.ones(3), X)
 
 
+def test_custom_calls_that_jax_may_change_take_equal_versions(monkeypatch, caplog):
+    minor = ".".join([*HERE.jax.split(".")[:2], "99"])
+    launcher = replace(HERE, jax=minor)
+    of = Machine.of
+    monkeypatch.setattr(Machine, "of", lambda options: replace(of(options), versions=launcher))
+
+    @bj.program(clients=N)
+    def pivoted(x):
+        return bj.map_fn(lambda v: jax.scipy.linalg.qr(v[None], pivoting=True), x)
+
+    with pytest.raises(WorkerError, match=r"lapack_sgeqp3_ffi.*same jax and jaxlib") as error:
+        bj.run(pivoted, X)
+    assert f"jax {HERE.jax}," in str(error.value)
+    assert f"jax {minor}," in str(error.value)
+    assert "the last bits" not in caplog.text
+    bj.run(centred, jnp.ones(3), X)
+    assert "the last bits of the results may differ" in caplog.text
+
+
 # --- platforms
 
 

@@ -44,7 +44,7 @@ def plan_and_inputs(fn, args):
     arguments, key, restore = stage.flatten_arguments(args)
     options = Options(shard_size=8)
     plan = planning.plan_for(fn, arguments, key, restore, options).plan
-    recipe = restaging.Recipe(fn, arguments, restore, options)
+    recipe = restaging.Recipe(fn, arguments, restore, options, plan.choices)
     return dataclasses.replace(plan, recipe=recipe), planning.bind_inputs(plan, arguments)
 
 

@@ -1,0 +1,85 @@
+"""Values of dtype float0, the tangents of integers, as bools.
+
+XLA has no such type: under `jax.jit`, too, these values are bools while a program runs. They hold
+no information, so that a result of dtype float0 is a constant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+FLOAT0 = jax.dtypes.float0
+BOOL = np.dtype("bool")
+
+
+def without_float0(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same function with bools in place of float0, also in the jaxprs of its equations."""
+    return _Retyped().closed(closed) if _holds_float0(closed.jaxpr) else closed
+
+
+def _holds_float0(jaxpr: Any) -> bool:
+    variables = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    return any(map(_is_float0, variables)) or any(
+        _holds_float0(getattr(inner, "jaxpr", inner))
+        for eqn in jaxpr.eqns
+        for inner in jex.jaxprs_in_params(eqn.params)
+    )
+
+
+def _is_float0(var: Any) -> bool:
+    return bool(getattr(var.aval, "dtype", None) == FLOAT0)
+
+
+class _Retyped:
+    """Renames the variables of dtype float0, consistently within one program."""
+
+    def __init__(self) -> None:
+        self.new_var = jex.gensym()
+        self.names: dict[Any, Any] = {}
+
+    def closed(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        return jex.ClosedJaxpr(self.jaxpr(closed.jaxpr), list(map(as_bool, closed.consts)))
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        return jaxpr.replace(
+            constvars=list(map(self.atom, jaxpr.constvars)),
+            invars=list(map(self.atom, jaxpr.invars)),
+            outvars=list(map(self.atom, jaxpr.outvars)),
+            eqns=list(map(self.eqn, jaxpr.eqns)),
+        )
+
+    def eqn(self, eqn: Any) -> Any:
+        return eqn.replace(
+            invars=list(map(self.atom, eqn.invars)),
+            outvars=list(map(self.atom, eqn.outvars)),
+            params={name: self.param(value) for name, value in eqn.params.items()},
+        )
+
+    def atom(self, atom: Any) -> Any:
+        if not _is_float0(atom):
+            return atom
+        aval = jax.core.ShapedArray(atom.aval.shape, BOOL)
+        if isinstance(atom, jex.Literal):
+            return jex.Literal(as_bool(atom.val), aval)
+        return self.names.setdefault(atom, self.new_var(aval))
+
+    def param(self, value: Any) -> Any:
+        """A parameter of an equation: a jaxpr, some jaxprs, or a dtype."""
+        if isinstance(value, jex.ClosedJaxpr):
+            return self.closed(value)
+        if isinstance(value, jex.Jaxpr):
+            return self.jaxpr(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self.param, value))
+        return BOOL if isinstance(value, np.dtype) and value == FLOAT0 else value
+
+
+def as_bool(value: Any) -> Any:
+    """An array of dtype float0 as bools; anything else as it is."""
+    if getattr(value, "dtype", None) != FLOAT0:
+        return value
+    return np.zeros(np.shape(value), BOOL)
