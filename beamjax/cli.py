@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from beamjax._version import __version__
-from beamjax.commands.suggestions import hint
+from beamjax.suggestions import hint
 from beamjax.errors import BeamjaxError
 
 COMMANDS = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import beamjax
-from beamjax.commands.suggestions import hint
+from beamjax.suggestions import hint
 from beamjax.commands.target import find_target
 from beamjax.commands.values import read_value, static_value
 from beamjax.errors import OptionsError

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax.commands.suggestions import closest
+from beamjax.suggestions import closest
 from beamjax.commands.value_help import VALUES
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options, parse_options

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from beamjax.commands.suggestions import closest, hint, listed
+from beamjax.suggestions import closest, hint, listed
 from beamjax.errors import OptionsError
 
 EXPECTED = "module:function or file.py:function"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import beamjax
-from beamjax.commands.suggestions import closest, hint, listed
+from beamjax.suggestions import closest, hint, listed
 from beamjax.errors import OptionsError, SourceError
 from beamjax.sources.data_files import is_url
 from beamjax.sources.leaf_checks import native_dtype
