@@ -138,21 +138,22 @@ def map_fn(
     placement, n = resolve("map_fn", placement)
     mesh = layouts.mesh_for("map_fn", placement, n, mesh)
     name = name_of(fn)
-    leaves, tree = tree_util.tree_flatten_with_path(arg)
+    leaves = tree_util.tree_leaves_with_path(arg)
     placed = [as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
+    tree = tree_util.tree_structure(arg if isinstance(arg, tuple) else (arg,))
     result_tree = None
 
     def body(*member: Any) -> list[jax.Array]:
         nonlocal result_tree
-        value = tree_util.tree_unflatten(tree, member)
-        result = fn(*value) if isinstance(arg, tuple) else fn(value)
-        results, result_tree = tree_util.tree_flatten_with_path(result)
+        results, result_tree = tree_util.tree_flatten_with_path(fn(*member))
         where = f"the result of {name}"
         return [as_array("map_fn", where, path, leaf) for path, leaf in results]
 
-    # Messages of JAX then name the user's function and its file instead of this one.
+    # Messages of JAX then name the user's function, its file and its parameters.
     body = functools.wraps(fn, assigned=(), updated=())(body)
-    outs = primitives.map_members(body, [], placed, placement=placement, n=n, name=name, mesh=mesh)
+    outs = primitives.map_members(
+        body, [], placed, placement=placement, n=n, name=name, mesh=mesh, tree=tree
+    )
     return tree_util.tree_unflatten(result_tree, outs)
 
 

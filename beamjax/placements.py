@@ -121,7 +121,7 @@ def known_size(placement: str) -> Size | None:
     return None
 
 
-class SizeFound(BaseException):  # noqa: N818  (no error: it ends a trace that has done its work)
+class SizeFound(BaseException):
     """A value with members was given to an operator of a placement whose size was looked for.
 
     It does not derive from `Exception`, so that no handler in the user's function takes it.

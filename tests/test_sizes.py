@@ -256,7 +256,7 @@ def test_named_parameters_that_are_wrong():
     cases = {
         r"x\['a'\] has shape \(5, 2\) and x\['b'\] has shape \(3,\)": {"a": X, "b": W},
         r"x\['b'\] has shape \(\), expected an array": {"a": X, "b": jnp.float32(1)},
-            r"x\[0\] has shape \(\), expected an array.*numpy\.asarray": [1.0, 2.0],
+        r"x\[0\] has shape \(\), expected an array.*numpy\.asarray": [1.0, 2.0],
         r"x has no leaves": None,
     }
     for message, x in cases.items():
