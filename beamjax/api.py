@@ -26,17 +26,17 @@ from beamjax.errors import PlacementError, StructureError
 from beamjax.layouts import AnyMesh
 from beamjax.leaves import as_array, as_placed, name_of
 from beamjax.placements import activate, check_placements, resolve
-from beamjax.sizes import find_sizes
+from beamjax.sizes import check_parameters, find_sizes
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 def program(
-    placements: Mapping[str, int | None] | None = None,
+    placements: Mapping[str, int | str | None] | None = None,
     *,
     use_abstract_mesh: bool = True,
-    **sizes: int | None,
+    **sizes: int | str | None,
 ) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
     """Makes a function a program: a function that may call the operators of beamjax.
 
@@ -45,8 +45,10 @@ def program(
     as any other function of JAX.
 
     Args:
-      placements: the number of members of each placement, an int >= 1; or None, to take it from the
-        arguments of each call: it is the length of a first axis with which the program can run.
+      placements: the number of members of each placement: an int >= 1; the name of the parameter
+        that has the members, whose leaves all have them along axis 0; or None, to take the number
+        from the arguments of each call. Where the first axes of these differ in length, None traces
+        the program up to the first operator that takes one of them as a placed value.
         `beamjax.transform` takes arguments of unknown length too, for programs that do not need the
         number of members as a constant.
       use_abstract_mesh: taken for programs written for DrJAX, without effect.
@@ -56,8 +58,8 @@ def program(
       A decorator.
 
     Raises:
-      PlacementError: there is no placement, or one has a size that is neither an int >= 1 nor None.
-        A call of a program with a size of None raises it where no length fits, or several do.
+      PlacementError: there is no placement, or one has an impossible size. A call raises it where
+        the arguments do not give the number of members.
     """
     del use_abstract_mesh
     active = check_placements(sizes if placements is None else placements)
@@ -68,6 +70,8 @@ def program(
         raise PlacementError(f"program: a placement is given twice: {', '.join(names)}.")
 
     def decorate(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        check_parameters(active, fn)
+
         @functools.wraps(fn)
         def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
             with activate(find_sizes(active, fn, args, kwargs)):
@@ -134,21 +138,22 @@ def map_fn(
     placement, n = resolve("map_fn", placement)
     mesh = layouts.mesh_for("map_fn", placement, n, mesh)
     name = name_of(fn)
-    leaves, tree = tree_util.tree_flatten_with_path(arg)
+    leaves = tree_util.tree_leaves_with_path(arg)
     placed = [as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
+    tree = tree_util.tree_structure(arg if isinstance(arg, tuple) else (arg,))
     result_tree = None
 
     def body(*member: Any) -> list[jax.Array]:
         nonlocal result_tree
-        value = tree_util.tree_unflatten(tree, member)
-        result = fn(*value) if isinstance(arg, tuple) else fn(value)
-        results, result_tree = tree_util.tree_flatten_with_path(result)
+        results, result_tree = tree_util.tree_flatten_with_path(fn(*member))
         where = f"the result of {name}"
         return [as_array("map_fn", where, path, leaf) for path, leaf in results]
 
-    # Messages of JAX then name the user's function and its file instead of this one.
+    # Messages of JAX then name the user's function, its file and its parameters.
     body = functools.wraps(fn, assigned=(), updated=())(body)
-    outs = primitives.map_members(body, [], placed, placement=placement, n=n, name=name, mesh=mesh)
+    outs = primitives.map_members(
+        body, [], placed, placement=placement, n=n, name=name, mesh=mesh, tree=tree
+    )
     return tree_util.tree_unflatten(result_tree, outs)
 
 

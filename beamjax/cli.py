@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from beamjax._version import __version__
-from beamjax.commands.suggestions import hint
 from beamjax.errors import BeamjaxError
+from beamjax.suggestions import hint
 
 COMMANDS = {
     "run": ("beamjax.commands.run", "run a function on this machine or a Beam runner"),

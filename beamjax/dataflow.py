@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from beamjax.call_checks import by_position
 from beamjax.execution import plan_of
 from beamjax.options import parse_options
 
@@ -31,6 +32,7 @@ class DryRun:
         return [transform.unique_name for transform in found if transform.unique_name]
 
 
+@by_position
 def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
     """Makes the job that `run(fn, *args, runner="DataflowRunner")` would send first.
 

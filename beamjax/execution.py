@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
+from beamjax.call_checks import by_position, refuse_compilation, refuse_tracers
 from beamjax.errors import OptionsError, StagingError
 from beamjax.fact_types import PlanFacts
 from beamjax.forecast import forecast, learn, small_work
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 LOCAL = "local"
 
 
+@by_position
 def run(
     fn: Callable[..., Any],
     *args: Any,
@@ -75,6 +77,7 @@ def run(
     return run_work(_work(fn, args, runner, _with_keep(options, keep)))
 
 
+@by_position
 def launch(
     fn: Callable[..., Any],
     *args: Any,
@@ -117,7 +120,7 @@ def _with_keep(options: Any, keep: str | None) -> Options:
 
 def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> Work:
     """What is to be done for a call, staged; members of unknown number are counted if need be."""
-    arguments, key, restore = _stage.flatten_arguments(args)
+    arguments, key, restore = _flatten("run", fn, args)
     _refuse_abstract(arguments)
     _refuse_streams_with_checkpoint(arguments, options)
     with contextlib.ExitStack() as files:
@@ -220,6 +223,7 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
     return own_pipeline(runner, parse_options(options))
 
 
+@by_position
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
     """The same as `run`, as a Beam transform for use inside a user's own pipeline.
 
@@ -274,7 +278,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
                 f"{name}: found 'drop' in the options of transform, where nobody is told who was "
                 "dropped; drop elements of your own pipeline before, or use beamjax.run"
             )
-    arguments, key, restore = _stage.flatten_arguments(args)
+    arguments, key, restore = _flatten("transform", fn, args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
     for output in keyed_outputs(planned.staged.out_tree, parsed):
         raise StagingError(
@@ -295,7 +299,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
 
 def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tuple[Plan, Inputs]:
     """The plan of `fn(*args)` and its inputs, as other processes run it; raises as `run` does."""
-    arguments, key, restore = _stage.flatten_arguments(args)
+    arguments, key, restore = _flatten("run", fn, args)
     _refuse_abstract(arguments)
     plan = plan_for(fn, arguments, key, restore, options).plan
     plan = _with_recipe(plan, fn, arguments, restore, options)
@@ -378,6 +382,18 @@ def _device_array(inputs: Inputs, index: int) -> Any:
         return jax.numpy.asarray(value)
     source, leaf = value
     return wrap(jax.numpy.asarray(inputs.whole(index)), source.leaves[leaf].key_impl)
+
+
+def _flatten(front: str, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
+    """The same as `flatten_arguments`, of arguments that have values.
+
+    Raises:
+      StagingError: JAX traces the call.
+    """
+    flat = _stage.flatten_arguments(args)
+    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in flat[0]})
+    refuse_compilation(front, fn)
+    return flat
 
 
 def _refuse_abstract(arguments: Sequence[Argument]) -> None:

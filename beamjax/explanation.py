@@ -17,6 +17,7 @@ import jax
 
 from beamjax import planning
 from beamjax import reading as reading_of
+from beamjax.call_checks import by_position
 from beamjax.choice_facts import (
     choice_facts,
     choice_lines,
@@ -271,6 +272,7 @@ class Explanation:
         return self.facts
 
 
+@by_position
 def explain(
     fn: Callable[..., Any],
     *args: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
+from beamjax.placements import SizeFound, is_looked_for
 
 
 def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
@@ -42,15 +43,30 @@ def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any)
     Raises:
       PlacementError: it has another number of members.
       StructureError: it is neither an array nor a scalar.
+      SizeFound: the size of the placement was looked for, and is that of the leaf.
     """
     array = as_array(op, where, path, leaf)
     if not array.ndim or array.shape[0] != n:
+        if array.ndim and is_looked_for(placement, n):
+            raise SizeFound(placement, array.shape[0])
         raise PlacementError(
             f"{op}: {where}{tree_util.keystr(path)} has shape {array.shape}, expected ({n}, ...): "
             f"placement {placement!r} has {n} members, along axis 0. To give each member the same "
-            f"value, broadcast it."
+            f"value, broadcast it.{hint_for_list(path, array.shape)}"
         )
     return array
+
+
+def hint_for_list(path: Sequence[Any], shape: Sequence[Any]) -> str:
+    """A sentence on lists of numbers, for the message of a leaf that has no axis for members.
+
+    Args:
+      path: of the leaf in its tree.
+      shape: of the leaf.
+    """
+    if shape or not path or not isinstance(path[-1], tree_util.SequenceKey):
+        return ""
+    return " A list of numbers is a tree of scalars; numpy.asarray(...) makes one array of it."
 
 
 def name_of(fn: Callable[..., Any]) -> str:

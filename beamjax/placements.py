@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,8 +15,9 @@ import jax
 from beamjax.errors import OutsideProgramError, PlacementError
 
 Size: TypeAlias = Any
-"""Number of members: an int, a symbolic dimension of `jax.export.symbolic_shape`, or None for one
-that each call takes from its arguments."""
+"""Number of members: an int, a symbolic dimension of `jax.export.symbolic_shape`, or, in the
+decorator of a program, None or the name of a parameter, for one that each call takes from its
+arguments."""
 
 Placements: TypeAlias = tuple[tuple[str, Size], ...]
 """Names and sizes of the placements of one program."""
@@ -35,8 +38,8 @@ def check_placements(placements: Mapping[str, Any]) -> Placements:
       The same as a tuple of pairs.
 
     Raises:
-      PlacementError: there is no placement, a name is not a word, or a size is neither an int >= 1
-        nor None.
+      PlacementError: there is no placement, a name is not a string, or a size is none of an
+        int >= 1, the name of a parameter and None.
     """
     if not isinstance(placements, Mapping):
         raise PlacementError(
@@ -58,8 +61,8 @@ def _check_name(name: Any) -> str:
 
 
 def _check_size(name: str, n: Any) -> Size:
-    if n is None:
-        return None
+    if n is None or (isinstance(n, str) and n.isidentifier()):
+        return n
     if jax.export.is_symbolic_dim(n):
         return n
     try:
@@ -69,7 +72,8 @@ def _check_size(name: str, n: Any) -> Size:
     if size is None or size < 1:
         raise PlacementError(
             f"program: placement {name!r} has size {n!r}, expected the number of members as an "
-            f"int >= 1, or None to take it from the arguments of each call."
+            f"int >= 1, the name of the parameter that has the members, or None to take the number "
+            f"from the arguments of each call."
         )
     return size
 
@@ -115,6 +119,36 @@ def known_size(placement: str) -> Size | None:
             if known == placement:
                 return n
     return None
+
+
+class SizeFound(BaseException):
+    """A value with members was given to an operator of a placement whose size was looked for.
+
+    It does not derive from `Exception`, so that no handler in the user's function takes it.
+    """
+
+    def __init__(self, placement: str, size: Size):
+        super().__init__(f"placement {placement!r} has {size} members")
+        self.placement = placement
+        self.size = size
+
+
+_scope = jax.export.SymbolicScope()
+
+
+@functools.cache
+def size_looked_for(placement: str) -> Size:
+    """The dimension that stands for the size of a placement while a trace looks for it.
+
+    It is the same for all traces, so that what JAX caches for one serves the next.
+    """
+    (n,) = jax.export.symbolic_shape("n_" + re.sub(r"\W", "_", placement), scope=_scope)
+    return n
+
+
+def is_looked_for(placement: str, n: Size) -> bool:
+    """Whether `n` stands for the size of the placement while a trace looks for it."""
+    return jax.export.is_symbolic_dim(n) and n is size_looked_for(placement)
 
 
 def resolve(name: str, placement: str | None) -> tuple[str, Size]:

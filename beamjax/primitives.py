@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import tree_util
 from jax.extend import core as jex
 
 from beamjax import _compat, layouts
@@ -68,7 +69,7 @@ def trace_body(
     Args:
       fn: takes one value per type and returns a flat list. It is a new function object for each
         call, since JAX serves a function that it has seen from its cache.
-      avals: the types.
+      avals: the types, or trees of them.
       what: the operator and what `fn` is to it, for messages.
 
     Returns:
@@ -122,14 +123,16 @@ def map_members(
     n: Any,
     name: str,
     mesh: layouts.AnyMesh | None,
+    tree: Any = None,
 ) -> list[jax.Array]:
-    """Traces `fn`, from flat `[*broadcast, *member]` to a flat list, and maps it over `placed`.
+    """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
 
-    What `fn` closes over becomes further broadcast operands, before the given ones.
+    What `fn` closes over becomes further broadcast operands, before the given ones. `fn` takes flat
+    values; or, where there is a `tree`, the arguments that this makes of them.
     """
     avals = [jax.typeof(x) for x in broadcast]
     avals += [layouts.member_aval(jax.typeof(x), placement) for x in placed]
-    jaxpr, consts = trace_body(fn, avals)
+    jaxpr, consts = trace_body(fn, avals if tree is None else tree_util.tree_unflatten(tree, avals))
     for const in consts:
         layouts.check_shared(const, placement, mesh)
     broadcast = [*consts, *broadcast]

@@ -241,17 +241,16 @@ def reduce(
         layouts.member_aval(jax.typeof(leaf), placement).update(weak_type=False) for leaf in leaves
     ]
 
+    # Messages of JAX then name the user's function, its file and its parameters.
+    @functools.wraps(combine, assigned=(), updated=())
     def joined(left: Any, right: Any) -> list[jax.Array]:
-        left, right = (tree_util.tree_unflatten(tree, side) for side in (left, right))
         return _like_member(f"what {name} returns", combine(left, right), x, members)
 
-    body = lambda *values: joined(values[: len(members)], values[len(members) :])
-    # Messages of JAX then name the user's function and its file instead of this one.
-    body = functools.wraps(combine, assigned=(), updated=())(body)
+    member = tree_util.tree_unflatten(tree, members)
     start = []
     if identity is not None:
         start = _like_member("identity", identity, x, members, cast=True)
-    jaxpr, served = trace_body(body, [*members, *members], f"reduce: the function {name}")
+    jaxpr, served = trace_body(joined, [member, member], f"reduce: the function {name}")
     if jaxpr.effects:
         effects = ", ".join(sorted(map(str, jaxpr.effects)))
         raise StructureError(
@@ -263,7 +262,10 @@ def reduce(
     if not leaves:
         return tree_util.tree_unflatten(tree, [])
     outs = bind_reduce(jaxpr, served, leaves, placement=placement, n=n, name=name)
-    return tree_util.tree_unflatten(tree, joined(start, outs) if start else outs)
+    result = tree_util.tree_unflatten(tree, outs)
+    if not start:
+        return result
+    return tree_util.tree_unflatten(tree, joined(tree_util.tree_unflatten(tree, start), result))
 
 
 def _like_member(

@@ -1,16 +1,48 @@
-"""Sizes of placements that a program leaves open, found from its arguments."""
+"""Sizes of placements that a program takes from the arguments of each call."""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 
 from beamjax.errors import PlacementError
-from beamjax.placements import Placements, activate, known_size, unobserved
+from beamjax.leaves import hint_for_list, name_of
+from beamjax.placements import (
+    Placements,
+    SizeFound,
+    activate,
+    known_size,
+    size_looked_for,
+    unobserved,
+)
+from beamjax.suggestions import hint
+
+
+def check_parameters(placements: Placements, fn: Callable[..., Any]) -> None:
+    """Checks that `fn` has the parameters that placements name.
+
+    Raises:
+      PlacementError: it has no such parameter.
+    """
+    for name, parameter in placements:
+        if not isinstance(parameter, str):
+            continue
+        try:
+            signature = inspect.signature(fn)
+        except (TypeError, ValueError):  # of what is not written in Python
+            signature = inspect.Signature()
+        if parameter not in signature.parameters:
+            raise PlacementError(
+                f"program {name_of(fn)}: placement {name!r} has the size {parameter!r}, expected "
+                f"the name of a parameter of {name_of(fn)}{signature}"
+                f"{hint(parameter, signature.parameters)}"
+            )
 
 
 def find_sizes(
@@ -21,74 +53,144 @@ def find_sizes(
 ) -> Placements:
     """The placements of a call of a program, with a size for each.
 
-    An open size is that of the placement of the same name in a program around this one, if there is
-    one; otherwise the length of the first axis of some argument. Where arguments differ in it, the
-    program is traced with each, and the only one must be right with which it can be.
+    The size of a placement that names a parameter is the length of the first axis of its argument.
+    An open size, None, is that of the placement of the same name in a program around this one, if
+    there is one; otherwise the length of the first axis of the arguments, or, where these differ,
+    of the first value that the program gives to an operator of the placement.
 
     Args:
-      placements: of the program; None is an open size.
+      placements: of the program.
       fn: the function of the program.
       args, kwargs: of the call.
 
     Raises:
-      PlacementError: no size fits, or more than one does.
+      PlacementError: the arguments do not give a size.
+      Exception: what `fn` raises before it uses a placement whose size is looked for.
     """
-    opened = [name for name, n in placements if n is None]
-    if not opened:
-        return placements
-    around = {name: n for name in opened if (n := known_size(name)) is not None}
-    lengths = _lengths((args, kwargs))
-    if len(opened) == 1:
-        # An array of unknown length is one of members.
-        lengths = [n for n in lengths if not isinstance(n, int)] or lengths
-    choices = [[around[name]] if name in around else lengths for name in opened]
-    found: list[Mapping[str, Any]] = [
-        dict(zip(opened, sizes, strict=True)) for sizes in itertools.product(*choices)
-    ]
-    failures: list[str] = []
-    if len(found) > 1:
-        found = list(_fitting(placements, found, fn, args, kwargs, failures))
-    if len(found) != 1:
-        what = f"the first axes of the arguments have the lengths {lengths}" if lengths else (
-            "no argument is an array with an axis"
-        )  # fmt: skip
-        which = f", and {' and '.join(map(_text, found))} all fit" if found else ""
-        which = which or "".join(f"\n  {failure}" for failure in failures)
-        raise PlacementError(
-            f"program {getattr(fn, '__name__', fn)}: found no single size for the placement "
-            f"{', '.join(map(repr, opened))}: {what}{which}\n"
-            "Give the number of members in the decorator."
-        )
-    return tuple((name, found[0].get(name, n)) for name, n in placements)
+    sizes = dict(placements)
+    for name, n in placements:
+        if isinstance(n, str):
+            sizes[name] = _members_of(name, n, fn, args, kwargs)
+        elif n is None:
+            sizes[name] = known_size(name)
+    opened = [name for name, n in sizes.items() if n is None]
+    if opened:
+        lengths = _lengths((args, kwargs))
+        if len(opened) == 1:
+            # An array of unknown length is one of members.
+            lengths = [n for n in lengths if not isinstance(n, int)] or lengths
+        if len(lengths) == 1:
+            sizes |= dict.fromkeys(opened, lengths[0])
+        elif lengths:
+            _find_in_use(sizes, lengths, fn, args, kwargs)
+        else:
+            leaves = tree_util.tree_leaves_with_path((args, kwargs))
+            listed = [text for path, x in leaves if (text := hint_for_list(path[2:], np.shape(x)))]
+            raise _not_found(fn, opened, "no argument is an array with members", *listed[:1])
+    return tuple(sizes.items())
 
 
-def _fitting(
-    placements: Placements,
-    candidates: Sequence[Mapping[str, Any]],
+def _members_of(
+    placement: str,
+    parameter: str,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    failures: list[str],
-) -> Iterator[Mapping[str, Any]]:
-    """The candidates with which the program can be traced; appends why the others can't."""
+) -> Any:
+    """The length of the first axis of all leaves of an argument."""
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name_of(fn)}() {error}") from None
+    bound.apply_defaults()
+    first: tuple[str, Sequence[Any]] | None = None
+    for path, leaf in tree_util.tree_leaves_with_path(bound.arguments[parameter]):
+        where = f"{parameter}{tree_util.keystr(path)}"
+        shape = np.shape(leaf)
+        if not shape:
+            raise PlacementError(
+                f"program {name_of(fn)}: {where} has shape (), expected an array with the members "
+                f"of placement {placement!r} along axis 0.{hint_for_list(path, shape)}"
+            )
+        if first is None:
+            first = where, shape
+        elif shape[0] != first[1][0]:
+            raise PlacementError(
+                f"program {name_of(fn)}: {first[0]} has shape {first[1]} and {where} has shape "
+                f"{shape}, expected one number of members of placement {placement!r} along axis 0 "
+                f"of all leaves of {parameter!r}."
+            )
+    if first is None:
+        raise PlacementError(
+            f"program {name_of(fn)}: {parameter} has no leaves, expected arrays with the members "
+            f"of placement {placement!r} along axis 0."
+        )
+    return first[1][0]
+
+
+def _find_in_use(
+    sizes: dict[str, Any],
+    lengths: Sequence[Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Gives each placement without a size that of the first value that is used as its members.
+
+    Each trace ends where it finds one, so there are as many as open sizes.
+    """
+    while opened := [name for name, n in sizes.items() if n is None]:
+        known = ((name, size_looked_for(name) if n is None else n) for name, n in sizes.items())
+        try:
+            with unobserved(), activate(tuple(known)):
+                _trace(fn, args, kwargs)
+        except SizeFound as found:
+            if found.placement not in opened:  # of a program around this one
+                raise
+            sizes[found.placement] = found.size
+        except Exception as error:
+            error.add_note(
+                f"beamjax raised this while it looked for the number of members of "
+                f"{' and '.join(map(repr, opened))}: the first axes of the arguments have the "
+                f"lengths {lengths}, so it traced {name_of(fn)} to see which of them are members. "
+                f"{_advice(opened)} makes this trace needless."
+            )
+            raise
+        else:
+            why = f"the first axes of the arguments have the lengths {lengths}"
+            raise _not_found(fn, opened, f"{why}, and no operator is given any of them as members")
+
+
+def _trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Traces a function; what is no array among its arguments stays as it is."""
     leaves, tree = tree_util.tree_flatten((args, kwargs))
-    arrays = {i: jax.typeof(x) for i, x in enumerate(leaves) if _is_array(x)}
 
-    def call(values: dict[int, Any]) -> Any:
-        merged = [values.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = tree_util.tree_unflatten(tree, merged)
-        return tree_util.tree_map(lambda x: x if _is_array(x) else None, fn(*args, **kwargs))
+    # Messages of JAX then name the user's function and its parameters instead of this one.
+    @functools.wraps(fn, assigned=(), updated=())
+    def call(*arrays: Any, **named_arrays: Any) -> Any:
+        given: Iterator[Any] = iter(tree_util.tree_leaves((arrays, named_arrays)))
+        merged = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+        all_args, all_kwargs = tree_util.tree_unflatten(tree, merged)
+        result = fn(*all_args, **all_kwargs)
+        return tree_util.tree_map(lambda x: x if _is_array(x) else None, result)
 
-    for sizes in candidates:
-        known = tuple((name, sizes.get(name, n)) for name, n in placements)
-        with unobserved(), activate(known):
-            try:
-                # A new function, since JAX serves one that it has seen from its cache.
-                jax.eval_shape(lambda values: call(values), arrays)
-            except Exception as error:  # of any kind: the user's code is run with a wrong size
-                failures.append(f"{_text(sizes)}: {type(error).__name__}: {error}".split("\n")[0])
-            else:
-                yield sizes
+    types = [jax.typeof(leaf) if _is_array(leaf) else None for leaf in leaves]
+    type_args, type_kwargs = tree_util.tree_unflatten(tree, types)
+    jax.eval_shape(call, *type_args, **type_kwargs)
+
+
+def _not_found(
+    fn: Callable[..., Any], opened: Sequence[str], why: str, more: str = ""
+) -> PlacementError:
+    return PlacementError(
+        f"program {name_of(fn)}: found no single size for the placement "
+        f"{', '.join(map(repr, opened))}: {why}. Give the number of members in the decorator, or "
+        f"name the parameter that has them: {_advice(opened)}.{more}"
+    )
+
+
+def _advice(opened: Sequence[str]) -> str:
+    return f"placements={{{', '.join(f'{name!r}: PARAMETER' for name in opened)}}}"
 
 
 def _lengths(tree: Any) -> list[Any]:
@@ -99,7 +201,3 @@ def _lengths(tree: Any) -> list[Any]:
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _text(sizes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={n}" for name, n in sizes.items())

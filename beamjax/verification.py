@@ -15,11 +15,13 @@ import numpy as np
 
 from beamjax import execution
 from beamjax.bodies import unwrap, wrap
+from beamjax.call_checks import by_position
 from beamjax.chunks import members_of
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters.stage import Argument
 from beamjax.keyed import Keyed
+from beamjax.leaves import name_of
 from beamjax.sources.keyed_table import KeyedTable
 
 ADVICE = (
@@ -132,6 +134,7 @@ class VerificationReport:
         return f"<p>{html.escape(self.headline)}</p><table>{''.join(rows)}</table>"
 
 
+@by_position
 def verify(
     fn: Callable[..., Any],
     *args: Any,
@@ -172,7 +175,7 @@ def verify(
     found, expected = _by_key(found), _by_key(expected)
     name = runner if isinstance(runner, str) else type(runner).__name__
     rows = compare(found, expected, rtol=rtol, atol=atol)
-    report = VerificationReport(_stage.function_name(fn), name, rows)
+    report = VerificationReport(name_of(fn), name, rows)
     if not report.ok:
         failures = "\n".join(row.failure() for row in rows if not row.passed)
         error = VerificationError(f"{report}\n{failures}\n{ADVICE}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 from typing import Any
 
 import jax
@@ -18,6 +20,14 @@ def user_line(eqn: Any) -> str:
         if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def calling_line() -> str:
+    """`file:line (function)` of the innermost frame of this thread that is no library's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else ""
 
 
 def is_library(file_name: str) -> bool:

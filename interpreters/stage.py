@@ -13,10 +13,12 @@ from jax import tree_util
 from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax.call_checks import refuse_tracers
 from beamjax.errors import StructureError
 from beamjax.interpreters import drjax
 from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.unknown import explained
+from beamjax.leaves import name_of
 from beamjax.placements import observe
 from beamjax.sources.source_base import Source, StreamSource
 
@@ -91,7 +93,7 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
         else:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 leaf = _checked(name, leaf, symbols)
-            flat.append(Argument(name, _aval(name, leaf), leaf))
+            flat.append(Argument(name, _aval(name, leaf, args[path[0].idx]), leaf))
             counts.append((1, None))
 
     def restore(values: Sequence[Any]) -> Any:
@@ -124,7 +126,7 @@ def _source_arguments(name: str, source: Source, symbols: dict[str, Any]) -> lis
     return found
 
 
-def _aval(name: str, leaf: Any) -> Any:
+def _aval(name: str, leaf: Any, argument: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
@@ -134,18 +136,30 @@ def _aval(name: str, leaf: Any) -> Any:
     except TypeError as error:
         raise StructureError(
             f"{name}: found a {type(leaf).__name__} ({leaf!r:.80}), expected an array, a scalar or "
-            f"a beamjax.Source; {_instead(leaf)}"
+            f"a beamjax.Source; {_instead(leaf, argument)}"
         ) from error
 
 
-def _instead(leaf: Any) -> str:
-    """What to do with something that is no data."""
-    if any(kind.__module__.startswith("apache_beam.") for kind in type(leaf).__mro__):
+def _instead(leaf: Any, argument: Any) -> str:
+    """What to do with something in an argument that is no data."""
+    if _comes_from("apache_beam", leaf):
         return (
             "beamjax.from_beam(transform, like=..., folder=...) makes one of what a PTransform "
             "reads, and beamjax.transform runs a program inside of a pipeline of your own"
         )
+    from_equinox = functools.partial(_comes_from, "equinox")
+    if any(map(from_equinox, tree_util.tree_leaves(argument, is_leaf=from_equinox))):
+        return (
+            "an equinox.Module holds functions beside its arrays: split it by "
+            "params, static = eqx.partition(module, eqx.is_array), pass params, and call "
+            "eqx.combine(params, static) in the program"
+        )
     return "bind what is not data with functools.partial"
+
+
+def _comes_from(package: str, x: Any) -> bool:
+    """Whether a class of `x` is of a package, which need not be installed."""
+    return any(kind.__module__.partition(".")[0] == package for kind in type(x).__mro__)
 
 
 def _checked(
@@ -189,25 +203,38 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
       restore: likewise.
 
     Raises:
-      StagingError: `fn` needs an unknown number of members as a constant.
+      StagingError: `fn` needs an unknown number of members as a constant, or closes over a tracer.
     """
     out_tree = None
 
-    def flat_fn(*leaves: Any) -> list[Any]:
+    # Messages of JAX then name the user's function, its file and its parameters.
+    @functools.wraps(fn, assigned=(), updated=())
+    def call(*args: Any) -> list[Any]:
         nonlocal out_tree
-        results, out_tree = tree_util.tree_flatten(fn(*restore(leaves)))
+        results, out_tree = tree_util.tree_flatten(fn(*args))
         return results
 
     avals = [argument.aval for argument in arguments]
     with observe() as placements, drjax.operators_of_beamjax():
         try:
-            closed = jax.make_jaxpr(flat_fn)(*avals)
+            closed = jax.make_jaxpr(call)(*restore(avals))
         except Exception as error:
-            told = explained(error, flat_fn, avals)
+            told = explained(error, lambda *leaves: call(*restore(leaves)), avals)
             if told is None:
+                _add_note(error, fn)
                 raise
             raise told from error
-    return Staged(function_name(fn), closed, out_tree, tuple(placements))
+    refuse_tracers("run", fn, {"a value that the function closes over": closed.consts})
+    return Staged(name_of(fn), closed, out_tree, tuple(placements))
+
+
+def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
+    """Says what to do where Python needs the value of an argument, as in `range(n)`."""
+    if isinstance(error, jax.errors.JAXTypeError):
+        error.add_note(
+            f"beamjax traces all arguments of {name_of(fn)}, as jax.jit does. Bind a value that "
+            f"Python needs with functools.partial({name_of(fn)}, ...) instead of passing it."
+        )
 
 
 def declared_sizes(
@@ -219,10 +246,3 @@ def declared_sizes(
             *(argument.aval for argument in arguments)
         )
     return [n for _, n in placements if isinstance(n, int)]
-
-
-def function_name(fn: Callable[..., Any]) -> str:
-    """The name of the innermost function of partials and wrappers."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)

@@ -156,6 +156,178 @@ def test_a_partial_of_what_is_not_data_is_fine():
     np.testing.assert_allclose(bj.run(functools.partial(scaled, "double"), X), 2 * X.sum(0))
 
 
+# --- how a call is made
+
+
+@bj.program(clients=N)
+def loss(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: (v * w).sum(), x))
+
+
+def run_here(fn, *args):
+    return bj.run(fn, *args, runner="local")
+
+
+@pytest.mark.usefixtures("no_work")
+def test_calls_inside_of_a_transformation():
+    w, two = np.ones(3, np.float32), np.ones((2, 3), np.float32)
+    here = functools.partial(bj.verify, runner="local")
+    calls = {
+        "grad": lambda: jax.grad(lambda w: run_here(loss, w, X))(w),
+        "grad, closed over": lambda: jax.grad(lambda w: run_here(lambda x: loss(w, x), X))(w),
+        "nested": lambda: jax.grad(lambda w: run_here(loss, {"a": [w]}, X))(w),
+        "jit": lambda: jax.jit(lambda w: run_here(loss, w, X))(w),
+        "jit, of constants": lambda: jax.jit(lambda: run_here(loss, w, X))(),
+        "vmap": lambda: jax.vmap(lambda w: run_here(loss, w, X))(two),
+        "scan": lambda: jax.lax.scan(lambda w, _: (run_here(loss, w, X), None), w, length=2),
+        "Beam": lambda: jax.grad(lambda w: bj.run(loss, w, X))(w),
+        "launch": lambda: jax.grad(lambda w: bj.launch(loss, w, X, runner="local"))(w),
+        "verify": lambda: jax.grad(lambda w: here(loss, w, X))(w),
+        "transform": lambda: jax.grad(lambda w: bj.transform(loss, w, X))(w),
+    }
+    wrong = []
+    for name, call in calls.items():
+        try:
+            call()
+        except StagingError as error:
+            parts = ("test_bad_input.py:", "traces" if "const" in name else "is a tracer",
+                     "(jax.grad(", "outside of jax.grad")  # fmt: skip
+            wrong += [(name, part, str(error)) for part in parts if part not in str(error)]
+        else:
+            wrong.append((name, "no error"))
+    assert not wrong
+
+
+def test_calls_beside_a_transformation():
+    """Inside of one, but of values alone."""
+    w = np.ones(3, np.float32)
+    found = jax.grad(lambda v: (v * run_here(loss, w, X)).sum())(w)
+    np.testing.assert_allclose(found, [X.sum(1).mean()] * 3)
+    plans = []
+    jax.jit(lambda w: plans.append(bj.explain(loss, w, X)))(w)
+    assert "plan of loss" in str(plans)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_keyword_arguments_of_the_function():
+    calls = {
+        name: getattr(bj, name) for name in ("run", "launch", "transform", "verify", "explain")
+    }
+    for name, call in {**calls, "dry_run": bj.dataflow.dry_run}.items():
+        with pytest.raises(TypeError) as caught:
+            call(loss, X[0], x=X)
+        assert isinstance(caught.value, StructureError)
+        assert f"{call.__name__}: found the keyword argument 'x'. The arguments of loss" in str(
+            caught.value
+        )
+        assert "functools.partial(loss, x=...)" in str(caught.value)
+    with pytest.raises(StructureError, match=r"argument 'option'; did you mean 'options'\?"):
+        bj.run(total, X, option={})
+
+
+def test_values_that_python_needs():
+    """JAX says so, of the user's function and the user's name of the argument."""
+
+    def branch(w, x):
+        return bj.reduce_sum(x) if w["a"].sum() > 0 else x
+
+    def number(w, x):
+        return bj.reduce_sum(x) * float(w["a"][0])
+
+    def rounds(n, x):
+        return jax.lax.scan(lambda c, _: (c + bj.reduce_sum(x), None), jnp.zeros(3), length=n)[0]
+
+    def times(n, x):
+        return [bj.reduce_sum(x) for _ in range(n)]
+
+    def in_numpy(w, x):
+        return np.sin(w["a"]) * bj.reduce_sum(x)
+
+    def body(member, scale):
+        return member["b"] if scale["s"].sum() > 0 else -member["b"]
+
+    def mapped(w, x):
+        return bj.map_fn(body, ({"b": x}, {"s": x}))
+
+    def single(w, x):
+        return bj.map_fn(lambda member: body(member, member), {"b": x, "s": x})
+
+    def pair(left, right):
+        return left if left["c"].sum() > 0 else right
+
+    def folded(w, x):
+        return bj.reduce(pair, {"c": x})
+
+    w = {"a": X[0]}
+    cases = [
+        (branch, w, "branch", "w['a']"),
+        (jax.grad(lambda w, x: branch(w, x).sum()), w, "<lambda>", "w['a']"),
+        (number, w, "number", "w['a']"),
+        (rounds, 3, "rounds", "n"),
+        (times, 3, "times", "n"),
+        (in_numpy, w, "in_numpy", "w['a']"),
+        (mapped, w, "body", "scale['s']"),
+        (single, w, "<lambda>", "member['s']"),
+        (folded, w, "pair", "left['c']"),
+    ]
+    fronts = [run_here, bj.explain, bj.transform]
+    kinds = jax.errors.JAXTypeError
+    wrong = []
+    for fn, first, name, argument in cases:
+        for placements in ({"clients": N}, {"clients": "x"}, {"clients": None}):
+            for front in fronts:
+                for x in (X, bj.from_arrays(X)):
+                    with pytest.raises(kinds) as caught:
+                        front(bj.program(placements)(fn), first, x)
+                    found = str(caught.value).replace("\n", " ")
+                    for part in (f"tracing the function {name} at {__file__}:",
+                                 f"the value of the argument {argument}."):  # fmt: skip
+                        wrong += [(name, placements, part, found)] * (part not in found)
+                    assert "functools.partial(" in "".join(caught.value.__notes__)
+    assert not wrong
+    assert run_here(bj.program(clients=N)(functools.partial(times, 2)), X)[1].shape == (3,)
+
+
+class Stranger:
+    """A module of Equinox, as far as JAX sees it."""
+
+    def __init__(self, weight, activation):
+        self.weight, self.activation = weight, activation
+
+
+Stranger.__module__ = "equinox._module"
+jax.tree_util.register_pytree_node(
+    Stranger, lambda m: ((m.weight, m.activation), None), lambda _, leaves: Stranger(*leaves)
+)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_arguments_that_are_no_data_yet():
+    module = Stranger(X[0], jax.nn.relu)
+    for argument in (module, {"model": [module]}):
+        with pytest.raises(StructureError, match=r"args\[0\].*found a .*eqx\.partition\(module"):
+            run_here(loss, argument, X)
+    with pytest.raises(StructureError, match=r"args\[1\]: found a .*bind .* functools\.partial"):
+        run_here(loss, module.weight, jax.nn.relu)
+
+
+def test_lists_of_numbers():
+    numbers = [float(i) for i in range(N)]
+    reduced, mapped = bj.reduce_sum, lambda x: bj.map_fn(jnp.sin, x)
+    for fn in (reduced, mapped):
+        for size in (N, "x", None):
+            prog = bj.program(placements={"clients": size})(lambda x, fn=fn: fn(x))
+            for call in (prog, functools.partial(run_here, prog)):
+                with pytest.raises(
+                    PlacementError, match=r"shape \(\)|no argument.* is an array"
+                ) as e:
+                    call(numbers)
+                assert "numpy.asarray(...) makes one array of it" in str(e.value)
+    with pytest.raises(PlacementError) as caught:
+        run_here(total, 1.0)
+    assert "numpy" not in str(caught.value)
+
+
 # --- options and runners
 
 

@@ -7,9 +7,9 @@ import pytest
 from command_lines import folder  # noqa: F401 (a fixture)
 
 from beamjax import cli
-from beamjax.commands.suggestions import closest, hint, listed
 from beamjax.commands.target import find_target, functions_of
 from beamjax.errors import OptionsError
+from beamjax.suggestions import closest, hint, listed
 
 
 @pytest.mark.parametrize(

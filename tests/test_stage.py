@@ -9,7 +9,8 @@ import pytest
 
 import beamjax as bj
 from beamjax.errors import StructureError
-from beamjax.interpreters.stage import flatten_arguments, function_name, stage
+from beamjax.interpreters.stage import flatten_arguments, stage
+from beamjax.leaves import name_of
 
 
 def paths(*args):
@@ -88,6 +89,6 @@ def test_names():
         def __call__(self, x):
             return x
 
-    assert function_name(functools.partial(functools.partial(test_names, 1), 2)) == "test_names"
-    assert function_name(Model()) == "Model"
-    assert function_name(jax.jit(test_names)) == "test_names"
+    assert name_of(functools.partial(functools.partial(test_names, 1), 2)) == "test_names"
+    assert name_of(Model()) == "Model"
+    assert name_of(jax.jit(test_names)) == "test_names"

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 import beamjax
-from beamjax.commands.suggestions import hint
 from beamjax.commands.target import find_target
 from beamjax.commands.values import read_value, static_value
 from beamjax.errors import OptionsError
-from beamjax.interpreters.stage import flatten_arguments, function_name
+from beamjax.interpreters.stage import flatten_arguments
+from beamjax.leaves import name_of
 from beamjax.options import Options
 from beamjax.planning import plan_for
+from beamjax.suggestions import hint
 
 MAP_BYTES = 16 * 2**20
 """Of an .npy file from which workers read by themselves, where the program uses it as placed."""
@@ -32,7 +33,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        return function_name(self.fn)
+        return name_of(self.fn)
 
 
 def find_call(
@@ -103,7 +104,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _bound(fn: Callable[..., Any], texts: dict[str, str], constants: dict[str, Any]) -> Call:
-    name = function_name(fn)
+    name = name_of(fn)
     signature = _signature(fn) or inspect.Signature(
         [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     )
@@ -211,7 +212,7 @@ def _with_names(
         return fn(*values[:count], **dict(zip(names, values[count:], strict=True)), **constants)
 
     functools.update_wrapper(call, fn)
-    call.__name__ = function_name(fn)
+    call.__name__ = name_of(fn)
     return call
 
 

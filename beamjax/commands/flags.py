@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax.commands.suggestions import closest
 from beamjax.commands.value_help import VALUES
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options, parse_options
+from beamjax.suggestions import closest
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 a run failed, or a result is past its tolerance; 2 the command line is wrong;

@@ -12,13 +12,13 @@ from typing import Any
 
 from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
 from beamjax.commands.command_lines import read_command
-from beamjax.commands.suggestions import hint, listed
 from beamjax.display import compared, in_words, made_in_words
 from beamjax.errors import BeamjaxError, JobError, OptionsError, SourceError
 from beamjax.job_folder import JobFolder
 from beamjax.records import SUFFIX
 from beamjax.report import read_report
 from beamjax.sources.data_files import is_url
+from beamjax.suggestions import hint, listed
 from beamjax.verification import aligned
 
 ROOT = "BEAMJAX_JOBS"
