@@ -1,12 +1,13 @@
 """A folder of checkpoints: the last ones of one run, with the files that their values are in.
 
     00000012.checkpoint   a manifest, see `beamjax.checkpoints`
-    *.arrays, *.members   values, named after their content or the run that wrote them
+    *.arrays, *.members   values, under names that are unique or hashes of the content
     lock                  held by the process whose run this is
     work/                 what the run under way has besides
 
-A manifest is written last and appears at once, so that a process may end at any moment. A local
-folder is for one process at a time; at a URL nobody looks after that.
+A manifest appears at once, and only when all of its files are on the disk, so that a process or a
+machine may stop at any moment. A local folder is for one process at a time; at a URL nothing checks
+that.
 """
 
 from __future__ import annotations
@@ -159,8 +160,10 @@ class CheckpointFolder:
         self._next += 1
         data = checkpoints.encode(checkpoint)
         with self._writing(name):
-            file_io.write(self.join(name), data)
-            file_io.sync([*map(self.join, (*sorted(self._unsynced), name)), self.path])
+            # In this order: a manifest must never outlive its files in a loss of power.
+            file_io.sync([*map(self.join, sorted(self._unsynced)), self.path])
+            file_io.write(self.join(name), data, sync=True)
+            file_io.sync([self.path])
         self._unsynced.clear()
         self._kept = [*self._kept, (name, checkpoint.files())][-checkpoints.KEPT :]
         self._remove_others()
