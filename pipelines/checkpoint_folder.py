@@ -2,6 +2,7 @@
 
     00000012.checkpoint   a manifest, see `beamjax.checkpoints`
     *.arrays, *.members   values, under names that are unique or hashes of the content
+    inputs.record         hashes of the files that are inputs
     lock                  held by the process whose run this is
     work/                 what the run under way has besides
 
@@ -18,13 +19,15 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
-from beamjax import checkpoints
+from beamjax import checkpoints, records
 from beamjax.checkpoints import Checkpoint
 from beamjax.errors import ArrayFormatError, CheckpointError
 from beamjax.pipelines import files as file_io
 
 MANIFEST = re.compile(r"(\d{8,18})\.checkpoint")
+INPUTS = f"inputs{records.SUFFIX}"
 _OURS = re.compile(
     r"\d{8,18}\.checkpoint|[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays|[A-Za-z0-9_-]+-\d+-\d+\.members"
     r"|tmp\w{8}\.tmp|[\w.-]+\.[0-9a-f]{32}\.tmp"
@@ -102,6 +105,22 @@ class CheckpointFolder:
     def join(self, name: str) -> str:
         """Path of a file of the folder."""
         return file_io.join(self.path, name)
+
+    def input_hashes(self) -> dict[str, Any]:
+        """What `save_input_hashes` wrote; nothing if that is not there, or damaged."""
+        if INPUTS not in self._names():
+            return {}
+        with contextlib.suppress(ArrayFormatError):
+            found = records.decode(self._read(INPUTS), INPUTS).get("files")
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def save_input_hashes(self, hashes: dict[str, Any]) -> None:
+        """Writes hashes of files, so that another process need not read these files again."""
+        if hashes and hashes != self.input_hashes():
+            with self._writing(INPUTS):
+                file_io.write(self.join(INPUTS), records.encode({"files": hashes}))
 
     def manifests(self) -> Iterator[tuple[str, Checkpoint]]:
         """Name and content of each manifest, from the last to the first one.

@@ -13,6 +13,7 @@ from beamjax import fingerprints
 from beamjax.arrays import decode_arrays
 from beamjax.checkpoints import Array, Checkpoint, Members, Record, Rows, Stored, members_file
 from beamjax.errors import ArrayFormatError, CheckpointError
+from beamjax.file_hashes import FileHashes
 from beamjax.inputs import Inputs
 from beamjax.liveness import Position, live_at, loops_at
 from beamjax.options import Options
@@ -68,7 +69,9 @@ class BaseKeeper(abc.ABC, Generic[V]):
         self.folder = CheckpointFolder(options.checkpoint)
         self.store = FolderStore(self.folder.path, folder=self.folder)
         self.prints = fingerprints.plan_fingerprint(plan, options)
-        self.input_prints = fingerprints.input_fingerprints(inputs)
+        hashes = FileHashes(self.folder.input_hashes())
+        self.input_prints = fingerprints.input_fingerprints(inputs, hashes)
+        self.folder.save_input_hashes(hashes.to_json())
         self.position: Position = ()
         self.finished = False
         self.values: dict[str, V] = {}

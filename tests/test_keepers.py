@@ -319,6 +319,34 @@ def test_another_plan_or_other_inputs_are_refused(tmp_path):
     assert_same(run(plan, arrays, checkpoint=folder), run(plan, arrays))
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_files_that_are_written_again_are_the_same_inputs(runner, tmp_path, monkeypatch):
+    @bj.program(clients=N)
+    def one_round(w, x):
+        return w - bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w) * v, x))
+
+    def rounds(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, w: one_round(w, x), w)
+
+    monkeypatch.setattr("beamjax.file_hashes._SETTLED", 0)
+    w, x = np.ones(3, np.float32), np.asarray(X, np.float32).reshape(N, 3)
+    path, options = tmp_path / "x.npy", {"checkpoint": str(tmp_path / "c")}
+    np.save(path, x)
+    expected = bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+    os.utime(path, ns=(1, 1))
+    np.save(path, x)
+    with stopped(0) as done:
+        found = bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+    assert found.tobytes() == expected.tobytes()
+    assert not done
+    monkeypatch.setattr("hashlib.file_digest", None)  # what is unchanged is not read
+    bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+    monkeypatch.undo()
+    np.save(path, x + 1)
+    with pytest.raises(CheckpointError, match=r"of other inputs .* they differ in args\[1\]"):
+        bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+
+
 def test_a_folder_is_for_one_run_at_a_time(tmp_path):
     plan, arrays = PLANS["descent"]
     with (
