@@ -273,7 +273,7 @@ def launch_work(work: Work) -> Job:
     """Does the work in a thread of this process."""
     folder, keep = _folder_of(work, needed=True)
     assert folder is not None
-    folder.begin(_describe(work))
+    folder.begin(_describe(work), work.options.overwrite)
     monitor = _monitor(work, folder)
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -304,7 +304,7 @@ def run_work(work: Work) -> Any:
     folder, keep = _folder_of(work, needed=record or display is not None)
     if folder is None:
         return work.compute(_monitor(work))
-    folder.begin(_describe(work))
+    folder.begin(_describe(work), work.options.overwrite)
     failed: BaseException | None = None
     try:
         return _execute(work, _monitor(work, folder), display, save=keep(None), record=record)

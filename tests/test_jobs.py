@@ -239,7 +239,8 @@ def test_a_folder_that_was_given_is_kept(tmp_path, empty_tmp):
         path.write_text("mine")
     expected = bj.run(total, X, runner="local")
     for _ in range(2):  # what an earlier job left is replaced
-        assert_same(bj.run(total, X, options={"job_folder": folder}), expected)
+        options = {"job_folder": folder, "overwrite": True}
+        assert_same(bj.run(total, X, options=options), expected)
         job = bj.open_job(str(folder))
         assert (job.state, job.name, job.runner) == (JobState.DONE, "total", "DirectRunner")
         assert_same(job.result(), expected)
@@ -258,6 +259,26 @@ def test_a_relative_folder_is_known_everywhere(tmp_path, monkeypatch):
         monkeypatch.chdir("/")
         assert job.folder == str(tmp_path / "job")
         assert bj.open_job(job.folder).state is JobState.DONE
+
+
+def test_a_job_that_is_done_is_not_replaced_unless_asked(tmp_path):
+    for number, options in enumerate([{}, {"keep": "placed"}]):
+        options |= {"job_folder": tmp_path / str(number)}
+        expected = bj.run(total, X, runner="local", options=options)
+        for call in (bj.run, bj.launch):
+            with pytest.raises(
+                OptionsError, match="job_folder: found a job that is done in .*over"
+            ):
+                call(total, 2 * X, runner="local", options=options)
+        assert_same(bj.open_job(options["job_folder"]).result(), expected)
+        again = bj.run(total, 2 * X, runner="local", options=options | {"overwrite": True})
+        assert_same(bj.open_job(options["job_folder"]).result(), again)
+    folder = tmp_path / "failed"
+    with pytest.raises(WorkerError):
+        options = {"job_folder": folder, "on_nonfinite": "raise"}
+        bj.run(total, X * np.nan, runner="local", options=options)
+    assert bj.open_job(folder).state is JobState.FAILED
+    bj.run(total, X, runner="local", options={"job_folder": folder})
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path, gate):
