@@ -267,15 +267,15 @@ def test_a_job_that_is_done_is_not_replaced_unless_asked(tmp_path):
         expected = bj.run(total, X, runner="local", options=options)
         for call in (bj.run, bj.launch):
             with pytest.raises(
-                OptionsError, match="job_folder: found a job that is done in .*over"
+                OptionsError, match="found a job that is done"
             ):
                 call(total, 2 * X, runner="local", options=options)
         assert_same(bj.open_job(options["job_folder"]).result(), expected)
         again = bj.run(total, 2 * X, runner="local", options=options | {"overwrite": True})
         assert_same(bj.open_job(options["job_folder"]).result(), again)
     folder = tmp_path / "failed"
+    options = {"job_folder": folder, "on_nonfinite": "raise"}
     with pytest.raises(WorkerError):
-        options = {"job_folder": folder, "on_nonfinite": "raise"}
         bj.run(total, X * np.nan, runner="local", options=options)
     assert bj.open_job(folder).state is JobState.FAILED
     bj.run(total, X, runner="local", options={"job_folder": folder})
