@@ -72,7 +72,8 @@ def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fing
         if spec.server is None and spec.placed is None and not spec.views:
             continue
         if isinstance(value, tuple):
-            found[spec.path] = _source_leaf(*value, hashes)
+            source, leaf = value
+            found[spec.path] = _source_leaf(source, leaf, hashes)
         else:
             found[spec.path] = _array(raw_array(value))
     return found
@@ -104,8 +105,8 @@ def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) ->
     if source.is_live:
         return _digest([_array(arrays[leaf]) for arrays in blocks_in_order(source)])
     if hashes is not None:
-        found, paths = source.identity()
-        return _digest([found, leaf, hashes.of(paths)])
+        identity, files = source.identity()
+        return _digest([identity, leaf, hashes.of(files)])
     spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]
