@@ -43,10 +43,10 @@ class Array:
 
 @dataclass(frozen=True)
 class Stored:
-    """A raw array in files of the folder, named after the hash of what is in them.
+    """A raw array in files of the folder, whose names are unique.
 
     Attributes:
-      key: hash of the array.
+      key: of its reference in a store.
       dtype: by name.
       shape: of the array.
       files: name and size in bytes of each file, in order.

@@ -99,7 +99,8 @@ def launch(
 
     Raises:
       StagingError, PlacementError, StructureError, SourceError: as `run`.
-      OptionsError: the runner or an option is unknown, or a job in the folder still runs.
+      OptionsError: the runner or an option is unknown, or a job in the folder still runs, or is
+        done.
     """
     parsed = _with_keep(options, keep)
     if runner != LOCAL:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jax import export
 
+from beamjax.file_hashes import FileHashes
 from beamjax.inputs import Inputs, raw_array
 from beamjax.options import Options
 from beamjax.plan import Body, Plan
@@ -53,18 +54,26 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
     }
 
 
-def input_fingerprints(inputs: Inputs) -> Fingerprint:
+def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fingerprint:
     """Of each input that steps read, by its path in the arguments.
 
-    Arrays count by their content, files by path, size and time of change, other sources by what
-    they tell of themselves.
+    Arrays and files count by their content, other sources by their specs.
+
+    Args:
+      inputs: of a run.
+      hashes: those of files that are known; new ones are added.
+
+    Raises:
+      SourceError: a file can't be read.
     """
+    hashes = FileHashes() if hashes is None else hashes
     found = {}
     for value, spec in zip(inputs.values, inputs.plan.inputs, strict=True):
         if spec.server is None and spec.placed is None and not spec.views:
             continue
         if isinstance(value, tuple):
-            found[spec.path] = _source_leaf(*value)
+            source, leaf = value
+            found[spec.path] = _source_leaf(source, leaf, hashes)
         else:
             found[spec.path] = _array(raw_array(value))
     return found
@@ -82,19 +91,22 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
 
 
 def source_fingerprint(source: Source) -> str:
-    """Of all leaves of a source."""
+    """Of all leaves of a source; files count by path, size and time of change."""
     return _digest([_source_leaf(source, leaf) for leaf in range(len(source.leaves))])
 
 
-def _source_leaf(source: Source, leaf: int) -> str:
+def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) -> str:
     if isinstance(source, ArraySource):
         return _array(source.read(0, len(source))[leaf])
     if source.inner:
-        inner = [_source_leaf(s, i) for s in source.inner for i in range(len(s.leaves))]
+        inner = [_source_leaf(s, i, hashes) for s in source.inner for i in range(len(s.leaves))]
         leaves = [found.to_json() for found in source.leaves]
         return _digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
     if source.is_live:
         return _digest([_array(arrays[leaf]) for arrays in blocks_in_order(source)])
+    if hashes is not None:
+        identity, files = source.identity()
+        return _digest([identity, leaf, hashes.of(files)])
     spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]

@@ -107,17 +107,21 @@ class JobFolder:
 
     # --- the job
 
-    def begin(self, record: dict[str, Any]) -> None:
+    def begin(self, record: dict[str, Any], overwrite: bool = False) -> None:
         """Makes the folder for a job that starts now in this process.
 
         What an earlier job left in it goes; other files stay.
 
+        Args:
+          record: what `describe` gives.
+          overwrite: whether a job that is done may be replaced.
+
         Raises:
-          OptionsError: a job in this folder still runs.
+          OptionsError: a job in this folder still runs, or is done.
           SourceError: the folder cannot be written.
         """
         try:
-            self._refuse_running()
+            self._refuse_other(overwrite)
             _files().make_folder(self.path)  # for this user only, unlike those above the last one
             _files().make_folder(_files().join(self.path, _RECORDS))
             self.clear()
@@ -130,9 +134,16 @@ class JobFolder:
         self.write("job", record | {"format": FORMAT, "process": process, "time": time.time()})
         self.write("state", {"state": "running"})
 
-    def _refuse_running(self) -> None:
+    def _refuse_other(self, overwrite: bool) -> None:
         with contextlib.suppress(ArrayFormatError, JobError):
-            if self.state()[0] == "running":
+            state = self.state()[0]
+            if state == "done" and not overwrite:
+                raise OptionsError(
+                    f"job_folder: found a job that is done in {self.path}, expected a folder of "
+                    "its own for each job; beamjax.open_job(folder).result() gives its result, and "
+                    "the option overwrite=True replaces it"
+                )
+            if state == "running":
                 process = self.describe()["process"]
                 raise OptionsError(
                     f"job_folder: found a job that still runs in {self.path}, of process "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import enum
+import functools
 import os
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax import records
+from beamjax import records, termination
 from beamjax.display import Display, display_for
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
@@ -241,18 +242,25 @@ class _Launched(Job):
 
     def wait(self, timeout: float | None = None) -> JobState:
         concurrent.futures.wait([self._outcome], timeout)
+        termination.restore()
         return self.state
 
     def cancel(self) -> None:
-        with contextlib.suppress(Exception):  # workers elsewhere learn of it, if they can
-            super().cancel()
-        self._monitor.cancel()
+        if self.state is JobState.RUNNING:
+            _cancel(self._folder, self._monitor)
 
     def result(self, *, like: Any = None) -> Any:
+        self.wait()
         return self._outcome.result()
 
     def close(self) -> None:
         self._release()
+
+
+def _cancel(folder: JobFolder, monitor: Monitor) -> None:
+    with contextlib.suppress(Exception):  # workers learn of it from the folder, if they can
+        folder.request_cancel()
+    monitor.cancel()
 
 
 def _release(
@@ -273,7 +281,7 @@ def launch_work(work: Work) -> Job:
     """Does the work in a thread of this process."""
     folder, keep = _folder_of(work, needed=True)
     assert folder is not None
-    folder.begin(_describe(work))
+    folder.begin(_describe(work), work.options.overwrite)
     monitor = _monitor(work, folder)
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -292,19 +300,26 @@ def launch_work(work: Work) -> Job:
             outcome.set_result(value)
 
     job = _Launched(folder, monitor, outcome, keep)
+    cancel = functools.partial(_cancel, folder, monitor)
+    termination.cancel_at_end(outcome, cancel, lambda: folder.end("cancelled"))
     threading.Thread(target=target, name=f"beamjax {work.plan.name}").start()
     return job
 
 
 def run_work(work: Work) -> Any:
     """Does the work in this thread, and returns the result."""
+    with termination.cancelling():
+        return _run_work(work)
+
+
+def _run_work(work: Work) -> Any:
     display = display_for(work.options, launched=False)
     options = work.options
     record = bool(options.job_folder or options.keep_folder or options.report)
     folder, keep = _folder_of(work, needed=record or display is not None)
     if folder is None:
         return work.compute(_monitor(work))
-    folder.begin(_describe(work))
+    folder.begin(_describe(work), work.options.overwrite)
     failed: BaseException | None = None
     try:
         return _execute(work, _monitor(work, folder), display, save=keep(None), record=record)
@@ -358,7 +373,8 @@ def _describe(work: Work) -> dict[str, Any]:
 
 
 def _is_cancel(error: BaseException) -> bool:
-    return isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
+    cancels = (JobCancelledError, KeyboardInterrupt, SystemExit)
+    return isinstance(error, cancels) or termination.requested()
 
 
 def _execute(

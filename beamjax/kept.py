@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.allocation import allocate
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.plan import Plan
@@ -61,11 +63,11 @@ class Kept:
         if folder is None or is_url(folder) or 0 in shape:
             return None
         path = os.path.join(folder, Placed.file_name(self.stem, 0, shape[0]))
-        try:
+        with _writing(path, math.prod(shape) * dtype.itemsize):
             os.makedirs(folder, mode=0o700, exist_ok=True)
             stored = np.lib.format.open_memmap(path, "w+", stored_dtype(dtype), shape)
-        except OSError as error:
-            raise SourceError(f"{path}: cannot write a result ({error}).") from error
+            with open(path, "r+b") as file:
+                allocate(file.fileno(), stored.offset, stored.nbytes)
         return stored.view(dtype)
 
     def find(self, plan: Plan, name: str) -> Placed:
@@ -161,11 +163,18 @@ def _write(folder: str, name: str, data: bytes) -> None:
     from beamjax.pipelines import files  # imports Beam only for URLs
 
     path = f"{folder}/{name}"
-    try:
+    with _writing(path, len(data)):
         files.write(path, data)
+
+
+@contextlib.contextmanager
+def _writing(path: str, nbytes: int) -> Iterator[None]:
+    """Makes errors of writing a file of a result a SourceError that names it."""
+    try:
+        yield
     except Exception as error:
         raise SourceError(
-            f"{path}: cannot write {len(data)} bytes of a result ({error}); expected a folder that "
+            f"{path}: cannot write {nbytes} bytes of a result ({error}); expected a folder that "
             "the launcher and all workers can write and read."
         ) from error
 

@@ -29,8 +29,9 @@ def check_options(options: Options) -> None:
         raise OptionsError(
             f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
         )
-    if not isinstance(options.callbacks, bool):
-        raise OptionsError(f"callbacks: found {options.callbacks!r}, expected True or False")
+    for name in ("callbacks", "overwrite"):
+        if not isinstance(getattr(options, name), bool):
+            raise OptionsError(f"{name}: found {getattr(options, name)!r}, expected True or False")
     if options.progress is not None and not isinstance(options.progress, bool):
         raise OptionsError(f"progress: found {options.progress!r}, expected True, False or None")
     if options.keep_folder not in KEEP_FOLDER:

@@ -59,6 +59,8 @@ class Options:
         them in any process: a path or URL that this process and all workers reach. It is kept;
         values live below it while the job runs, unless there is a `work_folder`. None makes a
         temporary folder where one is needed.
+      overwrite: whether a job may replace one that is done in its `job_folder`, with its result. A
+        job that failed, was cancelled or is lost is replaced in any case, one that runs in none.
       keep_folder: "failed" keeps a temporary folder, and all values in it, if the job fails;
         "always" in any case. The error says where it is.
       progress: whether to show on stderr how far `run` or `launch` is: a bar in terminals and
@@ -126,6 +128,7 @@ class Options:
     rounds_per_graph: int | None = None
     gather_limit: int | None = None
     job_folder: str | None = None
+    overwrite: bool = False
     keep_folder: str | None = None
     progress: bool | None = None
     report: str | None = None
@@ -263,7 +266,7 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "progress", "preallocate", "probe"):
+    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe"):
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:

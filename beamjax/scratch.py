@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import tempfile
 import weakref
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from beamjax.allocation import allocate
 from beamjax.errors import SourceError
 
 
@@ -31,16 +33,18 @@ def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = Non
       folder: where the file is; None for the usual place of temporary files.
 
     Raises:
-      SourceError: the file can't be made.
+      SourceError: the file can't be made, or there is no space for it.
     """
+    raw, nbytes = (*shape, dtype.itemsize), math.prod(shape) * dtype.itemsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            return np.memmap(file, np.uint8, "w+", shape=(*shape, dtype.itemsize)).view(dtype)[
-                ..., 0
-            ]
+            allocate(file.fileno(), 0, nbytes)
+            return np.memmap(file, np.uint8, "r+", shape=raw).view(dtype)[..., 0]
     except OSError as error:
-        where = folder or tempfile.gettempdir()
-        raise SourceError(f"{where}: cannot write placed values ({error}).") from error
+        raise SourceError(
+            f"{folder or tempfile.gettempdir()}: cannot write {nbytes} bytes of placed values "
+            f"({error}); set the option work_folder, or TMPDIR, to a folder with more space"
+        ) from error
 
 
 class Scratch:

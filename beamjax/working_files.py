@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from beamjax import process_ids
+from beamjax.allocation import allocate
 
 PREFIX = "working-"
 SLOTS = 64
@@ -165,8 +166,8 @@ def _make(folder: str) -> mmap.mmap:
     name = f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
     handle = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        # All of it is written, since a hole in a file may lack its place on the disk later.
-        os.write(handle, json.dumps(process).encode().ljust(_FILE_BYTES, b"\0"))
+        allocate(handle, 0, _FILE_BYTES)
+        os.write(handle, json.dumps(process).encode())
         return mmap.mmap(handle, _FILE_BYTES)
     finally:
         os.close(handle)

@@ -313,7 +313,7 @@ def lasting_strays(folder: Path) -> list[str]:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Temporary files; not the empty folders of Beam, which leaves one for each pipeline."""
+    """Temporary files; not empty folders, which Beam leaves of a pipeline that was killed."""
     found = (path for path in folder.iterdir() if path.is_file() or any(path.iterdir()))
     return sorted(path.name for path in found)
 

@@ -1,12 +1,14 @@
 """A folder of checkpoints: the last ones of one run, with the files that their values are in.
 
     00000012.checkpoint   a manifest, see `beamjax.checkpoints`
-    *.arrays, *.members   values, named after their content or the run that wrote them
+    *.arrays, *.members   values, under names that are unique or hashes of the content
+    inputs.record         hashes of the files that are inputs
     lock                  held by the process whose run this is
     work/                 what the run under way has besides
 
-A manifest is written last and appears at once, so that a process may end at any moment. A local
-folder is for one process at a time; at a URL nobody looks after that.
+A manifest appears at once, and only when all of its files are on the disk, so that a process or a
+machine may stop at any moment. A local folder is for one process at a time; at a URL nothing checks
+that.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
-from beamjax import checkpoints
+from beamjax import checkpoints, records
 from beamjax.checkpoints import Checkpoint
 from beamjax.errors import ArrayFormatError, CheckpointError
 from beamjax.pipelines import files as file_io
 
 MANIFEST = re.compile(r"(\d{8,18})\.checkpoint")
+INPUTS = f"inputs{records.SUFFIX}"
 _OURS = re.compile(
     r"\d{8,18}\.checkpoint|[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays|[A-Za-z0-9_-]+-\d+-\d+\.members"
     r"|tmp\w{8}\.tmp|[\w.-]+\.[0-9a-f]{32}\.tmp"
@@ -102,6 +106,22 @@ class CheckpointFolder:
         """Path of a file of the folder."""
         return file_io.join(self.path, name)
 
+    def input_hashes(self) -> dict[str, Any]:
+        """What `save_input_hashes` wrote; nothing if that is not there, or damaged."""
+        if INPUTS not in self._names():
+            return {}
+        with contextlib.suppress(ArrayFormatError):
+            found = records.decode(self._read(INPUTS), INPUTS).get("files")
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def save_input_hashes(self, hashes: dict[str, Any]) -> None:
+        """Writes hashes of files, so that another process need not read these files again."""
+        if hashes and hashes != self.input_hashes():
+            with self._writing(INPUTS):
+                file_io.write(self.join(INPUTS), records.encode({"files": hashes}))
+
     def manifests(self) -> Iterator[tuple[str, Checkpoint]]:
         """Name and content of each manifest, from the last to the first one.
 
@@ -159,8 +179,10 @@ class CheckpointFolder:
         self._next += 1
         data = checkpoints.encode(checkpoint)
         with self._writing(name):
-            file_io.write(self.join(name), data)
-            file_io.sync([*map(self.join, (*sorted(self._unsynced), name)), self.path])
+            # In this order: a manifest must never outlive its files in a loss of power.
+            file_io.sync([*map(self.join, sorted(self._unsynced)), self.path])
+            file_io.write(self.join(name), data, sync=True)
+            file_io.sync([self.path])
         self._unsynced.clear()
         self._kept = [*self._kept, (name, checkpoint.files())][-checkpoints.KEPT :]
         self._remove_others()

@@ -23,15 +23,15 @@ from apache_beam.utils.interactive_utils import is_in_ipython
 
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options
-from beamjax.pipelines import dataflow, flink, prism, spark
+from beamjax.pipelines import dataflow, direct, flink, prism, spark
 from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.quick_options import QuickOptions
 from beamjax.worker_processes import computing_threads
 
 RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.
-    "DirectRunner": FnApiRunner,
-    "FnApiRunner": FnApiRunner,
+    "DirectRunner": direct.FnApiRunner,
+    "FnApiRunner": direct.FnApiRunner,
     "PrismRunner": prism.PrismRunner,
     "FlinkRunner": FlinkRunner,
     "SparkRunner": SparkRunner,

@@ -32,7 +32,9 @@ def join(folder: str, name: str) -> str:
     return _remote().join(folder, name) if is_url(folder) else os.path.join(folder, name)
 
 
-def write(path: str, data: bytes, *, keep: bool = False, make: bool = True) -> None:
+def write(
+    path: str, data: bytes, *, keep: bool = False, make: bool = True, sync: bool = False
+) -> None:
     """Writes a file under a temporary name, and renames it.
 
     Args:
@@ -40,6 +42,7 @@ def write(path: str, data: bytes, *, keep: bool = False, make: bool = True) -> N
         data: the whole content.
         keep: leave a file of this name and size as it is, as fits content-hashed names.
         make: make the folder of a local file, for this user only (mode 0700), if it is not there.
+        sync: wait until the content of a local file is on the disk before it gets its name.
 
     Raises:
         Exception: whatever the file system raises.
@@ -49,7 +52,7 @@ def write(path: str, data: bytes, *, keep: bool = False, make: bool = True) -> N
         return
     if make:
         make_folder(os.path.dirname(path) or ".")
-    _write_local(path, data, keep)
+    _write_local(path, data, keep, sync)
 
 
 def make_folder(folder: str) -> None:
@@ -128,13 +131,16 @@ def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
         os.rmdir(folder)
 
 
-def _write_local(path: str, data: bytes, keep: bool) -> None:
+def _write_local(path: str, data: bytes, keep: bool, sync: bool) -> None:
     if keep and os.path.exists(path) and os.path.getsize(path) == len(data):
         return
     handle, temporary = tempfile.mkstemp(suffix=_TEMPORARY, dir=os.path.dirname(path) or ".")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

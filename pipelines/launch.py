@@ -15,7 +15,7 @@ from apache_beam.runners.portability.spark_runner import SparkRunner
 
 from beamjax.kept import NOTHING, Kept
 from beamjax.monitor import Monitor
-from beamjax.pipelines import build, lost_workers, waiting
+from beamjax.pipelines import build, lost_workers, submission_files, waiting
 from beamjax.pipelines.connections import Connection
 from beamjax.pipelines.failures import own_errors
 from beamjax.pipelines.loopback import loopback_only
@@ -129,7 +129,8 @@ def new_pipeline(connection: Connection) -> Iterator[beam.Pipeline]:
     """A pipeline that leaves no folder behind."""
     pipeline = beam.Pipeline(runner=connection.runner, options=connection.flags)
     try:
-        yield pipeline
+        with submission_files.made_in(pipeline.local_tempdir):
+            yield pipeline
     finally:
         # Beam makes this folder at once, and removes it only if the pipeline gets to run.
         shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)

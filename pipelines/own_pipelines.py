@@ -8,6 +8,7 @@ import apache_beam as beam
 
 from beamjax.errors import OptionsError
 from beamjax.options import Options
+from beamjax.pipelines import submission_files
 from beamjax.pipelines.connections import connect
 from beamjax.pipelines.loopback import loopback_only
 
@@ -16,7 +17,7 @@ class OwnPipeline(beam.Pipeline):
     """A pipeline of Beam for which nothing of this process listens beyond loopback addresses."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with loopback_only():
+        with loopback_only(), submission_files.made_in(self.local_tempdir):
             return super().run(*args, **kwargs)
 
 

@@ -62,6 +62,14 @@ def status(path: str) -> tuple[int, str]:
     return metadata.size_in_bytes, str(metadata.last_updated_in_seconds)
 
 
+def content_mark(path: str) -> str:
+    """A short text that changes with the content: a checksum where there are such, or the time."""
+    systems = _known()
+    if systems.get_scheme(path) in OBJECT_STORES:
+        return f"{size(path)} bytes, {systems.checksum(path)}"
+    return "{} bytes, {}".format(*status(path))
+
+
 def match(pattern: str) -> list[str]:
     """URLs of the files that a pattern finds, in the order of their names; none if none."""
     return sorted(file.path for file in _known().match([pattern])[0].metadata_list)

@@ -112,11 +112,17 @@ def test_a_job_of_python(folder, capsys):
     assert "the job was not started by `beamjax run`" in capsys.readouterr().err
 
 
-def test_the_command_line_goes_with_the_job(folder):
+def test_the_command_line_goes_with_the_job(folder, capsys):
     assert cli.main([*RUN, "--job_folder=j"]) == 0
     assert read_command(JobFolder("j")) == ([*RUN, "--job_folder=j"], str(folder))
+    assert cli.main([*RUN, "--job_folder=j"]) == 2
+    assert "job_folder: found a job that is done" in capsys.readouterr().err
+    again = [*RUN, "--job_folder=j", "--overwrite=true"]
+    assert cli.main(again) == 0
+    assert read_command(JobFolder("j")) == (again, str(folder))
     total = beamjax.program(rows=3)(beamjax.reduce_sum)
-    beamjax.run(total, jnp.arange(3.0), runner="local", options={"job_folder": "j"})
+    options = {"job_folder": "j", "overwrite": True}
+    beamjax.run(total, jnp.arange(3.0), runner="local", options=options)
     assert read_command(JobFolder("j")) is None
 
 

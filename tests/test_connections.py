@@ -41,7 +41,7 @@ class MyRunner(FnApiRunner):
 
 @pytest.mark.parametrize("name", ["DirectRunner", "FnApiRunner", "directrunner", "Direct", "fnapi"])
 def test_the_direct_runner_is_beams_in_memory_runner(name):
-    assert type(make_runner(name)) is FnApiRunner
+    assert isinstance(make_runner(name), FnApiRunner)
 
 
 def test_runners_that_beam_knows():
@@ -132,7 +132,7 @@ def test_what_beam_lacks_in_a_notebook_is_told(monkeypatch):
 def test_a_run_on_threads():
     options = parse_options([*THREADS, "--direct_num_workers=2"])
     found = connect("DirectRunner", options)
-    assert type(found.runner) is FnApiRunner
+    assert isinstance(found.runner, FnApiRunner)
     assert found.options is options
     assert found.flags.view_as(DirectOptions).direct_num_workers == 2
     assert found.shared

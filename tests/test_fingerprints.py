@@ -1,5 +1,6 @@
 """Fingerprints are the same in every process, and differ where an answer may."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import beamjax as bj
+from beamjax.errors import SourceError
+from beamjax.file_hashes import FileHashes
 from beamjax.fingerprints import differences, input_fingerprints, plan_fingerprint
 from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import Options
@@ -121,13 +124,86 @@ def test_big_and_empty_arrays(monkeypatch):
     assert prints(mean, W, X.astype(">f4").astype("f4"))[1] == expected
 
 
-def test_files_by_path_size_and_time(tmp_path):
+def zarr(path, x):
+    zarr = pytest.importorskip("zarr")
+    array = zarr.create_array(path, shape=x.shape, chunks=(5, 3), dtype=x.dtype, overwrite=True)
+    array[:] = x
+    return bj.from_zarr(path)
+
+
+def npz(path, x):
+    np.savez(f"{path}.npz", x=x)
+    return bj.from_npz(f"{path}.npz")
+
+
+def parquet(path, x):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"x": x[:, 0]}), path)
+    return bj.from_parquet(path)
+
+
+def npy(path, x):
+    np.save(path, x)
+    return bj.from_npy(path)
+
+
+def npy_series(path, x):
+    for number, part in enumerate((x[:7], x[7:])):
+        np.save(f"{path}-{number}", part)
+    return bj.from_npy(f"{path}-*.npy")
+
+
+def placed(path, x):
+    folder = f"{path}-{len(list(path.parent.iterdir()))}"
+    program = bj.program(clients=len(x))(lambda x: bj.map_fn(lambda v: v, x))
+    return bj.run(program, x, runner="local", keep="placed", options={"results_folder": folder})
+
+
+@bj.program(clients=20)
+def mean_of_leaves(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(jax.tree.leaves(v)[0] * w), x))
+
+
+@pytest.mark.parametrize("write", [npy, npy_series, npz, parquet, zarr, placed])
+def test_files_count_by_content(write, tmp_path):
+    path = tmp_path / ("x.npy" if write is npy else "x")
+    first = write(path, X)
+    of = lambda source: prints(mean_of_leaves, W, source)[1]
+    expected = of(first)
+    found = {
+        "written again": write(path, X),
+        "elsewhere": write(tmp_path / f"other-{path.name}", X),
+    }
+    for name, source in found.items():
+        assert of(source) == expected, name
+    changed = X.copy()
+    changed[3, 0] += 1
+    (name,) = differences(of(write(path, changed)), expected)
+    assert name.startswith("args[1]")
+
+
+def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch):
     path = tmp_path / "x.npy"
     np.save(path, X)
-    _, expected = prints(mean, W, bj.from_npy(path))
-    assert prints(mean, W, bj.from_npy(path))[1] == expected
+    read = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: read.append(1) or digest(*args))
+    fresh = FileHashes()
+    (first,) = fresh.of([str(path)])
+    assert fresh.of([str(path)]) == [first]
+    assert (fresh.to_json(), len(read)) == ({}, 1)  # it may change within the same tick
+    monkeypatch.setattr("beamjax.file_hashes._SETTLED", 0)
+    settled = FileHashes()
+    assert settled.of([str(path)]) == [first]
+    again = FileHashes(json.loads(json.dumps(settled.to_json())))
+    assert again.of([str(path)]) == [first]
+    assert len(read) == 2
     os.utime(path, ns=(1, 1))
-    assert differences(prints(mean, W, bj.from_npy(path))[1], expected) == ["args[1]"]
+    assert again.of([str(path)]) == [first]
+    assert FileHashes({str(path): ["damaged", 3]}).of([str(path)]) == [first]
+    assert len(read) == 4
+    with pytest.raises(SourceError, match="missing: is not there"):
+        again.of([str(tmp_path / "missing")])
 
 
 def test_constants_that_a_program_closes_over():

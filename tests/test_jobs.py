@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -239,7 +240,8 @@ def test_a_folder_that_was_given_is_kept(tmp_path, empty_tmp):
         path.write_text("mine")
     expected = bj.run(total, X, runner="local")
     for _ in range(2):  # what an earlier job left is replaced
-        assert_same(bj.run(total, X, options={"job_folder": folder}), expected)
+        options = {"job_folder": folder, "overwrite": True}
+        assert_same(bj.run(total, X, options=options), expected)
         job = bj.open_job(str(folder))
         assert (job.state, job.name, job.runner) == (JobState.DONE, "total", "DirectRunner")
         assert_same(job.result(), expected)
@@ -258,6 +260,24 @@ def test_a_relative_folder_is_known_everywhere(tmp_path, monkeypatch):
         monkeypatch.chdir("/")
         assert job.folder == str(tmp_path / "job")
         assert bj.open_job(job.folder).state is JobState.DONE
+
+
+def test_a_job_that_is_done_is_not_replaced_unless_asked(tmp_path):
+    for number, options in enumerate([{}, {"keep": "placed"}]):
+        options |= {"job_folder": tmp_path / str(number)}
+        expected = bj.run(total, X, runner="local", options=options)
+        for call in (bj.run, bj.launch):
+            with pytest.raises(OptionsError, match="found a job that is done"):
+                call(total, 2 * X, runner="local", options=options)
+        assert_same(bj.open_job(options["job_folder"]).result(), expected)
+        again = bj.run(total, 2 * X, runner="local", options=options | {"overwrite": True})
+        assert_same(bj.open_job(options["job_folder"]).result(), again)
+    folder = tmp_path / "failed"
+    options = {"job_folder": folder, "on_nonfinite": "raise"}
+    with pytest.raises(WorkerError):
+        bj.run(total, X * np.nan, runner="local", options=options)
+    assert bj.open_job(folder).state is JobState.FAILED
+    bj.run(total, X, runner="local", options={"job_folder": folder})
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path, gate):
@@ -421,23 +441,28 @@ def test_hostile_trees(tree, tmp_path):
 # --- other processes
 
 LAUNCHER = """
-import sys, time, numpy as np, jax, beamjax as bj
+import json, sys, time, numpy as np, jax, beamjax as bj
+folder, runner, call, flags = sys.argv[1:]
 def slow(v):
     time.sleep(0.05)
     return v
 out = jax.ShapeDtypeStruct((3,), "float32")
 body = lambda v: jax.pure_callback(slow, out, v, vmap_method="sequential")
 program = bj.program(clients=400)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
-bj.run(program, np.ones((400, 3), np.float32), runner=sys.argv[2],
-       options={"job_folder": sys.argv[1], "shard_size": 8})
+options = {"job_folder": folder, "shard_size": 8} | json.loads(flags)
+job = getattr(bj, call)(program, np.ones((400, 3), np.float32), runner=runner, options=options)
+if call == "launch":
+    job.result()
 """
 
 
 @contextlib.contextmanager
-def launcher(folder, runner):
+def launcher(folder, runner, call="run", flags=None, **env):
+    words = [str(folder), runner, call, json.dumps(flags or {})]
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(folder), runner], stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", LAUNCHER, *words],
+        stderr=subprocess.PIPE, text=True, env=os.environ | env,
+    )  # fmt: skip
     try:
         end = time.monotonic() + 120
         while not JobFolder(str(folder)).progress().done.members:
@@ -462,6 +487,59 @@ def test_a_job_of_another_process_is_cancelled(runner, tmp_path):
         assert process.wait(60) != 0
         assert "JobCancelledError" in process.stderr.read()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("beamjax-")]
+
+
+@pytest.mark.parametrize(
+    ("call", "runner", "flags"),
+    [
+        ("run", "local", {}),
+        ("run", "DirectRunner", {}),
+        ("run", "DirectRunner", dict(flag[2:].split("=") for flag in PROCESSES)),
+        ("launch", "local", {}),
+        ("launch", "DirectRunner", {}),
+    ],
+    ids=["local", "one", "processes", "launch-local", "launch"],
+)
+def test_a_terminated_process_cancels_its_job(call, runner, flags, tmp_path):
+    """As Ctrl-C does; the process then dies by the signal, as without beamjax."""
+    (tmp_path / "tmp").mkdir()
+    env = {"TMPDIR": str(tmp_path / "tmp")}
+    with launcher(tmp_path / "job", runner, call, flags, **env) as process:
+        process.terminate()
+        process.wait(60)
+        assert process.returncode == -signal.SIGTERM
+    assert bj.open_job(tmp_path / "job").state is JobState.CANCELLED
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir()) == [
+        "records"
+    ]
+
+
+def test_sigterm_is_the_users(tmp_path):
+    """Beamjax handles it only where nobody else does, and only while a job runs."""
+    code = f"""
+import signal, threading, time, numpy as np, beamjax as bj
+total = bj.program(clients=4)(lambda x: bj.reduce_sum(x))
+def run(call=bj.run):
+    options = {{"report": {str(tmp_path / "r")!r}}}
+    job = call(total, np.ones(4, np.float32), runner="local", options=options)
+    return job.result() if call is bj.launch else job
+for call in (bj.run, bj.launch):
+    run(call)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+seen = []
+mine = lambda *_: seen.append(1)
+signal.signal(signal.SIGTERM, mine)
+for call in (bj.run, bj.launch):
+    run(call)
+    assert signal.getsignal(signal.SIGTERM) is mine
+signal.raise_signal(signal.SIGTERM)
+assert seen == [1]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_job_whose_process_was_killed_is_lost(tmp_path):

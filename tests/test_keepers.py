@@ -1,11 +1,15 @@
 """A run that is stopped anywhere goes on from its last checkpoint, to the same bits."""
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
+import warnings
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_driver
@@ -315,6 +319,34 @@ def test_another_plan_or_other_inputs_are_refused(tmp_path):
     assert_same(run(plan, arrays, checkpoint=folder), run(plan, arrays))
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_files_that_are_written_again_are_the_same_inputs(runner, tmp_path, monkeypatch):
+    @bj.program(clients=N)
+    def one_round(w, x):
+        return w - bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w) * v, x))
+
+    def rounds(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, w: one_round(w, x), w)
+
+    monkeypatch.setattr("beamjax.file_hashes._SETTLED", 0)
+    w, x = np.ones(3, np.float32), np.asarray(X, np.float32).reshape(N, 3)
+    path, options = tmp_path / "x.npy", {"checkpoint": str(tmp_path / "c")}
+    np.save(path, x)
+    expected = bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+    os.utime(path, ns=(1, 1))
+    np.save(path, x)
+    with stopped(0) as done:
+        found = bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+    assert found.tobytes() == expected.tobytes()
+    assert not done
+    monkeypatch.setattr("hashlib.file_digest", None)  # what is unchanged is not read
+    bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+    monkeypatch.undo()
+    np.save(path, x + 1)
+    with pytest.raises(CheckpointError, match=r"of other inputs .* they differ in args\[1\]"):
+        bj.run(rounds, w, bj.from_npy(path), runner=runner, options=options)
+
+
 def test_a_folder_is_for_one_run_at_a_time(tmp_path):
     plan, arrays = PLANS["descent"]
     with (
@@ -357,3 +389,104 @@ def test_checkpoints_at_a_url(work, tmp_path):
     stop(plan, arrays, 2, "DirectRunner", **options)
     for reader in RUNNERS[::-1]:
         assert_same(run(plan, arrays, reader, **options), expected)
+
+
+# --- a process may end at any moment
+
+
+def test_parts_of_a_pass_go_on(tmp_path):
+    """Several reductions of a pass are stored under names that are not hashes."""
+
+    @bj.program(clients=N)
+    def one_round(w, x):
+        moved = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+        return w + bj.reduce_mean(moved), (bj.reduce_mean(moved), bj.reduce_max(moved))
+
+    def rounds(w, x):
+        return jax.lax.scan(lambda w, _: one_round(w, x), w, None, length=4)
+
+    w, x = np.ones(3, np.float32), np.asarray(X, np.float32).reshape(N, 3)
+    expected = bj.run(rounds, w, x, runner="local")
+    for after in (1, 3):
+        options = {"checkpoint": str(tmp_path / str(after))}
+        with stopped(after), pytest.raises(KeyboardInterrupt):
+            bj.run(rounds, w, x, options=options)
+        with stopped(0) as done:
+            found = bj.run(rounds, w, x, options=options)
+        assert len(done) == 5 - after
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+class Disk:
+    """The disk below a folder, which is gone after so many changes of that folder.
+
+    Attributes:
+      left: changes that still work; None for all.
+      changes: how many there were.
+      durable: inodes of the files whose content outlives a loss of power.
+    """
+
+    def __init__(self, folder, left=None):
+        self.folder, self.left, self.changes, self.durable = str(folder), left, 0, set()
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        for name, path in {"replace": 1, "link": 1, "unlink": 0, "open": 0}.items():
+            self.patch.setattr(os, name, self._failing(getattr(os, name), path))
+        self.patch.setattr(os, "fsync", self._syncing(os.fsync))
+        return self
+
+    def __exit__(self, *_):
+        self.patch.undo()
+
+    def _change(self):
+        if self.left is not None and self.changes >= self.left:
+            raise OSError(errno.EIO, "the disk is gone")
+        self.changes += 1
+
+    def _failing(self, function, path):
+        def call(*args, **kwargs):
+            writes = function.__name__ != "open" or args[1] & os.O_CREAT
+            if writes and os.path.dirname(os.fspath(args[path])) == self.folder:
+                self._change()
+            return function(*args, **kwargs)
+
+        return call
+
+    def _syncing(self, function):
+        def call(handle):
+            self._change()
+            function(handle)
+            self.durable.add(os.fstat(handle).st_ino)
+
+        return call
+
+    def lose_power(self):
+        """Cuts off what nobody has waited for."""
+        for path in Path(self.folder).iterdir():
+            if path.is_file() and path.stat().st_ino not in self.durable:
+                os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("writer", RUNNERS)
+def test_a_run_that_ends_at_any_change_of_its_folder_goes_on(writer, tmp_path, all_as_files):
+    plan, arrays = test_driver.history(2), history_inputs(2)
+    expected = run(plan, arrays)
+    with Disk(tmp_path / "whole") as disk:
+        run(plan, arrays, writer, checkpoint=disk.folder)
+    total, changes = 3, disk.changes
+    assert changes > 10 * total
+    wrong = []
+    for left in range(1, changes, 1 if writer == "local" else 5):
+        with Disk(tmp_path / str(left), left) as disk, pytest.raises(CheckpointError):
+            run(plan, arrays, writer, checkpoint=disk.folder)
+        if left % 2:
+            disk.lose_power()
+        saved = [int(path.stem) for path in Path(disk.folder).glob("*.checkpoint")]
+        with warnings.catch_warnings(record=True) as warned, stopped(0) as done:
+            warnings.simplefilter("always")
+            assert_same(run(plan, arrays, checkpoint=disk.folder), expected)
+        if warned or len(done) != total - max(saved, default=0):
+            wrong.append((left, saved, done, [str(each.message) for each in warned]))
+    assert not wrong

@@ -1,7 +1,9 @@
 """Placed results that stay in files: the same as without, read lazily, inputs of other programs."""
 
+import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -274,3 +276,76 @@ def test_bad_folders(tmp_path):
     path.unlink()
     with pytest.raises(SourceError, match="cannot open"):
         bj.open_placed(score.folder)[0]
+
+
+FULL = """
+import sys
+import jax, numpy as np
+import beamjax as bj
+
+@bj.program(clients=None)
+def embed(x):
+    return bj.map_fn(lambda v: jax.numpy.tile(v, 10), x)
+
+@bj.program(clients=None)
+def again(x):
+    y = bj.map_fn(lambda v: jax.numpy.cumsum(jax.numpy.tile(v, 900)), x)
+    total = bj.reduce_sum(y)
+    return bj.reduce_max(bj.map_fn(lambda y: (y - total).sum(), y))
+
+x = np.ones(50_000, np.float32)
+for fn, given in (
+    (embed, dict(runner="DirectRunner", keep="placed", options={"results_folder": "FOLDER/r"})),
+    (embed, dict(runner="local", keep="placed", options={"results_folder": "FOLDER/r"})),
+    (again, dict(runner="local", options={"work_folder": "FOLDER", "recompute": "nothing"})),
+):
+    try:
+        bj.run(fn, x, **given)
+    except bj.BeamjaxError as error:
+        print(type(error).__name__, error)
+    else:
+        print("nothing happened")
+"""
+
+
+def full_disk(folder):
+    """A file system of 1 MiB, if this user may mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "beamjax-test", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def test_a_full_disk_is_an_error_on_every_runner(tmp_path):
+    if not full_disk(tmp_path):
+        pytest.skip("this user can't mount a small file system")
+    try:
+        code = FULL.replace("FOLDER", str(tmp_path))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        left = sorted(path.name for path in tmp_path.rglob("*"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert done.returncode == 0, done.stderr
+    on_beam, here, between = done.stdout.splitlines()
+    for line in (on_beam, here):
+        assert line.startswith(f"SourceError {tmp_path}/r/result/part-")
+        assert re.search(r"npy: cannot write 2000\d{3} bytes of a result \(.*No space left", line)
+    assert "cannot write 180000000 bytes of placed values" in between
+    assert "No space left on device" in between
+    assert left == []
+
+
+def test_disks_without_posix_fallocate(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    expected = bj.run(embed, W, X, runner="local", options={"shard_size": 8})
+    for number, replaced in enumerate((refuse, None)):
+        with monkeypatch.context() as patch:
+            if replaced is None:
+                patch.delattr(os, "posix_fallocate", raising=False)
+            else:
+                patch.setattr(os, "posix_fallocate", replaced, raising=False)
+            folder = str(tmp_path / str(number))
+            same(kept(embed, W, X, how=RUNNERS["local"], results_folder=folder), expected)

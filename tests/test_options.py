@@ -110,7 +110,7 @@ def test_options_are_hashable_whatever_beam_gets():
     assert hash(Options(beam=["--a"])) == hash(Options())
     assert set(OWN) == {
         "shard_size", "reduction", "platforms", "work_folder", "callbacks", "rounds_per_graph",
-        "gather_limit", "job_folder", "keep_folder", "progress", "report",
+        "gather_limit", "job_folder", "overwrite", "keep_folder", "progress", "report",
         "require_platform", "device_memory_fraction", "preallocate",
         "local_devices", "local_threads", "shard_timeout", "compile_cache", "member_loop",
         "member_batch", "probe", "plan", "recompute", "merge_fan_out", "small_work",

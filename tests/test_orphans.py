@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from beamjax import process_ids
 from beamjax.pipelines import orphans, processes
 
 LAUNCHER = """
@@ -97,3 +99,36 @@ def test_what_is_forked_has_pipelines_of_its_own(monkeypatch):
     finally:
         orphans.watched.cache_clear()
     assert [command[4] for command in started] == ["11", "12"]
+
+
+STARTING = """
+import sys, time, numpy as np, jax, beamjax as bj
+body = lambda v: jax.pure_callback(
+    lambda v: time.sleep(600), jax.ShapeDtypeStruct((3,), "float32"), v, vmap_method="sequential")
+program = bj.program(clients=8)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+options = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
+bj.run(program, np.ones((8, 3), np.float32), options=options)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for children in /proc")
+def test_workers_that_start_end_with_their_launcher():
+    """Beam has them wait two minutes for its connections."""
+    launcher = subprocess.Popen([sys.executable, "-c", STARTING], stderr=subprocess.DEVNULL)
+    try:
+        assert processes.wait_until(lambda: len(_below(launcher.pid)) >= 2, 60)
+        workers = _below(launcher.pid)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert processes.wait_until(lambda: not any(map(process_ids.started, workers)), 60)
+
+
+def _below(launcher):
+    """The processes that this one has started, and those that they have."""
+    known = {launcher}
+    found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    parents = {pid: process_ids._stat(pid)[1:2] for pid in sorted(found)}
+    known |= {pid for pid, parent in parents.items() if parent == [str(launcher)]}
+    known |= {pid for pid, parent in parents.items() if parent and int(parent[0]) in known}
+    return sorted(known - {launcher})

@@ -1,5 +1,9 @@
 """Pipelines of users on runners of beamjax. On Prism and Flink: `test_clusters`."""
 
+import os
+import subprocess
+import sys
+
 import apache_beam as beam
 import jax
 import jax.numpy as jnp
@@ -31,10 +35,34 @@ def test_a_program_in_it_gives_what_run_gives(options, tmp_path):
         assert not for_others(watch.found)
 
 
+SUBMITTED = """
+import os, sys, tempfile, numpy as np, apache_beam as beam, beamjax as bj
+from apache_beam.runners.portability.local_job_service import LocalJobServicer
+port = LocalJobServicer(sys.argv[1]).start_grpc_server(0)
+options = {"job_endpoint": f"localhost:{port}", "environment_type": "LOOPBACK"}
+total = bj.program(clients=4)(bj.reduce_sum)
+assert bj.run(total, np.ones(4, np.float32), runner="PortableRunner", options=options) == 4
+with bj.pipeline("PortableRunner", options) as pipeline:
+    pipeline | beam.Create([1])
+os.makedirs(f"{tempfile.gettempdir()}/beam-requirements-cache", exist_ok=True)  # Beam's, for good
+left = os.listdir(tempfile.gettempdir())
+assert left == ["beam-requirements-cache"], left
+os._exit(0)
+"""
+
+
+def test_a_job_server_leaves_no_temporary_folders(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-c", SUBMITTED, str(tmp_path)]
+    env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_runner_and_flags_are_those_that_are_given():
     for given in (["--direct_num_workers=3"], PipelineOptions(["--direct_num_workers=3"])):
         made = bj.pipeline("DirectRunner", given)
-        assert type(made.runner) is FnApiRunner
+        assert isinstance(made.runner, FnApiRunner)
         assert made.options.view_as(DirectOptions).direct_num_workers == 3
 
 

@@ -77,5 +77,5 @@ def test_an_array_in_a_file_is_an_array_of_zeros_in_rows(dtype, tmp_path):
 
 
 def test_an_array_in_a_file_needs_a_folder(tmp_path):
-    with pytest.raises(SourceError, match=r"missing: cannot write placed values \("):
+    with pytest.raises(SourceError, match=r"missing: cannot write 1 bytes of placed values \("):
         file_array((1,), np.dtype(np.int8), str(tmp_path / "missing"))

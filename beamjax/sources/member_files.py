@@ -104,6 +104,10 @@ class MemberFiles(Source):
         none = np.empty((0, *self.leaf.shape), self.leaf.dtype)
         return [np.concatenate(pieces) if pieces else none]
 
+    def identity(self) -> tuple[Any, list[str]]:
+        spec = self.to_spec() | {"folder": None, "stem": None}
+        return spec, [f"{self.folder.rstrip('/')}/{name}" for name in self.files]
+
     def to_spec(self) -> dict[str, Any]:
         return {
             **self.spec_head(),

@@ -94,6 +94,9 @@ class NpySource(HoldsLeaves, kind="npy"):
         more = f" and {len(rest)} more" if rest else ""
         return describe_source(self, f"in {first}{more}")
 
+    def identity(self) -> tuple[Any, list[str]]:
+        return self.to_spec() | {"files": None, "stamps": None}, list(self._files)
+
     def to_spec(self) -> dict[str, Any]:
         leaves = [leaf.to_json() for leaf in self._leaves]
         return {
@@ -165,6 +168,11 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
     def describe(self) -> str:
         more = sum(map(len, self._files)) - 1
         return describe_source(self, f"in {self._files[0][0][0]} and {more} more")
+
+    def identity(self) -> tuple[Any, list[str]]:
+        rows = [[rows for _, rows in series] for series in self._files]
+        paths = [path for series in self._files for path, _ in series]
+        return self.to_spec() | {"files": rows, "stamps": None}, paths
 
     def to_spec(self) -> dict[str, Any]:
         files = [[list(file) for file in series] for series in self._files]

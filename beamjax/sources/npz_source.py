@@ -115,6 +115,9 @@ class NpzSource(HoldsLeaves, kind="npz"):
     def describe(self) -> str:
         return describe_source(self, f"in {self._file.path}")
 
+    def identity(self) -> tuple[Any, list[str]]:
+        return self.to_spec() | {"file": None}, [self._file.path]
+
     def to_spec(self) -> dict[str, Any]:
         return {
             **self.spec_head(),

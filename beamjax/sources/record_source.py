@@ -79,6 +79,9 @@ class RecordSource(HoldsLeaves):
     def describe(self) -> str:
         return describe_source(self, files_for_people([file for file, _ in self._files]))
 
+    def identity(self) -> tuple[Any, list[str]]:
+        return self.to_spec() | {"files": None}, [file.path for file, _ in self._files]
+
     def to_spec(self) -> dict[str, Any]:
         return {
             **self.spec_head(),

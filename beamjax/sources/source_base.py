@@ -175,6 +175,16 @@ class Source(abc.ABC):
     def from_spec(cls, spec: dict[str, Any]) -> Source:
         """Undoes `to_spec`."""
 
+    def identity(self) -> tuple[Any, list[str]]:
+        """What the members depend on, for those who ask whether a source has changed.
+
+        Returns:
+            Plain JSON values, and the files, by path or URL, whose contents count as well. Where
+            the files are, and when they were written, makes no difference. Unless the class knows
+            better, the spec and no files.
+        """
+        return self.to_spec(), []
+
     @property
     def treedef(self) -> PyTreeDef:
         """The tree that the leaves form; a tuple unless the class knows better."""

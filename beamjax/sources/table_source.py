@@ -221,6 +221,9 @@ class TableSource(BlockSource):
         more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
         return describe_source(self, f"in {self._files[0].file.path}{more}")
 
+    def identity(self) -> tuple[Any, list[str]]:
+        return self.to_spec() | {"files": None}, [file.file.path for file in self._files]
+
     def to_spec(self) -> dict[str, Any]:
         return {
             **self.spec_head(),

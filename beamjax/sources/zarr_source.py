@@ -60,6 +60,15 @@ class ZarrArray:
     token: str
     chunks: ChunkFiles | None = None
 
+    def identity(self) -> tuple[Any, list[str]]:
+        """As of the source; of a URL the place, since nothing says whether chunks have changed."""
+        if is_url(self.store):
+            return [self.store, self.name], []
+        folder = os.path.join(self.store, self.name)
+        found = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+        paths = sorted(found) or [self.store]  # a .zip
+        return [self.name, [os.path.relpath(path, folder) for path in sorted(found)]], paths
+
     def __str__(self) -> str:
         return f"{self.store}{f', array {self.name!r}' if self.name else ''}"
 
@@ -157,6 +166,11 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
     def describe(self) -> str:
         more = f" and {len(self._arrays) - 1} more" if len(self._arrays) > 1 else ""
         return describe_source(self, f"in {self._arrays[0]}{more}")
+
+    def identity(self) -> tuple[Any, list[str]]:
+        found = [array.identity() for array in self._arrays]
+        arrays = [array for array, _ in found]
+        return self.to_spec() | {"arrays": arrays}, [path for _, paths in found for path in paths]
 
     def to_spec(self) -> dict[str, Any]:
         return {

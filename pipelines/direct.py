@@ -1,0 +1,39 @@
+"""Beam's in-memory runner, whose worker processes end with the process that launched them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Any
+
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.portability import python_urns
+from apache_beam.runners.portability import fn_api_runner
+
+from beamjax.pipelines import direct_worker
+
+
+class FnApiRunner(fn_api_runner.FnApiRunner):
+    """Beam's own. The workers of `--direct_running_mode=multi_processing` watch their launcher.
+
+    A worker that is starting while its launcher is killed waits for it in Beam, a minute for each
+    of two connections.
+    """
+
+    def run_via_runner_api(self, pipeline_proto: Any, options: PipelineOptions) -> Any:
+        """Runs a pipeline."""
+        usual = f"{sys.executable} -m apache_beam.runners.worker.sdk_worker_main".encode()
+        for environment in pipeline_proto.components.environments.values():
+            if (environment.urn, environment.payload) == (python_urns.SUBPROCESS_SDK, usual):
+                environment.payload = _command() or usual
+        return super().run_via_runner_api(pipeline_proto, options)
+
+
+def _command() -> bytes | None:
+    """What starts a worker of this process; None where processes do not know their parents."""
+    if os.name != "posix":
+        return None
+    words = [sys.executable, "-m", direct_worker.__name__, str(os.getpid())]
+    # Beam runs it in a shell, which would be the parent, and would die in place of the worker.
+    return f"exec {shlex.join(words)}".encode()

@@ -1,0 +1,33 @@
+"""A worker process of Beam's in-memory runner, which ends when the launcher does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def end_with(launcher: int) -> None:
+    """Ends this process, in a while, once it is not a child of this process any more."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="beamjax launcher", daemon=True).start()
+
+
+def main() -> None:
+    """Runs Beam's worker; the argument is the number of the launching process."""
+    end_with(int(sys.argv[1]))
+    from apache_beam.runners.worker import sdk_worker_main
+
+    sdk_worker_main.main([])
+
+
+if __name__ == "__main__":
+    main()
