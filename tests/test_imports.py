@@ -299,6 +299,12 @@ TESTED_ELSEWHERE = {
     "option_checks": "test_options",
     "live_sources": "test_source_base",
     "stored_dtypes": "test_arrays",
+    "allocation": "test_kept",
+    "direct": "test_orphans",
+    "direct_worker": "test_orphans",
+    "file_hashes": "test_fingerprints",
+    "submission_files": "test_own_pipelines",
+    "termination": "test_jobs",
     "memory_text": "test_memory",
     "working_memory": "test_memory",
 }
