@@ -114,8 +114,9 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
         return Local((axis,), (dropping(axis, reduced),), as_is)
     function, lane = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
-    members = MAX_MEMBERS if is_unknown(n) else n
-    if members - 1 > np.iinfo(result.dtype).max:  # XLA's wrap around, and are compared as they are.
+    last = np.iinfo(result.dtype).max
+    if last < MAX_MEMBERS and (is_unknown(n) or n - 1 > last):
+        # Indices wrap around in XLA, which takes the smallest one of equal extremes.
         return None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:

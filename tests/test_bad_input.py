@@ -213,7 +213,7 @@ def test_keyword_arguments_of_the_function():
     calls = {
         name: getattr(bj, name) for name in ("run", "launch", "transform", "verify", "explain")
     }
-    for name, call in {**calls, "dry_run": bj.dataflow.dry_run}.items():
+    for call in [*calls.values(), bj.dataflow.dry_run]:
         with pytest.raises(TypeError) as caught:
             call(loss, X[0], x=X)
         assert isinstance(caught.value, StructureError)

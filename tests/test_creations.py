@@ -27,6 +27,7 @@ DRAWS = {
     "normal of bfloat16": lambda k: jax.random.normal(k, (N, 3), "bfloat16"),
     "randint": lambda k: jax.random.randint(k, (N,), 0, 7),
     "raw keys": lambda k: jax.random.normal(jax.random.key_data(k), (N, 2)),
+    "split": lambda k: jax.random.key_data(jax.random.split(k, (N, 3))),
     "uniform": lambda k: jax.random.uniform(k, (N,), minval=-1.0),
 }
 

@@ -212,6 +212,16 @@ def test_what_members_make_themselves(n):
     check(creations, jax.random.key(3), tree=data(n), placed=(1,))
 
 
+def test_members_that_are_written_by_number():
+    @opened
+    def prog(i, d):
+        x = d["x"].at[i].set(0).at[jnp.stack([i, i + 1]), 1].add(2)
+        return bj.reduce_max(x.at[3].multiply(5)), x
+
+    for index in (2, -1, 30):
+        check(prog, jnp.int8(index), tree=data(20), placed=(1,))
+
+
 def test_rounds():
     @opened
     def train(w, d):
@@ -416,6 +426,14 @@ def few(x):
     return x[:2]
 
 
+def clipped(x):
+    return bj.reduce_sum(x.at[2].set(0, mode="clip"))
+
+
+def updated(x):
+    return bj.reduce_sum(jax.lax.dynamic_update_index_in_dim(x, W[0] * x.sum(0), 2, 0))
+
+
 def in_order(x):
     return jnp.sort(x, axis=0)
 
@@ -454,8 +472,8 @@ def scattered(x):
 
 
 NEEDING = [
-    branches, python_loop, numpy_array, of_float, first, last, few, in_order, flat, gram, pairs,
-    cumulated, whole, scan_over_members, loop_in_body, scattered,
+    branches, python_loop, numpy_array, of_float, first, last, few, clipped, updated, in_order,
+    flat, gram, pairs, cumulated, whole, scan_over_members, loop_in_body, scattered,
 ]  # fmt: skip
 
 
