@@ -69,7 +69,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     """
     if _makes_references(closed.jaxpr):
         closed = _compat.without_references(closed)
-    types = [v.aval for v in closed.jaxpr.outvars]
+    types: list[Any] = [v.aval for v in closed.jaxpr.outvars]
     closed = without_float0(closed)
     jaxpr = closed.jaxpr
     arguments = [Var(f"arg{i}", v.aval) for i, v in enumerate(jaxpr.invars)]
