@@ -19,6 +19,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.readings import Fold, Shard, bind, replaced, shape_of
 from beamjax.reducers import PICK
+from beamjax.survivors import hole_of
 
 MAX_SHARE = 0.5
 """Of the members, past which all are gathered."""
@@ -49,7 +50,7 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
         where = indices(args).astype("int32") - shard.start
         inside = shard.has(where)
         rows = jnp.take(rows, jnp.clip(where, 0, shard.size - 1), axis=axis, mode="clip")
-        return _bits(rows, axis, inside)
+        return _bits(rows, axis, inside, shard.left_out(where))
 
     return Fold((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
 
@@ -81,10 +82,11 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
             index, outside = jnp.clip(index, 0, n - 1), jnp.zeros_like(outside)
         where = index.astype("int32") - shard.start
         inside = shard.has(where) & (index < n)
+        left_out = shard.left_out(where) & (index >= 0) & (index < n)
         row = jnp.where(outside, shard.size, jnp.where(inside, where, 0))
         indices = indices.at[..., column].set(row.astype(indices.dtype))
         (rows,) = bind(eqn, [operand, indices])
-        bits = _bits(jnp.moveaxis(rows, batch, range(len(batch))), 0, inside | outside)
+        bits = _bits(jnp.moveaxis(rows, batch, range(len(batch))), 0, inside | outside, left_out)
         return jnp.moveaxis(bits, range(len(batch)), batch)
 
     return Fold((axis, None), PICK.name, partial, picks=True)
@@ -96,7 +98,17 @@ def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
     return known and PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
 
 
-def _bits(rows: Any, axis: int, mask: Any) -> Any:
-    """The bits of rows that lie along `axis`, or along the first axes as `mask` has them."""
-    bits = PICK.partial(jnp.moveaxis(unwrap(rows), axis, 0), mask)
+def _bits(rows: Any, axis: int, mask: Any, left_out: Any) -> Any:
+    """The bits of rows that lie along `axis`, or along the first axes as the masks have them.
+
+    Args:
+      rows: what is taken.
+      axis: see above.
+      mask: which of them this shard has.
+      left_out: which are members that are left out; they have NaN, or 0 where there is none.
+    """
+    rows = jnp.moveaxis(unwrap(rows), axis, 0)
+    hole = np.array(hole_of(rows.dtype), rows.dtype)
+    missing = jnp.reshape(left_out, left_out.shape + (1,) * (rows.ndim - left_out.ndim))
+    bits = PICK.partial(jnp.where(missing, hole, rows), mask | left_out)
     return jnp.moveaxis(bits, 0, axis)

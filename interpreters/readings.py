@@ -48,6 +48,13 @@ class Shard:
         inside = (places >= 0) & (places < self.size)
         return inside & jnp.take(self.mask, jnp.clip(places, 0, self.size - 1))
 
+    def left_out(self, places: jax.Array) -> jax.Array:
+        """Whether members at these places of the shard are left out; padding is no member."""
+        if self.members is None:
+            return jnp.zeros(places.shape, np.bool_)
+        inside = (places >= 0) & (places < self.size)
+        return inside & ~jnp.take(self.mask, jnp.clip(places, 0, self.size - 1))
+
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[Shard, list[Any]]:
         """The same shard, and values of it along these axes, with padding last."""
         if self.members is None:
