@@ -312,7 +312,7 @@ def explain(
     arguments, key, restore = _stage.flatten_arguments(args)
     arguments = [_as_array(argument) for argument in arguments]
     if stage != "plan":
-        return Explanation(stage, _stage_text(fn, arguments, restore, stage, parsed.recompute))
+        return Explanation(stage, _stage_text(fn, arguments, restore, stage, parsed))
     planned, notes = _planned(fn, arguments, key, restore, parsed)
     name = runner if isinstance(runner, str) else type(runner).__name__
     facts = told_facts(planned, arguments, parsed, notes, name)
@@ -379,7 +379,7 @@ def _stage_text(
     arguments: Sequence[Argument],
     restore: Callable[..., Any],
     stage: str,
-    recompute: str | None,
+    options: Options,
 ) -> str:
     staged = _stage.stage(fn, arguments, restore)
     if stage == "staged":
@@ -387,7 +387,7 @@ def _stage_text(
     flat = _flatten.flatten(staged.closed)
     if stage == "flat":
         return str(flat)
-    placed = planning.placed_program(staged, flat, arguments)
+    placed = planning.placed_program(staged, flat, arguments, options)
     if stage == "placed":
         return str(placed)
-    return graph_text(_split.split(placed, Decisions(recompute)))
+    return graph_text(_split.split(placed, Decisions(options.recompute)))

@@ -20,7 +20,8 @@ from beamjax.inputs import raw_array
 from beamjax.interpreters.sizing import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.stage import Argument
 from beamjax.padded_bytes import bucket_shares, padding_text
-from beamjax.plan import Block, Branch, Fitted, Loop, Map, Plan, walk
+from beamjax.padding import MORE_PADDING
+from beamjax.plan import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
 from beamjax.sources.source_base import Source
 
 Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]
@@ -68,6 +69,77 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
     if isinstance(together, str):
         return plan, together
     return replace(together, costs=_mean_costs(usual, [*shorter, longest], mine)), ""
+
+
+def with_padding_checks(
+    plan: Plan, arguments: Sequence[Argument], planner: Planner
+) -> tuple[Plan, str]:
+    """A plan that finds out whether its bodies read the padding of members of unequal length.
+
+    Args:
+      plan: for these arguments.
+      arguments: with a ragged source or more.
+      planner: makes a plan for other arguments, with shards of these sizes.
+
+    Returns:
+      The plan; and why no pass can be checked, or "".
+    """
+    mine = [i for i, a in enumerate(arguments) if is_ragged(a)]
+    longer = [
+        _of_length(a, MORE_PADDING * a.value.buckets[-1]) if i in mine else a
+        for i, a in enumerate(arguments)
+    ]
+    try:
+        other = planner(longer, plan.shard_sizes)
+    except Exception as error:  # The user's function may insist on a length.
+        return plan, f"it can't be staged for longer members ({error})".split("\n")[0]
+    padded = {plan.inputs[i].placed for i in mine}
+    pairs = {step.name: step for step in _passes(other)}
+    checks = {}
+    for step in _passes(plan):
+        check = _padding_check(plan, step, other, pairs.get(step.name), padded)
+        if check is not None:
+            checks[step.name] = check
+    bodies = {key: other.bodies[key] for x in checks.values() for key in _bodies_of(x)}
+    steps = _changed(plan.steps, lambda step: replace(step, padding_check=checks.get(step.name)))
+    return replace(plan, steps=steps, bodies={**bodies, **plan.bodies}), ""
+
+
+def is_ragged(argument: Argument) -> bool:
+    """Whether members of an argument are padded to the longest."""
+    value = argument.value
+    return isinstance(value, Source) and bool(value.buckets) and value.leaves[argument.leaf].ragged
+
+
+def _padding_check(
+    plan: Plan, step: Map, other: Plan, longer: Map | None, padded: set[str | None]
+) -> PaddingCheck | None:
+    """What a pass is checked with; None if it reads no padding, or what depends on its length."""
+    names = "operands", "broadcasts", "results"
+    if longer is None or any(getattr(step, x) != getattr(longer, x) for x in names):
+        return None
+    if not padded.intersection(step.operands) or _calls_back(plan, step):
+        return None
+    fixed = [*step.broadcasts, *(name for name in step.operands if name not in padded)]
+    if any(plan.values[name] != other.values[name] for name in fixed):
+        return None
+    if [_kinds(lane) for lane in step.lanes] != [_kinds(lane) for lane in longer.lanes]:
+        return None
+    shapes = tuple(other.values[name].shape for name in longer.operands)
+    return PaddingCheck(shapes, longer.body, longer.short_body, longer.lanes)
+
+
+def _kinds(lane: Lane) -> tuple[Any, ...]:
+    return lane.kind, lane.dtype, [(r.result, r.reducer) for r in lane.reductions]
+
+
+def _bodies_of(check: PaddingCheck) -> list[str]:
+    return [check.body] if check.short_body is None else [check.body, check.short_body]
+
+
+def _calls_back(plan: Plan, step: Map) -> bool:
+    """Whether a body calls functions of the host, which must see each member once."""
+    return plan.bodies[step.body].python is not None
 
 
 def _mean_costs(source: Source, plans: Sequence[Plan], mine: Sequence[int]) -> Mapping[str, Cost]:

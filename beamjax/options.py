@@ -96,11 +96,12 @@ class Options:
         that were decoded and of server values. None refuses nothing.
       on_error: "raise" fails the run where a member can't be read, or a body raises an error for
         it; "drop" leaves such members out: of all reductions of this pass and of those that follow
-        it, where means are over the rest. Their placed results are NaN, or 0 where there is no NaN.
-        What the program computes from the number of members by itself (`jnp.mean`, the gradient of
-        a mean) goes on with all of them.
+        it, where means are over the rest. Their placed results, and their places in what is
+        gathered, are NaN, or 0 where there is no NaN. What the program computes from the number of
+        members by itself (`jnp.mean`, the gradient of a mean) goes on with all of them.
       on_nonfinite: "keep" computes with NaN and infinity, as JAX does; "raise" fails the run where
-        a member gives them to a reduction or as a placed result; "drop" leaves it out likewise.
+        they are in a value of a member that is reduced over the members, gathered to the server or
+        returned; "drop" leaves such a member out likewise.
       drop_limit: the share of the members of a placement, from 0 to 1, that may be dropped before
         the run fails. A run fails in any case if none is left.
       dead_letters: a file, by path or URL, for a line of JSON for each dropped member: placement,

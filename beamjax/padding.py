@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from beamjax.errors import StructureError
+from beamjax.plan import Lane
+
+MORE_PADDING = 2
+"""Times the length of the longest member, to which members are padded for the check: a mean over
+padding then halves, which no rounding does."""
 
 FAR = 0.05
 """The share of the largest value by which results may differ: more than sums of other order do."""
+
+NOISE = 16
+"""Units of rounding of the largest operand below which a difference is no evidence: what should be
+zero, such as a gradient at the optimum, is rounding errors of other operations at each length."""
 
 
 def padded_rows(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -21,41 +30,111 @@ def padded_rows(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return longer
 
 
+def without_padding(arrays: Sequence[np.ndarray], ragged: Sequence[int]) -> list[np.ndarray] | None:
+    """Members with rows of their own, once more, in the place of their padding.
+
+    Padding that is there already can hide more of it: the maximum of negative rows is 0 with any.
+
+    Args:
+      arrays: (members, ...) each.
+      ragged: which of them have padded rows, (members, rows, ...). A mask is among them if the body
+        reads it, so that rows that are all zero are padding, or can be left out as well.
+
+    Returns:
+      The arrays; None if no member has a row.
+    """
+    if not len(arrays[ragged[0]]):
+        return None
+    has_row: np.ndarray = np.zeros(arrays[ragged[0]].shape[:2], np.bool_)
+    for i in ragged:
+        x = arrays[i]
+        has_row |= (x != 0).any(axis=tuple(range(2, x.ndim)))
+    counts = has_row.sum(axis=1)
+    if not counts.any():
+        return None
+    # Rows first, in their order; members without rows have those of one that has some.
+    order = np.argsort(~has_row, axis=1, kind="stable")
+    member = np.where(counts > 0, np.arange(len(counts)), np.argmax(counts > 0))
+    repeated = np.arange(has_row.shape[1]) % counts[member][:, None]
+    rows = np.take_along_axis(order[member], repeated, axis=1)
+    own = np.arange(has_row.shape[1])
+    rows = np.where(has_row, own, rows)
+    members = np.where(has_row, np.arange(len(counts))[:, None], member[:, None])
+    return [a[members, rows] if i in ragged else a for i, a in enumerate(arrays)]
+
+
 def check_padding(
-    shapes: Sequence[tuple[int, ...]], short: Sequence[np.ndarray], long: Sequence[np.ndarray]
+    shapes: Sequence[tuple[int, ...]],
+    pairs: Iterable[tuple[np.ndarray, np.ndarray]],
+    operands: Iterable[np.ndarray] = (),
 ) -> None:
     """Compares what a body gives for the same members with less and with more padding.
 
     Args:
       shapes: of a member of each operand, with less padding.
-      short: what the body gave for it.
-      long: what it gave with more.
+      pairs: values that the body gave with less, and the same with more.
+      operands: what the body computed with.
 
     Raises:
       StructureError: they have nothing to do with each other.
     """
-    for left, right in zip(short, long, strict=True):
-        if _far(left, right):
+    largest = max(map(_largest, operands), default=0.0)
+    for left, right in pairs:
+        if _far(left, right, largest):
             raise StructureError(
                 f"for members of shapes {', '.join(str(list(shape)) for shape in shapes)}, found "
-                f"{_some(left)}, but {_some(right)} when they are padded to the longest; expected "
-                "a body whose results do not depend on padding. Leave out the rows whose mask is "
-                "False (jnp.sum(x, where=mask), or weights of 0), and count mask.sum() rows rather "
-                "than x.shape[0]; or, where it has to depend on the length, as with permutations "
-                "of all rows, make the source with one bucket."
+                f"{_some(left)}, but {_some(right)} when they are padded further; expected a body "
+                "whose results do not depend on padding. Leave out the rows whose mask is False "
+                "(jnp.sum(x, where=mask), or weights of 0), and count mask.sum() rows rather than "
+                "x.shape[0]; or, where it has to depend on the length, as with permutations of all "
+                "rows, pad the members yourself and give arrays."
             )
 
 
-def _far(left: np.ndarray, right: np.ndarray) -> bool:
+def same_values(
+    lanes: Sequence[tuple[Lane, Lane]], less: Sequence[np.ndarray], more: Sequence[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What a body gives with less and with more padding, value by value.
+
+    Values whose shapes depend on the padding are left out.
+
+    Args:
+      lanes: of both bodies.
+      less: the vector of each lane, then other arrays.
+      more: likewise.
+    """
+    for (left, right), x, y in zip(lanes, less, more, strict=False):
+        for a, b in zip(left.reductions, right.reductions, strict=True):
+            if a.size == b.size:
+                yield x[a.offset :][: a.size], y[b.offset :][: b.size]
+    rest = zip(less[len(lanes) :], more[len(lanes) :], strict=True)
+    yield from ((x, y) for x, y in rest if x.shape == y.shape)
+
+
+def _largest(array: np.ndarray) -> float:
+    """The largest magnitude among the numbers of a float array."""
+    if array.dtype.kind in "biu" or not array.size:
+        return 0.0
+    try:
+        magnitude = np.abs(array.astype(np.complex128))
+    except (TypeError, ValueError):
+        return 0.0
+    return float(magnitude[np.isfinite(magnitude)].max(initial=0))
+
+
+def _far(left: np.ndarray, right: np.ndarray, operand: float) -> bool:
     if left.shape != right.shape:
         return True
-    kind = np.complex128 if np.issubdtype(left.dtype, np.complexfloating) else np.float64
-    a, b = left.astype(kind), right.astype(kind)
+    is_complex = left.dtype.kind == "c"
+    a, b = (x.astype(np.complex128 if is_complex else np.float64) for x in (left, right))
     known = np.isfinite(a) & np.isfinite(b)
     if (np.isfinite(a) != np.isfinite(b)).any():
         return True
     largest = max(np.abs(b[known]).max(initial=0), np.abs(a[known]).max(initial=0))
-    return bool(np.abs(a[known] - b[known]).max(initial=0) > FAR * largest)
+    noise = NOISE * operand * np.finfo(left.dtype).eps if left.dtype.kind in "fc" else 0.0
+    if left.dtype.itemsize < 4:
+        noise = 0.0
+    return bool(np.abs(a[known] - b[known]).max(initial=0) > FAR * largest + noise)
 
 
 def _some(array: np.ndarray) -> str:

@@ -182,6 +182,23 @@ class Fitted:
 
 
 @dataclass(frozen=True)
+class PaddingCheck:
+    """The body of a pass for more padding, with which a run finds out whether a body reads padding.
+
+    Attributes:
+      shapes: of one member of each operand.
+      body: takes and returns what that of the pass does, but for these shapes.
+      short_body: likewise.
+      lanes: of that body; reductions whose size depends on the padding have other sizes in them.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    body: str
+    short_body: str | None
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True)
 class Map:
     """One pass over the members of a placement.
 
@@ -191,9 +208,10 @@ class Map:
     combine. A `guard` has it take and return more. It is for shards that are full, and `short_body`
     for those that are not, or of which members are left out; the two are one where a mask costs
     little, and `short_body` is None where all shards are full. One of `fitted` takes their place
-    for operands of the shapes that it is for. `looping` says how the body computes the members of a
-    shard, and `turns` why not all of them at once, if so. Compression makes the partials of a shard
-    `saved` bytes smaller.
+    for operands of the shapes that it is for. A pass over members of unequal length has a
+    `padding_check`, if its body can be had for more padding. `looping` says how the body computes
+    the members of a shard, and `turns` why not all of them at once, if so. Compression makes the
+    partials of a shard `saved` bytes smaller.
     """
 
     name: str
@@ -211,10 +229,11 @@ class Map:
     looping: Looping = VMAP
     saved: int = 0
     short_body: str | None = None
+    padding_check: PaddingCheck | None = None
 
     @property
     def executables(self) -> tuple[str, ...]:
-        """The bodies of its shards, each once."""
+        """The bodies that compute its shards, each once."""
         keys = [self.body, self.short_body]
         for fitted in self.fitted:
             keys += fitted.body, fitted.short_body
@@ -222,8 +241,11 @@ class Map:
 
     @property
     def all_bodies(self) -> tuple[str, ...]:
-        """Those, and the bodies of its combines."""
-        return (*self.executables, *(combine.body for combine in self.combines))
+        """Those, and the bodies of its combines and of the check of the padding."""
+        check = self.padding_check
+        keys = [*self.executables, *(combine.body for combine in self.combines)]
+        keys += [check.body, check.short_body or check.body] if check else []
+        return tuple(dict.fromkeys(keys))
 
     @property
     def partial_bytes(self) -> int:

@@ -12,7 +12,13 @@ import jax
 
 from beamjax.choices import Choices, Looping
 from beamjax.choosing import PENDING, chosen_plan
-from beamjax.fitting import buckets_of, fitted, fitting_notes
+from beamjax.fitting import (
+    buckets_of,
+    fitted,
+    fitting_notes,
+    is_ragged,
+    with_padding_checks,
+)
 from beamjax.inputs import Inputs
 from beamjax.interpreters import flatten as _flatten
 from beamjax.interpreters import lower as _lower
@@ -20,6 +26,7 @@ from beamjax.interpreters import place as _place
 from beamjax.interpreters import split as _split
 from beamjax.interpreters import stage as _stage
 from beamjax.interpreters import unknown as _unknown
+from beamjax.interpreters.keeping import guard_of
 from beamjax.interpreters.pieces import Piece
 from beamjax.interpreters.places import PlacedProgram
 from beamjax.interpreters.remaking import Decisions
@@ -76,6 +83,8 @@ def plan_for(
     planned = _chosen(planned, arguments, options, special)
     if buckets:
         planned = _fitted(planned, fn, arguments, restore, options, unroll)
+    if any(map(is_ragged, arguments)):
+        planned = _with_padding_checks(planned, fn, arguments, restore, options, unroll)
     is_pending = planned.plan.choices.origin == PENDING
     cache[pending_key if is_pending else full_key] = planned
     return planned
@@ -122,6 +131,24 @@ def _fitted(
     return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
 
 
+def _with_padding_checks(
+    planned: Planned,
+    fn: Callable[..., Any],
+    arguments: Sequence[Argument],
+    restore: Callable[..., Any],
+    options: Options,
+    unroll: bool,
+) -> Planned:
+    """The same with bodies that find out whether others read the padding of members."""
+
+    def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
+        return make_plan(fn, others, restore, options, unroll, sizes).plan
+
+    plan, reason = with_padding_checks(planned.plan, arguments, make)
+    note = f"Whether bodies read the padding of members can't be checked, because {reason}."
+    return replace(planned, plan=plan, notes=(*planned.notes, note) if reason else planned.notes)
+
+
 def make_plan(
     fn: Callable[..., Any],
     arguments: Sequence[Argument],
@@ -134,7 +161,7 @@ def make_plan(
     """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
-    placed = placed_program(staged, flat, arguments)
+    placed = placed_program(staged, flat, arguments, options)
     saved = options.plan.made_again if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)
     pieces = _split.split(placed, decisions)
@@ -152,7 +179,10 @@ def _paths(arguments: Sequence[Argument], flat: _flatten.FlatProgram) -> list[st
 
 
 def placed_program(
-    staged: _stage.Staged, flat: _flatten.FlatProgram, arguments: Sequence[Argument]
+    staged: _stage.Staged,
+    flat: _flatten.FlatProgram,
+    arguments: Sequence[Argument],
+    options: Options,
 ) -> PlacedProgram:
     """A flat program with a place for every value; what comes by shards is placed in any case."""
     known = {
@@ -160,7 +190,7 @@ def placed_program(
         for var, argument in zip(flat.arguments, arguments, strict=True)
         if argument.comes_by_shards
     }
-    return _place.place(flat, known, staged.placements)
+    return _place.place(flat, known, staged.placements, guard_of(options) is not None)
 
 
 _plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()

@@ -19,9 +19,9 @@ from beamjax.dropping import Guard
 from beamjax.dyadic import DyadicTree
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.inputs import Reader
-from beamjax.padding import check_padding, padded_rows
-from beamjax.plan import Combine, Fitted, Lane, Map, Plan
-from beamjax.reducers import make_accumulator, reducer_of
+from beamjax.padding import check_padding, padded_rows, same_values, without_padding
+from beamjax.plan import Combine, Fitted, Lane, Map, PaddingCheck, Plan
+from beamjax.reducers import PICK, make_accumulator, reducer_of
 from beamjax.side_by_side import are_alike, in_parts
 from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
 from beamjax.transfer_time import from_device, is_copied, to_device, transferring
@@ -53,6 +53,8 @@ class ShardExecutor:
         there already.
       device: to compute on; None for the one that JAX takes by itself. A body that holds a mesh
         takes its devices by itself.
+      checked: the bodies of which the run knows in this process that they do not read padding; the
+        first shard of others is computed once more, with more of it. None checks nothing.
 
     Raises:
       WorkerError: the body can't be loaded here.
@@ -64,8 +66,10 @@ class ShardExecutor:
         step: Map,
         broadcasts: Mapping[str, np.ndarray | jax.Array],
         device: jax.Device | None = None,
+        checked: set[str] | None = None,
     ):
         self.step = step
+        self._checked = checked
         if plan.bodies[step.body].devices > 1:
             device = None
         self.device = device
@@ -80,8 +84,9 @@ class ShardExecutor:
         self._pads = self._body.python is None
         first = load_body(step.body, self._body, self.size)
         self._calls = {(step.body, self.size): first}
-        self._fitted = {fitted.shapes: fitted for fitted in step.fitted}
-        self._checked: set[str] = set()
+        # Which members are kept is no operand of a body.
+        operands = len(step.operands) - (step.guard is not None and step.guard.reads)
+        self._fitted = {fitted.shapes[:operands]: fitted for fitted in step.fitted}
         self._bodies = plan.bodies
         self._copies = is_copied(device)
         # An accelerator has room for what one shard needs at a time; others are on their way.
@@ -117,7 +122,9 @@ class ShardExecutor:
             if self.step.guard is not None:
                 return self._guarded(shard, arrays, lost or {}, self.step.guard)
             full = shard.count == self.size
-            outs = self._run(shard, full, [np.int32(shard.count)], arrays)
+            heads = [np.int32(shard.count)]
+            outs = self._run(shard, full, heads, arrays)
+            self._check_padding(shard, full, heads, arrays)
             return Computed(*self._split(shard, outs))
 
     def _run(
@@ -134,22 +141,44 @@ class ShardExecutor:
         if self._pads:
             arrays = list(map(self._pad, arrays))
         shapes = tuple(array.shape[1:] for array in arrays)
-        if shapes not in self._fitted:
-            return self._called(self._body_of(self.step, full, shard), shard, heads, arrays)
-        fitted = self._fitted[shapes]
-        outs = self._called(self._body_of(fitted, full, shard), shard, heads, arrays)
-        if fitted.body not in self._checked:
-            names = self.step.operands
-            longest = [
-                padded_rows(array, self._types[name].shape)
-                for name, array in zip(names, arrays, strict=True)
-            ]
-            usual = self._body_of(self.step, full, shard)
-            check_padding(shapes, outs, self._called(usual, shard, heads, longest))
-            self._checked.add(fitted.body)
-        return outs
+        body = self._body_of(self._fitted.get(shapes, self.step), full, shard)
+        return self._called(body, shard, heads, arrays)
 
-    def _body_of(self, step: Map | Fitted, full: bool, shard: Shard) -> Callable[..., Any]:
+    def _check_padding(
+        self,
+        shard: Shard,
+        full: bool,
+        heads: Sequence[Any],
+        arrays: Sequence[np.ndarray],
+    ) -> None:
+        """Compares what the body gives for a shard without and with padding, once.
+
+        Raises:
+          StructureError: the body reads padding.
+        """
+        check, checked = self.step.padding_check, self._checked
+        if check is None or checked is None or self.step.body in checked:
+            return
+        shapes = [array.shape[1:] for array in arrays]
+        ragged = [i for i, shape in enumerate(shapes) if shape != check.shapes[i]]
+        less = without_padding(arrays, ragged)
+        if less is None:
+            return
+        more = [padded_rows(x, shape) for x, shape in zip(less, check.shapes, strict=False)]
+        outs = self._run(shard, full, heads, less)
+        body = self._body_of(check, full, shard)
+        longer = self._called(body, shard, heads, list(map(self._pad, more)))
+        made = len(self._made)
+        results = zip(outs[:made], longer[:made], strict=True)
+        pairs = [(x[: shard.count], y[: shard.count]) for x, y in results if x.shape == y.shape]
+        lanes = list(zip(self.step.lanes, check.lanes, strict=True))
+        pairs += same_values(lanes, outs[made:], longer[made:])
+        check_padding(shapes, pairs, [*less, *map(np.asarray, self._broadcasts)])
+        checked.add(self.step.body)
+
+    def _body_of(
+        self, step: Map | Fitted | PaddingCheck, full: bool, shard: Shard
+    ) -> Callable[..., Any]:
         """What computes a shard for a step; it is loaded when it is first needed."""
         key = step.body if full else step.short_body
         if key is None:
@@ -189,6 +218,7 @@ class ShardExecutor:
     ) -> Computed:
         """Computes a shard of which members may be left out."""
         kept = arrays.pop() if guard.reads else np.ones(shard.count, np.bool_)
+        last: Any = ()
 
         def call(places: np.ndarray, counted: np.ndarray) -> list[np.ndarray]:
             members = (shard.start + places).astype(np.int32)
@@ -199,10 +229,13 @@ class ShardExecutor:
             plain = len(places) == shard.count and places[-1] == shard.count - 1 and all_counted
             rows = arrays if plain else [x[places] for x in arrays]
             full = plain and shard.count == self.size
-            return self._run(shard, full, [members, counted], rows)
+            nonlocal last
+            last = full, [members, counted], rows
+            return self._run(shard, *last)
 
         outs, kept, dropped = compute_rest(self.step, shard.start, kept, lost, call)
         if outs is not None:
+            self._check_padding(shard, *last)
             results, partials = self._split(shard, outs)
         else:
             results, partials = self._of_nobody(shard, call)
@@ -218,12 +251,16 @@ class ShardExecutor:
         types = [self._types[name] for name in self._made]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
         nothing: list[Any] = [None] * (len(step.lanes) + len(step.combines))
-        if shard.index or not nothing:
+        reducers = {r.reducer for lane in step.lanes for r in lane.reductions}
+        if not nothing or (shard.index and PICK.name not in reducers):
             return results, nothing
-        # What reductions start from is counted with the first shard.
+        # What reductions start from is counted with the first shard, and what the server picks of
+        # members that are left out comes from the shard that has them.
         try:
             outs = call(np.arange(shard.count), np.zeros(shard.count, np.bool_))
         except Exception as error:
+            if shard.index:
+                return results, nothing
             raise WorkerError(
                 f"all {shard.count} members of the first shard were dropped, expected one to be "
                 f"left; choose a larger shard_size ({message_of(error)})"

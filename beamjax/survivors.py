@@ -85,15 +85,15 @@ def compute_rest(
         wild = np.flatnonzero(kept & ~finite[: len(kept)])
         if not len(wild):
             break
+        found = "found NaN or infinity in a value that is reduced, gathered or returned"
         if guard.on_nonfinite == "raise":
             members = ", ".join(str(start + k) for k in wild[:8])
             more = f" and {len(wild) - 8} more" if len(wild) > 8 else ""
             raise WorkerError(
-                f"member {members}{more}: found NaN or infinity in what goes into a reduction or a "
-                "result, expected finite numbers (option on_nonfinite='raise')"
+                f"member {members}{more}: {found}, expected finite numbers (option "
+                "on_nonfinite='raise')"
             )
-        told = "found NaN or infinity in what goes into a reduction or a result"
-        reasons |= {int(k): ("nonfinite", told) for k in wild}
+        reasons |= {int(k): ("nonfinite", found) for k in wild}
         kept[wild] = False
         outs = None
     dropped = tuple(
@@ -194,12 +194,18 @@ def read_rest(
     return found, lost
 
 
+def hole_of(dtype: Any) -> Any:
+    """What stands in the place of a member that is left out: NaN, or 0 where there is none."""
+    name = np.dtype(dtype).name
+    if name.startswith(("float", "bfloat", "complex")):
+        nan = np.array(np.nan).astype(dtype)
+        if np.isnan(nan.astype(np.complex128)):  # Not all narrow floats have one.
+            return nan[()]
+    return np.zeros((), dtype)[()]
+
+
 def filled(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Placed results with NaN, or 0 where there is no NaN, for who is not kept."""
+    """Placed results with NaN, or 0 where there is no NaN, for members that are not kept."""
     array = array.copy()
-    array[~kept] = 0
-    if array.dtype.name.startswith(("float", "bfloat", "complex")):
-        hole = np.array(np.nan).astype(array.dtype)
-        if np.isnan(hole.astype(np.complex128)):  # not all narrow floats have one
-            array[~kept] = hole
+    array[~kept] = hole_of(array.dtype)
     return array

@@ -96,6 +96,8 @@ class _Evaluation:
         self.placed: dict[str, np.ndarray] = {}
         # Server values that passes have read, and their copies.
         self.on_device: dict[str, tuple[np.ndarray, jax.Array]] = {}
+        # Bodies that are known not to read padding.
+        self.checked: set[str] = set()
         # Names of those that are arrays in files.
         self.mapped: set[str] = set()
         # Entries of the stacked results of loops that are under way.
@@ -314,7 +316,7 @@ class _Evaluation:
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy
-        execute = ShardExecutor(self.plan, step, known)
+        execute = ShardExecutor(self.plan, step, known, checked=self.checked)
         self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
         meter.lap("transfer")
         meter.apart()

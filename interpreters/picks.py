@@ -20,6 +20,7 @@ from beamjax.interpreters.flat_program import Eqn, aval_of
 from beamjax.interpreters.member_indices import OUTSIDE, bounded
 from beamjax.interpreters.readings import Fold, Shard, bind, replaced, shape_of
 from beamjax.reducers import PICK
+from beamjax.survivors import hole_of
 
 MAX_SHARE = 0.5
 """Of the members, past which all are gathered."""
@@ -49,7 +50,8 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
         (rows,) = bind(eqn, args, **changes)
         taken_rows = shard.rows(indices(args))
         rows = jnp.moveaxis(jnp.take(rows, taken_rows, axis=axis, mode="clip"), axis, 0)
-        return jnp.moveaxis(_bits(rows, shard.has(taken_rows)), 0, axis)
+        bits = _bits(rows, shard.has(taken_rows), shard.left_out(taken_rows))
+        return jnp.moveaxis(bits, 0, axis)
 
     return Fold((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
 
@@ -84,7 +86,8 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
         (rows,) = bind(eqn, [operand, indices.at[..., column].set(row)])
         # The first shard makes what stands for members that there are not.
         own = shard.has(row) | ((member == OUTSIDE) & (shard.start == 0))
-        bits = _bits(jnp.moveaxis(rows, batch, range(len(batch))), own)
+        rows = jnp.moveaxis(rows, batch, range(len(batch)))
+        bits = _bits(rows, own, shard.left_out(row))
         return jnp.moveaxis(bits, range(len(batch)), batch)
 
     return Fold((axis, None), PICK.name, partial, picks=True)
@@ -96,6 +99,15 @@ def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
     return known and PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
 
 
-def _bits(rows: Any, mask: Any) -> Any:
-    """The bits of rows, whose first axes are those of `mask`, and zeros where it does not hold."""
-    return PICK.partial(unwrap(rows), mask)
+def _bits(rows: Any, mask: Any, left_out: Any) -> Any:
+    """The bits of rows, and zeros for those that other shards have.
+
+    Args:
+      rows: what is taken; its first axes are those of the masks.
+      mask: which of them this shard has.
+      left_out: which are members that are left out; they have NaN, or 0 where there is none.
+    """
+    rows = unwrap(rows)
+    hole = np.array(hole_of(rows.dtype), rows.dtype)
+    missing = jnp.reshape(left_out, left_out.shape + (1,) * (rows.ndim - left_out.ndim))
+    return PICK.partial(jnp.where(missing, hole, rows), mask | left_out)

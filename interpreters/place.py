@@ -24,6 +24,7 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
 )
+from beamjax.interpreters.guarded_gathers import gather_from_passes
 from beamjax.interpreters.member_loops import distributes, read_by_members
 from beamjax.interpreters.picks import MAX_SHARE
 from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
@@ -39,7 +40,10 @@ from beamjax.plan import MAX_MEMBERS
 
 
 def place(
-    flat: FlatProgram, known: Mapping[Var, str], placements: Iterable[tuple[str, int]] = ()
+    flat: FlatProgram,
+    known: Mapping[Var, str],
+    placements: Iterable[tuple[str, int]] = (),
+    guarded: bool = False,
 ) -> PlacedProgram:
     """Finds a place for every value, and makes views of inputs that are cut into members.
 
@@ -50,6 +54,9 @@ def place(
       placements: names and sizes of the programs that were called. An input that no placed operator
         asks for, with as many rows as one of them has members, is placed too if nothing then has
         to be gathered: `jnp.mean(x, 0)` in a program is a reduction.
+      guarded: whether members may be left out or are checked for NaN. Then an input with as many
+        rows is placed unless the program broadcasts it, so that what becomes of a member does not
+        depend on what else is computed, and what is gathered comes from a pass.
 
     Raises:
       PlacementError: a source has another number of members than the placement it is used for, or
@@ -83,10 +90,12 @@ def place(
         if regrouping.rewrite(program):
             continue
         many = _picked_too_often(program)
-        refuted = set() if many else _Gathered(program, tried).inputs
+        refuted = set() if many else _Gathered(program, tried, guarded).inputs
         if not refuted and not many:
             program.settle(flat)
             share_gathers(program, flat)
+            if guarded:
+                gather_from_passes(program)
             return program
         gathering |= many
         if refuted:
@@ -318,30 +327,35 @@ def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
 class _Gathered:
     """Which of some inputs are gathered or picked from, or a value computed from them is.
 
-    A view counts as gathered only if that happens before a placed operator has read it.
+    A view counts as gathered only if that happens before a placed operator has read it. Where
+    members are `guarded`, only what placed operators and loops read on the server counts.
     """
 
-    def __init__(self, program: PlacedProgram, tried: Iterable[Var]):
+    def __init__(self, program: PlacedProgram, tried: Iterable[Var], guarded: bool):
         self.program = program
+        self.guarded = guarded
         self.origins: dict[Var, frozenset[Var]] = {var: frozenset({var}) for var in tried}
         self.inputs: set[Var] = set()
         if self.origins:
             self.block(program.flat)
             outputs = {atom for atom in program.flat.outputs if isinstance(atom, Var)}
-            self.inputs |= self.origins.keys() & set(program.flat.inputs) & outputs
+            if not guarded:
+                self.inputs |= self.origins.keys() & set(program.flat.inputs) & outputs
 
     def block(self, block: FlatBlock) -> None:
         for eqn in self.program.equations(block):
             if eqn.blocks:
                 self.nested(eqn)
                 continue
-            found = frozenset[Var]().union(*(self.read(*pair) for pair in self.program.reads(eqn)))
+            counts = not self.guarded or eqn.is_placed_operator
+            reads = self.program.reads(eqn)
+            found = frozenset[Var]().union(*(self.read(*pair, counts) for pair in reads))
             _, reading = self.program.readings.get(eqn, ("", None))
             if eqn.is_placed_operator:
                 found -= self.program.flat.views.keys()
             if not isinstance(reading, Fold):
                 self.add(eqn.outputs, found)
-            elif reading.picks:
+            elif reading.picks and counts:
                 self.inputs |= found
 
     def nested(self, eqn: Eqn) -> None:
@@ -366,12 +380,12 @@ class _Gathered:
             if self.origins == before:
                 return
 
-    def read(self, atom: Atom, along: Place) -> frozenset[Var]:
-        """Notes that a value is read at a place."""
+    def read(self, atom: Atom, along: Place, counts: bool = True) -> frozenset[Var]:
+        """Notes that a value is read at a place; gives the inputs that it is computed from."""
         if not isinstance(atom, Var) or self.program.place(atom) is None:
             return frozenset()
         found = self.origin(atom)
-        if self.program.place(atom) != along:
+        if counts and self.program.place(atom) != along:
             self.inputs |= found
         return found
 

@@ -53,6 +53,12 @@ class Shard:
         """Whether there are members, padding left out, in these rows, as `rows` gives them."""
         return (rows != OUTSIDE) & jnp.take(self.mask, rows, mode="clip")
 
+    def left_out(self, rows: jax.Array) -> jax.Array:
+        """Whether there are members that are left out in these rows, as `rows` gives them."""
+        if self.members is None:
+            return jnp.zeros(rows.shape, np.bool_)
+        return (rows != OUTSIDE) & ~jnp.take(self.mask, rows, mode="clip")
+
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[Shard, list[Any]]:
         """The same shard, and values of it along these axes, with padding last."""
         if self.members is None:

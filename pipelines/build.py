@@ -18,9 +18,11 @@ from beamjax.machine import Machine
 from beamjax.one_pass import open_placements
 from beamjax.pipelines.combiners import (
     Assemble,
+    AssignGroups,
     FinishCombine,
     FinishPieces,
     MergeAccumulators,
+    MergeGroup,
     PartsOfBlocks,
     PartsOfSource,
 )
@@ -32,7 +34,7 @@ from beamjax.pipelines.results import ReadMembers
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
-from beamjax.pipelines.wide import DealGroups, FinishSections, MergeGroup
+from beamjax.pipelines.wide import FinishSections, MergeSectionGroup
 from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
 from beamjax.plan import Gather, Map, Plan, Scatter, Server, size_name
 
@@ -191,17 +193,25 @@ class Graph:
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
         fan = self._fan_out(step)
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
+        label, task = step.name, self._task(step)
         finish: FinishPieces | FinishSections
+        merge_group: MergeGroup | MergeSectionGroup
         if fan.in_files:
-            finish = FinishSections(self._task(step), self.options.reduction)
-            merged = self._merged_in_files(step, partials, fan)
+            finish = FinishSections(task, self.options.reduction)
+            merge_group = MergeSectionGroup(task, self.options.reduction)
+            merge: beam.PTransform = beam.GroupByKey()
         else:
-            finish = FinishPieces(self._task(step))
+            finish = FinishPieces(task)
             merging = MergeAccumulators(step.name, self.store.reports, self.store)
-            merge = beam.CombinePerKey(merging)
-            if fan.groups > 1:
-                merge = merge.with_hot_key_fanout(fan.groups)
-            merged = partials | f"{step.name}/Merge" >> merge
+            merge_group, merge = MergeGroup(merging), beam.CombinePerKey(merging)
+        if fan.groups > 1:
+            partials = (
+                partials
+                | f"{label}/Groups" >> beam.ParDo(AssignGroups(fan.groups))
+                | f"{label}/GroupsTogether" >> beam.GroupByKey()
+                | f"{label}/MergeGroups" >> beam.ParDo(merge_group)
+            )
+        merged = partials | f"{label}/Merge" >> merge
         parts = merged | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
         results = [r.result for lane in step.lanes for r in lane.reductions]
         if not finish.whole:
@@ -210,20 +220,6 @@ class Graph:
                 Assemble(self.store, types, {})
             )
         self._serve(parts, results)
-
-    def _merged_in_files(
-        self, step: Map, partials: beam.PCollection, fan: FanOut
-    ) -> beam.PCollection:
-        """The terms of each section together; merged before in groups, if they are many."""
-        if fan.groups > 1:
-            merge = MergeGroup(self._task(step), self.options.reduction)
-            partials = (
-                partials
-                | f"{step.name}/Groups" >> beam.ParDo(DealGroups(fan.groups))
-                | f"{step.name}/GroupsTogether" >> beam.GroupByKey()
-                | f"{step.name}/MergeGroups" >> beam.ParDo(merge)
-            )
-        return partials | f"{step.name}/Merge" >> beam.GroupByKey()
 
     def _fan_out(self, step: Map) -> FanOut:
         n = self.plan.sizes[step.placement]

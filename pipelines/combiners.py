@@ -9,6 +9,7 @@ from typing import Any
 
 import apache_beam as beam
 import numpy as np
+from apache_beam import typehints
 from apache_beam.coders.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
@@ -29,10 +30,17 @@ from beamjax.transfer_time import transferring
 
 
 class AccumulatorCoder(Coder):
-    """Coder of what `MergeAccumulators` holds: None, a live accumulator, or its bytes."""
+    """Coder of what `MergeAccumulators` holds: None, a live accumulator, or its bytes.
+
+    Args:
+      store: where large accumulators go, so that no element is large; None encodes them whole.
+    """
+
+    def __init__(self, store: Store | None = None):
+        self.store = store
 
     def encode(self, value: Any) -> bytes:
-        return b"" if value is None else _encoded(value)
+        return b"" if value is None else _encoded(value, self.store)
 
     def decode(self, encoded: bytes) -> bytes | None:
         return encoded or None
@@ -64,7 +72,7 @@ class MergeAccumulators(beam.CombineFn):
         return IOTypeHints.empty().with_input_types(bytes).with_output_types(bytes)
 
     def get_accumulator_coder(self) -> Coder:
-        return AccumulatorCoder()
+        return AccumulatorCoder(self.store)
 
     def create_accumulator(self) -> Any:
         return None
@@ -103,6 +111,42 @@ class MergeAccumulators(beam.CombineFn):
             live = _live(accumulator, self.store)
             live.merge(_live(other, self.store))
         return live
+
+
+class AssignGroups(StepFn):
+    """Assigns the partials of each key to groups, whose keys are `key|group`.
+
+    Beam's own `with_hot_key_fanout` has no coder for what goes between its two merges and pickles
+    whole accumulators, of any size.
+    """
+
+    yields = typehints.KV[str, bytes]
+
+    def __init__(self, groups: int):
+        self.groups = groups
+
+    def start_bundle(self) -> None:
+        """Starts with a random group, as most bundles have one partial of each key."""
+        self.next = int(np.random.default_rng().integers(self.groups))
+
+    def process(self, element: tuple[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        key, data = element
+        yield f"{key}|{self.next}", data
+        self.next = (self.next + 1) % self.groups
+
+
+class MergeGroup(StepFn):
+    """The accumulators of a group to one, for the last merge of the key."""
+
+    yields = typehints.KV[str, bytes]
+
+    def __init__(self, merging: MergeAccumulators):
+        self.merging = merging
+
+    def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
+        key, _, _ = element[0].rpartition("|")
+        merged = self.merging.merge_accumulators(element[1])
+        yield key, self.merging.extract_output(merged)
 
 
 def _live(accumulator: Any, store: Store | None) -> Any:

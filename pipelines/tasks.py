@@ -138,8 +138,9 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
 
     def make() -> tuple[ShardExecutor, ...]:
         plan = task.with_bodies()
+        checked: set[str] = _checked.get(task.store.root, set)
         return tuple(
-            ShardExecutor(plan, step, _on_device(task, broadcasts, device), device)
+            ShardExecutor(plan, step, _on_device(task, broadcasts, device), device, checked)
             for device in devices
         )
 
@@ -213,6 +214,7 @@ class ComputeFn(StepFn):
 def forget() -> None:
     """Frees what this process keeps for further bundles: executors and server values."""
     _executors.clear()
+    _checked.clear()
     stores.clear_cache()
 
 
@@ -239,3 +241,6 @@ class _Cache:
 
 
 _executors = _Cache(MAX_EXECUTORS)
+
+_checked = _Cache(MAX_EXECUTORS)
+"""For the store of a run, the bodies that do not read the padding of members."""

@@ -49,24 +49,6 @@ def terms_of_bundle(wide: WideLanes, store: Store) -> Iterator[tuple[str, bytes]
         yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
 
 
-class DealGroups(StepFn):
-    """Deals the terms of each section to groups, whose keys are `section|group`."""
-
-    yields = typehints.KV[str, bytes]
-
-    def __init__(self, groups: int):
-        self.groups = groups
-
-    def start_bundle(self) -> None:
-        """Starts with any group."""
-        self.next = int(np.random.default_rng().integers(self.groups))
-
-    def process(self, element: tuple[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        key, data = element
-        yield f"{key}|{self.next}", data
-        self.next = (self.next + 1) % self.groups
-
-
 class MergeSections(StepFn):
     """What merges the terms of a section.
 
@@ -101,7 +83,7 @@ class MergeSections(StepFn):
         self.times.tell()
 
 
-class MergeGroup(MergeSections):
+class MergeSectionGroup(MergeSections):
     """The terms of a group, merged: what is left for the last merge."""
 
     yields = typehints.KV[str, bytes]

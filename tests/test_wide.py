@@ -11,6 +11,7 @@ import beamjax as bj
 from beamjax import fan_out, lane_pieces
 from beamjax.lane_pieces import Piece, key_of
 from beamjax.pipelines import wide
+from beamjax.pipelines.combiners import AssignGroups
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Task
 from beamjax.plan import Lane, Map, Plan, Reduction, ValueType
@@ -69,9 +70,9 @@ def test_any_bundles_and_groups_give_the_rounded_sum(task, cuts, groups, monkeyp
         start += count
     assert all(len(data) < 5000 for _, data in elements)
     if groups > 1:
-        deal = wide.DealGroups(groups)
+        deal = AssignGroups(groups)
         deal.start_bundle()
-        merge = wide.MergeGroup(task, "exact")
+        merge = wide.MergeSectionGroup(task, "exact")
         dealt = grouped(out for element in elements for out in deal.process(element))
         elements = [out for element in dealt for out in merge.process(element)]
     assert finished(task, elements).tobytes() == EXACT.astype(np.float32).tobytes()
