@@ -26,7 +26,7 @@ from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, forget
+from beamjax.pipelines.tasks import Sources, caching_for
 from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.sources import live_spec, register, release
@@ -69,16 +69,14 @@ def run_plan(
         folder_of(connection.options),
         temporary_store(connection.options, folder) as store,
         in_memory(store, connection),
+        caching_for(store),
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
         launcher = Launcher(connection, store, monitor, program, at_once)
-        try:
-            return drive(plan, inputs, sources, launcher, results)
-        finally:
-            forget()
+        return drive(plan, inputs, sources, launcher, results)
 
 
 def drive(
