@@ -107,9 +107,7 @@ class SharedCache(Generic[T]):
           reader: asks for several values one after the other; its last one stays.
           owner: for what the value is needed, see `open`.
         """
-        entry = self._loads.get(
-            key, lambda: self._find(key, reader), lambda: self._load(key, load)
-        )
+        entry = self._loads.get(key, lambda: self._find(key, reader), lambda: self._load(key, load))
         if owner is not None:
             with self._lock:
                 if owner in self._owners:
@@ -182,4 +180,3 @@ class SharedCache(Generic[T]):
 def nbytes(arrays: Iterable[np.ndarray]) -> int:
     """Bytes of arrays, for the cache to weigh them."""
     return sum(array.nbytes for array in arrays)
-

@@ -96,7 +96,9 @@ def test_an_owner_takes_only_its_own_values_along():
     cache = SharedCache(1000, nbytes)
 
     def ask(key, *owners):
-        return [cache.get(key, lambda: [np.zeros(key, np.uint8)], owner=o) for o in owners][0]
+        for owner in owners:
+            value = cache.get(key, lambda: [np.zeros(key, np.uint8)], owner=owner)
+        return value
 
     cache.open("a")
     cache.open("b")
