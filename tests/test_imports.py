@@ -290,7 +290,6 @@ TESTED_ELSEWHERE = {
     "values": "test_driver",
     "waiting": "test_clusters",
     "wanted": "test_place",
-    "worker_pool": "test_clusters",
     "writes": "test_users_programs",
     "dealt_rows": "test_grouping",
     "memory_limit": "test_memory",
