@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.errors import JobCancelledError
+from beamjax.errors import JobCancelledError, SourceError
 from beamjax.inputs import Inputs
 from beamjax.kept import NOTHING, Kept
 from beamjax.memory import store_budget
@@ -160,14 +160,16 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     keep = options.keep_folder == "always"
     try:
         yield store
-    except Exception as error:
-        keep = keep or (
-            options.keep_folder == "failed" and not isinstance(error, JobCancelledError)
-        )
+    except BaseException as error:
+        failed = isinstance(error, Exception) and not isinstance(error, JobCancelledError)
+        if not keep and not (failed and options.keep_folder == "failed"):
+            try:
+                remove_store(store)
+            except SourceError as other:  # what has failed before is what people need to know
+                error.add_note(str(other))
         raise
-    finally:
-        if not keep:
-            remove_store(store)
+    if not keep:
+        remove_store(store)
 
 
 @contextlib.contextmanager
