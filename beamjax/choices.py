@@ -182,16 +182,12 @@ def _looping(name: str, found: Any) -> Looping:
 
 
 def check_choices(options: Any) -> None:
-    """Checks the options that fix choices, by what was given and what goes together.
+    """Checks the numbers among the options that fix choices, and what goes together.
 
     Raises:
       OptionsError: one of them has an impossible value.
     """
     loop, batch, groups = options.member_loop, options.member_batch, options.merge_fan_out
-    if loop is not None and loop not in MEMBER_LOOPS:
-        raise OptionsError(
-            f"member_loop: found {loop!r}, expected one of {', '.join(MEMBER_LOOPS)}, or None"
-        )
     if batch is not None:
         if type(batch) is not int or batch < MULTIPLE or batch % MULTIPLE:
             raise OptionsError(
@@ -209,13 +205,6 @@ def check_choices(options: Any) -> None:
                 f"member_batch: found {batch} with shard_size={size}, expected several batches in "
                 "a shard, of which it has a whole number"
             )
-    if options.recompute not in (None, *RECOMPUTE):
-        raise OptionsError(
-            f"recompute: found {options.recompute!r}, expected one of {', '.join(RECOMPUTE)}, or "
-            "None"
-        )
-    if options.probe not in (None, True, False):
-        raise OptionsError(f"probe: found {options.probe!r}, expected True, False or None")
     if groups is not None and (type(groups) is not int or groups < 1):
         raise OptionsError(f"merge_fan_out: found {groups!r}, expected a number from 1, or None")
 

@@ -7,7 +7,7 @@ reorder and give room of its own. What a driver and its libraries take is not co
 
 from __future__ import annotations
 
-import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from beamjax.bodies import default_platform, with_x64
 from beamjax.memory import MAX_EXECUTORS, Part, StepMemory, some, steps_in_loops
 from beamjax.options import Options
 from beamjax.plan import Body, Map, Plan, Server, walk
+from beamjax.shared_cache import SharedCache
 
 COPIES = 2
 """Shards on a device: one that it computes, and one on its way there or back."""
@@ -122,10 +123,14 @@ def compiled_bytes(body: Body, platform: str, x64: bool) -> int | None:
     """
     if platform not in body.artefacts or platform != default_platform():
         return None
-    return _told_by_xla(body.artefacts[platform], x64)
+    artefact = body.artefacts[platform]
+    key = hashlib.blake2b(artefact).digest(), x64  # so that the cache holds no executables
+    return _COMPILED.get(key, lambda: _told_by_xla(artefact, x64))
 
 
-@functools.lru_cache(maxsize=256)
+_COMPILED: SharedCache[int | None] = SharedCache(256, lambda _: 1)
+
+
 def _told_by_xla(artefact: bytes, x64: bool) -> int | None:
     with with_x64(x64):
         exported = export.deserialize(bytearray(artefact))

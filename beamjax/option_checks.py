@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from beamjax.choices import check_choices
+from beamjax.choices import MEMBER_LOOPS, RECOMPUTE, check_choices
 from beamjax.errors import OptionsError
 
 if TYPE_CHECKING:
     from beamjax.options import Options
 
-REDUCTIONS = ("exact", "fast")
-ON_ERROR = ("raise", "drop")
-ON_NONFINITE = ("keep", "raise", "drop")
-KEEP_FOLDER = (None, "failed", "always")
-KEEP = (None, "placed")
-SMALL_WORK = ("runner", "here")
+CHOICES: dict[str, tuple[str | bool | None, ...]] = {
+    "member_loop": (*MEMBER_LOOPS, None),
+    "probe": (True, False, None),
+    "recompute": (*RECOMPUTE, None),
+    "small_work": ("runner", "here"),
+    "reduction": ("exact", "fast"),
+    "callbacks": (True, False),
+    "overwrite": (True, False),
+    "keep_folder": ("failed", "always", None),
+    "progress": (True, False, None),
+    "preallocate": (True, False, None),
+    "on_error": ("raise", "drop"),
+    "on_nonfinite": ("keep", "raise", "drop"),
+    "keep": ("placed", None),
+}
+"""What the options may be that are one of a few; with None those that may be left open."""
 
 
 def check_options(options: Options) -> None:
@@ -25,19 +35,13 @@ def check_options(options: Options) -> None:
     Raises:
       OptionsError: one of them has an impossible value.
     """
-    if options.reduction not in REDUCTIONS:
-        raise OptionsError(
-            f"reduction: found {options.reduction!r}, expected one of {', '.join(REDUCTIONS)}"
-        )
-    for name in ("callbacks", "overwrite"):
-        if not isinstance(getattr(options, name), bool):
-            raise OptionsError(f"{name}: found {getattr(options, name)!r}, expected True or False")
-    if options.progress is not None and not isinstance(options.progress, bool):
-        raise OptionsError(f"progress: found {options.progress!r}, expected True, False or None")
-    if options.keep_folder not in KEEP_FOLDER:
-        raise OptionsError(
-            f"keep_folder: found {options.keep_folder!r}, expected 'failed', 'always' or None"
-        )
+    for name, choices in CHOICES.items():
+        found = getattr(options, name)
+        # Only text is compared: 1 is equal to True.
+        if not any(found is c or (isinstance(found, str) and found == c) for c in choices):
+            expected = ", ".join(str(choice) for choice in choices if choice is not None)
+            optional = ", or None" if None in choices else ""
+            raise OptionsError(f"{name}: found {found!r}, expected one of {expected}{optional}")
     rounds = options.rounds_per_graph
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")
@@ -47,22 +51,12 @@ def check_options(options: Options) -> None:
     limit = options.gather_limit
     if limit is not None and (type(limit) is not int or limit < 0):
         raise OptionsError(f"gather_limit: found {limit!r}, expected a number of bytes, or None")
-    if options.keep not in KEEP:
-        raise OptionsError(f"keep: found {options.keep!r}, expected 'placed' or None")
     check_choices(options)
-    if options.small_work not in SMALL_WORK:
-        raise OptionsError(
-            f"small_work: found {options.small_work!r}, expected one of {', '.join(SMALL_WORK)}"
-        )
     _check_dropping(options)
     _check_machine(options)
 
 
 def _check_dropping(options: Options) -> None:
-    for name, choices in (("on_error", ON_ERROR), ("on_nonfinite", ON_NONFINITE)):
-        found = getattr(options, name)
-        if found not in choices:
-            raise OptionsError(f"{name}: found {found!r}, expected one of {', '.join(choices)}")
     limit = options.drop_limit
     if type(limit) not in (int, float) or not 0 <= limit <= 1:
         raise OptionsError(f"drop_limit: found {limit!r}, expected a share from 0 to 1")
@@ -80,8 +74,6 @@ def _check_machine(options: Options) -> None:
         raise OptionsError(
             f"device_memory_fraction: found {fraction!r}, expected a number above 0 and up to 1"
         )
-    if options.preallocate not in (None, True, False):
-        raise OptionsError(f"preallocate: found {options.preallocate!r}, expected True or False")
     for name in ("local_devices", "local_threads"):
         count = getattr(options, name)
         if count is not None and (type(count) is not int or count < 1):

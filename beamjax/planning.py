@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -73,11 +74,11 @@ def plan_for(
     buckets = tuple(buckets_of(arguments).values())
     full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
     pending_key = (*full_key, PENDING)
-    cache = _cache_of(fn)
-    if full_key in cache:
-        return cache[full_key]
-    if pending_key in cache and any(map(_is_abstract, arguments)):
-        return cache[pending_key]
+    found = _plans.get(fn, full_key)
+    if found is None and any(map(_is_abstract, arguments)):
+        found = _plans.get(fn, pending_key)
+    if found is not None:
+        return found
     planned = make_plan(fn, arguments, restore, options, unroll)
     special = "members have unequal lengths" if buckets else ""
     planned = _chosen(planned, arguments, options, special)
@@ -86,7 +87,7 @@ def plan_for(
     if any(map(is_ragged, arguments)):
         planned = _with_padding_checks(planned, fn, arguments, restore, options, unroll)
     is_pending = planned.plan.choices.origin == PENDING
-    cache[pending_key if is_pending else full_key] = planned
+    _plans.put(fn, pending_key if is_pending else full_key, planned)
     return planned
 
 
@@ -193,16 +194,63 @@ def placed_program(
     return _place.place(flat, known, staged.placements, guard_of(options) is not None)
 
 
-_plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = weakref.WeakKeyDictionary()
-_plans_lock = threading.Lock()
+MAX_PLANS = 64
+MAX_PLAN_BYTES = 256 * 2**20
+"""Bounds of the cache: plans, and bytes of their executables and constants."""
 
 
-def _cache_of(fn: Callable[..., Any]) -> dict[Any, Planned]:
-    try:
-        with _plans_lock:
-            return _plans.setdefault(fn, {})
-    except TypeError:  # not hashable, or no weak references: partials of arrays, builtins
-        return {}
+class _PlanCache:
+    """The least recently used plans of this process; those of a function end with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # The bytes of each plan by (weak reference to the function, key), the oldest use first.
+        self._order: collections.OrderedDict[tuple[Any, Any], int] = collections.OrderedDict()
+
+    def get(self, fn: Callable[..., Any], key: Any) -> Planned | None:
+        """The plan of a function for a key, if it is still there."""
+        try:
+            with self._lock:
+                found = self._plans.get(fn, {}).get(key)
+                if found is not None:
+                    self._order.move_to_end((weakref.ref(fn), key))
+                return found
+        except TypeError:  # not hashable, or no weak references: partials of arrays, builtins
+            return None
+
+    def put(self, fn: Callable[..., Any], key: Any, planned: Planned) -> None:
+        """Keeps a plan, and forgets the oldest ones past the bounds."""
+        try:
+            with self._lock:
+                self._plans.setdefault(fn, {})[key] = planned
+                self._order.pop((weakref.ref(fn), key), None)
+                self._order[weakref.ref(fn), key] = _nbytes(planned.plan)
+                self._shrink()
+        except TypeError:
+            pass
+
+    def _shrink(self) -> None:
+        for entry in [entry for entry in self._order if entry[0]() is None]:
+            del self._order[entry]
+        nbytes = sum(self._order.values())
+        while len(self._order) > MAX_PLANS or (nbytes > MAX_PLAN_BYTES and len(self._order) > 1):
+            (reference, key), size = self._order.popitem(last=False)
+            nbytes -= size
+            fn = reference()
+            if fn is not None:
+                del self._plans[fn][key]
+
+
+def _nbytes(plan: Plan) -> int:
+    """Bytes of the executables and constants of a plan."""
+    artefacts = sum(len(data) for body in plan.bodies.values() for data in body.artefacts.values())
+    return artefacts + sum(getattr(constant, "nbytes", 0) for constant in plan.constants)
+
+
+_plans = _PlanCache()
 
 
 def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:

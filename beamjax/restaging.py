@@ -30,6 +30,7 @@ from beamjax.choices import Choices
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
 from beamjax.plan import Body, Plan, PythonBody
+from beamjax.shared_cache import SharedCache
 from beamjax.working_memory import working_bytes
 
 SETTINGS = (
@@ -280,9 +281,14 @@ def _nodes() -> bytes:
 
 
 def _register_nodes(pickled: bytes) -> None:
-    for node, (take_apart, make) in cloudpickle.loads(pickled):
-        if node not in _compat.node_types(node.__module__):
-            jax.tree_util.register_pytree_node(node, take_apart, make)
+    entries = cloudpickle.loads(pickled)
+    with _registering:  # JAX refuses a class that it has
+        for node, (take_apart, make) in entries:
+            if node not in _compat.node_types(node.__module__):
+                jax.tree_util.register_pytree_node(node, take_apart, make)
+
+
+_registering = threading.Lock()
 
 
 def _abstract(argument: Any) -> Any:
@@ -294,40 +300,36 @@ def _abstract(argument: Any) -> Any:
 
 
 _MAX_RESTAGED = 8
-_plans: dict[str, Plan] = {}
-_staging = threading.Lock()
+_plans: SharedCache[Plan] = SharedCache(_MAX_RESTAGED, lambda _: 1)
 
 
 def _restaged(name: str, program: bytes) -> Plan:
     """The plan that a pickled recipe gives in this process; made once."""
-    key = digest(program)
-    with _staging:
-        if key not in _plans:
-            if not program:
-                raise WorkerError(
-                    f"{name}: it runs as Python, but its function is neither in this process nor "
-                    "sent along: a plan of another process was given to a runner"
-                )
-            header, nodes, recipe = program.split(b"\n", 2)
-            wanted = json.loads(header)
-            if wanted != versions():
-                raise WorkerError(
-                    f"{name}: it runs as Python, which takes the same versions as where the "
-                    f"program is launched: found {versions()}, expected {wanted}"
-                )
-            try:
-                _register_nodes(base64.b64decode(nodes))
-                plan = _make_plan(*cloudpickle.loads(recipe))
-            except Exception as error:  # of any kind: this runs the user's code
-                raise WorkerError(
-                    f"{name}: it runs as Python, but the function can't be staged in this "
-                    f"process: {type(error).__name__}: {error}. Have the modules that it uses on "
-                    "the workers, and define what it registers with JAX in such a module"
-                ) from error
-            while len(_plans) >= _MAX_RESTAGED:
-                _plans.pop(next(iter(_plans)))
-            _plans[key] = plan
-        return _plans[key]
+    return _plans.get(digest(program), functools.partial(_restage, name, program))
+
+
+def _restage(name: str, program: bytes) -> Plan:
+    if not program:
+        raise WorkerError(
+            f"{name}: it runs as Python, but its function is neither in this process nor "
+            "sent along: a plan of another process was given to a runner"
+        )
+    header, nodes, recipe = program.split(b"\n", 2)
+    wanted = json.loads(header)
+    if wanted != versions():
+        raise WorkerError(
+            f"{name}: it runs as Python, which takes the same versions as where the "
+            f"program is launched: found {versions()}, expected {wanted}"
+        )
+    try:
+        _register_nodes(base64.b64decode(nodes))
+        return _make_plan(*cloudpickle.loads(recipe))
+    except Exception as error:  # of any kind: this runs the user's code
+        raise WorkerError(
+            f"{name}: it runs as Python, but the function can't be staged in this "
+            f"process: {type(error).__name__}: {error}. Have the modules that it uses on "
+            "the workers, and define what it registers with JAX in such a module"
+        ) from error
 
 
 def _make_plan(

@@ -1,4 +1,4 @@
-"""What many threads of a process ask for and one of them makes: a cache, bounded in bytes."""
+"""Values that the threads of a process share: each is made once, and the caches are bounded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -14,6 +15,59 @@ T = TypeVar("T")
 
 MAX_READERS = 64
 """Of a thread, whose last values stay."""
+
+
+class SingleFlight(Generic[T]):
+    """Runs one load per key at a time; threads that ask meanwhile wait for it and share its value.
+
+    Loads of different keys run concurrently. Nothing is cached, so an error isn't either: each
+    thread that waited for a load that failed tries again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._flights: dict[Hashable, _Flight[T]] = {}
+
+    def get(self, key: Hashable, find: Callable[[], T | None], load: Callable[[], T]) -> T:
+        """The value of a key.
+
+        Args:
+          key: of the value.
+          find: looks it up where `load` leaves it, in constant time; None if it is not there.
+          load: makes it.
+        """
+        with self._lock:
+            # Under the lock: a flight that has landed since would be started a second time.
+            value = find()
+            if value is not None:
+                return value
+            flight = self._flights.setdefault(key, _Flight())
+        with flight.lock:
+            if not flight.made:
+                try:
+                    flight.made.append(load())
+                finally:
+                    with self._lock:
+                        if self._flights.get(key) is flight:
+                            del self._flights[key]
+        return flight.made[0]
+
+
+class _Flight(Generic[T]):
+    """A value that one thread makes and others wait for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: list[T] = []
+
+
+@dataclass
+class _Entry(Generic[T]):
+    """A cached value, its weight, and the open owners that have asked for it."""
+
+    value: T
+    weight: int
+    owners: set[Hashable] = field(default_factory=set)
 
 
 class SharedCache(Generic[T]):
@@ -29,44 +83,51 @@ class SharedCache(Generic[T]):
         self.limit = limit
         self._weigh = weigh
         self._lock = threading.Lock()
-        self._values: collections.OrderedDict[Hashable, tuple[T, int]] = collections.OrderedDict()
+        self._values: collections.OrderedDict[Hashable, _Entry[T]] = collections.OrderedDict()
         self._total = 0
-        self._pending: dict[Hashable, _Pending[T]] = {}
+        self._loads: SingleFlight[_Entry[T]] = SingleFlight()
+        self._owners: set[Hashable] = set()
         # The last key of each reader, by thread.
         self._last: weakref.WeakKeyDictionary[
             threading.Thread, collections.OrderedDict[Hashable, Hashable]
         ] = weakref.WeakKeyDictionary()
 
-    def get(self, key: Hashable, load: Callable[[], T], reader: Hashable = None) -> T:
+    def get(
+        self,
+        key: Hashable,
+        load: Callable[[], T],
+        reader: Hashable = None,
+        owner: Hashable = None,
+    ) -> T:
         """The value of a key; `load` makes it, once for all threads that ask at the same time.
 
         Args:
           key: of the value.
           load: makes it.
-          reader: who asks, and for several values one after the other; None if nobody does.
+          reader: asks for several values one after the other; its last one stays.
+          owner: for what the value is needed, see `open`.
         """
+        entry = self._loads.get(key, lambda: self._find(key, reader), lambda: self._load(key, load))
+        if owner is not None:
+            with self._lock:
+                if owner in self._owners:
+                    entry.owners.add(owner)
+        return entry.value
+
+    def open(self, owner: Hashable) -> None:
+        """Notes from now on which values are asked for by an owner, for example a run."""
         with self._lock:
-            if reader is not None:
-                self._note(key, reader)
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key][0]
-            pending = self._pending.setdefault(key, _Pending())
-        with pending.lock:
-            if (
-                not pending.made
-            ):  # By a thread that was before; if it failed, each tries for itself.
-                try:
-                    value = load()
-                    weight = self._weigh(value)
-                    pending.made.append(value)
-                    with self._lock:
-                        self._keep(key, value, weight)
-                finally:
-                    with self._lock:
-                        if self._pending.get(key) is pending:
-                            del self._pending[key]
-        return pending.made[0]
+            self._owners.add(owner)
+
+    def close(self, owner: Hashable) -> None:
+        """Forgets the values that an owner has asked for, and no other open owner has."""
+        with self._lock:
+            self._owners.discard(owner)
+            for key, entry in list(self._values.items()):
+                if owner in entry.owners:
+                    entry.owners.discard(owner)
+                    if not entry.owners:
+                        self._drop(key)
 
     def clear(self) -> None:
         """Forgets all values."""
@@ -75,6 +136,22 @@ class SharedCache(Generic[T]):
             self._last.clear()
             self._total = 0
 
+    def _find(self, key: Hashable, reader: Hashable) -> _Entry[T] | None:
+        with self._lock:
+            if reader is not None:
+                self._note(key, reader)
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key]
+
+    def _load(self, key: Hashable, load: Callable[[], T]) -> _Entry[T]:
+        value = load()
+        entry = _Entry(value, self._weigh(value))
+        with self._lock:
+            self._keep(key, entry)
+        return entry
+
     def _note(self, key: Hashable, reader: Hashable) -> None:
         last = self._last.setdefault(threading.current_thread(), collections.OrderedDict())
         last[reader] = key
@@ -82,26 +159,22 @@ class SharedCache(Generic[T]):
         if len(last) > MAX_READERS:
             last.popitem(last=False)
 
-    def _keep(self, key: Hashable, value: T, weight: int) -> None:
-        _, replaced = self._values.pop(key, (None, 0))
-        self._values[key] = value, weight
-        self._total += weight - replaced
+    def _keep(self, key: Hashable, entry: _Entry[T]) -> None:
+        if key in self._values:
+            self._drop(key)
+        self._values[key] = entry
+        self._total += entry.weight
         if self._total <= self.limit:
             return
         # They are about to be asked for again.
         staying = {key}.union(*(last.values() for last in self._last.values()))
         for other in [other for other in self._values if other not in staying]:
-            self._total -= self._values.pop(other)[1]
+            self._drop(other)
             if self._total <= self.limit:
                 return
 
-
-class _Pending(Generic[T]):
-    """A value that one thread makes and others wait for."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.made: list[T] = []
+    def _drop(self, key: Hashable) -> None:
+        self._total -= self._values.pop(key).weight
 
 
 def nbytes(arrays: Iterable[np.ndarray]) -> int:

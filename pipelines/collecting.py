@@ -18,6 +18,7 @@ from beamjax.collecting import Block, Collecting, encoded, gathered
 from beamjax.errors import StructureError
 from beamjax.options import Options
 from beamjax.pipelines.connections import connect
+from beamjax.pipelines.failures import transform_errors
 from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.runners import temporary_store
 from beamjax.pipelines.store import Store
@@ -25,6 +26,8 @@ from beamjax.pipelines.tasks import StepFn
 from beamjax.sources.one_member import shown
 
 BLOCKS, GATHER, LIST, WRITE = "Write blocks", "Gather blocks", "List blocks", "Write members"
+_OWN = "beamjax"
+"""How the labels of these steps begin, in a pipeline that has others."""
 _LANES = 16
 """Small blocks are gathered by so many workers at most."""
 
@@ -44,8 +47,9 @@ def collect(
     connection = connect(runner, options)
     with temporary_store(connection.options) as store, new_pipeline(connection) as pipeline:
         elements = _applied(transform, pipeline)
-        elements | "beamjax" >> _Collect(store, collecting, index)  # labels of its own
-        run_steps(pipeline, connection, store, [BLOCKS, GATHER, LIST, WRITE])
+        elements | _OWN >> _Collect(store, collecting, index)
+        errors = transform_errors("from_beam", f"{_OWN}/")
+        run_steps(pipeline, connection, store, [BLOCKS, GATHER, LIST, WRITE], errors)
 
 
 class _Collect(beam.PTransform):

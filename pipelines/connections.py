@@ -85,7 +85,7 @@ class Connection:
         return computing_threads(self.options) if alone else 1
 
 
-def connect(runner: Any, options: Options) -> Connection:
+def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
     """A connection for pipelines that beamjax makes and waits for.
 
     A job server that the runner needs is started, unless this process has it from before.
@@ -93,15 +93,19 @@ def connect(runner: Any, options: Options) -> Connection:
     Args:
       runner: a name or an instance of a Beam runner.
       options: of the run.
+      dry: whether nothing is to be run, so that no credentials are needed.
 
     Raises:
-      OptionsError: the runner is unknown or can't be had, or an option does not fit it.
+      OptionsError: the runner is unknown or can't be had, an option does not fit it, or there are
+        no credentials for it.
     """
     _check_ipython()
     runner = make_runner(runner)
     flags = beam_options(options, runner)
     if dataflow.is_dataflow(runner):
         options, flags = dataflow.prepare(options, flags)
+        if not dry:
+            dataflow.check_credentials(flags)
     # A pipeline on a job server may outlive what a user's own program knows of it, but not these.
     loopback = isinstance(runner, PortableRunner) and loops_back(flags)
     shared = shares_memory(runner, flags) or loopback

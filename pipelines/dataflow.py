@@ -1,10 +1,11 @@
-"""Google Cloud Dataflow: what its options must be. Nothing here reaches the network."""
+"""Google Cloud Dataflow: what its options must be, and whether there are credentials for it."""
 
 from __future__ import annotations
 
 import copy
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from apache_beam.options.pipeline_options import (
@@ -24,6 +25,8 @@ INSTALL = "pip install 'beamjax[dataflow]'"
 _ACCELERATOR = "worker_accelerator="
 _ONE_PROCESS = "no_use_multiple_sdk_containers"
 _SEVERAL_PROCESSES = "use_nvidia_mps"
+_SECONDS_OF_METADATA = 0.5
+"""Far more than a metadata server takes to answer."""
 
 
 def is_dataflow(runner: Any) -> bool:
@@ -60,6 +63,65 @@ def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, Pipeline
     # Steps travel by reference to modules of beamjax, and callbacks with what they need.
     setup.save_main_session = False
     return options, flags
+
+
+def check_credentials(flags: PipelineOptions) -> None:
+    """Looks for credentials, without which Beam would try for minutes to reach the service.
+
+    The network is not used but for the metadata server of a machine of Google.
+
+    Args:
+      flags: of Beam.
+
+    Raises:
+      OptionsError: there are none.
+    """
+    cloud = flags.view_as(GoogleCloudOptions)
+    if cloud.no_auth or not find_spec("google.auth"):
+        return
+    import google.auth
+    from google.auth.exceptions import GoogleAuthError, TransportError
+    from google.auth.transport.requests import Request
+
+    class Impatient(Request):
+        """Asks the metadata server once, where this is no machine of Google.
+
+        google-auth would ask it for many seconds, as it may be late on a machine of Google.
+        """
+
+        def __call__(
+            self, url: str, method: str = "GET", body: Any = None, headers: Any = None,
+            timeout: Any = None, **settings: Any,
+        ) -> Any:  # fmt: skip
+            is_metadata = any(name.lower() == "metadata-flavor" for name in headers or {})
+            if not is_metadata or _is_of_google():
+                return super().__call__(url, method, body, headers, timeout, **settings)
+            try:
+                return super().__call__(url, method, body, headers, _SECONDS_OF_METADATA)
+            except TransportError as error:
+                raise _NoMetadataServer("this machine has no metadata server") from error
+
+    try:
+        google.auth.default(scopes=cloud.gcp_oauth_scopes, request=Impatient())
+    except (GoogleAuthError, _NoMetadataServer) as error:
+        raise OptionsError(
+            f"runner: found no credentials of Google Cloud for DataflowRunner ({error}); run "
+            "`gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to "
+            "the path of a key file of a service account"
+        ) from error
+
+
+class _NoMetadataServer(Exception):
+    """Ends the search for credentials; google-auth tries again after its own errors."""
+
+
+def _is_of_google() -> bool:
+    """Whether this machine is one of Google Cloud, which has a metadata server."""
+    try:
+        with open("/sys/class/dmi/id/product_name", encoding="utf-8") as file:
+            return file.read().startswith("Google")
+    except OSError:
+        return False
 
 
 def work_folder(options: Options, flags: PipelineOptions) -> str:

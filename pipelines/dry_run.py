@@ -88,7 +88,7 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
     Raises:
       OptionsError: as a run would.
     """
-    connection = connect("DataflowRunner", options)
+    connection = connect("DataflowRunner", options, dry=True)
     connection.flags.view_as(TestOptions).dry_run = True
     connection.flags.view_as(GoogleCloudOptions).no_auth = True
     folder = str(connection.options.work_folder)

@@ -182,3 +182,30 @@ def own_errors(
             raise WorkerError(f"{hint}: {str(error)[:_TOLD_CHARACTERS].strip()}") from error
         error.add_note(hint)
         raise
+
+
+_WHILE = re.compile(r"((?:(?!\\n).)*?) ?\[while running '(.+?)'\]")
+
+
+@contextlib.contextmanager
+def transform_errors(where: str, own: str) -> Iterator[None]:
+    """Names the transform of a user's own pipeline that fails.
+
+    Args:
+      where: what the user called, for the message.
+      own: how the labels of beamjax's own transforms begin.
+
+    Raises:
+      WorkerError: a transform of the user failed; its cause is the error that the runner raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        found = _WHILE.search(text)
+        if found is None or found[2].startswith(own):
+            raise
+        message = found[1]
+        if "Traceback" not in text:  # the error itself, not what a runner says of it
+            message = f"{type(error).__name__}: {text[: found.end(1)]}"
+        raise WorkerError(f"{where}: the transform {found[2]!r} failed: {message}") from error

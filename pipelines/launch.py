@@ -111,16 +111,28 @@ class Launcher:
 
 
 def run_steps(
-    pipeline: beam.Pipeline, connection: Connection, store: Store, steps: list[str]
+    pipeline: beam.Pipeline,
+    connection: Connection,
+    store: Store,
+    steps: list[str],
+    errors: contextlib.AbstractContextManager[None] | None = None,
 ) -> None:
     """Runs a pipeline that is no plan, and waits for it.
+
+    Args:
+      pipeline: what to run.
+      connection: to its runner.
+      store: where workers leave records of errors.
+      steps: labels of those of beamjax.
+      errors: makes errors of beamjax of those that a runner raises, see `transform_errors`.
 
     Raises:
       BeamjaxError: what one of these steps, by their labels, raised on a worker.
       WorkerError: the runner failed.
     """
     name = type(connection.runner).__name__
-    with own_errors(store, name, steps, connection.shared), loopback_only():
+    own = own_errors(store, name, steps, connection.shared)
+    with own, errors or contextlib.nullcontext(), loopback_only():
         waiting.run(pipeline, connection.flags)
 
 

@@ -1,7 +1,8 @@
 """Small whole files at URLs, by Beam's FileSystems; `files` is for paths and URLs alike.
 
 On object stores a file is there when it is written to its end, and a second one of its name takes
-its place at once. Elsewhere it is written under a temporary name and renamed.
+its place at once. Elsewhere it is written under a temporary name and renamed. Where a file system
+refuses a name that is taken, the old file is set aside until the new one has its name.
 """
 
 from __future__ import annotations
@@ -99,22 +100,28 @@ def copy(source: str, target: str) -> None:
     """Copies a file, of which one or both are at a URL, by the file system if it can."""
     systems = _known()
     scheme = systems.get_scheme(target)
-    if systems.get_scheme(source) == scheme:
-        with contextlib.suppress(Exception):  # not all file systems copy
-            systems.copy([source], [target])
-            return
     final = target if scheme in OBJECT_STORES else _temporary(target)
-    with (
-        systems.open(source, compression_type=_RAW) as file,
-        systems.create(final, compression_type=_RAW) as made,
-    ):
-        shutil.copyfileobj(file, made, 2**20)
+    if not (systems.get_scheme(source) == scheme and _copied(source, final)):
+        with (
+            systems.open(source, compression_type=_RAW) as file,
+            systems.create(final, compression_type=_RAW) as made,
+        ):
+            shutil.copyfileobj(file, made, 2**20)
     if final != target:
         _replace(final, target, None)
 
 
+def _copied(source: str, target: str) -> bool:
+    """Whether the file system itself could copy a file; not all do."""
+    try:
+        _known().copy([source], [target])
+    except Exception:
+        return False
+    return True
+
+
 def _replace(temporary: str, path: str, kept: int | None) -> None:
-    """Renames, where a name that is taken may be refused and others may do the same at once.
+    """Renames, where others may do the same at once.
 
     A file of `kept` bytes that another writer has put there meanwhile is left as it is: readers
     may have seen it.
@@ -122,12 +129,14 @@ def _replace(temporary: str, path: str, kept: int | None) -> None:
     systems = _known()
     for attempt in range(_ATTEMPTS):
         try:
-            if systems.exists(path):
-                if kept is not None and systems.get_filesystem(path).size(path) == kept:
-                    systems.delete([temporary])
-                    return
-                systems.delete([path])
-            systems.rename([temporary], [path])
+            if (
+                kept is not None
+                and systems.exists(path)
+                and systems.get_filesystem(path).size(path) == kept
+            ):
+                systems.delete([temporary])
+                return
+            _rename(temporary, path, set_aside=attempt > 0)
             return
         except Exception:
             if attempt + 1 == _ATTEMPTS:
@@ -135,6 +144,36 @@ def _replace(temporary: str, path: str, kept: int | None) -> None:
                     systems.delete([temporary])
                 raise
             time.sleep(random.uniform(0, 0.1 * 2**attempt))
+
+
+def _rename(temporary: str, path: str, set_aside: bool) -> None:
+    """Renames a file to a name that may be taken; what has the name stays if that fails.
+
+    Args:
+      temporary, path: the old and the new name.
+      set_aside: whether to rename what has the name, if it can't be replaced at once, as in HDFS.
+    """
+    systems = _known()
+    try:
+        systems.rename([temporary], [path])
+        return
+    except Exception:
+        if not set_aside or not systems.exists(path):
+            raise
+    old = _temporary(path)
+    systems.rename([path], [old])
+    try:
+        systems.rename([temporary], [path])
+    except Exception:
+        if not systems.exists(path):
+            systems.rename([old], [path])
+            raise
+        # Another writer was first. What is old must not stay behind.
+        with contextlib.suppress(Exception):
+            systems.delete([old])
+        raise
+    with contextlib.suppress(Exception):
+        systems.delete([old])
 
 
 def _temporary(path: str) -> str:

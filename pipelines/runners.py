@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.errors import JobCancelledError
+from beamjax.errors import JobCancelledError, SourceError
 from beamjax.inputs import Inputs
 from beamjax.kept import NOTHING, Kept
 from beamjax.memory import store_budget
@@ -26,7 +26,7 @@ from beamjax.pipelines.keepers import DriverKeeper, folder_of
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, forget
+from beamjax.pipelines.tasks import Sources, caching_for
 from beamjax.pipelines.values import Served, Value, placed
 from beamjax.plan import Output, Plan, ValueType, size_name
 from beamjax.sources import live_spec, register, release
@@ -69,16 +69,14 @@ def run_plan(
         folder_of(connection.options),
         temporary_store(connection.options, folder) as store,
         in_memory(store, connection),
+        caching_for(store),
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
         launcher = Launcher(connection, store, monitor, program, at_once)
-        try:
-            return drive(plan, inputs, sources, launcher, results)
-        finally:
-            forget()
+        return drive(plan, inputs, sources, launcher, results)
 
 
 def drive(
@@ -162,14 +160,16 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     keep = options.keep_folder == "always"
     try:
         yield store
-    except Exception as error:
-        keep = keep or (
-            options.keep_folder == "failed" and not isinstance(error, JobCancelledError)
-        )
+    except BaseException as error:
+        failed = isinstance(error, Exception) and not isinstance(error, JobCancelledError)
+        if not keep and not (failed and options.keep_folder == "failed"):
+            try:
+                remove_store(store)
+            except SourceError as other:  # what has failed before is what people need to know
+                error.add_note(str(other))
         raise
-    finally:
-        if not keep:
-            remove_store(store)
+    if not keep:
+        remove_store(store)
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ class Store:
                 return wire.decode_arrays(ref.inline)[0]
             if not cache or self.is_held(ref):
                 return self._load(ref)
-            return list(_CACHE.get(ref.key, lambda: self._load(ref)))
+            return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
 
     def sweep(self, live: Container[str]) -> None:
         """Removes all files but those of these names, while nothing else uses the store.
@@ -308,6 +308,16 @@ _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)
 def set_cache_bytes(limit: int) -> None:
     """Sets how many bytes of values this process keeps (1 GiB at first); 0 keeps only the last."""
     _CACHE.limit = limit
+
+
+def open_cache(store: Store) -> None:
+    """Notes from now on which cached values of this process a run with this store uses."""
+    _CACHE.open(store.root)
+
+
+def close_cache(store: Store) -> None:
+    """Forgets the cached values of this process that a run used and no other one does."""
+    _CACHE.close(store.root)
 
 
 def clear_cache() -> None:

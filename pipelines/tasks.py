@@ -6,10 +6,10 @@ references into the store, sources as specs.
 
 from __future__ import annotations
 
-import collections
-import threading
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -32,12 +32,12 @@ from beamjax.pipelines.store import Store
 from beamjax.plan import Body, Map, Plan, Server
 from beamjax.restaging import debugging
 from beamjax.shards import Shard, ShardExecutor, put_broadcast
+from beamjax.shared_cache import SharedCache, SingleFlight
 from beamjax.sources import open_spec
 from beamjax.sources.block_source import BLOCKS
 from beamjax.transfer_time import transferring
 
 MAX_EXECUTORS = 8
-T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", Map, Server)
 
 
@@ -138,13 +138,13 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
 
     def make() -> tuple[ShardExecutor, ...]:
         plan = task.with_bodies()
-        checked: set[str] = _checked.get(task.store.root, set)
+        checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
         return tuple(
             ShardExecutor(plan, step, _on_device(task, broadcasts, device), device, checked)
             for device in devices
         )
 
-    return _executors.get(key, make)
+    return _executors.get(key, make, owner=task.store.root)
 
 
 def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[str, jax.Array]:
@@ -152,16 +152,19 @@ def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[st
     found = {}
     for name, ref in refs.items():
         key = ref.key, task.plan.x64, device
-        array = _broadcasts.get(key)
-        if array is None:
+
+        def put(ref: Ref = ref, key: Any = key) -> jax.Array:
             (value,) = task.store.get(ref)
             with with_x64(task.plan.x64), transferring():
                 _broadcasts[key] = array = put_broadcast(value, device)
-        found[name] = array
+            return array
+
+        found[name] = _transfers.get(key, functools.partial(_broadcasts.get, key), put)
     return found
 
 
 _broadcasts: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
+_transfers: SingleFlight[jax.Array] = SingleFlight()
 
 
 @dataclass(frozen=True)
@@ -211,36 +214,27 @@ class ComputeFn(StepFn):
         stores.set_cache_bytes(store_budget(machine.memory))
 
 
-def forget() -> None:
-    """Frees what this process keeps for further bundles: executors and server values."""
-    _executors.clear()
-    _checked.clear()
-    stores.clear_cache()
+@contextlib.contextmanager
+def caching_for(store: Store) -> Iterator[None]:
+    """Frees at the end what this process keeps for the further bundles of a run.
+
+    That is its executors and server values, but for those that other runs use, too.
+
+    Args:
+      store: of the run.
+    """
+    for cache in (_executors, _checked):
+        cache.open(store.root)
+    stores.open_cache(store)
+    try:
+        yield
+    finally:
+        for cache in (_executors, _checked):
+            cache.close(store.root)
+        stores.close_cache(store)
 
 
-class _Cache:
-    """The last few values of a process, made once each, shared by its threads."""
+_executors: SharedCache[tuple[ShardExecutor, ...]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
 
-    def __init__(self, size: int):
-        self.size = size
-        self.values: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        self.lock = threading.Lock()
-
-    def get(self, key: Any, make: Callable[[], T]) -> T:
-        with self.lock:
-            if key not in self.values:
-                self.values[key] = make()
-                if len(self.values) > self.size:
-                    self.values.popitem(last=False)
-            self.values.move_to_end(key)
-            return self.values[key]
-
-    def clear(self) -> None:
-        with self.lock:
-            self.values.clear()
-
-
-_executors = _Cache(MAX_EXECUTORS)
-
-_checked = _Cache(MAX_EXECUTORS)
+_checked: SharedCache[set[str]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
 """For the store of a run, the bodies that do not read the padding of members."""

@@ -20,6 +20,7 @@ READY = "workers at"
 """How the log begins the line that says that workers may start."""
 RESTART_SECONDS = 1.0
 _STATE_CACHE_BYTES = 64 * 2**20
+_LOGGER = logging.getLogger(__name__)
 
 
 def serve(host: str, port: int, loaded: threading.Event) -> Any:
@@ -43,6 +44,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     class Pool(services.BeamFnExternalWorkerPoolServicer):
         def __init__(self) -> None:
             self.workers: dict[tuple[str, str], SdkHarness] = {}
+            self.lock = threading.Lock()
 
         def StartWorker(self, request: Any, context: Any) -> Any:
             loaded.wait()
@@ -53,17 +55,47 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
                     state_cache_size=_STATE_CACHE_BYTES,
                     data_buffer_time_limit_ms=-1,
                 )
-                self.workers[context.peer(), request.worker_id] = worker
-                threading.Thread(target=worker.run, daemon=True).start()
+                key = context.peer(), request.worker_id
+                with self.lock:
+                    before = self.workers.get(key)
+                    self.workers[key] = worker
+                if before is not None:
+                    end(before)
+                threading.Thread(target=self.run, args=(key, worker), daemon=True).start()
                 return api.StartWorkerResponse()
             except Exception:
                 return api.StartWorkerResponse(error=traceback.format_exc())
 
         def StopWorker(self, request: Any, context: Any) -> Any:
-            worker = self.workers.pop((context.peer(), request.worker_id), None)
+            with self.lock:
+                worker = self.workers.pop((context.peer(), request.worker_id), None)
             if worker is not None:
-                worker._responses.put(Sentinel.sentinel)  # how Beam's own pool ends a thread
+                end(worker)
             return api.StopWorkerResponse()
+
+        def run(self, key: tuple[str, str], worker: SdkHarness) -> None:
+            """Runs a worker until it is stopped, or the connection to its runner ends.
+
+            A runner that has connected anew is another peer, which can't stop it.
+            """
+            try:
+                worker.run()
+            except Exception as error:
+                # A record of the error itself would hold its frames, and so the worker.
+                _LOGGER.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
+                # What Beam leaves open then.
+                end(worker)
+                worker._data_channel_factory.close()
+                worker._state_handler_factory.close()
+                worker._bundle_processor_cache.shutdown()
+            finally:
+                worker._control_channel.close()
+                with self.lock:
+                    if self.workers.get(key) is worker:
+                        del self.workers[key]
+
+    def end(worker: SdkHarness) -> None:
+        worker._responses.put(Sentinel.sentinel)  # as Beam's own pool ends a thread
 
     options = [
         ("grpc.http2.max_pings_without_data", 0),

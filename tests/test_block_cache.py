@@ -23,7 +23,7 @@ def read(cache, key, log, reader="x"):
 
 def held(cache):
     values = [*cache.passing._values.values(), *cache.lasting._values.values()]
-    return sum(nbytes(arrays) for arrays, _ in values)
+    return sum(nbytes(entry.value) for entry in values)
 
 
 def test_passes_over_many_blocks_keep_a_few():

@@ -121,7 +121,7 @@ def test_options_that_fix_choices(given_, expected):
             {"member_loop": "batches", "member_batch": 16, "shard_size": 24},
             "found 16 with shard_size=24",
         ),
-        ({"probe": "maybe"}, "probe: found 'maybe', expected True, False or None"),
+        ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
         ({"merge_fan_out": 0}, "merge_fan_out: found 0, expected a number from 1"),
         ({"recompute": "all"}, "recompute: found 'all', expected one of elementwise, nothing"),
         ({"small_work": "there"}, "small_work: found 'there', expected one of runner, here"),

@@ -57,7 +57,7 @@ def refuse(*args):
 
 def plan_of(fn, x=X, **options):
     bj.explain(fn, x, options=options)
-    return list(planning._plans[fn].values())[-1].plan
+    return list(planning._plans._plans[fn].values())[-1].plan
 
 
 def test_the_faster_body_is_chosen(cache, probes):

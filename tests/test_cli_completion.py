@@ -49,6 +49,8 @@ def test_bash_completes_commands_flags_and_values(scripts, tmp_path, monkeypatch
     assert completed(script, "beamjax", "run", "--shard") >= {"--shard_size", "--shard_timeout"}
     assert completed(script, "beamjax", "run", "--runner", "") >= {"local", "FlinkRunner"}
     assert completed(script, "beamjax", "run", "--runner", "Pri") == {"PrismRunner"}
+    assert completed(script, "beamjax", "run", "--on_error", "") == {"raise", "drop"}
+    assert completed(script, "beamjax", "run", "--keep_folder", "") == {"failed", "always"}
     assert completed(script, "beamjax", "jobs", "") >= {"list", "show", "cancel", "resume"}
     assert completed(script, "beamjax", "completion", "z") == {"zsh"}
     monkeypatch.chdir(tmp_path)

@@ -87,6 +87,9 @@ def test_help_tells_of_everything(command, capsys):
     assert "exit codes: 0 done; 1 a run failed" in told
     assert "TARGET" in told
     assert "key:0" in told
+    of_a_few = {"reduction": "exact,fast", "on_error": "raise,drop", "probe": "true,false"}
+    of_a_few |= {"on_nonfinite": "keep,raise,drop", "member_loop": "vmap,batches,loop"}
+    assert [name for name, them in of_a_few.items() if f"--{name} {{{them}}}" not in told] == []
 
 
 def test_the_words_of_options_are_those_of_their_documentation():

@@ -13,10 +13,10 @@ from beamjax.errors import SourceError, StructureError
 from beamjax.sources.data_files import (
     DataFile,
     find_files,
-    is_packed,
     look,
     open_file,
     open_stream,
+    packing,
     readable,
 )
 
@@ -109,7 +109,7 @@ PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 def test_packed_files_are_unpacked(folder, suffix):
     path = f"{folder}/x.bin{suffix}"
     Path(path.removeprefix("bjtest:/")).write_bytes(PACKERS[suffix](b"abc" * 10_000))
-    assert is_packed(path)
+    assert packing(path) == suffix
     with open_stream(path) as file:
         assert file.read(4) == b"abca"
         assert len(file.read()) == 29_996

@@ -6,6 +6,8 @@ from pathlib import Path
 import apache_beam as beam
 import numpy as np
 import pytest
+import requests
+from apache_beam.io.filesystem import BeamIOError
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import (
     DebugOptions,
@@ -20,11 +22,12 @@ from memory_files import FILES, InMemory
 from streams import Numbers, stream
 
 import beamjax as bj
-from beamjax.errors import OptionsError
+from beamjax.errors import OptionsError, SourceError
 from beamjax.options import parse_options
 from beamjax.pipelines.dataflow import is_dataflow, prepare
 from beamjax.pipelines.store import Store
 
+FAKE = {**PLACE, **IMAGE, "no_auth": True}
 NUMBERS = np.arange(11, dtype=np.float32)
 
 
@@ -124,6 +127,41 @@ def test_a_run_is_refused_before_anything_starts(runner, monkeypatch):
         bj.run(regression, W, X, runner=runner, options={**PLACE, **IMAGE, "work_folder": "/tmp/x"})
 
 
+@with_dataflow
+@pytest.mark.parametrize("file", [None, "none.json", "bad.json"])
+def test_a_run_without_credentials_says_so_at_once(file, offline, tmp_path, monkeypatch):
+    """Beam would try without any, for minutes."""
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "NO_GCE_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:9")  # nobody listens there
+    (tmp_path / "bad.json").write_text("{}")
+    if file is not None:
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / file))
+    asked = []
+    post = requests.Session.request
+    monkeypatch.setattr(
+        requests.Session, "request", lambda *a, **k: [asked.append(k), post(*a, **k)][1]
+    )
+    monkeypatch.setattr(Store, "temporary", lambda *_: pytest.fail("a store was made"))
+    match = r"found no credentials of Google Cloud .*gcloud auth application-default login"
+    for call in (bj.run, lambda *a, **k: bj.launch(*a, **k).result()):
+        with pytest.raises(OptionsError, match=match):
+            call(regression, W, X, runner="DataflowRunner", options={**PLACE, **IMAGE})
+    assert len(asked) == (0 if file else 2)  # the metadata server, once
+
+
+def test_the_error_of_a_run_is_not_hidden_by_one_of_its_end(bucket, monkeypatch):
+    def fail(self, *args):
+        raise BeamIOError("no connection")
+
+    monkeypatch.setattr(InMemory, "create", fail)
+    monkeypatch.setattr(FileSystems, "match", fail)
+    with pytest.raises(SourceError, match=r"cannot write .*no connection") as caught:
+        bj.run(regression, W, X, runner=DataflowRunner(), options=FAKE)
+    assert ["cannot remove stored values" in note for note in caught.value.__notes__] == [True]
+
+
 def test_a_transform_is_refused_too():
     class DataflowRunner(FnApiRunner):
         """By its name."""
@@ -176,7 +214,7 @@ def test_streams_go_to_workers_by_the_bucket(count, make, bucket, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = bj.program(clients=None)(count)
-    found = bj.run(program, make(), runner=DataflowRunner(), options={**PLACE, **IMAGE})
+    found = bj.run(program, make(), runner=DataflowRunner(), options=FAKE)
     np.testing.assert_array_equal(found, bj.run(program, NUMBERS, runner="local"))
     assert any(".members" in path for path in bucket) or count is bj.reduce_mean
     assert all(path.startswith("gs://bucket-x/t/beamjax/") for path in bucket)

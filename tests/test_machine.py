@@ -389,7 +389,7 @@ def test_options_are_read(given, expected):
         ({"device_memory_fraction": 0}, "device_memory_fraction: found 0, expected a number"),
         ({"device_memory_fraction": 2.0}, "device_memory_fraction: found 2.0"),
         (["--device_memory_fraction=half"], "device_memory_fraction: found 'half'"),
-        (["--preallocate=maybe"], "preallocate: found 'maybe', expected True or False"),
+        (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
         ({"local_devices": 0}, "local_devices: found 0, expected a number from 1"),
         (["--local_devices=all"], "local_devices: found 'all', expected a number"),
     ],

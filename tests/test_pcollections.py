@@ -256,6 +256,33 @@ def test_a_call_that_failed_leaves_nothing_that_the_next_one_takes(tmp_path, sma
     assert len(bj.from_beam(beam.Create(ELEMENTS), like=LIKE, folder=tmp_path)) == N
 
 
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_transform_of_the_user_that_fails_is_named(name, tmp_path):
+    def divided(element):  # here, so that processes get it by value
+        return {**element, "i": 1 // (element["i"] - 80)}
+
+    def runtime(element):
+        raise RuntimeError("several\nlines")
+
+    def failing_later(pipeline):
+        rows = pipeline | beam.Create(ELEMENTS)
+        return rows | "Divide" >> beam.Map(divided) | "Never" >> beam.Map(lambda row: row)
+
+    zero = "ZeroDivisionError: integer .* by zero"
+    for number, (rows, label, message) in enumerate([
+        (beam.Create(ELEMENTS) | beam.Map(divided), r"'.*Map\(divided\)'", zero),
+        (failing_later, "'Divide'", zero),
+        (beam.Create(ELEMENTS) | beam.Map(runtime), r"'.*Map\(runtime\)'", "(RuntimeError|lines)"),
+    ]):  # fmt: skip
+        match = f"^from_beam: the transform {label} failed: {message}"
+        with pytest.raises(WorkerError, match=match) as caught:
+            bj.from_beam(rows, like=LIKE, folder=tmp_path / str(number), **RUNNERS[name])
+        assert caught.value.__cause__ is not None
+        if name != "processes":
+            assert isinstance(caught.value.__cause__, (ZeroDivisionError, RuntimeError))
+        assert not os.listdir(tmp_path / str(number))
+
+
 # --- what is refused
 
 

@@ -154,7 +154,7 @@ def test_the_plan_is_made_once_a_process(monkeypatch):
     monkeypatch.setattr(
         planning, "make_plan", lambda *args, **kw: calls.append(1) or make(*args, **kw)
     )
-    monkeypatch.setattr(restaging, "_plans", {})
+    restaging._plans.clear()
     assert sum(body.python is not None for body in plan.bodies.values()) == 3
     far = elsewhere(plan)
     evaluate.evaluate(far, inputs, Options())

@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import tempfile
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from programs import CASES, KEY, M, N, W, X, Y
 
 import beamjax as bj
 from beamjax.pipelines import files, store, tasks
+from beamjax.pipelines.launch import Launcher
+from beamjax.plan import Plan
 from beamjax.sources.live_sources import _LIVE
 
 PLANNED = list(CASES)
@@ -299,7 +302,7 @@ def test_a_run_keeps_no_values_of_it(monkeypatch):
     monkeypatch.setattr(store, "INLINE_BYTES", 0)
     run_stages()
     assert not store._CACHE._values
-    assert not tasks._executors.values
+    assert not tasks._executors._values
 
 
 # --- plans are kept
@@ -318,3 +321,50 @@ def test_a_second_run_does_not_stage_again():
     once = len(traced)
     bj.run(counted, Y[:, :1])
     assert (once, len(traced)) == (1, 2)
+
+
+def test_plans_of_ever_new_sizes_are_not_kept_for_ever():
+    fn = bj.program(clients=None)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
+    rounds = 80
+    gc.collect()
+    before = {id(plan) for plan in gc.get_objects() if isinstance(plan, Plan)}
+    for n in range(1, rounds + 1):
+        bj.explain(fn, X[:1].repeat(n, 0))
+    gc.collect()
+    made = [plan for plan in gc.get_objects() if isinstance(plan, Plan) and id(plan) not in before]
+    assert len({plan.sizes["clients"] for plan in made}) < rounds
+
+
+def test_a_plan_goes_with_its_function():
+    fn = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
+    bj.explain(fn, X)
+    (plan,) = (p for p in gc.get_objects() if isinstance(p, Plan) and p.name == fn.__name__)
+    plan = weakref.ref(plan)
+    del fn
+    gc.collect()
+    assert plan() is None
+
+
+def test_the_end_of_a_run_leaves_the_values_of_other_runs(monkeypatch):
+    put, put_broadcast, run = [], tasks.put_broadcast, Launcher.run
+
+    def spy(value, device):
+        put.append(value.shape)
+        return put_broadcast(value, device)
+
+    def run_then_other(self, *args):
+        found = run(self, *args)
+        monkeypatch.setattr(Launcher, "run", run)
+        bj.run(built("plain")[0], *built("plain")[1])
+        return found
+
+    @bj.program(clients=N)
+    def rounds(w, x):
+        mean = lambda c: bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(jnp.sin(v * c) @ w), x))
+        return jax.lax.fori_loop(0, 3, lambda _, c: c + mean(c), jnp.ones(()))
+
+    monkeypatch.setattr(tasks, "put_broadcast", spy)
+    monkeypatch.setattr(Launcher, "run", run_then_other)
+    w = np.ones((3, 4), np.float32)
+    bj.run(rounds, w, X, options={"rounds_per_graph": 1})
+    assert put.count(w.shape) == 1, put

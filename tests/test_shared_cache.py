@@ -77,4 +77,36 @@ def test_what_fails_is_tried_again_by_the_next():
     with pytest.raises(OSError, match="first"):
         cache.get("x", load)
     assert len(cache.get("x", load)) == 1
-    assert not cache._pending
+    assert not cache._loads._flights
+
+
+def test_keys_are_loaded_at_the_same_time():
+    cache, both = SharedCache(100, nbytes), threading.Barrier(2, timeout=30)
+
+    def load(size):
+        both.wait()  # fails unless the other one is loading, too
+        return [np.zeros(size, np.uint8)]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda key: cache.get(key, lambda: load(key)), (1, 2)))
+    assert [value[0].size for value in found] == [1, 2]
+
+
+def test_an_owner_takes_only_its_own_values_along():
+    cache = SharedCache(1000, nbytes)
+
+    def ask(key, *owners):
+        for owner in owners:
+            value = cache.get(key, lambda: [np.zeros(key, np.uint8)], owner=owner)
+        return value
+
+    cache.open("a")
+    cache.open("b")
+    values = {1: ask(1, "a"), 2: ask(2, "a", "b"), 3: ask(3, "b"), 4: ask(4, None), 5: ask(5, "x")}
+    cache.close("a")
+    stays = {key for key, value in values.items() if ask(key, None) is value}
+    assert stays == {2, 3, 4, 5}
+    cache.close("b")
+    stays = {key for key, value in values.items() if ask(key, None) is value}
+    assert stays == {4, 5}  # of those that nobody closes, the limit gets rid
+    assert not cache._owners

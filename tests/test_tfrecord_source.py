@@ -125,6 +125,25 @@ def test_compressed_files_are_streams(end, files, tmp_path, monkeypatch):
     check_stream(source)
 
 
+@pytest.mark.parametrize("end", PACK)
+@pytest.mark.parametrize("root", ["", "bjtest:/"])
+def test_compressed_files_whose_names_do_not_say_so(root, end, files, tmp_path):
+    for path in tmp_path.iterdir():
+        path.write_bytes(PACK[end](path.read_bytes()))
+    check_stream(bj.from_tfrecord(f"{root}{files}", FEATURES))
+
+
+def test_a_record_whose_length_looks_like_gzip(tmp_path):
+    nbytes = int.from_bytes(b"\x1f\x8b\x08", "little")
+    over = len(example({"a": bytes(nbytes)})) - nbytes
+    record = example({"a": bytes(nbytes - over)})
+    path = write(tmp_path / "x", [record])
+    with open(path, "rb") as file:
+        assert file.read(3) == b"\x1f\x8b\x08"
+    source = bj.from_tfrecord(path, {"a": jax.ShapeDtypeStruct((nbytes - over,), "uint8")})
+    assert (type(source).__name__, len(source)) == ("TFRecordSource", 1)
+
+
 def test_urls_are_streams(files):
     check_stream(bj.from_tfrecord(f"bjtest:/{files}", FEATURES))
 

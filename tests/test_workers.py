@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,9 @@ def plan():
 
 @pytest.fixture
 def store(tmp_path):
-    yield Store(str(tmp_path))
-    tasks.forget()
+    store = Store(str(tmp_path))
+    with tasks.caching_for(store):
+        yield store
 
 
 @pytest.fixture
@@ -218,8 +220,46 @@ def test_other_broadcasts_are_another_executor(plan, store, token):
     first = tasks.executors(task, task.static)
     assert tasks.executors(task, {name: store.put([W + 1])}) is not first
     assert tasks.executors(task, task.static) is first
-    tasks.forget()
-    assert tasks.executors(task, task.static) is not first
+
+
+def test_the_end_of_a_run_frees_the_executors_that_no_other_run_uses(plan, tmp_path, token):
+    first, second = Store(str(tmp_path / "first")), Store(str(tmp_path / "second"))
+    with tasks.caching_for(second):
+        with tasks.caching_for(first):
+            of_first, of_second = (first_pass(plan, s, token).task for s in (first, second))
+            (name,) = of_first.static
+            alone = {name: first.put([W + 1])}
+            gone, stays = (tasks.executors(of_first, refs) for refs in (alone, of_first.static))
+            assert tasks.executors(of_second, of_second.static) is stays
+            assert tasks.executors(of_first, alone) is gone
+        assert tasks.executors(of_second, of_second.static) is stays
+        assert tasks.executors(of_first, alone) is not gone
+    assert tasks.executors(of_second, of_second.static) is not stays
+
+
+def test_executors_of_two_passes_are_made_at_the_same_time(plan, store, token, monkeypatch):
+    task = first_pass(plan, store, token).task
+    (name,) = task.static
+    both, load, errors = threading.Barrier(2, timeout=30), Store._load, [OSError("a flaky disk")]
+
+    def load_both(self, ref):
+        both.wait()  # fails unless the other body or server value is read at the same time
+        if errors:
+            raise errors.pop()
+        return load(self, ref)
+
+    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    refs = [{name: store.put([W + i])} for i in (7, 8)]
+    tasks.executors(task, {name: store.put([W + 6])})  # reads the body, which both share
+    monkeypatch.setattr(Store, "_load", load_both)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(tasks.executors, task, each) for each in refs]
+        raised = [one.exception() for one in asked]
+    assert sorted(map(repr, raised)) == ["None", "OSError('a flaky disk')"]
+    monkeypatch.setattr(Store, "_load", load)
+    for i, each in zip((7, 8), refs, strict=True):  # an error is not cached
+        (executor,) = tasks.executors(task, each)
+        np.testing.assert_array_equal(executor.broadcasts[name], W + i)
 
 
 def test_executors_are_not_kept_for_ever(plan, store, token):
@@ -227,7 +267,7 @@ def test_executors_are_not_kept_for_ever(plan, store, token):
     (name,) = task.static
     for i in range(tasks.MAX_EXECUTORS + 3):
         tasks.executors(task, {name: store.put([W + i])})
-    assert len(tasks._executors.values) == tasks.MAX_EXECUTORS
+    assert len(tasks._executors._values) == tasks.MAX_EXECUTORS
 
 
 def test_a_body_is_loaded_once(plan):

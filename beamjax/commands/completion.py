@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from beamjax.checks import RUNNERS
+from beamjax.commands.flags import option_choices
 from beamjax.errors import OptionsError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -15,7 +16,7 @@ bash:  eval "$(beamjax completion bash)", in ~/.bashrc
 zsh:   beamjax completion zsh > a file _beamjax in a folder of $fpath
 fish:  beamjax completion fish > ~/.config/fish/completions/beamjax.fish
 """
-_FOLDERS = ("job_folder", "keep_folder", "work_folder", "checkpoint", "folder", "job")
+_FOLDERS = ("job_folder", "work_folder", "checkpoint", "folder", "job")
 _FILES = ("target", "out", "dead_letters", "html")
 
 
@@ -65,6 +66,8 @@ def _hint(parser: argparse.ArgumentParser, shtab: Any) -> None:
                 _hint(inner, shtab)
         elif action.dest == "runner":
             action.choices = ["local", "DirectRunner", *RUNNERS]
+        elif option_choices(action.dest):
+            action.choices = option_choices(action.dest)
         elif action.dest in _FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.dest in _FILES:

@@ -11,6 +11,7 @@ from typing import Any
 
 from beamjax.commands.value_help import VALUES
 from beamjax.errors import OptionsError
+from beamjax.option_checks import CHOICES
 from beamjax.options import OWN, Options, parse_options
 from beamjax.suggestions import closest
 
@@ -54,10 +55,20 @@ def add_call(parser: argparse.ArgumentParser, runner: bool = True) -> None:
         "options of beamjax (see beamjax.Options), also with dashes; all others are Beam's"
     )
     for name, help in option_help().items():
-        group.add_argument(f"--{name}", metavar="X", help=help)
+        group.add_argument(f"--{name}", metavar=_metavar(name), help=help)
         if "_" in name:
             dashes = f"--{name.replace('_', '-')}"
             group.add_argument(dashes, dest=name, help=argparse.SUPPRESS)
+
+
+def option_choices(name: str) -> list[str]:
+    """What an option may be on a command line, if it is one of a few."""
+    return [str(choice).lower() for choice in CHOICES.get(name, ()) if choice is not None]
+
+
+def _metavar(name: str) -> str:
+    choices = option_choices(name)
+    return f"{{{','.join(choices)}}}" if choices else "X"
 
 
 def option_help() -> dict[str, str]:

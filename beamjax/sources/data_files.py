@@ -27,6 +27,7 @@ _UNPACK: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.open,
     ".lzma": lzma.open,
 }
+_MAGIC = {".gz": b"\x1f\x8b\x08", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
 _SEEN = "the launcher and all workers see under this path"
 
 
@@ -78,9 +79,18 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
-def is_packed(path: str) -> bool:
-    """Whether the name is that of a compressed file, which can be read from its beginning only."""
-    return path.endswith(tuple(_UNPACK))
+def packing(path: str) -> str:
+    """How the name says that a file is compressed, as in ".gz"; "" if it does not.
+
+    A compressed file can be read from its beginning only.
+    """
+    ending = os.path.splitext(path)[1]
+    return ending if ending in _UNPACK else ""
+
+
+def packing_of_content(data: bytes) -> str:
+    """The same from the first bytes of a file, which may be those of another format by chance."""
+    return next((end for end, magic in _MAGIC.items() if data.startswith(magic)), "")
 
 
 def find_files(paths: Any, who: str, endings: Sequence[str] = ()) -> list[str]:
@@ -174,20 +184,21 @@ def open_file(path: str) -> BinaryIO:
         return _remote().open_file(path) if is_url(path) else open(path, "rb")
 
 
-def open_stream(path: str) -> BinaryIO:
-    """A file for reading from its beginning, unpacked if its name says that it is compressed.
+def open_stream(path: str, packed: str | None = None) -> BinaryIO:
+    """A file for reading from its beginning, unpacked if it is compressed.
 
-    Names that end in .gz, .bz2, .xz and .lzma do.
+    Args:
+      path: of the file.
+      packed: ".gz", ".bz2", ".xz", ".lzma", or "" for one that is not compressed; by default, what
+        its name says.
 
     Raises:
       SourceError: it is not there, or may not be read. What is packed badly is found while it is
         read: `readable` names the file then.
     """
     file = open_file(path)
-    unpack = _UNPACK.get(os.path.splitext(path)[1])
-    if unpack is None:
-        return file
-    return cast(BinaryIO, _Unpacked(unpack(file), file))
+    packed = packing(path) if packed is None else packed
+    return cast(BinaryIO, _Unpacked(_UNPACK[packed](file), file)) if packed else file
 
 
 class _Unpacked(io.BufferedReader):

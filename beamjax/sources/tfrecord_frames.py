@@ -11,7 +11,14 @@ import numpy as np
 
 from beamjax.errors import SourceError
 from beamjax.sources.crc32c import checksums, checksums_of_rows, masked
-from beamjax.sources.data_files import DataFile, open_file, open_stream, readable
+from beamjax.sources.data_files import (
+    DataFile,
+    open_file,
+    open_stream,
+    packing,
+    packing_of_content,
+    readable,
+)
 
 HEADER = 12
 FOOTER = 4
@@ -22,6 +29,23 @@ CHUNK = 1 << 22
 EXPECTED = "a file of TFRecord"
 
 _length_at = struct.Struct("<Q").unpack_from
+
+
+def packing_of(path: str) -> str:
+    """How a file is compressed, as in ".gz", by its name or else by its content; "" if it is not.
+
+    Raises:
+      SourceError: the file can't be read.
+    """
+    named = packing(path)
+    if named:
+        return named
+    with readable(path, EXPECTED), open_file(path) as opened:
+        data = opened.read(HEADER)
+    found = packing_of_content(data)
+    if found and len(data) == HEADER and not len(_wrong_lengths(data, [0])):
+        return ""  # The length of a record has these bytes.
+    return found
 
 
 def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterator[np.ndarray]:
@@ -79,15 +103,20 @@ def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) ->
     """
     if not begins:
         return
-    where = np.asarray(begins)[:, None] + np.arange(HEADER)
-    rows = np.frombuffer(data, np.uint8)[where]
-    found = masked(checksums_of_rows(rows[:, :8]))
-    wrong = np.flatnonzero(found != np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0])
+    wrong = _wrong_lengths(data, begins)
     if len(wrong):
         raise SourceError(
             f"{path}, record {number + wrong[0]}: found a length with a wrong checksum, expected "
             "a record of TFRecord; the file is damaged, or no such file."
         )
+
+
+def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
+    """Which of the frames that begin there have lengths that differ from their checksums."""
+    where = np.asarray(begins)[:, None] + np.arange(HEADER)
+    rows = np.frombuffer(data, np.uint8)[where]
+    found = masked(checksums_of_rows(rows[:, :8]))
+    return np.flatnonzero(found != np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0])
 
 
 def check_records(
@@ -138,7 +167,8 @@ def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, li
       SourceError: the file can't be read, or has another frame than TFRecord's.
     """
     number = 0
-    with readable(file.path, EXPECTED), open_stream(file.path) as opened:
+    packed = packing_of(file.path)
+    with readable(file.path, EXPECTED), open_stream(file.path, packed) as opened:
         data = b""
         while more := _more(opened, data, chunk):
             data += more

@@ -14,7 +14,6 @@ from beamjax.errors import PlacementError, SourceError
 from beamjax.sources.data_files import (
     DataFile,
     find_files,
-    is_packed,
     is_url,
     look,
     open_file,
@@ -43,6 +42,7 @@ from beamjax.sources.tfrecord_frames import (
     block_offsets,
     check_records,
     frames_in,
+    packing_of,
     record_offsets,
     stream_records,
 )
@@ -155,9 +155,9 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     checked, faster where `google-crc32c` is installed (`pip install 'beamjax[tfrecord]'`).
 
     Files of this machine that are not compressed are indexed now, and read by shards; their number
-    of members is known. If one is compressed (.gz, .bz2, .xz by its name) or at a URL, the workers
-    read all files from their beginning, a worker a file, and the number is found then: the size of
-    the placement has to be open, as for every `beamjax.StreamSource`.
+    of members is known. If one is compressed (by gzip, bzip2 or xz) or at a URL, the workers read
+    all files from their beginning, a worker a file, and the number is found then: the size of the
+    placement has to be open, as for every `beamjax.StreamSource`.
 
     Args:
       paths: a path, a pattern, a URL, or a list of those. The records of one file come after those
@@ -178,7 +178,7 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     leaves, treedef = feature_leaves(features, WHO)
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
-    if any(is_url(file.path) or is_packed(file.path) for file in files):
+    if any(is_url(file.path) or packing_of(file.path) for file in files):
         return TFRecordStream(files, names, leaves, treedef)
     apart = max(MARK_BYTES, sum(file.nbytes for file in files) // MAX_MARKS)
     counts, marks = zip(*[_indexed(file, apart) for file in files], strict=True)
