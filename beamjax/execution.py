@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
-from beamjax.call_checks import by_position, refuse_compilation, refuse_tracers
+from beamjax.call_checks import by_position, parsed_options, refuse_compilation, refuse_tracers
 from beamjax.errors import OptionsError, StagingError
 from beamjax.fact_types import PlanFacts
 from beamjax.forecast import forecast, learn, small_work
@@ -74,7 +74,7 @@ def run(
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
-    return run_work(_work(fn, args, runner, _with_keep(options, keep)))
+    return run_work(_work(fn, args, runner, _options(options, keep, runner)))
 
 
 @by_position
@@ -101,7 +101,7 @@ def launch(
       StagingError, PlacementError, StructureError, SourceError: as `run`.
       OptionsError: the runner or an option is unknown, or a job in the folder still runs.
     """
-    parsed = _with_keep(options, keep)
+    parsed = _options(options, keep, runner)
     if runner != LOCAL:
         from beamjax.pipelines.connections import connect
 
@@ -109,8 +109,8 @@ def launch(
     return launch_work(_work(fn, args, runner, parsed))
 
 
-def _with_keep(options: Any, keep: str | None) -> Options:
-    parsed = parse_options(options)
+def _options(options: Any, keep: str | None, runner: Any) -> Options:
+    parsed = parsed_options(options, runner)
     if keep is not None:
         parsed = parse_options(replace(parsed, keep=keep))
     if parsed.results_folder is not None and parsed.keep is None:
@@ -220,7 +220,7 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
 
     if runner == LOCAL:
         raise OptionsError(f"runner: found {LOCAL!r}, which is without Beam; name a runner of Beam")
-    return own_pipeline(runner, parse_options(options))
+    return own_pipeline(runner, parsed_options(options, runner))
 
 
 @by_position
@@ -261,7 +261,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     """
     from beamjax.pipelines.transforms import PlanTransform
 
-    parsed = parse_options(options)
+    parsed = parsed_options(options, LOCAL)
     if parsed.checkpoint is not None:
         raise OptionsError(
             "checkpoint: found a folder in the options of transform, where nobody drives rounds; "

@@ -247,6 +247,8 @@ TESTED_ELSEWHERE = {
     "lanes": "test_lower",
     "launch": "test_driver",
     "layouts": "test_sharding",
+    "call_checks": "test_bad_input",
+    "flags": "test_bad_input",
     "leaves": "test_api",
     "levels": "test_split",
     "lines": "test_flatten",
