@@ -54,7 +54,8 @@ def run(
 
     Args:
       fn: a program, a transformation of one (`jax.grad(program)`), or any composition.
-      *args: trees of arrays, scalars and `beamjax.Source`s. An array is read by shards where the
+      *args: trees of arrays, scalars and `beamjax.Source`s, by position; `functools.partial` binds
+        what is not data, and keyword arguments. An array is read by shards where the
         function uses it as a placed value. A `beamjax.StreamSource`, of unknown length, is read
         once: in the one pass of a program that does not need the number of members before; for any
         other program into files of the run, and the program is planned when they are counted.
@@ -68,8 +69,10 @@ def run(
       and of a `Placed` for each result that is kept in files.
 
     Raises:
-      StagingError: the function can't be made a plan; the message names the line.
+      StagingError: the function can't be made a plan; the message names the line. Or the call is
+        inside of `jax.grad`, `jax.jit` or another transformation.
       PlacementError, StructureError, SourceError: the arguments don't fit.
+      OptionsError: the runner or an option is unknown, or has an impossible value.
       WorkerError: a body failed; the message names step and shard.
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
