@@ -7,14 +7,17 @@ import typing as _typing
 from beamjax._version import __version__ as __version__
 
 
-def _load() -> None:
+def _load() -> list[str]:
+    """Imports the public names into this module; returns them."""
     public = vars(_importlib.import_module("beamjax.public"))
-    globals().update({name: public[name] for name in public if not name.startswith("_")})
+    names = [name for name in public if not name.startswith("_")]
+    globals().update({name: public[name] for name in names})
+    return names
 
 
 def __dir__() -> list[str]:
-    _load()
-    return [name for name in globals() if not name.startswith("_")]
+    # Submodules become attributes when they are imported; they are no part of the API.
+    return [*(name for name in globals() if name.startswith("__")), *_load()]
 
 
 if _typing.TYPE_CHECKING:
@@ -24,7 +27,7 @@ else:
     def __getattr__(name: str) -> _typing.Any:
         """Imports what is named, and JAX with it: the command `beamjax` starts without."""
         if name == "__all__":  # of `from beamjax import *`
-            return __dir__()
+            return _load()
         if not name.startswith("__"):
             if _util.find_spec(f"beamjax.{name}") is not None:
                 return _importlib.import_module(f"beamjax.{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from beamjax.errors import StagingError, StructureError
 from beamjax.interpreters.lines import calling_line
 from beamjax.leaves import name_of
+from beamjax.options import Options, parse_options
 from beamjax.suggestions import hint
 
 _Args = ParamSpec("_Args")
@@ -43,6 +44,24 @@ def _refuse_keywords(front: str, fn: Any, unknown: list[str], known: Iterable[st
         f"arguments of {name} are given by position, beamjax.{front}({name}, ...), or bound "
         f"before: beamjax.{front}(functools.partial({name}, {bound}), ...)."
     )
+
+
+def parsed_options(options: Any, runner: Any) -> Options:
+    """The options of a run, with the flags among them that are Beam's checked.
+
+    Args:
+      options: what the user gave.
+      runner: the name or an instance of a runner.
+
+    Raises:
+      OptionsError: an option is unknown or has an impossible value.
+    """
+    parsed = parse_options(options)
+    if parsed.beam and isinstance(parsed.beam, Sequence):
+        from beamjax.pipelines.flags import check_flags
+
+        check_flags(parsed.beam, runner if isinstance(runner, str) else type(runner).__name__)
+    return parsed
 
 
 def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> None:

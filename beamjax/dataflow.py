@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax.call_checks import by_position
+from beamjax.call_checks import by_position, parsed_options
 from beamjax.execution import plan_of
-from beamjax.options import parse_options
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
       OptionsError: an option is missing or contradicts another one.
       StagingError, PlacementError, StructureError, SourceError: as by `run`.
     """
-    parsed = parse_options(options)
+    parsed = parsed_options(options, "DataflowRunner")
     plan, inputs = plan_of(fn, args, parsed)
     from beamjax.pipelines.dry_run import described, first_job
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
-from beamjax.call_checks import by_position, refuse_compilation, refuse_tracers
+from beamjax.call_checks import by_position, parsed_options, refuse_compilation, refuse_tracers
 from beamjax.errors import OptionsError, StagingError
 from beamjax.fact_types import PlanFacts
 from beamjax.forecast import forecast, learn, small_work
@@ -54,7 +54,8 @@ def run(
 
     Args:
       fn: a program, a transformation of one (`jax.grad(program)`), or any composition.
-      *args: trees of arrays, scalars and `beamjax.Source`s. An array is read by shards where the
+      *args: trees of arrays, scalars and `beamjax.Source`s, by position; `functools.partial` binds
+        what is not data, and keyword arguments. An array is read by shards where the
         function uses it as a placed value. A `beamjax.StreamSource`, of unknown length, is read
         once: in the one pass of a program that does not need the number of members before; for any
         other program into files of the run, and the program is planned when they are counted.
@@ -68,13 +69,15 @@ def run(
       and of a `Placed` for each result that is kept in files.
 
     Raises:
-      StagingError: the function can't be made a plan; the message names the line.
+      StagingError: the function can't be made a plan; the message names the line. Or the call is
+        inside of `jax.grad`, `jax.jit` or another transformation.
       PlacementError, StructureError, SourceError: the arguments don't fit.
+      OptionsError: the runner or an option is unknown, or has an impossible value.
       WorkerError: a body failed; the message names step and shard.
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
-    return run_work(_work(fn, args, runner, _with_keep(options, keep)))
+    return run_work(_work(fn, args, runner, _options(options, keep, runner)))
 
 
 @by_position
@@ -102,7 +105,7 @@ def launch(
       OptionsError: the runner or an option is unknown, or a job in the folder still runs, or is
         done.
     """
-    parsed = _with_keep(options, keep)
+    parsed = _options(options, keep, runner)
     if runner != LOCAL:
         from beamjax.pipelines.connections import connect
 
@@ -110,8 +113,8 @@ def launch(
     return launch_work(_work(fn, args, runner, parsed))
 
 
-def _with_keep(options: Any, keep: str | None) -> Options:
-    parsed = parse_options(options)
+def _options(options: Any, keep: str | None, runner: Any) -> Options:
+    parsed = parsed_options(options, runner)
     if keep is not None:
         parsed = parse_options(replace(parsed, keep=keep))
     if parsed.results_folder is not None and parsed.keep is None:
@@ -221,7 +224,7 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
 
     if runner == LOCAL:
         raise OptionsError(f"runner: found {LOCAL!r}, which is without Beam; name a runner of Beam")
-    return own_pipeline(runner, parse_options(options))
+    return own_pipeline(runner, parsed_options(options, runner))
 
 
 @by_position
@@ -262,7 +265,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     """
     from beamjax.pipelines.transforms import PlanTransform
 
-    parsed = parse_options(options)
+    parsed = parsed_options(options, LOCAL)
     if parsed.checkpoint is not None:
         raise OptionsError(
             "checkpoint: found a folder in the options of transform, where nobody drives rounds; "

@@ -17,7 +17,7 @@ import jax
 
 from beamjax import planning
 from beamjax import reading as reading_of
-from beamjax.call_checks import by_position
+from beamjax.call_checks import by_position, parsed_options
 from beamjax.choice_facts import (
     choice_facts,
     choice_lines,
@@ -40,7 +40,7 @@ from beamjax.interpreters.stage import Argument
 from beamjax.jobs import Job
 from beamjax.memory_text import memory_sections
 from beamjax.mermaid import plan_mermaid, rounds_text
-from beamjax.options import Options, parse_options
+from beamjax.options import Options
 from beamjax.piece_text import graph_text
 from beamjax.report import Report
 from beamjax.source_lines import source_lines
@@ -308,7 +308,7 @@ def explain(
     """
     if stage not in STAGES:
         raise OptionsError(f"stage: found {stage!r}, expected one of {', '.join(STAGES)}")
-    parsed = parse_options(options)
+    parsed = parsed_options(options, runner)
     arguments, key, restore = _stage.flatten_arguments(args)
     arguments = [_as_array(argument) for argument in arguments]
     if stage != "plan":

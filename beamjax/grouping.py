@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.call_checks import parsed_options
 from beamjax.dealt_rows import DealtRows
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.fingerprints import source_fingerprint
 from beamjax.grouping_memory import check_grouping
-from beamjax.options import Options, parse_options
+from beamjax.options import Options
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.data_files import is_url
 from beamjax.sources.npy_source import NpySeries, NpySource
@@ -69,6 +70,7 @@ def group_by(
       SourceError: the table can't be read, or the folder can't be written.
       OptionsError: the folder holds the groups of something else.
     """
+    parsed = parsed_options(options, runner)
     rows = source if isinstance(source, Source) else from_arrays(source)
     key, names = table_columns(rows, by, "group_by")
     if len(names) == 1:
@@ -85,7 +87,6 @@ def group_by(
         "leaves": [leaf.to_json() for leaf in leaves],
     }
     if not found_before(where, record, "group_by"):
-        parsed = parse_options(options)
         check_grouping(rows, grouping, parsed, runner)
         shuffle(rows, grouping, runner, parsed)
         write_manifest(where, record)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.call_checks import parsed_options
 from beamjax.dealt_rows import Blocks
 from beamjax.errors import OptionsError, SourceError, StructureError
 from beamjax.fingerprints import source_fingerprint
@@ -23,7 +24,6 @@ from beamjax.grouping import (
     write_manifest,
 )
 from beamjax.grouping_memory import check_grouping
-from beamjax.options import parse_options
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.joined_source import JoinedRows, TwoTables
 from beamjax.sources.npy_source import storable
@@ -177,6 +177,7 @@ def join(
     """
     if how not in HOW:
         raise OptionsError(f"join, how: found {how!r}, expected one of {', '.join(HOW)}")
+    parsed = parsed_options(options, runner)
     tables = [x if isinstance(x, Source) else from_arrays(x) for x in (left, right)]
     columns = [table_columns(table, on, "join") for table in tables]
     (key, names), (other, others) = columns
@@ -210,7 +211,6 @@ def join(
         "leaves": [leaf.to_json() for leaf in leaves],
     }
     if not found_before(where, record, "join"):
-        parsed = parse_options(options)
         check_grouping(both, joining, parsed, runner)
         shuffle(both, joining, runner, parsed)
         write_manifest(where, record)

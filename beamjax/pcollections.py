@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from beamjax import collecting
+from beamjax.call_checks import parsed_options
 from beamjax.collecting import Collecting, part_path
 from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.grouping import LOCAL, checked_folder, found_before, write_manifest
-from beamjax.options import Options, parse_options
+from beamjax.options import Options
 from beamjax.sources.collected_source import CollectedMembers
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.npy_source import map_file
@@ -76,7 +77,7 @@ def from_beam(
       OptionsError: there is no such runner, or the folder holds something else.
       WorkerError: the pipeline failed, or too many elements were dropped.
     """
-    parsed = parse_options(options)
+    parsed = parsed_options(options, runner)
     if runner == LOCAL:
         raise OptionsError(
             "from_beam, runner: found 'local', expected a runner of Beam, which the pipeline "

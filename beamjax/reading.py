@@ -27,6 +27,13 @@ Planner = Callable[[Sequence[Argument]], Any]
 """Makes the `planning.Planned` of a function for arguments."""
 
 
+TRIALS = 5
+"""Numbers of members with which a program is tried that can't be staged with an unknown one.
+
+Each is a trace of it. Where they do not show whether the number is at fault, the members are
+counted, and the program is staged with their real number."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """How the sources of unknown length of a call are read.
@@ -59,14 +66,19 @@ def choose(
         return Reading(error.reason)
     except Exception as error:  # of any kind: it may be that of a size that does not fit
         because = f"it can't be staged without their number ({_told(error)})"
-        for number in _numbers(fn, arguments, restore):
+        numbers = _numbers(fn, arguments, restore)
+        failures: dict[int, str] = {}
+        for number in numbers[:TRIALS]:
             try:
                 plan(with_number(arguments, number))
             except Exception as other:
-                last = other
+                failures[number] = _told(other)
             else:
                 return Reading(because, number=number)
-        if _told(last) == _told(error):
+        # A check in the program may raise one text for all numbers but the length of some argument.
+        is_check = isinstance(error, AssertionError | ValueError | RuntimeError)
+        tried_all = len(failures) == len(numbers) or not is_check
+        if tried_all and failures.get(SOME_NUMBER) == _told(error):
             raise
         return Reading(because)
     streamed = [i for i, argument in enumerate(arguments) if argument.is_stream]
@@ -80,7 +92,7 @@ def _numbers(
     shapes = [getattr(argument.aval, "shape", ()) for argument in arguments]
     lengths = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
     sizes = declared_sizes(fn, arguments, restore)
-    return list(dict.fromkeys([*sizes, *filter(None, lengths), SOME_NUMBER]))
+    return list(dict.fromkeys([*sizes, SOME_NUMBER, *filter(None, lengths)]))
 
 
 def _told(error: Exception) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import importlib
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -22,7 +19,7 @@ from apache_beam.transforms import environments
 from apache_beam.utils.interactive_utils import is_in_ipython
 
 from beamjax.errors import OptionsError
-from beamjax.options import OWN, Options
+from beamjax.options import Options
 from beamjax.pipelines import dataflow, direct, flink, prism, spark
 from beamjax.pipelines.job_servers import loops_back
 from beamjax.pipelines.quick_options import QuickOptions
@@ -157,16 +154,13 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
     """Beam's own options. A job server that the runner needs is started.
 
     Raises:
-      OptionsError: a flag names another runner, or nobody knows it; or the runner can't be had.
-        Only Beam's in-memory runner has all its flags in Python; those of others are not checked.
+      OptionsError: a flag names another runner, or the runner can't be had.
     """
     if isinstance(options.beam, PipelineOptions):
         found = options.beam
     else:
         # Never None: Beam would read the flags of this process instead.
         found = QuickOptions(list(options.beam))
-        if options.beam and isinstance(runner, FnApiRunner):
-            _check_flags(found)
     named = found.view_as(StandardOptions).runner
     if named is not None and not isinstance(runner, type(make_runner(named))):
         raise OptionsError(
@@ -191,25 +185,6 @@ def _check_ipython() -> None:
             f"packages ({type(error).__name__}: {error}); run "
             "pip install 'apache-beam[interactive]', or use runner='local', which needs no Beam"
         ) from error
-
-
-def _check_flags(options: PipelineOptions) -> None:
-    known = PipelineOptions([]).get_all_options()
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            found = options.get_all_options(retain_unknown_options=True)
-    except SystemExit:
-        reason = complaint.getvalue().strip().rpartition("error: ")[2]
-        raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
-    for name in found:
-        if name not in known:
-            close = difflib.get_close_matches(name, [*OWN, *known], 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise OptionsError(
-                f"options: found {name!r}, expected an option of beamjax ({', '.join(OWN)}) or one "
-                f"of Beam{hint}"
-            )
 
 
 def shares_memory(runner: Any, options: PipelineOptions) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -33,6 +34,34 @@ def program(fn):
 def raises(error, *parts):
     """Expects an error whose message holds these parts, in order."""
     return pytest.raises(error, match=".*".join(map(re.escape, parts)))
+
+
+# --- names
+
+
+def test_the_names_of_the_module():
+    """Those of the page on the API, each with a docstring, and no modules of the implementation."""
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = {"compress", *re.findall(r"^\.\. auto\w+:: beamjax\.(\w+)$", page, re.MULTILINE)}
+    found = python("""
+import beamjax as bj
+import beamjax.sources, beamjax.pipelines.driver, beamjax.interpreters.stage, beamjax.doctor
+for name in dir(bj):
+    print(name, bool((getattr(bj, name).__doc__ or "").strip()))
+""")
+    names = dict(line.split() for line in found.splitlines())
+    assert {name for name in names if not name.startswith("__")} == documented
+    assert [name for name in documented if names[name] != "True"] == []
+    assert python("from beamjax import *\nprint(*sorted(set(vars())))").split() == sorted(
+        {*documented, *python("print(*vars())").split()}
+    )
+    assert "DryRun" in python("import beamjax as bj\nhelp(bj.dataflow)\nhelp('beamjax.planning')")
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # --- program

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
 from faults import WAYS
 
 import beamjax as bj
@@ -21,6 +23,7 @@ from beamjax.errors import (
     WorkerError,
 )
 from beamjax.pipelines import files
+from beamjax.pipelines.flags import check_flags
 from beamjax.pipelines.store import Store
 from beamjax.sources import source_base
 
@@ -210,16 +213,12 @@ def test_calls_beside_a_transformation():
 
 @pytest.mark.usefixtures("no_work")
 def test_keyword_arguments_of_the_function():
-    calls = {
-        name: getattr(bj, name) for name in ("run", "launch", "transform", "verify", "explain")
-    }
-    for call in [*calls.values(), bj.dataflow.dry_run]:
+    for call in (bj.run, bj.launch, bj.transform, bj.verify, bj.explain, bj.dataflow.dry_run):
         with pytest.raises(TypeError) as caught:
             call(loss, X[0], x=X)
         assert isinstance(caught.value, StructureError)
-        assert f"{call.__name__}: found the keyword argument 'x'. The arguments of loss" in str(
-            caught.value
-        )
+        message = f"{call.__name__}: found the keyword argument 'x'. The arguments of loss are"
+        assert message in str(caught.value)
         assert "functools.partial(loss, x=...)" in str(caught.value)
     with pytest.raises(StructureError, match=r"argument 'option'; did you mean 'options'\?"):
         bj.run(total, X, option={})
@@ -351,21 +350,78 @@ def test_options_of_beamjax(options, message, runner):
         bj.run(total, X, options=options, runner=runner)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shard_sise": 8}, "found 'shard_sise', expected an option.*did you mean 'shard_size'"),
-        (["--direct_num_worker=2"], "found 'direct_num_worker'.*mean 'direct_num_workers'"),
-        (["--direct_running_mode=fast"], "does not take these flags.*direct_running_mode.*'fast'"),
-        (["--direct_num_workers=two"], "does not take these flags.*direct_num_workers.*'two'"),
-        (["--runner=FlinkRunner"], r"found runner 'FlinkRunner', but the run is on FnApiRunner"),
-    ],
-    ids=str,
-)
+FLAGS = [
+    ({"shard_sise": 8}, "found 'shard_sise', expected an option.*did you mean 'shard_size'"),
+    ({"on_eror": "drop"}, "found 'on_eror'.*did you mean 'on_error'"),
+    ({"checkpiont": "folder"}, "found 'checkpiont'.*did you mean 'checkpoint'"),
+    (["--memroy=2GiB"], "found 'memroy'.*did you mean 'memory'"),
+    ({"machin_type": "n2"}, "found 'machin_type'.*did you mean 'machine_type'"),
+    (["--direct_num_worker=2"], "found 'direct_num_worker'.*mean 'direct_num_workers'"),
+]
+VALUES = [
+    (["--direct_running_mode=fast"], "does not take these flags.*direct_running_mode.*'fast'"),
+    (["--direct_num_workers=two"], "does not take these flags.*direct_num_workers.*'two'"),
+]
+UNKNOWN = [({"zzzzz": 1}, "found 'zzzzz', expected an option of beamjax")]
+
+
 @pytest.mark.usefixtures("no_work")
-def test_options_of_beam(options, message):
-    with pytest.raises(OptionsError, match=message):
-        bj.run(total, X, options=options)
+def test_options_of_beam(tmp_path):
+    """Those that nobody knows are refused by all runners, before any work."""
+    runs = {
+        runner: functools.partial(bj.run, total, X, runner=runner)
+        for runner in ["local", "DirectRunner", "PrismRunner", "FlinkRunner", "SparkRunner"]
+    }
+    ways = {
+        **runs,
+        "launch": functools.partial(bj.launch, total, X, runner="local"),
+        "small work": lambda options: bj.run(total, X, options={"small_work": "here", **options}),
+        "transform": functools.partial(bj.transform, total, X),
+        "explain": functools.partial(bj.explain, total, X, runner="local"),
+        "verify": functools.partial(bj.verify, total, X, runner="local"),
+        "pipeline": bj.pipeline,
+        "dry run": functools.partial(bj.dataflow.dry_run, total, X),
+        "group_by": functools.partial(
+            bj.group_by, {"k": X[:, 0], "x": X}, "k", folder=tmp_path / "g"
+        ),
+    }
+    elsewhere = {"PrismRunner", "FlinkRunner", "SparkRunner"}
+    wrong = []
+    for way, call in ways.items():
+        for options, message in [*FLAGS, *VALUES, *(UNKNOWN if way not in elsewhere else ())]:
+            if way == "small work" and isinstance(options, list):
+                continue
+            try:
+                call(options=options)
+            except OptionsError as error:
+                if not re.search(message, str(error)):
+                    wrong.append((way, options, str(error)))
+                if (way in elsewhere) != ("as a Beam PipelineOptions" in str(error)):
+                    wrong += [(way, options, str(error))] * ((options, message) in FLAGS)
+            else:
+                wrong.append((way, options, "no error"))
+    assert not wrong
+    with pytest.raises(OptionsError, match="found runner 'FlinkRunner', but the run is on FnApi"):
+        bj.run(total, X, options=["--runner=FlinkRunner"])
+
+
+def test_options_of_other_runners_are_fine_in_this_process():
+    options = {"direct_num_workers": 2, "machine_type": "n2", "parallelism": 3, "shard_size": 8}
+    np.testing.assert_array_equal(bj.run(total, X, runner="local", options=options), 2 * X.sum(0))
+    assert bj.explain(total, X, options=PipelineOptions(["--zzzzz=1"])).facts is not None
+
+
+def test_flags_of_job_servers():
+    """As they are in the options of Flink and Spark in Java, which Beam's Python does not have."""
+    names = """
+        checkpointing_interval checkpointing_mode checkpoint_timeout_millis object_reuse
+        min_pause_between_checkpoints fail_on_checkpointing_errors state_backend savepoint_path
+        externalized_checkpoints_enabled state_backend_storage_path max_bundle_size
+        auto_watermark_interval latency_tracking_interval allow_non_restored_state
+        shutdown_sources_after_idle_ms disable_metrics storage_level batch_interval_millis
+        enable_spark_metric_sinks cache_disabled spark_history_dir attach_to_running_job
+    """.split()
+    check_flags([f"--{name}=1" for name in names], "FlinkRunner")
 
 
 @pytest.mark.parametrize("runner", ["NoSuchRunner", "no.such.Runner", None, 3, dict])

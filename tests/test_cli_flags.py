@@ -9,7 +9,7 @@ from command_lines import LOSS, folder  # noqa: F401 (a fixture)
 from beamjax import cli
 from beamjax.commands import flags
 from beamjax.errors import OptionsError
-from beamjax.options import OWN
+from beamjax.options import OWN, beam_flags
 
 HERE = "programs_here.py:"
 
@@ -100,20 +100,23 @@ def test_the_words_of_options_are_those_of_their_documentation():
     assert max(map(len, found.values())) < 400
 
 
-def parsed(*argv):
+def parsed(*argv, after=()):
     import argparse
 
     parser = argparse.ArgumentParser()
     flags.add_call(parser)
     arguments, left = parser.parse_known_args(["m:f", *argv])
-    arguments.flags, arguments.beam_flags = left, ["--beam_only"]
+    arguments.flags, arguments.beam_flags = left, list(after)
     return flags.options_of(arguments)
 
 
 def test_options_with_underscores_or_dashes_and_those_of_beam():
     found = parsed("--shard-size", "64", "--callbacks=false", "--direct_num_workers", "2")
     assert (found.shard_size, found.callbacks) == (64, False)
-    assert found.beam == ("--direct_num_workers", "2", "--beam_only")
+    assert found.beam == ("--direct_num_workers", "2")
+    found = parsed("--shard-size", "64", "--direct_num_workers", "2", after=["--beam_only=1"])
+    assert found.shard_size == 64
+    assert beam_flags(found.beam) == {"direct_num_workers": 2, "beam_only": "1"}
 
 
 @pytest.mark.parametrize(

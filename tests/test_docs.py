@@ -12,8 +12,6 @@ import doc_pages
 import pytest
 from doc_pages import DOCS, PAGES
 
-import beamjax as bj
-
 ROOT = DOCS.parent
 MAX_NOT_RUN = 12
 """Blocks of all pages that are shown only."""
@@ -148,9 +146,3 @@ def test_every_page_is_in_a_table_of_contents() -> None:
             names = [line for line in tree.splitlines() if line and not line.startswith(":")]
             listed |= {name_of((page.parent / name).resolve()) for name in names}
     assert {name_of(page) for page in PAGES} == listed
-
-
-def test_the_reference_has_every_public_name() -> None:
-    documented = re.findall(r"auto\w+:: beamjax\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
-    public = {name for name in dir(bj) if not isinstance(getattr(bj, name), type(sys))}
-    assert sorted(documented) == sorted(public)

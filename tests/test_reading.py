@@ -279,6 +279,39 @@ def test_errors_of_reading(runner, fn):
         bj.run(opened(fn), source, runner=runner)
 
 
+def test_a_wrong_program_is_traced_a_constant_number_of_times():
+    """However many arguments it has besides the source."""
+    params = [np.ones(2 + i, np.float32) for i in range(20)]
+    for size in (None, "x"):
+        calls = []
+
+        @bj.program(placements={"clients": size})
+        def wrong(params, x, calls=calls):
+            calls.append(1)
+            return bj.reduce_sum(bj.map_fn(lambda v: v.no_such_attribute, x))
+
+        rows = Counted(data(20)["x"])
+        with pytest.raises(AttributeError, match="no_such_attribute"):
+            bj.run(wrong, params, bj.from_chunks(rows, jax.ShapeDtypeStruct((4, 3), "float32")))
+        assert len(calls) <= 16
+
+
+def test_a_check_of_lengths_in_the_program():
+    """It fails with one text for all numbers of members but the right one."""
+    tree = data(20)
+    params = [np.ones(2 + i, np.float32) for i in range(30)]
+
+    @bj.program(placements={"clients": "x"})
+    def prog(params, k, x):
+        assert x.shape[0] == k.shape[0]
+        return bj.reduce_sum(x)
+
+    found = bj.run(prog, params, tree["k"], stream(tree["x"]), runner="local")
+    np.testing.assert_allclose(found, tree["x"].sum(0), rtol=1e-5)
+    with pytest.raises(AssertionError):
+        bj.run(prog, params, tree["k"][1:], stream(tree["x"]), runner="local")
+
+
 def test_errors_of_the_program_come_before_anything_is_read():
     def wrong(x):
         raise KeyError("mine")

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from beamjax.commands.value_help import VALUES
@@ -97,7 +98,13 @@ def options_of(arguments: argparse.Namespace) -> Options:
         )
     own = [f"--{n}={getattr(arguments, n)}" for n in OWN if getattr(arguments, n) is not None]
     check_flags(arguments.flags, getattr(arguments, "runner", "local"))
-    return parse_options([*own, *arguments.flags, *arguments.beam_flags])
+    if not arguments.beam_flags:
+        return parse_options([*own, *arguments.flags])
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    # Flags after the word `--` are not checked, nor is a PipelineOptions.
+    unchecked = PipelineOptions([*arguments.flags, *arguments.beam_flags])
+    return parse_options(replace(parse_options(own), beam=unchecked))
 
 
 def check_flags(flags: Sequence[str], runner: str) -> None:

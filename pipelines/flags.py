@@ -1,0 +1,58 @@
+"""Flags of a run that are not beamjax's own: whether Beam knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+
+from apache_beam.options.pipeline_options import PipelineOptions
+
+import beamjax.pipelines.cluster_options  # noqa: F401  (adds its flags to Beam's)
+from beamjax.errors import OptionsError
+from beamjax.options import OWN
+from beamjax.suggestions import hint
+
+_ALL_IN_PYTHON = ("local", "direct", "fnapi", "dataflow")
+
+_SLIP = 0.8
+"""How like a known name an unknown flag is that a job server might have: `memroy` is 0.83 like
+`memory`, while `checkpointing_interval` of Flink is 0.71 like `checkpoint`."""
+
+
+def check_flags(flags: Sequence[str], runner: str) -> None:
+    """Refuses flags that nobody knows.
+
+    Beam's Python has all flags of its in-memory runner and of Dataflow; a run in this process takes
+    the same ones. Job servers have more of their own, so for other runners only what is nearly the
+    name of a known flag is refused.
+
+    Args:
+      flags: such as `--direct_num_workers=2`; none of beamjax's own.
+      runner: its name.
+
+    Raises:
+      OptionsError: a flag is unknown, or Beam does not take its value.
+    """
+    if not flags:
+        return
+    known = PipelineOptions([]).get_all_options()
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            found = PipelineOptions(list(flags)).get_all_options(retain_unknown_options=True)
+    except SystemExit:
+        reason = complaint.getvalue().strip().rpartition("error: ")[2]
+        raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
+    complete = runner.lower().removesuffix("runner") in _ALL_IN_PYTHON
+    for name in found.keys() - known.keys():
+        close = hint(name, [*OWN, *known], 0.6 if complete else _SLIP)
+        if complete or close:
+            more = "" if complete else (
+                f" If the job server of {runner} has an option {name!r}, give the flags as a Beam "
+                "PipelineOptions, which is not checked."
+            )  # fmt: skip
+            raise OptionsError(
+                f"options: found {name!r}, expected an option of beamjax ({', '.join(OWN)}) or one "
+                f"of Beam{close}{more}"
+            )
