@@ -15,6 +15,7 @@ from beamjax.chunks import Streams, members_of
 from beamjax.errors import SourceError
 from beamjax.padded_bytes import count_padding, mask_of
 from beamjax.plan import Input, Plan
+from beamjax.snapshots import snapshot
 from beamjax.sources import ArraySource
 from beamjax.sources.grouped_source import grouped
 from beamjax.sources.ragged_source import ShortSource
@@ -75,6 +76,22 @@ class Inputs:
     def __init__(self, plan: Plan, values: Sequence[Any]):
         self.plan = plan
         self.values = values
+
+    def snapshot(self) -> Inputs:
+        """The same values, in memory that the caller can't write to."""
+        sources: dict[int, Source] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                return snapshot(value)
+            if not isinstance(value, tuple):
+                return value
+            source, leaf = value
+            if id(source) not in sources:
+                sources[id(source)] = source.snapshot()
+            return sources[id(source)], leaf
+
+        return Inputs(self.plan, list(map(copied, self.values)))
 
     def server(self) -> dict[str, np.ndarray]:
         """The inputs that steps read whole, by name, as raw arrays."""

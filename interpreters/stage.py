@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
@@ -18,6 +19,7 @@ from beamjax.interpreters import drjax
 from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.unknown import explained
 from beamjax.placements import observe
+from beamjax.snapshots import is_immutable
 from beamjax.sources.source_base import Source, StreamSource
 
 
@@ -207,7 +209,13 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
             if told is None:
                 raise
             raise told from error
+    # As under jit, arrays that `fn` closes over have the values that they have now.
+    closed = _compat.with_constants(closed, _kept_value)
     return Staged(function_name(fn), closed, out_tree, tuple(placements))
+
+
+def _kept_value(array: np.ndarray) -> np.ndarray:
+    return array if is_immutable(array) else _compat.copied_constant(array)
 
 
 def declared_sizes(

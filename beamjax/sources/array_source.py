@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
+from beamjax.snapshots import snapshot
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -75,6 +76,12 @@ class ArraySource(HoldsLeaves, kind="array"):
 
     def spilled(self, folder: str) -> NpySource:
         return self.spill(folder)
+
+    def snapshot(self) -> ArraySource:
+        arrays = list(map(snapshot, self._arrays))
+        if all(new is old for new, old in zip(arrays, self._arrays, strict=True)):
+            return self
+        return ArraySource(arrays, self._leaves, self._treedef)
 
     def spill(self, folder: str | os.PathLike[str]) -> NpySource:
         """Writes the arrays as .npy files, from which any process can read them.

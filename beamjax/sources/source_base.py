@@ -149,6 +149,10 @@ class Source(abc.ABC):
         """The sources that this one reads, if it is made of others."""
         return ()
 
+    def with_inner(self, inner: Sequence[Source]) -> Source:
+        """The same source over others with the same members, in the order of `inner`."""
+        return self
+
     @property
     def block_bytes(self) -> int:
         """Bytes of the members that are decoded together, to read any of them; 0 if none is."""
@@ -160,7 +164,18 @@ class Source(abc.ABC):
         Raises:
             SourceError: a file cannot be written.
         """
-        return self
+        parts = [source.spilled(f"{folder}/{i}") for i, source in enumerate(self.inner)]
+        return self.with_inner(parts) if parts else self
+
+    def snapshot(self) -> Source:
+        """The same members, without memory that the caller can still write to.
+
+        Arrays are copied unless they are read-only. An object or a function that gives members,
+        and files, are read later all the same.
+        """
+        parts = [source.snapshot() for source in self.inner]
+        pairs = zip(parts, self.inner, strict=True)
+        return self.with_inner(parts) if any(new is not old for new, old in pairs) else self
 
     @abc.abstractmethod
     def to_spec(self) -> dict[str, Any]:

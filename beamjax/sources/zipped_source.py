@@ -51,9 +51,8 @@ class ZippedSource(Source, kind="zipped"):
     def inner(self) -> tuple[Source, ...]:
         return self._sources
 
-    def spilled(self, folder: str) -> ZippedSource:
-        found = [s.spilled(f"{folder}/{i}") for i, s in enumerate(self._sources)]
-        return ZippedSource(found, self._treedef)
+    def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
+        return ZippedSource(inner, self._treedef)
 
     def __len__(self) -> int:
         return len(self._sources[0])
