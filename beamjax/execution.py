@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
+from beamjax.canonical import warn_of_changes
 from beamjax.errors import OptionsError, StagingError
 from beamjax.fact_types import PlanFacts
 from beamjax.forecast import forecast, learn, small_work
@@ -141,6 +142,7 @@ def _work(
         planned = plan_for(fn, arguments, key, restore, options)
         plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, options))
         inputs = bind_inputs(plan, arguments)
+        warn_of_changes(arguments, plan.x64, stacklevel=3)
         if snapshot:
             inputs = inputs.snapshot()
         name = runner if isinstance(runner, str) else type(runner).__name__
@@ -301,6 +303,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             "beamjax.run"
         )
     plan = _with_recipe(planned.plan, Recipe(fn, arguments, restore, parsed, unroll=True))
+    warn_of_changes(arguments, plan.x64, stacklevel=2)
     inputs = bind_inputs(plan, arguments).snapshot()
     check_memory(plan, sources_of(inputs.values), parsed, Workers.of("", parsed))
     groups = [

@@ -50,7 +50,15 @@ class ArraySource(HoldsLeaves, kind="array"):
         self._arrays: tuple[np.ndarray, ...] = tuple(arrays)
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All members of each leaf, in any byte order; those of typed keys as their data."""
+        return self._arrays
+
+    @property
     def is_live(self) -> bool:
+        return True
+
+    def wraps(self, leaf: int) -> bool:
         return True
 
     def __len__(self) -> int:
@@ -75,7 +83,8 @@ class ArraySource(HoldsLeaves, kind="array"):
         raise SourceError(f"a source in memory has no spec; found {spec!r:.200}.")
 
     def spilled(self, folder: str) -> NpySource:
-        return self.spill(folder)
+        source = self.spill(folder)
+        return NpySource(source.files, self._leaves, len(self), self._treedef, wraps=True)
 
     def snapshot(self) -> ArraySource:
         arrays = list(map(snapshot, self._arrays))

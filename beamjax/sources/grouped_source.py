@@ -47,6 +47,10 @@ class GroupedSource(Source, kind="grouped"):
     def inner(self) -> tuple[Source, ...]:
         return (self._source,)
 
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        member, row, *rest = index
+        return self._source, leaf, (member * self._rows + row, *rest)
+
     def with_inner(self, inner: Sequence[Source]) -> GroupedSource:
         (source,) = inner
         return GroupedSource(source, self._rows)

@@ -84,6 +84,13 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
     def inner(self) -> tuple[Source, ...]:
         return self._rows, self._ends
 
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        if leaf == self._mask_at:
+            return self, leaf, index
+        member, row, *rest = index
+        first = int(self._bounds(member, member + 1)[0])
+        return self._rows, leaf - (leaf > self._mask_at), (first + row, *rest)
+
     def with_inner(self, inner: Sequence[Source]) -> RaggedSource:
         rows, ends = inner
         return RaggedSource(rows, ends, self._buckets, self._mask_at, self._treedef)
@@ -190,6 +197,9 @@ class ShortSource(Source, kind="short"):
     @property
     def inner(self) -> tuple[Source, ...]:
         return (self._source,)
+
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        return self._source, leaf, index
 
     def with_inner(self, inner: Sequence[Source]) -> ShortSource:
         return ShortSource(*inner)

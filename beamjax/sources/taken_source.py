@@ -70,6 +70,10 @@ class TakenSource(Source, kind="taken"):
         """int64[n]: which members of the other source they are, ascending."""
         return self._numbers.read(0, len(self))[0]
 
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        (numbers,) = self._numbers.read(index[0], index[0] + 1)
+        return self._source, leaf, (int(numbers[0]), *index[1:])
+
     def with_inner(self, inner: Sequence[Source]) -> TakenSource:
         return TakenSource(*inner)
 

@@ -32,6 +32,7 @@ from beamjax.sources.source_base import (
     describe_source,
     field,
     natural,
+    row_text,
 )
 from beamjax.sources.zarr_chunks import ChunkFiles, chunk_files
 
@@ -153,6 +154,9 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
                 "from it."
             )
         return opened
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        return f"{self._arrays[leaf]}, {row_text(index)}"
 
     def describe(self) -> str:
         more = f" and {len(self._arrays) - 1} more" if len(self._arrays) > 1 else ""

@@ -51,6 +51,13 @@ class ZippedSource(Source, kind="zipped"):
     def inner(self) -> tuple[Source, ...]:
         return self._sources
 
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        for source in self._sources:
+            if leaf < len(source.leaves):
+                return source, leaf, index
+            leaf -= len(source.leaves)
+        raise IndexError(f"{self!r}: found no leaf {leaf}")
+
     def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
         return ZippedSource(inner, self._treedef)
 
