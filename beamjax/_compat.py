@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+import numpy as np
 from jax import export
 from jax._src import effects as jax_effects
 from jax._src import tree_util, xla_bridge
@@ -111,6 +112,62 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
     return jex.ClosedJaxpr(jaxpr, []), [*closed.consts, *jit_consts]
+
+
+def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex.ClosedJaxpr:
+    """Replaces each NumPy array that a jaxpr holds, as a const or a literal, by `change(array)`.
+
+    Jaxprs inside equations are treated the same. One that holds no array that changes stays as it
+    is, so that what JAX caches by its identity is still found.
+    """
+    changed: dict[int, Any] = {}
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        if id(value) not in changed:
+            changed[id(value)] = change(value)
+        return changed[id(value)]
+
+    def atom_of(atom: Any) -> Any:
+        if not isinstance(atom, jex.Literal) or value_of(atom.val) is atom.val:
+            return atom
+        return jex.Literal(value_of(atom.val), atom.aval)
+
+    def param_of(param: Any) -> Any:
+        if isinstance(param, jex.ClosedJaxpr):  # in JAX 0.12 every jaxpr is one
+            jaxpr, consts = jaxpr_of(param.jaxpr), all_of(value_of, param.consts)
+            same = jaxpr is param.jaxpr and consts is param.consts
+            return param if same else jex.ClosedJaxpr(jaxpr, consts)
+        if isinstance(param, jex.Jaxpr):
+            return jaxpr_of(param)
+        return all_of(param_of, param) if type(param) in (tuple, list) else param
+
+    def jaxpr_of(jaxpr: Any) -> Any:
+        eqns, outvars = all_of(eqn_of, jaxpr.eqns), all_of(atom_of, jaxpr.outvars)
+        same = eqns is jaxpr.eqns and outvars is jaxpr.outvars
+        return jaxpr if same else jaxpr.replace(eqns=eqns, outvars=outvars)
+
+    def eqn_of(eqn: Any) -> Any:
+        invars = all_of(atom_of, eqn.invars)
+        params = {key: param_of(param) for key, param in eqn.params.items()}
+        same = all(params[key] is param for key, param in eqn.params.items())
+        return eqn if same and invars is eqn.invars else eqn.replace(invars=invars, params=params)
+
+    def all_of(function: Callable[[Any], Any], values: Any) -> Any:
+        found = type(values)(map(function, values))
+        pairs = zip(found, values, strict=True)
+        return values if all(new is old for new, old in pairs) else found
+
+    return param_of(closed)
+
+
+def copied_constant(array: np.ndarray) -> np.ndarray:
+    """A copy of an array that a jaxpr holds, of the same type: it may be one of JAX's own."""
+    aval = getattr(array, "aval", None)
+    copy = np.array(array)
+    copy.flags.writeable = False
+    return copy if aval is None else type(array)(copy, aval)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

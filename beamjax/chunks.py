@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from beamjax.canonical import check_chunk, check_members
 from beamjax.errors import BeamjaxError, SourceError
 from beamjax.plan import MAX_MEMBERS
 from beamjax.sources.source_base import Source, StreamSource
@@ -37,10 +38,12 @@ class Streams:
     Attributes:
       sources: at least one.
       where: for each placed input of the plan, the number of its source and of its leaf there.
+      x64: whether the plan computes with 64-bit types.
     """
 
     sources: tuple[StreamSource, ...]
     where: Mapping[str, tuple[int, int]]
+    x64: bool
 
     def blocks(self, size: int) -> Iterator[MemberBlock]:
         """All members, `size` at a time; the last block may be short.
@@ -51,7 +54,9 @@ class Streams:
         """
         wanted = [sorted({leaf for i, leaf in self.where.values() if i == number})
                   for number in range(len(self.sources))]  # fmt: skip
-        streams = [blocks_of(s, size, w) for s, w in zip(self.sources, wanted, strict=True)]
+        streams = [
+            blocks_of(s, size, w, self.x64) for s, w in zip(self.sources, wanted, strict=True)
+        ]
         start = 0
         for parts in itertools.zip_longest(*streams, fillvalue=(0, [])):
             counts = [count for count, _ in parts]
@@ -87,7 +92,11 @@ def _unequal(sources: Sequence[StreamSource], counts: Sequence[int], size: int) 
 
 
 def blocks_of(
-    source: StreamSource, size: int, wanted: Sequence[int], pieces: Iterable[int] | None = None
+    source: StreamSource,
+    size: int,
+    wanted: Sequence[int],
+    x64: bool,
+    pieces: Iterable[int] | None = None,
 ) -> Iterator[tuple[int, Arrays]]:
     """The members of a source, `size` at a time; the last block may be short.
 
@@ -95,6 +104,7 @@ def blocks_of(
       source: to be read.
       size: of a block.
       wanted: the numbers of the leaves that are wanted.
+      x64: whether JAX computes with 64-bit types.
       pieces: of the source; None for all.
 
     Yields:
@@ -104,7 +114,8 @@ def blocks_of(
     filled = 0
     block: Arrays = []
     pieces = range(source.pieces) if pieces is None else pieces
-    for chunk in itertools.chain.from_iterable(checked_chunks(source, i) for i in pieces):
+    chunks = (checked_chunks(source, piece, wanted, x64) for piece in pieces)
+    for chunk in itertools.chain.from_iterable(chunks):
         position, rows = 0, len(chunk[0])
         while position < rows:
             if not filled:
@@ -120,15 +131,28 @@ def blocks_of(
         yield filled, [array[:filled] for array in block]
 
 
-def checked_chunks(source: StreamSource, piece: int) -> Iterator[Arrays]:
+def checked_chunks(
+    source: StreamSource, piece: int, wanted: Sequence[int], x64: bool
+) -> Iterator[Arrays]:
     """The chunks of a piece, each with at least one member.
 
+    Args:
+      source: to be read.
+      piece: of it.
+      wanted: the numbers of the leaves whose values are checked.
+      x64: whether JAX computes with 64-bit types.
+
     Raises:
-      SourceError: a chunk has not the arrays that `source.leaves` says, or can't be read.
+      SourceError: a chunk has not the arrays that `source.leaves` says, or can't be read, or has an
+        integer that does not fit the dtype that JAX has for it.
     """
+    start = 0
     where = f"{source!r}{f', piece {piece}' if source.pieces > 1 else ''}, chunk "
     for number, chunk in enumerate(_told(source.chunks(piece), where)):
         arrays = _checked(source, chunk, f"{where}{number}")
+        for leaf in wanted:
+            check_chunk(source, piece, leaf, arrays[leaf], start, x64)
+        start += len(arrays[0])
         if len(arrays[0]):
             yield arrays
 
@@ -175,10 +199,23 @@ def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> A
     return arrays
 
 
-def members_of(source: Source) -> Arrays:
-    """All members of a source of any kind, in memory."""
+def members_of(source: Source, x64: bool, wanted: Sequence[int] | None = None) -> Arrays:
+    """All members of a source of any kind, in memory.
+
+    Args:
+      source: to be read.
+      x64: whether JAX computes with 64-bit types.
+      wanted: the numbers of the leaves that are wanted; None for all.
+
+    Raises:
+      SourceError: it can't be read, or an integer does not fit the dtype that JAX has for it.
+    """
+    wanted = range(len(source.leaves)) if wanted is None else wanted
     if not isinstance(source, StreamSource):
-        return source.read(0, len(source))
-    blocks = list(blocks_of(source, WHOLE_BLOCK, range(len(source.leaves))))
+        arrays = source.read(0, len(source))
+        for leaf in wanted:
+            check_members(source, leaf, arrays[leaf], 0, x64)
+        return [arrays[leaf] for leaf in wanted]
+    blocks = list(blocks_of(source, WHOLE_BLOCK, wanted, x64))
     check_count(source, sum(count for count, _ in blocks))
     return [np.concatenate(arrays) for arrays in zip(*(x for _, x in blocks), strict=True)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from beamjax.bodies import with_weak_type, with_x64, wrap
 from beamjax.call_checks import by_position, parsed_options, refuse_compilation, refuse_tracers
+from beamjax.canonical import warn_of_changes
 from beamjax.errors import OptionsError, StagingError
 from beamjax.fact_types import PlanFacts
 from beamjax.forecast import forecast, learn, small_work
@@ -30,6 +31,7 @@ from beamjax.plan import Output, Plan
 from beamjax.planning import bind_inputs, plan_for
 from beamjax.reading import choose, counted
 from beamjax.restaging import Recipe
+from beamjax.snapshots import is_immutable
 from beamjax.sources.placed import Placed
 from beamjax.worker_processes import Workers
 
@@ -50,7 +52,9 @@ def run(
     """Runs a function of programs and returns what `fn(*args)` would.
 
     The function is staged once for each set of argument types, as by `jax.jit`: a second call with
-    the same function object and types runs the plan that was made for the first.
+    the same function object and types runs the plan that was made for the first. As under
+    `jax.jit`, arrays that the function closes over then have the values of the first call; pass
+    what changes as an argument.
 
     Args:
       fn: a program, a transformation of one (`jax.grad(program)`), or any composition.
@@ -91,8 +95,14 @@ def launch(
     """Starts what `run` does, and returns at once.
 
     The function is staged before this returns; the rest is done by a thread, which the process
-    waits for at its end. The job lives in a folder: `options={"job_folder": ...}`, or a temporary
-    one that goes with the handle. Any process can look on there, see `open_job`.
+    waits for at its end. NumPy arrays among the arguments, those of `from_arrays` included, are
+    copied before this returns, so you may write to them while the job runs. To save the memory of
+    the copies, pass JAX arrays, read-only arrays (`x.flags.writeable = False`) or files
+    (`from_npy`), which are not copied. The object of a `from_random_access` and the function of a
+    `from_chunks` are called while the job runs.
+
+    The job lives in a folder: `options={"job_folder": ...}`, or a temporary one that goes with the
+    handle. Any process can look on there, see `open_job`.
 
     Args:
       fn: as for `run`, and likewise the other arguments.
@@ -110,7 +120,7 @@ def launch(
         from beamjax.pipelines.connections import connect
 
         connect(runner, parsed)
-    return launch_work(_work(fn, args, runner, parsed))
+    return launch_work(_work(fn, args, runner, parsed, snapshot=True))
 
 
 def _options(options: Any, keep: str | None, runner: Any) -> Options:
@@ -122,8 +132,13 @@ def _options(options: Any, keep: str | None, runner: Any) -> Options:
     return parsed
 
 
-def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> Work:
-    """What is to be done for a call, staged; members of unknown number are counted if need be."""
+def _work(
+    fn: Callable[..., Any], args: Any, runner: Any, options: Options, snapshot: bool = False
+) -> Work:
+    """What is to be done for a call, staged; members of unknown number are counted if need be.
+
+    With `snapshot`, the caller may write to its arrays before the work is done.
+    """
     arguments, key, restore = _flatten("run", fn, args)
     _refuse_abstract(arguments)
     _refuse_streams_with_checkpoint(arguments, options)
@@ -134,6 +149,9 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
         planned = plan_for(fn, arguments, key, restore, options)
         plan = _with_recipe(planned.plan, fn, arguments, restore, options)
         inputs = bind_inputs(plan, arguments)
+        warn_of_changes(arguments, plan.x64, stacklevel=4)
+        if snapshot:
+            inputs = inputs.snapshot()
         name = runner if isinstance(runner, str) else type(runner).__name__
         read = sources_of(inputs.values)
         if options.small_work == "here" and _is_small(plan, options, name):
@@ -231,6 +249,8 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
     """The same as `run`, as a Beam transform for use inside a user's own pipeline.
 
+    NumPy arrays among the arguments are copied before this returns, as by `launch`.
+
     Arguments that are trees of `jax.ShapeDtypeStruct` of shapes (n, ...) stand for placed inputs
     that come from the pipeline:
 
@@ -291,7 +311,8 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             "beamjax.run"
         )
     plan = _with_recipe(planned.plan, fn, arguments, restore, parsed, unroll=True)
-    inputs = bind_inputs(plan, arguments)
+    warn_of_changes(arguments, plan.x64, stacklevel=3)
+    inputs = bind_inputs(plan, arguments).snapshot()
     check_memory(plan, sources_of(inputs.values), parsed, Workers.of("", parsed))
     groups = [
         jax.tree_util.tree_structure(arg)
@@ -373,7 +394,9 @@ def output_array(
             return array
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)
-        return wrap(jax.device_put(array), spec.key_impl)
+        # On the CPU, device_put may share the array's memory, which may belong to an argument.
+        put = jax.device_put(array) if is_immutable(array) else jax.numpy.array(array)
+        return wrap(put, spec.key_impl)
 
 
 def _with_weak_type(leaf: Any, weak: bool, x64: bool) -> Any:

@@ -11,10 +11,12 @@ import jax
 import numpy as np
 
 from beamjax.bodies import unwrap
+from beamjax.canonical import check_members
 from beamjax.chunks import Streams, members_of
 from beamjax.errors import SourceError
 from beamjax.padded_bytes import count_padding, mask_of
 from beamjax.plan import Input, Plan
+from beamjax.snapshots import snapshot
 from beamjax.sources import ArraySource
 from beamjax.sources.grouped_source import grouped
 from beamjax.sources.ragged_source import ShortSource
@@ -28,16 +30,19 @@ class Reader:
     Attributes:
       sources: all sources.
       where: for each placed input of the plan, the number of its source and of its leaf there.
+      x64: whether the plan computes with 64-bit types.
     """
 
     sources: tuple[Source, ...]
     where: Mapping[str, tuple[int, int]]
+    x64: bool
 
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
         """Members [start, stop) of the placed inputs of these names, as raw arrays.
 
         Raises:
-          SourceError: a source gives another number of members than it was asked for.
+          SourceError: a source gives another number of members than it was asked for, or an integer
+            that does not fit the dtype that JAX has for it.
         """
         wanted = sorted({self.where[name][0] for name in names})
         arrays = {i: self.sources[i].read(start, stop) for i in wanted}
@@ -50,6 +55,7 @@ class Reader:
                     f"{self.sources[source].describe()}: asked for members {start} to {stop - 1}, "
                     f"found {len(array)} of them; a source must not change while it is read"
                 )
+            check_members(self.sources[source], leaf, array, start, self.x64)
         for i, mask in self._masks.items():
             used = [self.where[name][1] for name in names if self.where[name][0] == i]
             if used:
@@ -76,6 +82,22 @@ class Inputs:
         self.plan = plan
         self.values = values
 
+    def snapshot(self) -> Inputs:
+        """The same values, in memory that the caller can't write to."""
+        sources: dict[int, Source] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                return snapshot(value)
+            if not isinstance(value, tuple):
+                return value
+            source, leaf = value
+            if id(source) not in sources:
+                sources[id(source)] = source.snapshot()
+            return sources[id(source)], leaf
+
+        return Inputs(self.plan, list(map(copied, self.values)))
+
     def server(self) -> dict[str, np.ndarray]:
         """The inputs that steps read whole, by name, as raw arrays."""
         return {
@@ -89,7 +111,7 @@ class Inputs:
         value, spec = self.values[index], self.plan.inputs[index]
         if isinstance(value, tuple):
             source, leaf = value
-            return members_of(source)[leaf]
+            return members_of(source, self.plan.x64, [leaf])[0]
         raw = raw_array(value)
         name = spec.server
         return raw if name is None else raw.astype(self.plan.values[name].dtype, copy=False)
@@ -113,7 +135,7 @@ class Inputs:
                     sources.append(self._source(value, spec, rows))
                 leaf = value[1] if isinstance(value, tuple) else 0
                 where[name] = numbers[key], leaf
-        return Reader(tuple(sources), where)
+        return Reader(tuple(sources), where, self.plan.x64)
 
     def streams(self) -> Streams | None:
         """The sources of unknown length, also those of which no step reads anything, if any."""
@@ -128,7 +150,7 @@ class Inputs:
             if spec.placed is not None:
                 number = next(i for i, other in enumerate(sources) if source is other)
                 where[spec.placed] = number, leaf
-        return Streams(tuple(sources), where) if sources else None
+        return Streams(tuple(sources), where, self.plan.x64) if sources else None
 
     def _source(self, value: Any, spec: Input, rows: int) -> Source:
         """An input with so many of its rows in one member."""

@@ -168,8 +168,9 @@ def python_function(key: str, body: Body) -> PythonFunction:
         raise WorkerError(
             f"{body.name}: it runs as Python ({python.reason}), but this process stages the "
             "function to another program than the launching process. Let the function depend on "
-            "its arguments and closure alone, and have the same versions of your modules on the "
-            f"workers; or take out what runs as Python, see {WITHOUT}"
+            "its arguments and closure alone, do not change what it closes over after its first "
+            "run, and have the same versions of your modules on the workers; or take out what runs "
+            f"as Python, see {WITHOUT}"
         )
     return found.function
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from beamjax import _compat
+from beamjax.canonical import check_members
 from beamjax.chunks import check_count, checked_chunks
 from beamjax.errors import SourceError
 from beamjax.options import Options
@@ -55,7 +58,9 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
     Raises:
       SourceError: it can't be read or has no member, or a file can't be written.
     """
-    chunks = (chunk for piece in range(source.pieces) for chunk in checked_chunks(source, piece))
+    leaves, x64 = range(len(source.leaves)), bool(_compat.config.jax_enable_x64)
+    pieces = (checked_chunks(source, piece, leaves, x64) for piece in range(source.pieces))
+    chunks = itertools.chain.from_iterable(pieces)
     paths, count = _written(source, chunks, folder)
     check_count(source, count)
     return NpySource(paths, source.leaves, count, source.treedef)
@@ -67,8 +72,18 @@ def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
     Raises:
       SourceError: it can't be read, or a file can't be written.
     """
-    paths, count = _written(source, blocks_in_order(source), folder)
+    paths, count = _written(source, _checked_blocks(source), folder)
     return NpySource(paths, source.leaves, count, source.treedef)
+
+
+def _checked_blocks(source: Source) -> Iterator[list[np.ndarray]]:
+    """The same as `blocks_in_order`; values that do not fit are refused where they come from."""
+    start, x64 = 0, bool(_compat.config.jax_enable_x64)
+    for arrays in blocks_in_order(source):
+        for leaf, array in enumerate(arrays):
+            check_members(source, leaf, array, start, x64)
+        start += len(arrays[0])
+        yield arrays
 
 
 def blocks_in_order(source: Source) -> Iterator[list[np.ndarray]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from beamjax import execution
+from beamjax import _compat, execution
 from beamjax.bodies import unwrap, wrap
 from beamjax.call_checks import by_position
 from beamjax.chunks import members_of
@@ -210,7 +210,7 @@ def _whole(arguments: Sequence[Argument]) -> list[Any]:
             values.append(source)
             continue
         if id(source) not in read:
-            read[id(source)] = members_of(source)
+            read[id(source)] = members_of(source, bool(_compat.config.jax_enable_x64))
         raw = jnp.asarray(read[id(source)][argument.leaf])
         values.append(wrap(raw, source.leaves[argument.leaf].key_impl))
     return values

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
@@ -20,6 +21,7 @@ from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.unknown import explained
 from beamjax.leaves import name_of
 from beamjax.placements import observe
+from beamjax.snapshots import is_immutable
 from beamjax.sources.source_base import Source, StreamSource
 
 
@@ -225,6 +227,8 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
                 raise
             raise told from error
     refuse_tracers("run", fn, {"a value that the function closes over": closed.consts})
+    # As under jit, arrays that `fn` closes over have the values that they have now.
+    closed = _compat.with_constants(closed, _kept_value)
     return Staged(name_of(fn), closed, out_tree, tuple(placements))
 
 
@@ -235,6 +239,10 @@ def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
             f"beamjax traces all arguments of {name_of(fn)}, as jax.jit does. Bind a value that "
             f"Python needs with functools.partial({name_of(fn)}, ...) instead of passing it."
         )
+
+
+def _kept_value(array: np.ndarray) -> np.ndarray:
+    return array if is_immutable(array) else _compat.copied_constant(array)
 
 
 def declared_sizes(

@@ -372,7 +372,8 @@ class Graph:
     def _sources(self, where: Mapping[str, tuple[int, int]]) -> Sources:
         used = sorted({source for source, _ in where.values()})
         specs = tuple(self.inputs.sources.specs[i] for i in used)
-        return Sources(specs, {name: (used.index(i), leaf) for name, (i, leaf) in where.items()})
+        numbers = {name: (used.index(i), leaf) for name, (i, leaf) in where.items()}
+        return Sources(specs, numbers, self.plan.x64)
 
 
 def _side_inputs(environments: Iterable[beam.PCollection]) -> list[Any]:

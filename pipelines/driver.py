@@ -351,7 +351,7 @@ class Driver:
             key = json.dumps(value.spec, sort_keys=True)
             specs.setdefault(key, value.spec)
             where[name] = list(specs).index(key), value.leaf
-        return build.Inputs(static, Sources(tuple(specs.values()), where))
+        return build.Inputs(static, Sources(tuple(specs.values()), where, self.plan.x64))
 
     def _sweep(self) -> None:
         """Removes what earlier pipelines left in the store and nobody needs."""

@@ -53,7 +53,7 @@ def _kept(
     plan = replace(
         plan, inputs=(), steps=(), outputs=(Output(value=name),), constants=(), bodies={}
     )
-    inputs = build.Inputs({}, Sources((value.spec,), {name: (0, value.leaf)}))
+    inputs = build.Inputs({}, Sources((value.spec,), {name: (0, value.leaf)}, plan.x64))
     writer = replace(launcher, results=results)
     made = writer.run(plan, inputs, f"keep-{name}")[name]
     assert isinstance(made, Placed)

@@ -33,6 +33,9 @@ class MembersSource(MemberFiles, kind="members"):
 
     suffix = SUFFIX
 
+    def wraps(self, leaf: int) -> bool:
+        return True  # they were checked when they were written
+
     def load(self, path: str) -> np.ndarray:
         (array,) = decode_arrays(files.read(path))[0]
         return array
@@ -81,6 +84,11 @@ class EntrySource(Source, kind="entry"):
     def from_spec(cls, spec: dict[str, Any]) -> EntrySource:
         return cls(field(spec, "base", dict), natural(spec["index"]))
 
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        if self._cuts(self.source.leaves[leaf]):
+            index = (index[0], self.index, *index[1:])
+        return self.source, leaf, index
+
     def _cuts(self, leaf: LeafSpec) -> bool:
         return bool(leaf.shape) and self.index < leaf.shape[0]
 
@@ -119,6 +127,11 @@ class StackedSource(Source, kind="stacked"):
                 f"{self.path}: found a stack of {types!r:.200}, expected {self.leaf}"
             )
         return entries
+
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        member, entry, *rest = index
+        source, number = self.entries[entry]
+        return source, number, (member, *rest)
 
     @staticmethod
     def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:

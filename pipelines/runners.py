@@ -118,7 +118,8 @@ def _run_one_pass(
     streams = inputs.streams()
     assert streams is not None
     with opened_streams(streams.sources, launcher.connection.shared) as specs:
-        bound = build.Inputs(static, sources, streams=Sources(specs, dict(streams.where)))
+        read = Sources(specs, dict(streams.where), plan.x64)
+        bound = build.Inputs(static, sources, streams=read)
         return fetched(launcher.run(plan, bound, "result"), plan, launcher, results)
 
 
@@ -228,12 +229,12 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
             tokens.append(register(source))
             specs.append(live_spec(tokens[-1]))
         elif uploads.stays_here(source, store):
-            specs += [leaf.to_spec() for leaf in uploads.upload(source, store)]
+            specs += [leaf.to_spec() for leaf in uploads.upload(source, store, reader.x64)]
             leaves[-1] = [(first + leaf, 0) for leaf in range(count)]
         else:
             specs.append(source.spilled(f"{store.root}/source-{number}").to_spec())
     where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
-    return Sources(tuple(specs), where), tokens
+    return Sources(tuple(specs), where, reader.x64), tokens
 
 
 def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:

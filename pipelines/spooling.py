@@ -16,6 +16,7 @@ import apache_beam as beam
 import numpy as np
 from apache_beam import typehints
 
+from beamjax import _compat
 from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
@@ -93,10 +94,10 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
     pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
     if not pieces:
         return
-    shared = connection.shared
+    shared, x64 = connection.shared, bool(_compat.config.jax_enable_x64)
     with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
         dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
-        dealt | "Read members" >> beam.ParDo(WritePieces(store, specs))
+        dealt | "Read members" >> beam.ParDo(WritePieces(store, specs, x64))
         run_steps(pipeline, connection, store, ["Read members"])
 
 
@@ -108,13 +109,15 @@ class WritePieces(StepFn):
     Args:
       store: where to write.
       specs: of the sources.
+      x64: whether JAX computes with 64-bit types.
     """
 
     yields = typehints.Any
 
-    def __init__(self, store: Store, specs: tuple[dict[str, Any], ...]):
+    def __init__(self, store: Store, specs: tuple[dict[str, Any], ...], x64: bool):
         self.store = store
         self.specs = specs
+        self.x64 = x64
 
     def process(self, element: tuple[int, int]) -> None:
         number, piece = element
@@ -123,7 +126,8 @@ class WritePieces(StepFn):
         stem = f"stream-{number}-{piece}-{uuid.uuid4().hex}"
         parts: list[Part] = []
         size = max(FILE_BYTES // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
-        for count, arrays in blocks_of(source, size, range(len(source.leaves)), [piece]):
+        leaves = range(len(source.leaves))
+        for count, arrays in blocks_of(source, size, leaves, self.x64, [piece]):
             name = f"{stem}-{len(parts)}{SUFFIX}"
             self.store.write(name, encode_arrays(arrays))
             parts.append((name, count))

@@ -42,7 +42,7 @@ class ReadStreams(StepFn):
     def process(self, element: Any) -> Iterator[Block]:
         reader = self.sources.open()
         streams = tuple(source for source in reader.sources if isinstance(source, StreamSource))
-        for block in Streams(streams, reader.where).blocks(self.size):
+        for block in Streams(streams, reader.where, reader.x64).blocks(self.size):
             yield whole(Block(block.start, block.count, self.size, block.values), self.store)
 
 

@@ -173,10 +173,12 @@ class Sources:
 
     specs: tuple[dict[str, Any], ...]
     where: Mapping[str, tuple[int, int]]
+    x64: bool
+    """Whether the plan computes with 64-bit types."""
 
     def open(self) -> Reader:
         """A reader of them in this process."""
-        return Reader(tuple(map(open_spec, self.specs)), self.where)
+        return Reader(tuple(map(open_spec, self.specs)), self.where, self.x64)
 
 
 class StepFn(beam.DoFn):

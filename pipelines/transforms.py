@@ -95,7 +95,7 @@ class PlanTransform(beam.PTransform):
             specs, tokens = stream_specs(streams.sources, shared)
             for token in tokens:
                 weakref.finalize(pipeline, release, token)
-            bound.streams = Sources(specs, dict(streams.where))
+            bound.streams = Sources(specs, dict(streams.where), self.plan.x64)
         graph = build.Graph(pipeline, self.plan, bound, store, connection)
         graph.build()
         leaves = [self._output(graph, i, output) for i, output in enumerate(self.plan.outputs)]

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 
 from beamjax.arrays import encode_arrays
+from beamjax.canonical import check_members
 from beamjax.pipelines import files
 from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.store import Store
@@ -23,14 +24,20 @@ def stays_here(source: Source, store: Store) -> bool:
     return files.is_url(store.root) and source.is_local
 
 
-def upload(source: Source, store: Store) -> list[MembersSource]:
+def upload(source: Source, store: Store, x64: bool) -> list[MembersSource]:
     """Writes all members of a source to a store.
+
+    Args:
+      source: to be read.
+      store: to be written to.
+      x64: whether JAX computes with 64-bit types.
 
     Returns:
       A source for each leaf.
 
     Raises:
-      SourceError: they can't be read, or written.
+      SourceError: they can't be read, or written, or an integer does not fit the dtype that JAX
+        has for it.
     """
     if isinstance(source, ShortSource):  # Files hold members of one shape.
         (source,) = source.inner
@@ -39,6 +46,7 @@ def upload(source: Source, store: Store) -> list[MembersSource]:
     parts = list(_parts(len(source), width))
     for start, count in parts:
         for number, array in enumerate(source.read(start, start + count)):
+            check_members(source, number, array, start, x64)
             name = MembersSource.file_name(f"{stem}-{number}", start, count)
             store.write(name, encode_arrays([array], {}))
     return [

@@ -15,7 +15,7 @@ def test_members_and_tree():
     source = stream(tree)
     assert source.treedef == jax.tree.structure(tree)
     assert [str(leaf) for leaf in source.leaves] == ["int8[]", "float64[2]"]
-    for found, expected in zip(members_of(source), jax.tree.leaves(tree), strict=True):
+    for found, expected in zip(members_of(source, True), jax.tree.leaves(tree), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert "in chunks from" in repr(source)
 
@@ -29,7 +29,7 @@ def test_the_type_of_a_member_may_be_given():
 
     source = bj.from_chunks(rows, jax.ShapeDtypeStruct((3,), "float32"))
     assert not calls
-    assert members_of(source)[0].shape == (2, 3)
+    assert members_of(source, True)[0].shape == (2, 3)
 
 
 def test_typed_keys():
@@ -40,7 +40,7 @@ def test_typed_keys():
     ]
     for source in sources:
         assert source.leaves[0].key_impl == "threefry2x32"
-        np.testing.assert_array_equal(members_of(source)[0], jax.random.key_data(keys))
+        np.testing.assert_array_equal(members_of(source, True)[0], jax.random.key_data(keys))
 
 
 def test_what_is_no_function():
@@ -74,7 +74,7 @@ def test_nothing_to_read():
 def test_chunks_that_differ(later, message):
     source = bj.from_chunks(lambda: [{"x": np.ones(2)}, later])
     with pytest.raises(SourceError, match=message):
-        members_of(source)
+        members_of(source, True)
 
 
 def test_it_is_not_pickled():

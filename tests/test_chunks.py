@@ -46,7 +46,7 @@ class Given(StreamSource):
 @settings(deadline=None, max_examples=60)
 def test_blocks_have_the_members_in_order(n, sizes, size):
     tree = {"k": np.arange(n), "x": np.arange(2.0 * n).reshape(n, 2)}
-    found = list(blocks_of(stream(tree, sizes), size, [1, 0]))
+    found = list(blocks_of(stream(tree, sizes), size, [1, 0], True))
     assert [count for count, _ in found] == [min(size, n - i) for i in range(0, n, size)]
     for name, arrays in zip(("x", "k"), zip(*(a for _, a in found), strict=True), strict=True):
         whole = np.concatenate(arrays)
@@ -61,23 +61,23 @@ def test_a_buffer_may_be_used_again():
             buffer[:] = i
             yield [buffer]
 
-    blocks = list(blocks_of(Given(chunks()), 5, [0]))
+    blocks = list(blocks_of(Given(chunks()), 5, [0], True))
     expected = np.repeat(np.arange(4), 3)
     np.testing.assert_array_equal(np.concatenate([a[0][:, 0] for _, a in blocks]), expected)
 
 
 def test_pieces_follow_each_other():
-    assert members_of(Numbers([3, 0, 2, 1]))[0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert members_of(from_arrays(np.arange(3)))[0].tolist() == [0, 1, 2]
+    assert members_of(Numbers([3, 0, 2, 1]), True)[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert members_of(from_arrays(np.arange(3)), True)[0].tolist() == [0, 1, 2]
 
 
 def test_other_byte_orders_and_small_floats():
     source = Given([[np.ones((2, 2), ">f4")], [np.zeros((1, 2), "<f4")]])
-    (array,) = members_of(source)
+    (array,) = members_of(source, True)
     assert array.dtype == np.dtype("float32")
     assert array.sum() == 4
     leaf = LeafSpec((), np.dtype(ml_dtypes.bfloat16))
-    (array,) = members_of(Given([[np.ones(3, ml_dtypes.bfloat16)]], (leaf,)))
+    (array,) = members_of(Given([[np.ones(3, ml_dtypes.bfloat16)]], (leaf,)), True)
     assert array.dtype == ml_dtypes.bfloat16
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_chunk(chunk, leaves, message):
     leaves = leaves or X
     good = [np.zeros((1, *leaf.shape), leaf.dtype) for leaf in leaves]
     with pytest.raises(SourceError, match=message):
-        list(checked_chunks(Given([good, chunk], leaves), 0))
+        list(checked_chunks(Given([good, chunk], leaves), 0, [0], True))
 
 
 def test_errors_of_the_reading_say_where():
@@ -108,20 +108,20 @@ def test_errors_of_the_reading_say_where():
         raise OSError("connection lost")
 
     with pytest.raises(SourceError, match=r"chunk 1: cannot be read \(OSError: connection lost\)"):
-        list(checked_chunks(Given(chunks()), 0))
+        list(checked_chunks(Given(chunks()), 0, [0], True))
 
 
 def test_no_members():
     with pytest.raises(SourceError, match="found no member, expected at least one"):
-        list(Streams((Given([]),), {"x": (0, 0)}).blocks(8))
+        list(Streams((Given([]),), {"x": (0, 0)}, True).blocks(8))
     with pytest.raises(SourceError, match="found no member"):
-        members_of(Given([[np.zeros((0, 2), "f4")]]))
+        members_of(Given([[np.zeros((0, 2), "f4")]]), True)
 
 
 @pytest.mark.parametrize("lengths", [(20, 17), (17, 20), (16, 17), (8, 16)])
 def test_sources_side_by_side_have_the_same_length(lengths):
     sources = tuple(stream(np.arange(n)) for n in lengths)
-    streams = Streams(sources, {"a": (0, 0), "b": (1, 0)})
+    streams = Streams(sources, {"a": (0, 0), "b": (1, 0)}, True)
     with pytest.raises(SourceError, match=rf"has {min(lengths)} members, but .* or more") as caught:
         list(streams.blocks(8))
     assert len(re.findall("ChunkSource", str(caught.value))) == 2
@@ -129,7 +129,7 @@ def test_sources_side_by_side_have_the_same_length(lengths):
 
 def test_sources_side_by_side():
     a, b = np.arange(20), np.arange(20.0)
-    streams = Streams((stream(a, [1]), stream(b, [7])), {"a": (0, 0), "b": (1, 0)})
+    streams = Streams((stream(a, [1]), stream(b, [7])), {"a": (0, 0), "b": (1, 0)}, True)
     for block in streams.blocks(8):
         stop = block.start + block.count
         np.testing.assert_array_equal(block.values["a"], a[block.start : stop])

@@ -161,7 +161,7 @@ def test_members_are_gathered_along_their_axis(tmp_path):
         values = x[start : start + 8]
         found += parts.process(Block(start, len(values), 8, {"y": values}))
     token = register(from_arrays(x))
-    reading = PartsOfSource(store, Sources((live_spec(token),), {"y": (0, 0)}), step, 20, 8)
+    reading = PartsOfSource(store, Sources((live_spec(token),), {"y": (0, 0)}, False), step, 20, 8)
     reading.setup()
     read = [part for range_ in [(2, 3), (0, 2)] for part in reading.process(range_)]
     release(token)

@@ -95,6 +95,6 @@ def test_a_source_that_gives_too_few_members():
             return super().read(start, stop - 1)
 
     plain = bj.from_arrays(X)
-    reader = Reader((Short(plain._arrays, plain.leaves, plain.treedef),), {"x": (0, 0)})
+    reader = Reader((Short(plain._arrays, plain.leaves, plain.treedef),), {"x": (0, 0)}, False)
     with pytest.raises(SourceError, match="asked for members 8 to 15, found 7 of them"):
         reader.read(["x"], 8, 16)

@@ -32,9 +32,9 @@ def test_patterns_and_lists(tmp_path, packed, monkeypatch):
     for paths in (str(tmp_path / f"x-*{end}"), [tmp_path / f"x-{i}{end}" for i in range(4)]):
         source = bj.from_npy_parts(paths)
         assert source.pieces == 4
-        np.testing.assert_array_equal(members_of(source)[0], X)
+        np.testing.assert_array_equal(members_of(source, True)[0], X)
         again = open_spec(json.loads(json.dumps(source.to_spec())))
-        np.testing.assert_array_equal(members_of(again)[0], X)
+        np.testing.assert_array_equal(members_of(again, True)[0], X)
     assert "3 more" in repr(source)
 
 
@@ -42,7 +42,7 @@ def test_trees(tmp_path):
     write(tmp_path, "x", X)
     write(tmp_path, "k", np.arange(23))
     source = bj.from_npy_parts({"x": str(tmp_path / "x-*"), "k": str(tmp_path / "k-*")})
-    k, x = members_of(source)
+    k, x = members_of(source, True)
     np.testing.assert_array_equal(k, np.arange(23))
     np.testing.assert_array_equal(x, X)
 
@@ -53,7 +53,7 @@ def test_leaves_of_different_length(tmp_path):
     tree = {"x": str(tmp_path / "x-*"), "k": str(tmp_path / "k-*")}
     np.save(tmp_path / "k-2.npy", np.arange(14))
     with pytest.raises(SourceError, match=r"k-2.npy, .*x-2.npy: found different numbers of rows"):
-        members_of(bj.from_npy_parts(tree))
+        members_of(bj.from_npy_parts(tree), True)
     (tmp_path / "k-3.npy").unlink()
     with pytest.raises(StructureError, match=r"\['x'\]: found 4 files, expected 3"):
         bj.from_npy_parts(tree)
@@ -87,11 +87,11 @@ def test_a_file_that_ends_too_early(tmp_path, packed):
     path.write_bytes(gzip.compress(data)[:-12] if packed else data[:-12])
     source = bj.from_npy_parts([path])
     with pytest.raises(SourceError, match=r"x.npy.*(ends in row 21|cannot read)"):
-        members_of(source)
+        members_of(source, True)
 
 
 def test_later_files_of_another_type(tmp_path):
     write(tmp_path, "x", X)
     np.save(tmp_path / "x-2.npy", X.astype(np.float64))
     with pytest.raises(SourceError, match=r"piece 2, chunk 0.*float64.*expected rows of float32"):
-        members_of(bj.from_npy_parts(str(tmp_path / "x-*")))
+        members_of(bj.from_npy_parts(str(tmp_path / "x-*")), True)

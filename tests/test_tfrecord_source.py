@@ -84,7 +84,7 @@ def test_files_that_beam_writes(tmp_path):
         )
     keys = np.argsort(TREE["label"])
     for pattern in ("x-*", "z-*"):
-        found = members_of(bj.from_tfrecord(str(tmp_path / pattern), FEATURES))
+        found = members_of(bj.from_tfrecord(str(tmp_path / pattern), FEATURES), True)
         order = np.argsort(found[1])
         expected = [TREE[name][keys] for name in sorted(TREE)]
         assert_reads([array[order] for array in found], expected)
@@ -153,10 +153,10 @@ def check_stream(source):
     assert source.pieces == len(CUTS)
     assert source.treedef == jax.tree.structure(TREE)
     expected = [TREE[name] for name in sorted(TREE)]
-    assert_reads(members_of(source), expected)
+    assert_reads(members_of(source, True), expected)
     again = open_spec(json.loads(json.dumps(source.to_spec())))
     assert again.to_spec() == source.to_spec()
-    assert_reads(members_of(again), expected)
+    assert_reads(members_of(again, True), expected)
 
 
 def test_workers_elsewhere(files, tmp_path):
@@ -225,7 +225,7 @@ def test_damaged_files(damage, good, packed, tmp_path):
     data = GOOD * good + data
     path.write_bytes(gzip.compress(data) if packed else data)
     with pytest.raises(SourceError, match=rf"x.tfrecord.*, record {good}.*{message}"):
-        members_of(bj.from_tfrecord(path, {"x": jax.ShapeDtypeStruct((), "float32")}))
+        members_of(bj.from_tfrecord(path, {"x": jax.ShapeDtypeStruct((), "float32")}), True)
 
 
 def test_damage_is_found_in_what_is_read_only(tmp_path):
@@ -242,7 +242,7 @@ def test_a_compressed_file_that_is_cut_off(tmp_path):
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(GOOD * 2)[:-4])
     with pytest.raises(SourceError, match=r"x.gz: cannot read \(EOFError"):
-        members_of(bj.from_tfrecord(path))
+        members_of(bj.from_tfrecord(path), True)
     path.write_bytes(b"no gzip")
     with pytest.raises(SourceError, match=r"x.gz: cannot read \(BadGzipFile"):
         bj.from_tfrecord(path)
@@ -256,10 +256,10 @@ def test_files_that_change(end, tmp_path):
     source = bj.from_tfrecord(path)
     path.write_bytes(pack(GOOD * 3))
     with pytest.raises(SourceError, match="the file was changed after the source was made"):
-        members_of(source)
+        members_of(source, True)
     path.unlink()
     with pytest.raises(SourceError, match="is not there"):
-        members_of(source)
+        members_of(source, True)
 
 
 def test_no_files_and_no_records(tmp_path):

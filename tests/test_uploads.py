@@ -28,7 +28,7 @@ def store():
 def test_members_come_back(file_bytes, store, monkeypatch):
     monkeypatch.setattr(uploads, "FILE_BYTES", file_bytes)
     tree = {"x": X, "y": np.arange(N, dtype=ml_dtypes.bfloat16)}
-    leaves = [open_spec(s.to_spec()) for s in uploads.upload(bj.from_arrays(tree), store)]
+    leaves = [open_spec(s.to_spec()) for s in uploads.upload(bj.from_arrays(tree), store, True)]
     for leaf, expected in zip(leaves, (tree["x"], tree["y"]), strict=True):
         for start, stop in ((0, N), (0, 1), (17, 40), (N - 1, N)):
             (found,) = leaf.read(start, stop)
@@ -41,7 +41,7 @@ def test_only_what_is_on_this_machine_is_written(store, tmp_path):
     arrays = bj.from_arrays(X)
     np.save(tmp_path / "x.npy", X)
     npy = bj.from_npy(str(tmp_path / "x.npy"))
-    (uploaded,) = uploads.upload(npy, store)
+    (uploaded,) = uploads.upload(npy, store, True)
     assert uploads.stays_here(arrays, store)
     assert uploads.stays_here(npy, store)
     assert uploads.stays_here(grouped(npy, 5), store)
@@ -118,6 +118,6 @@ def test_all_kinds_of_local_files_are_written(store, tmp_path):
     ]
     for source in sources:
         assert uploads.stays_here(source, store), source
-        (leaf, *_) = uploads.upload(source, store)
+        (leaf, *_) = uploads.upload(source, store, True)
         assert leaf.read(0, 1)[0].tobytes() == source.read(0, 1)[0].tobytes()
     assert not uploads.stays_here(bj.from_range(3), store)

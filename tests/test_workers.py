@@ -72,7 +72,7 @@ def first_pass(plan, store, token):
     static = dict.fromkeys(step.broadcasts, W)
     fn = MapShards(
         task_for(plan, step, store, **static),
-        Sources((live_spec(token),), {operand: (0, 0)}),
+        Sources((live_spec(token),), {operand: (0, 0)}, False),
         {}, (), "exact",
     )  # fmt: skip
     fn.setup()
@@ -154,7 +154,11 @@ def test_blocks_carry_values_to_the_next_pass(plan, store, token):
     mean = np.ones(3, np.float32)
     (broadcast,) = second.broadcasts
     fn = MapShards(
-        task_for(plan, second, store), Sources((live_spec(token),), {x: (0, 0)}), {}, (), "exact"
+        task_for(plan, second, store),
+        Sources((live_spec(token),), {x: (0, 0)}, False),
+        {},
+        (),
+        "exact",
     )
     fn.setup()
     _, partials = run_bundle(fn, blocks, Environment({broadcast: store.put([mean])}))
@@ -166,7 +170,7 @@ def test_server_values_that_are_read_by_shards(plan, store):
     step = steps(plan, Map)[0]
     (operand,) = step.operands
     task = task_for(plan, step, store, **dict.fromkeys(step.broadcasts, W), table=X.T)
-    fn = MapShards(task, Sources((), {}), {operand: ("table", 1)}, (), "exact")
+    fn = MapShards(task, Sources((), {}, False), {operand: ("table", 1)}, (), "exact")
     fn.setup()
     blocks, _ = run_bundle(fn, [(0, 3)])
     found = np.concatenate([block.values[step.results[0]] for block in blocks])

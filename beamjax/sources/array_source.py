@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
+from beamjax.snapshots import snapshot
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -49,7 +50,15 @@ class ArraySource(HoldsLeaves, kind="array"):
         self._arrays: tuple[np.ndarray, ...] = tuple(arrays)
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All members of each leaf, in any byte order; those of typed keys as their data."""
+        return self._arrays
+
+    @property
     def is_live(self) -> bool:
+        return True
+
+    def wraps(self, leaf: int) -> bool:
         return True
 
     def __len__(self) -> int:
@@ -74,7 +83,14 @@ class ArraySource(HoldsLeaves, kind="array"):
         raise SourceError(f"a source in memory has no spec; found {spec!r:.200}.")
 
     def spilled(self, folder: str) -> NpySource:
-        return self.spill(folder)
+        source = self.spill(folder)
+        return NpySource(source.files, self._leaves, len(self), self._treedef, wraps=True)
+
+    def snapshot(self) -> ArraySource:
+        arrays = list(map(snapshot, self._arrays))
+        if all(new is old for new, old in zip(arrays, self._arrays, strict=True)):
+            return self
+        return ArraySource(arrays, self._leaves, self._treedef)
 
     def spill(self, folder: str | os.PathLike[str]) -> NpySource:
         """Writes the arrays as .npy files, from which any process can read them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +47,13 @@ class GroupedSource(Source, kind="grouped"):
     def inner(self) -> tuple[Source, ...]:
         return (self._source,)
 
-    def spilled(self, folder: str) -> GroupedSource:
-        return GroupedSource(self._source.spilled(folder), self._rows)
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        member, row, *rest = index
+        return self._source, leaf, (member * self._rows + row, *rest)
+
+    def with_inner(self, inner: Sequence[Source]) -> GroupedSource:
+        (source,) = inner
+        return GroupedSource(source, self._rows)
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:

@@ -52,9 +52,8 @@ class TwoTables(Source, kind="two-tables"):
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self._tables)
 
-    def spilled(self, folder: str) -> TwoTables:
-        left, right = (table.spilled(f"{folder}/{i}") for i, table in enumerate(self._tables))
-        return TwoTables(left, right)
+    def with_inner(self, inner: Sequence[Source]) -> TwoTables:
+        return TwoTables(*inner)
 
     def __len__(self) -> int:
         return sum(map(len, self._tables))

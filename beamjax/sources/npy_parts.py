@@ -22,6 +22,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     StreamSource,
     describe_source,
+    row_text,
 )
 
 CHUNK_BYTES = 1 << 22
@@ -62,6 +63,9 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
                     "the files of all leaves."
                 )
             yield parts
+
+    def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
+        return f"{self._files[leaf][piece]}, {row_text(index)}"
 
     def describe(self) -> str:
         more = f" and {self.pieces - 1} more" if self.pieces > 1 else ""

@@ -31,6 +31,7 @@ from beamjax.sources.source_base import (
     describe_source,
     field,
     natural,
+    row_text,
 )
 from beamjax.stored_dtypes import FLOAT0
 
@@ -48,6 +49,7 @@ class NpySource(HoldsLeaves, kind="npy"):
         size: int,
         treedef: PyTreeDef | None = None,
         stamps: Stamps = None,
+        wraps: bool = False,
     ) -> None:
         """Use `from_npy`, which takes the rest from the files.
 
@@ -58,8 +60,10 @@ class NpySource(HoldsLeaves, kind="npy"):
             size: the number of members.
             treedef: the tree that they form; a tuple by default.
             stamps: each file as it must be; None for files that nobody else writes.
+            wraps: whether the files stand for arrays in memory, see `Source.wraps`.
         """
         super().__init__(leaves, treedef)
+        self._wraps = wraps
         self._files: tuple[str, ...] = tuple(files)
         self._size = size
         self._stamps = stamps
@@ -89,6 +93,12 @@ class NpySource(HoldsLeaves, kind="npy"):
             for file, leaf in zip(self._files, self._leaves, strict=True)
         ]
 
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        return f"{self._files[leaf]}, {row_text(index)}"
+
+    def wraps(self, leaf: int) -> bool:
+        return self._wraps
+
     def describe(self) -> str:
         first, *rest = self._files
         more = f" and {len(rest)} more" if rest else ""
@@ -105,13 +115,15 @@ class NpySource(HoldsLeaves, kind="npy"):
             "leaves": leaves,
             "size": self._size,
             "stamps": _stamps_to_json(self._stamps),
+            "wraps": self._wraps,
         }
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> NpySource:
         leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
         files, stamps = [str(file) for file in spec["files"]], _stamps_of(spec)
-        return cls(files, leaves, natural(spec["size"]), stamps=stamps)
+        wraps = field(spec, "wraps", bool)
+        return cls(files, leaves, natural(spec["size"]), stamps=stamps, wraps=wraps)
 
 
 class NpySeries(HoldsLeaves, kind="npy-series"):
@@ -158,6 +170,11 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
 
             found += read_blocks([leaf], blocks_of(ends, start, stop), load, start, stop)
         return found
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        number = int(np.searchsorted(self._ends[leaf], index[0], side="right")) - 1
+        row = index[0] - int(self._ends[leaf][number])
+        return f"{self._files[leaf][number][0]}, {row_text((row, *index[1:]))}"
 
     def check_files(self) -> None:
         """SourceError unless each file is there, and holds what it must."""

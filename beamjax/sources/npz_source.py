@@ -5,6 +5,7 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 import os
@@ -28,6 +29,7 @@ from beamjax.sources.source_base import (
     describe_source,
     field,
     natural,
+    row_text,
 )
 
 _EXPECTED = "an .npz file of np.savez"
@@ -111,6 +113,10 @@ class NpzSource(HoldsLeaves, kind="npz"):
             )
         order: Literal["F", "C"] = "F" if array.in_columns else "C"
         return np.ndarray(shape, array.dtype, data, array.offset, order=order)
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        name = ast.literal_eval(self._leaves[leaf].path[1:-1])
+        return f"{self._file.path}, array {name!r}, {row_text(index)}"
 
     def describe(self) -> str:
         return describe_source(self, f"in {self._file.path}")

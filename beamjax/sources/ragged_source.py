@@ -84,8 +84,15 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
     def inner(self) -> tuple[Source, ...]:
         return self._rows, self._ends
 
-    def spilled(self, folder: str) -> RaggedSource:
-        rows, ends = self._rows.spilled(folder), self._ends.spilled(folder)
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        if leaf == self._mask_at:
+            return self, leaf, index
+        member, row, *rest = index
+        first = int(self._bounds(member, member + 1)[0])
+        return self._rows, leaf - (leaf > self._mask_at), (first + row, *rest)
+
+    def with_inner(self, inner: Sequence[Source]) -> RaggedSource:
+        rows, ends = inner
         return RaggedSource(rows, ends, self._buckets, self._mask_at, self._treedef)
 
     def rows_of(self, start: int, stop: int) -> np.ndarray:
@@ -191,8 +198,11 @@ class ShortSource(Source, kind="short"):
     def inner(self) -> tuple[Source, ...]:
         return (self._source,)
 
-    def spilled(self, folder: str) -> ShortSource:
-        return ShortSource(self._source.spilled(folder))
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        return self._source, leaf, index
+
+    def with_inner(self, inner: Sequence[Source]) -> ShortSource:
+        return ShortSource(*inner)
 
     def __len__(self) -> int:
         return len(self._source)

@@ -25,6 +25,7 @@ from beamjax.sources.source_base import (
     describe_source,
     field,
     natural,
+    row_text,
 )
 
 WHO = "from_random_access"
@@ -109,6 +110,10 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
                 f"{self._size} as when the source was made; a dataset must not change."
             )
         return dataset
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        path = self._leaves[leaf].path
+        return f"{WHO}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
 
     def describe(self) -> str:
         opener = self._dataset

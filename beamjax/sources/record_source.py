@@ -76,6 +76,9 @@ class RecordSource(HoldsLeaves):
             number += 1
         return self._parser.parse(records, lambda place: self._where(start + place))
 
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        return f"{self._where(index[0])}, feature {self._names[leaf]!r}"
+
     def describe(self) -> str:
         return describe_source(self, files_for_people([file for file, _ in self._files]))
 

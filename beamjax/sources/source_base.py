@@ -149,6 +149,44 @@ class Source(abc.ABC):
         """The sources that this one reads, if it is made of others."""
         return ()
 
+    def with_inner(self, inner: Sequence[Source]) -> Source:
+        """The same source over others with the same members, in the order of `inner`."""
+        return self
+
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        """Which source has a value: one of `inner`, or this one.
+
+        Args:
+            leaf: the number of the leaf.
+            index: of the value in the array of all members, the member first.
+
+        Returns:
+            The source, and the leaf and the index there.
+        """
+        return self, leaf, index
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        """Where a value is, for messages: its file, column and row, as far as they are known.
+
+        Args:
+            leaf: as for `origin`.
+            index: likewise.
+        """
+        source, number, at = self.origin(leaf, index)
+        if source is not self:
+            return source.where(number, at)
+        path = self.leaves[leaf].path
+        return f"{self.describe()}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
+
+    def wraps(self, leaf: int) -> bool:
+        """Whether integers of a leaf wrap where JAX has no 64 bits for them.
+
+        Those of arrays in memory do, as under `jax.jit`, and those in files of a run, which were
+        checked when they were written. All others are refused.
+        """
+        source, number, _ = self.origin(leaf, (0,) * (1 + len(self.leaves[leaf].shape)))
+        return source is not self and source.wraps(number)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of the members that are decoded together, to read any of them; 0 if none is."""
@@ -160,7 +198,18 @@ class Source(abc.ABC):
         Raises:
             SourceError: a file cannot be written.
         """
-        return self
+        parts = [source.spilled(f"{folder}/{i}") for i, source in enumerate(self.inner)]
+        return self.with_inner(parts) if parts else self
+
+    def snapshot(self) -> Source:
+        """The same members, without memory that the caller can still write to.
+
+        Arrays are copied unless they are read-only. An object or a function that gives members,
+        and files, are read later all the same.
+        """
+        parts = [source.snapshot() for source in self.inner]
+        pairs = zip(parts, self.inner, strict=True)
+        return self.with_inner(parts) if any(new is not old for new, old in pairs) else self
 
     @abc.abstractmethod
     def to_spec(self) -> dict[str, Any]:
@@ -266,6 +315,12 @@ class StreamSource(Source):
             before the next chunk is asked for, so a buffer may be used again.
         """
 
+    def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
+        """As `where`, with the number of the row in a piece."""
+        path, part = self.leaves[leaf].path, f"piece {piece}, " if self.pieces > 1 else ""
+        text = row_text(index)
+        return f"{self.describe()}, {part}{f'leaf {path}, ' if path else ''}{text}"
+
     def __len__(self) -> int:
         raise SourceError(
             f"{self!r}: its number of members is known only when all of them have been read; "
@@ -322,6 +377,11 @@ def natural(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < MAX_VALUES:
         raise TypeError(f"found {value!r:.80}, expected a number from {least}")
     return value
+
+
+def row_text(index: tuple[int, ...], name: str = "row") -> str:
+    """`row 3`, or `row 3, at [0, 2] of it`: where a value is in an array with rows."""
+    return f"{name} {index[0]}{f', at {list(index[1:])} of it' if len(index) > 1 else ''}"
 
 
 def describe_source(source: Source, where: str) -> str:

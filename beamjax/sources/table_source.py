@@ -168,6 +168,15 @@ class TableSource(BlockSource):
             parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
             return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        member, *rest = index
+        (block,) = BlockSource._blocks(self, member, member + 1)
+        file, number = self._place(block)
+        start, first = block.first, int(self._ends[block.number - number])
+        batch = Batch(file.file.path, self.batch_kind, number, 0, start - first)
+        item = f", at {rest} of it" if rest else ""
+        return f"{batch.at(self._columns[leaf], member - start)}{item}"
+
     def _decode(self, block: Block, start: int = 0, stop: int = MAX_VALUES) -> Arrays:
         """The members of a block that are in a range, all by default."""
         file, number = self._place(block)

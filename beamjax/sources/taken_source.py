@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,12 @@ class TakenSource(Source, kind="taken"):
         """int64[n]: which members of the other source they are, ascending."""
         return self._numbers.read(0, len(self))[0]
 
-    def spilled(self, folder: str) -> TakenSource:
-        return TakenSource(self._source.spilled(folder), self._numbers.spilled(folder))
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        (numbers,) = self._numbers.read(index[0], index[0] + 1)
+        return self._source, leaf, (int(numbers[0]), *index[1:])
+
+    def with_inner(self, inner: Sequence[Source]) -> TakenSource:
+        return TakenSource(*inner)
 
     def __len__(self) -> int:
         return len(self._numbers)

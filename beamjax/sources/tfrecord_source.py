@@ -121,6 +121,10 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
             yield self._parser.parse(records, functools.partial(_record_of, file, number))
         file.check()  # One that was cut between records meanwhile has a whole end.
 
+    def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
+        where = _record_of(self._files[piece], index[0], 0)
+        return f"{where}, feature {self._names[leaf]!r}"
+
     def describe(self) -> str:
         return describe_source(self, files_for_people(self._files))
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.errors import BeamjaxError, SourceError, StructureError
+from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.shared_cache import SharedCache
 from beamjax.sources.block_source import BLOCKS
+from beamjax.sources.cf_packing import Packing, packing_of, packing_text
 from beamjax.sources.data_files import DataFile, is_url, look, readable
 from beamjax.sources.leaf_checks import (
     check_sizes,
@@ -32,6 +33,7 @@ from beamjax.sources.source_base import (
     describe_source,
     field,
     natural,
+    row_text,
 )
 from beamjax.sources.zarr_chunks import ChunkFiles, chunk_files
 
@@ -51,6 +53,7 @@ class ZarrArray:
       token: of the source: what is kept of one is not used for another, since the files of chunks
         may change without that one.
       chunks: the files of a local folder, as they were; None in a .zip or at a URL.
+      packing: how its numbers are to be read; None if as they are.
     """
 
     store: str
@@ -59,6 +62,7 @@ class ZarrArray:
     metadata: DataFile | None
     token: str
     chunks: ChunkFiles | None = None
+    packing: Packing | None = None
 
     def identity(self) -> tuple[Any, list[str]]:
         """As of the source; of a URL the place, since nothing says whether chunks have changed."""
@@ -76,17 +80,19 @@ class ZarrArray:
         """Plain JSON values."""
         file = None if self.metadata is None else self.metadata.to_json()
         chunks = None if self.chunks is None else self.chunks.to_json()
-        return [self.store, self.name, self.rows, file, self.token, chunks]
+        packing = None if self.packing is None else self.packing.to_json()
+        return [self.store, self.name, self.rows, file, self.token, chunks, packing]
 
     @classmethod
     def from_json(cls, record: Any) -> ZarrArray:
         """Undoes `to_json`; TypeError or ValueError for anything else."""
-        store, name, rows, file, token, files = record
+        store, name, rows, file, token, files, packing = record
         if not all(type(text) is str for text in (store, name, token)) or "\0" in store + name:
             raise TypeError(f"found the array {record!r:.80}, expected names, rows and a file")
         known = None if file is None else DataFile.from_json(file)
         chunks = None if files is None else ChunkFiles.from_json(files)
-        return cls(store, name, natural(rows, 1), known, token, chunks)
+        packed = None if packing is None else Packing.from_json(packing)
+        return cls(store, name, natural(rows, 1), known, token, chunks, packed)
 
 
 class ZarrSource(HoldsLeaves, kind="zarr"):
@@ -135,19 +141,19 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         parts = []
         for low, high, whole in _spans(start, stop, array.rows, self._size):
             if whole:
-                parts.append(_rows(opened, array, low, high))
+                parts.append(_rows(opened, array, leaf, low, high))
                 continue
             first = low // array.rows * array.rows
-            chunk = self._chunk(opened, array, first)
+            chunk = self._chunk(opened, array, leaf, first)
             parts.append(chunk[low - first : high - first])
         found = parts[0] if len(parts) == 1 else np.concatenate(parts)
         found.flags.writeable = False
         return found
 
-    def _chunk(self, opened: Any, array: ZarrArray, first: int) -> np.ndarray:
+    def _chunk(self, opened: Any, array: ZarrArray, leaf: LeafSpec, first: int) -> np.ndarray:
         """The chunk that begins with a member, which others may need too."""
         last = min(first + array.rows, self._size)
-        load = lambda: [_rows(opened, array, first, last)]
+        load = lambda: [_rows(opened, array, leaf, first, last)]
         return BLOCKS.get((array, first), load, array)[0]
 
     def _opened(self, array: ZarrArray, leaf: LeafSpec) -> Any:
@@ -155,13 +161,17 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         if array.metadata is not None:
             array.metadata.check()
         opened = _ARRAYS.get(array, lambda: _open(array.store, array.name))
-        if opened.shape != (self._size, *leaf.shape) or native_dtype(opened.dtype) != leaf.dtype:
+        stored = leaf.dtype if array.packing is None else np.dtype(array.packing.stored)
+        if opened.shape != (self._size, *leaf.shape) or native_dtype(opened.dtype) != stored:
             raise SourceError(
-                f"{array}: found {opened.dtype}{list(opened.shape)}, expected {leaf.dtype}"
+                f"{array}: found {opened.dtype}{list(opened.shape)}, expected {stored}"
                 f"{[self._size, *leaf.shape]}; the array was changed after the source was made "
                 "from it."
             )
         return opened
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        return f"{self._arrays[leaf]}, {row_text(index)}"
 
     def describe(self) -> str:
         more = f" and {len(self._arrays) - 1} more" if len(self._arrays) > 1 else ""
@@ -209,9 +219,10 @@ def _spans(start: int, stop: int, rows: int, size: int) -> Iterator[tuple[int, i
         yield high, stop, False
 
 
-def _rows(opened: Any, array: ZarrArray, start: int, stop: int) -> np.ndarray:
+def _rows(opened: Any, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
     with _readable(array.store, f"members {start} to {stop - 1} of the array {array.name!r}"):
-        return native_view(np.asarray(opened[start:stop]))
+        stored = native_view(np.asarray(opened[start:stop]))
+    return stored if array.packing is None else array.packing.unpacked(stored, leaf.dtype)
 
 
 def _open(store: str, name: str = "") -> Any:
@@ -253,7 +264,12 @@ def _readable(store: str, expected: str) -> Iterator[None]:
         ) from error
 
 
-def from_zarr(paths: Any) -> ZarrSource:
+def from_zarr(
+    paths: Any,
+    *,
+    arrays: str | Sequence[str] | None = None,
+    mask_and_scale: bool | None = None,
+) -> ZarrSource:
     """A placed input from Zarr arrays, of the formats 2 and 3, with members along axis 0.
 
     Workers read the chunks of their members. A chunk of which a shard needs but a part is decoded
@@ -266,11 +282,22 @@ def from_zarr(paths: Any) -> ZarrSource:
       paths: a path (a folder, or a .zip) or a URL, or a pytree of them. Each is an array, or a
         group, which becomes a dictionary of its arrays and groups. URLs are read by fsspec, which
         needs its own package for each kind, such as gcsfs or s3fs, with its own credentials.
+      arrays: names of the arrays of each group that are read, such as ["t2m", "surface/sp"]; None
+        for all. The others may be of text, or of other lengths. A single name instead of a list
+        gives that array itself instead of a dictionary.
+      mask_and_scale: True reads numbers that are packed by the CF conventions as xarray does, as
+        floats: `stored * scale_factor + add_offset`, and NaN where the number is the `_FillValue`
+        or `missing_value`; of format 2, where it is the fill value of the array. They are float32
+        while `jax_enable_x64` is off, computed in 64 bits. False reads the numbers as they are
+        stored. None does so too, but refuses arrays that have these attributes. Times are read as
+        the numbers that are stored in any case.
 
     Raises:
       SourceError: zarr is not installed, nothing is there, or it is no array or group, or one
-        without arrays. When it is read: an array has another shape or dtype, or a chunk is damaged.
-      StructureError: an array is a scalar, or has other than numbers.
+        without arrays, or without one of these names. When it is read: an array has another shape
+        or dtype, or a chunk is damaged.
+      StructureError: an array is a scalar, has other than numbers, or is packed and
+        `mask_and_scale` is None.
       PlacementError: there are no members, or not as many in all arrays.
     """
     import jax
@@ -285,19 +312,71 @@ def from_zarr(paths: Any) -> ZarrSource:
             )
         given = os.fspath(given)
         store = given if is_url(given) else os.path.abspath(given)
-        nodes.append(_tree(store, "", _open(store), token))
+        opened = _open(store)
+        if arrays is None:
+            nodes.append(_tree(store, "", opened, token))
+        else:
+            nodes.append(_chosen(store, opened, arrays, token))
     tree = jax.tree_util.tree_unflatten(outer, nodes)
-    leaves, arrays, sizes, names = [], [], [], []
+    leaves, read, sizes, names = [], [], [], []
     listed, treedef = jax.tree_util.tree_flatten_with_path(tree)
     for path, (array, opened) in [(path, leaf.pair) for path, leaf in listed]:
         name = jax.tree_util.keystr(path)
-        dtype = checked_dtype(name, opened.shape, opened.dtype, str(array))
+        dtype = _checked(name, array, opened)
+        packing = _packing(array, opened, dtype, mask_and_scale)
+        if packing is not None:
+            array = dataclasses.replace(array, packing=packing)
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(packing.dtype))
         leaves.append(LeafSpec(tuple(opened.shape[1:]), dtype, None, name))
-        arrays.append(array)
+        read.append(array)
         sizes.append(opened.shape[0])
         names.append(f"{name} ({array})")
-    check_sizes(names, sizes)
-    return ZarrSource(arrays, leaves, sizes[0], treedef)
+    try:
+        check_sizes(names, sizes)
+    except PlacementError as error:
+        if len(read) == 1 or arrays is not None:
+            raise
+        raise PlacementError(f"{error} {_CHOOSE}") from None
+    return ZarrSource(read, leaves, sizes[0], treedef)
+
+
+_CHOOSE = "Choose those that belong together: from_zarr(..., arrays=[...])."
+
+
+def _checked(name: str, array: ZarrArray, opened: Any) -> np.dtype:
+    try:
+        return checked_dtype(name, opened.shape, opened.dtype, str(array))
+    except StructureError as error:
+        if not array.name:
+            raise
+        raise StructureError(f"{error} {_CHOOSE}") from None
+
+
+def _packing(
+    array: ZarrArray, opened: Any, dtype: np.dtype, mask_and_scale: bool | None
+) -> Packing | None:
+    """How the numbers of an array are to be read.
+
+    Raises:
+      StructureError: they are packed, and nobody says whether to read what they stand for.
+    """
+    if mask_and_scale is False:
+        return None
+    attributes, fill = dict(opened.attrs), None
+    # xarray keeps the _FillValue of an array of format 2 as the fill value of Zarr. Zarr's own
+    # default is 0, so only what else xarray wrote says that values are missing.
+    if opened.metadata.zarr_format == 2:
+        written = "_ARRAY_DIMENSIONS" in attributes and opened.fill_value != 0
+        fill = opened.fill_value if mask_and_scale or written else None
+    packing = packing_of(attributes, dtype, fill, str(array))
+    if packing is not None and mask_and_scale is None:
+        raise StructureError(
+            f"{array}: found numbers that stand for others by the CF conventions "
+            f"({packing_text(packing)}). Choose from_zarr(..., mask_and_scale=True) to read these, "
+            "with NaN where values are missing, or mask_and_scale=False to read the numbers as "
+            "they are stored."
+        )
+    return packing
 
 
 class _Leaf:
@@ -319,6 +398,30 @@ def _tree(store: str, name: str, node: Any, token: str) -> Any:
     tree = {key: node for key, node in tree.items() if node != {}}
     if not tree and not name:
         raise SourceError(f"{store}: found a group without arrays, expected at least one.")
+    return tree
+
+
+def _chosen(store: str, group: Any, arrays: str | Sequence[str], token: str) -> Any:
+    """Some arrays of a group, by their names, in dictionaries; or one, without."""
+    if hasattr(group, "shape"):
+        raise StructureError(f"{store}: found an array, expected a group to choose {arrays!r} of.")
+    names = [arrays] if isinstance(arrays, str) else list(arrays)
+    tree: dict[str, Any] = {}
+    for name in names:
+        *groups, last = name.split("/")
+        with _readable(store, _EXPECTED):
+            node = group.get(name)
+            known = sorted(key for key, _ in group.members(max_depth=None))
+        if node is None:
+            raise SourceError(f"{store}: found no array {name!r}, expected some of {known!r:.200}.")
+        level = tree
+        for key in groups:
+            level = level.setdefault(key, {})
+        level[last] = _tree(store, name, node, token)
+        if isinstance(arrays, str):
+            return level[last]
+    if not tree:
+        raise SourceError(f"{store}, arrays: found no name, expected at least one.")
     return tree
 
 

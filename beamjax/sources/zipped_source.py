@@ -51,9 +51,15 @@ class ZippedSource(Source, kind="zipped"):
     def inner(self) -> tuple[Source, ...]:
         return self._sources
 
-    def spilled(self, folder: str) -> ZippedSource:
-        found = [s.spilled(f"{folder}/{i}") for i, s in enumerate(self._sources)]
-        return ZippedSource(found, self._treedef)
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        for source in self._sources:
+            if leaf < len(source.leaves):
+                return source, leaf, index
+            leaf -= len(source.leaves)
+        raise IndexError(f"{self!r}: found no leaf {leaf}")
+
+    def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
+        return ZippedSource(inner, self._treedef)
 
     def __len__(self) -> int:
         return len(self._sources[0])

@@ -352,7 +352,7 @@ def _tfrecord(data: bytes, folder: Path) -> None:
     for name, content in (("user", data), ("user.gz", gzip.compress(data, 1))):
         (folder / name).write_bytes(content)
         try:
-            found.append(members_of(bj.from_tfrecord(str(folder / name))))
+            found.append(members_of(bj.from_tfrecord(str(folder / name)), True))
         except BeamjaxError as error:
             found.append(error)
     first, second = found

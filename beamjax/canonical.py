@@ -1,0 +1,159 @@
+"""64-bit values where JAX computes with 32 bits: integers that would wrap, floats that are rounded.
+
+While `jax_enable_x64` is off, `jax.jit` wraps and rounds what it is given without a word. Integers
+that a source reads are never wrapped; what else changes is reported in one warning a call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import SourceError
+from beamjax.sources.array_source import ArraySource
+from beamjax.sources.source_base import Source, StreamSource
+
+NARROW = {
+    np.dtype(wide): np.dtype(narrow)
+    for wide, narrow in (
+        ("int64", "int32"), ("uint64", "uint32"),
+        ("float64", "float32"), ("complex128", "complex64"),
+    )
+}  # fmt: skip
+"""The dtypes that JAX has in the place of those of 64 bits while `jax_enable_x64` is off."""
+
+SMALL = 2**24
+"""Whole numbers up to this one are float32 numbers."""
+LARGE = 2.0**63
+"""Whole numbers from this one on are taken for measurements, whose last digits do not matter."""
+
+TO_KEEP = 'jax.config.update("jax_enable_x64", True)'
+
+
+def check_members(source: Source, leaf: int, array: np.ndarray, start: int, x64: bool) -> None:
+    """Refuses integers that a source has read and that would wrap in 32 bits.
+
+    Args:
+      source: that was read.
+      leaf: the number of the leaf.
+      array: consecutive members of it.
+      start: the first of them.
+      x64: whether JAX computes with 64-bit types.
+
+    Raises:
+      SourceError: names the first value that does not fit, and where it is.
+    """
+    index = _first_outside(array, x64)
+    if index is not None and not source.wraps(leaf):
+        raise _misfit(array, index, source.where(leaf, (start + index[0], *index[1:])))
+
+
+def check_chunk(
+    source: StreamSource, piece: int, leaf: int, array: np.ndarray, start: int, x64: bool
+) -> None:
+    """The same for a chunk of a piece of a source, whose first row has the number `start` there."""
+    index = _first_outside(array, x64)
+    if index is not None:
+        raise _misfit(array, index, source.where_in(piece, leaf, (start + index[0], *index[1:])))
+
+
+def _first_outside(array: np.ndarray, x64: bool) -> tuple[int, ...] | None:
+    """The index of the first integer of a block that would wrap, if any would."""
+    if x64 or array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
+        return None
+    limits = np.iinfo(NARROW[array.dtype.newbyteorder("=")])
+    if limits.min <= array.min() and array.max() <= limits.max:
+        return None
+    outside = (array < limits.min) | (array > limits.max)
+    return tuple(map(int, np.unravel_index(int(np.argmax(outside)), array.shape)))
+
+
+def _misfit(array: np.ndarray, index: tuple[int, ...], where: str) -> SourceError:
+    wide = array.dtype.newbyteorder("=")
+    narrow, limits = NARROW[wide], np.iinfo(NARROW[wide])
+    return SourceError(
+        f"{where}: found {array[index]}, which would wrap to {array[index].astype(narrow)}, "
+        f"expected {limits.min} to {limits.max}: jax_enable_x64 is off, so JAX reads {wide} as "
+        f"{narrow}. Run {TO_KEEP} before you make the source, or renumber the values."
+    )
+
+
+def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> None:
+    """Warns once of values that JAX will change because `jax_enable_x64` is off, if there are any.
+
+    Args:
+      arguments: the flat arguments of `interpreters.stage`.
+      x64: whether JAX computes with 64-bit types.
+      stacklevel: of the caller of this function who is to be named, as for `warnings.warn`.
+    """
+    if x64:
+        return
+    found = [text for argument in arguments if (text := _change(argument))]
+    if found:
+        warnings.warn(
+            f"jax_enable_x64 is off, so JAX computes with 32 bits. {'; '.join(found)}. "
+            f"{TO_KEEP} keeps the values; 32-bit arrays and files avoid this warning.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _change(argument: Any) -> str:
+    """What happens to the values of an argument; "" if nothing worth a warning does."""
+    value, leaf = argument.value, argument.leaf
+    if isinstance(value, Source):
+        value, leaf = _innermost(value, leaf)
+    if isinstance(value, ArraySource):
+        value = value.arrays[leaf]
+    if isinstance(value, Source):
+        spec = value.leaves[leaf]
+        if spec.dtype.kind not in "fc" or spec.dtype not in NARROW:
+            return ""
+        each = int(np.prod(spec.shape, dtype=np.int64))
+        count = "All" if isinstance(value, StreamSource) else f"{len(value) * each:,}"
+        narrow = NARROW[spec.dtype]
+        return f"{argument.path}: {count} {spec.dtype} values {_of(value)} are read as {narrow}"
+    if not isinstance(value, np.ndarray | np.generic):
+        return ""
+    array = np.asarray(value)
+    changed = _changed(array)
+    if not changed:
+        return ""
+    narrow = NARROW[array.dtype.newbyteorder("=")]
+    how = "wrap" if array.dtype.kind in "iu" else "are whole numbers that change"
+    return f"{argument.path}: {changed:,} of {array.size:,} {array.dtype} values {how} as {narrow}"
+
+
+def _innermost(source: Source, leaf: int) -> tuple[Source, int]:
+    """The source that has the values of a leaf, and its number there."""
+    if len(source.inner) == 0:
+        return source, leaf
+    origin, number, _ = source.origin(leaf, (0,) * (1 + len(source.leaves[leaf].shape)))
+    return (source, leaf) if origin is source else _innermost(origin, number)
+
+
+def _of(source: Source) -> str:
+    """Where the values of a source are, without what they are."""
+    return source.describe().rpartition(") ")[2]
+
+
+def _changed(array: np.ndarray) -> int:
+    """How many values of an array in memory change by more than a rounding of the last digits."""
+    kind = array.dtype.kind
+    if array.dtype.newbyteorder("=") not in NARROW or kind == "c" or not array.size:
+        return 0
+    narrow = NARROW[array.dtype.newbyteorder("=")]
+    if kind in "iu":
+        limits = np.iinfo(narrow)
+        if limits.min <= array.min() and array.max() <= limits.max:
+            return 0
+        return int(np.count_nonzero((array < limits.min) | (array > limits.max)))
+    # fmax and fmin ignore NaN.
+    if np.fmin.reduce(array, axis=None) >= -SMALL and np.fmax.reduce(array, axis=None) <= SMALL:
+        return 0
+    with np.errstate(over="ignore"):
+        rounded = array.astype(narrow)
+    matters = ((np.abs(array) < LARGE) & (array == np.rint(array))) | np.isinf(rounded)
+    return int(np.count_nonzero((rounded != array) & matters))

@@ -1,0 +1,161 @@
+"""Numbers that stand for others by the CF conventions: scale_factor, add_offset and fill values.
+
+The rules are those of xarray with `mask_and_scale=True`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import StructureError
+from beamjax.stored_dtypes import dtype_from_name
+
+_FILLS = ("_FillValue", "missing_value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How the numbers of an array are to be read.
+
+    Attributes:
+      stored: name of the dtype in the file, native byte order.
+      unsigned: whether integers stored as signed are unsigned, or the reverse (`_Unsigned`).
+      scale: what each number is multiplied by, if by anything.
+      offset: what is added then.
+      fills: numbers in the file that stand for missing values, which become NaN.
+    """
+
+    stored: str
+    unsigned: bool
+    scale: float | None
+    offset: float | None
+    fills: tuple[int | float, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The float dtype of the values: the one that xarray chooses for attributes from JSON."""
+        stored = np.dtype(self.stored)
+        exact = stored.itemsize <= (4 if stored.kind == "f" else 2)
+        scaled = self.scale is not None or self.offset is not None
+        return np.dtype(np.float32 if exact and not scaled else np.float64)
+
+    def unpacked(self, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The values that numbers stand for, NaN for missing ones.
+
+        Args:
+          stored: numbers as they are in the file, in native byte order.
+          dtype: of the result; it is computed in that of `self.dtype`.
+        """
+        if self.unsigned:
+            stored = stored.view(_other_sign(stored.dtype))
+        values = stored.astype(self.dtype)
+        if self.scale is not None:
+            values *= self.scale
+        if self.offset is not None:
+            values += self.offset
+        for fill in self.fills:
+            values[stored == fill] = np.nan
+        return values.astype(dtype, copy=False)
+
+    def to_json(self) -> list[Any]:
+        """Plain JSON values."""
+        return [self.stored, self.unsigned, self.scale, self.offset, list(self.fills)]
+
+    @classmethod
+    def from_json(cls, record: Any) -> Packing:
+        """Undoes `to_json`; TypeError or ValueError for anything else."""
+        stored, unsigned, scale, offset, fills = record
+        numbers = [x for x in (scale, offset) if x is not None]
+        sound = all(type(x) is float for x in numbers) and type(unsigned) is bool
+        if not sound or not all(type(x) in (int, float) for x in fills):
+            raise TypeError(f"found the packing {record!r:.80}, expected numbers")
+        if dtype_from_name(stored).kind not in "iuf":
+            raise TypeError(f"found numbers packed as {stored!r:.80}")
+        return cls(stored, unsigned, scale, offset, tuple(fills))
+
+
+def packing_of(
+    attributes: Mapping[str, Any], stored: np.dtype, fill: Any, where: str
+) -> Packing | None:
+    """How the numbers of an array are to be read; None if they are values themselves.
+
+    Args:
+      attributes: of the array.
+      stored: its dtype, in native byte order.
+      fill: a number that stands for missing values besides those in the attributes, if any.
+      where: the array is, for messages.
+
+    Raises:
+      StructureError: an attribute is no number.
+    """
+    if stored.kind not in "iuf":
+        return None
+    scale, offset = (_number(attributes, x, where) for x in ("scale_factor", "add_offset"))
+    unsigned = stored.kind != "f" and attributes.get("_Unsigned") == (
+        "true" if stored.kind == "i" else "false"
+    )
+    read = _other_sign(stored) if unsigned else stored
+    found = [_number(attributes, name, where, each) for name in _FILLS
+             for each in np.ravel(np.asarray(attributes.get(name, []), object))]  # fmt: skip
+    found += [] if fill is None else [fill.item() if isinstance(fill, np.generic) else fill]
+    known = (_as_stored(number, read, unsigned) for number in found if number is not None)
+    fills = tuple(dict.fromkeys(number for number in known if number is not None))
+    scale, offset = (None if scale == 1 else scale), (None if offset == 0 else offset)
+    if scale is None and offset is None and not fills and not unsigned:
+        return None
+    scales = [None if x is None else float(x) for x in (scale, offset)]
+    return Packing(stored.name, unsigned, *scales, fills)
+
+
+def packing_text(packing: Packing) -> str:
+    """`scale_factor=0.01, _FillValue=-32767`, for messages."""
+    parts = {"scale_factor": packing.scale, "add_offset": packing.offset}
+    texts = [f"{name}={value}" for name, value in parts.items() if value is not None]
+    texts += ["_Unsigned"] if packing.unsigned else []
+    return ", ".join([*texts, *(f"_FillValue={fill}" for fill in packing.fills)])
+
+
+def _other_sign(dtype: np.dtype) -> np.dtype:
+    return np.dtype(f"{'u' if dtype.kind == 'i' else 'i'}{dtype.itemsize}")
+
+
+def _number(
+    attributes: Mapping[str, Any], name: str, where: str, value: Any = None
+) -> int | float | None:
+    """A number among the attributes; xarray writes floats to Zarr 3 as bytes in base64."""
+    value = attributes.get(name) if value is None else value
+    if isinstance(value, str):
+        try:
+            return float(value)  # "NaN"
+        except ValueError:
+            pass
+        try:
+            (number,) = struct.unpack("<d", base64.standard_b64decode(value))
+            return float(number)
+        except (ValueError, struct.error):
+            pass
+    elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise StructureError(f"{where}, attribute {name!r}: found {value!r:.80}, expected a number.")
+
+
+def _as_stored(number: int | float, dtype: np.dtype, unsigned: bool) -> int | float | None:
+    """A fill value as it compares to numbers of the array; None if it equals none of them."""
+    if number != number:  # NaN stays NaN
+        return None
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return float(dtype.type(number))
+    if number != int(number):
+        return None
+    limits, bits = np.iinfo(dtype), 8 * dtype.itemsize
+    number = int(number)
+    if unsigned and not limits.min <= number <= limits.max:  # it has the sign of the file
+        number = (number - int(limits.min)) % 2**bits + int(limits.min)
+    return number if limits.min <= number <= limits.max else None
