@@ -31,6 +31,7 @@ from beamjax.reading import choose, counted
 from beamjax.restaging import Recipe
 from beamjax.sources.placed import Placed
 from beamjax.worker_processes import Workers
+from beamjax.xla_threads import with_lapack_threads
 
 if TYPE_CHECKING:
     import apache_beam as beam
@@ -145,7 +146,7 @@ def _work(fn: Callable[..., Any], args: Any, runner: Any, options: Options) -> W
 
     def compute(monitor: Monitor) -> Any:
         with sources:
-            with results.cleared():
+            with results.cleared(), with_lapack_threads(options.xla_threads):
                 values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
             learn(plan, options, told, monitor.progress())

@@ -23,6 +23,7 @@ from beamjax.bodies import default_platform
 from beamjax.compile_cache import use_compile_cache
 from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, Options
+from beamjax.xla_threads import cpu_devices, hold_lapack_threads
 
 PROCESS = uuid.uuid4().hex
 """Of this process, to know it again."""
@@ -125,6 +126,7 @@ class Machine:
       memory: of the process in bytes, which what is kept in caches depends on; None for any.
       compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
       versions: of where the program was launched; None if nobody needs to know.
+      xla_threads: that XLA divides one computation among, on a CPU.
       launcher: the process that this was made in.
     """
 
@@ -135,6 +137,7 @@ class Machine:
     memory: int | None = None
     compile_cache: str | None = None
     versions: Versions | None = None
+    xla_threads: int = 1
     launcher: str = PROCESS
 
     @classmethod
@@ -148,6 +151,7 @@ class Machine:
             options.memory_bytes,
             options.compile_cache,
             Versions.here(),
+            options.xla_threads,
         )
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -253,8 +257,11 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     for problem in machine._problems():
         raise WorkerError(problem)
     count = machine.local_devices
-    if count is None:
-        count = 1 if default_platform() == "cpu" else len(devices)
+    if default_platform() == "cpu":
+        devices = cpu_devices(machine.xla_threads)
+        if not machine.is_here:  # where it is, LAPACK's threads are the user's after the run
+            hold_lapack_threads(machine.xla_threads)
+        count = count or 1
     return devices[:count]
 
 

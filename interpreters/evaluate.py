@@ -35,6 +35,7 @@ from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
 from beamjax.worker_processes import computing_threads
+from beamjax.xla_threads import compute_device
 
 
 def evaluate(
@@ -107,6 +108,7 @@ class _Evaluation:
         self.tracker = Tracker(keeper, monitor.saved)
         self.table = Table()
         self.threads = computing_threads(options)
+        self.device = compute_device(options.xla_threads)
         self.wanted = {out.value for out in plan.outputs if out.value is not None}
         if keeper is not None:
             self.bind(keeper.values)
@@ -276,7 +278,7 @@ class _Evaluation:
     def server(self, step: Server) -> None:
         meter = Meter(step.name, 1, self.monitor)
         with self.at_work("computing", step):
-            self.served.update(run_server(self.plan, step, self.served))
+            self.served.update(run_server(self.plan, step, self.served, self.device))
         meter.lap("compute")
         meter.apart()
 
@@ -314,7 +316,7 @@ class _Evaluation:
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy
-        execute = ShardExecutor(self.plan, step, known)
+        execute = ShardExecutor(self.plan, step, known, self.device)
         self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
         meter.lap("transfer")
         meter.apart()

@@ -177,7 +177,8 @@ class FinishCombine(ComputeFn):
         task, combine = self.task, self.task.step.combines[self.number]
         with self.times.measured():
             known = task.arrays(task.refs(combine.inputs, served))
-            tree = DyadicTree(join_shards(task.with_bodies(), task.step, combine, known))
+            plan, device = task.with_bodies(), task.device
+            tree = DyadicTree(join_shards(plan, task.step, combine, known, device))
             for environment in element[1]:
                 for name, ref in environment.values.items():
                     level, index = map(int, name.split("|"))

@@ -41,6 +41,7 @@ from beamjax.plan import (
     ValueType,
 )
 from beamjax.tracker import Keeper, Tracker
+from beamjax.xla_threads import compute_device
 
 
 class Driver:
@@ -292,14 +293,15 @@ class Driver:
 
     def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Runs a step in this process, in the time that a shard may take."""
-        limit = self.launcher.connection.options.shard_timeout
+        options = self.launcher.connection.options
+        limit, device = options.shard_timeout, compute_device(options.xla_threads)
         if limit is None:
-            return run_server(self.plan, step, known)
+            return run_server(self.plan, step, known, device)
         table = Table()
 
         def run() -> dict[str, np.ndarray]:
             with table.at("computing", step, None, limit):
-                return run_server(self.plan, step, known)
+                return run_server(self.plan, step, known, device)
 
         return bounded(run, table)
 

@@ -35,6 +35,7 @@ from beamjax.shards import Shard, ShardExecutor, put_broadcast
 from beamjax.sources import open_spec
 from beamjax.sources.block_source import BLOCKS
 from beamjax.transfer_time import transferring
+from beamjax.xla_threads import compute_device
 
 MAX_EXECUTORS = 8
 T = TypeVar("T")
@@ -107,6 +108,11 @@ class Task(Generic[AnyStep]):
         """The server values behind references."""
         return {name: self.store.get(ref)[0] for name, ref in refs.items()}
 
+    @property
+    def device(self) -> Any:
+        """What to compute on that is done once and not for shards; None for JAX's default."""
+        return compute_device(self.machine.xla_threads)
+
     def at_work(self, doing: str, shard: Shard | None = None) -> Any:
         """A context in which this thread does something for the step; see `Table.at`."""
         table = table_of(self.store, self.machine.is_here)
@@ -128,20 +134,21 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
       refs: to all server values that it reads, by name.
     """
     step = task.step
-    devices: tuple[Any, ...] = task.machine.check()
-    one_cpu = len(devices) == 1 and devices[0].platform == "cpu"
-    if one_cpu or task.bodies[step.body].body.python is not None:
-        devices = (None,)
+    devices = task.machine.check()
+    if task.bodies[step.body].body.python is not None:
+        devices = devices[:1]
     broadcasts = {name: refs[name] for name in step.broadcasts}
     size = task.plan.shard_sizes[step.placement]
     key = (step, size, task.plan.x64, devices, *(ref.key for ref in broadcasts.values()))
+    on_mesh = task.bodies[step.body].body.devices > 1
 
     def make() -> tuple[ShardExecutor, ...]:
         plan = task.with_bodies()
-        return tuple(
-            ShardExecutor(plan, step, _on_device(task, broadcasts, device), device)
-            for device in devices
-        )
+        found = []
+        for device in devices:
+            known = _on_device(task, broadcasts, None if on_mesh else device)
+            found.append(ShardExecutor(plan, step, known, device))
+        return tuple(found)
 
     return _executors.get(key, make)
 

@@ -137,7 +137,7 @@ class MapShards(ComputeFn):
             with self.moving.measured():
                 self.execute = self._prepare(served)
             self.trees = self.execute[0].trees()
-            self.dealer = Dealer([execute.device for execute in self.execute])
+            self.dealer = Dealer(_turns(self.execute))
         step = self.task.step
         sends = step.partial_bytes, step.saved
         for shard, live in self._shards(element):
@@ -270,6 +270,13 @@ class MapShards(ComputeFn):
             add_computed(parts, trees, shard, found.left_out)
 
 
+def _turns(executors: tuple[ShardExecutor, ...]) -> list[Any]:
+    """The devices that take turns; one CPU computes in the thread of the bundle."""
+    first = executors[0]
+    alone = len(executors) == 1 and (first.calls_back or not first.copies)
+    return [None if alone else execute.device for execute in executors]
+
+
 @dataclass(frozen=True)
 class _Done:
     """A shard that was computed."""
@@ -304,7 +311,7 @@ class RunServer(ComputeFn):
             arrays = task.arrays(task.refs(step.inputs, known))
             plan = task.with_bodies()
             with task.at_work("computing"), with_settings(task.debugging):
-                made = run_server(plan, step, arrays)
+                made = run_server(plan, step, arrays, task.device)
             refs = {name: task.store.hold([out], name, own=True) for name, out in made.items()}
         yield Environment(refs)
 
