@@ -127,6 +127,7 @@ class Machine:
       compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
       versions: of where the program was launched; None if nobody needs to know.
       xla_threads: that XLA divides one computation among, on a CPU.
+      strict: whether values of machines that may give other bits must not be mixed.
       launcher: the process that this was made in.
     """
 
@@ -138,6 +139,7 @@ class Machine:
     compile_cache: str | None = None
     versions: Versions | None = None
     xla_threads: int = 1
+    strict: bool = False
     launcher: str = PROCESS
 
     @classmethod
@@ -152,6 +154,7 @@ class Machine:
             options.compile_cache,
             Versions.here(),
             options.xla_threads,
+            options.strict,
         )
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

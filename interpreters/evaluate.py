@@ -26,6 +26,7 @@ from beamjax.liveness import Position, step_index
 from beamjax.memory import block_budget
 from beamjax.meters import Meter
 from beamjax.monitor import Monitor
+from beamjax.numerics import provenance_here
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
@@ -105,7 +106,7 @@ class _Evaluation:
         self.streams = inputs.streams()
         self.keeper = keeper
         self.results = results
-        self.tracker = Tracker(keeper, monitor.saved)
+        self.tracker = Tracker(keeper, monitor)
         self.table = Table()
         self.threads = computing_threads(options)
         self.device = compute_device(options.xla_threads)
@@ -123,7 +124,7 @@ class _Evaluation:
         elif keeper is None or not keeper.finished:
             self.steps(self.plan.steps, keeper.position if keeper else ())
             if keeper is not None:
-                keeper.finish({name: self.value(name) for name in sorted(wanted)})
+                self.tracker.finish({name: self.value(name) for name in sorted(wanted)})
         made = (self.served | self.placed).items()
         return {name: self.kept(name, array) for name, array in made if name in wanted}
 
@@ -275,7 +276,12 @@ class _Evaluation:
             return self.placed[name][start:stop]
         return self.reader.read([name], start, stop)[name]
 
+    def computes(self) -> None:
+        """This process computes something."""
+        self.monitor.computed(provenance_here(self.options.xla_threads))
+
     def server(self, step: Server) -> None:
+        self.computes()
         meter = Meter(step.name, 1, self.monitor)
         with self.at_work("computing", step):
             self.served.update(run_server(self.plan, step, self.served, self.device))
@@ -283,6 +289,7 @@ class _Evaluation:
         meter.apart()
 
     def map(self, step: Map) -> None:
+        self.computes()
         n = self.plan.sizes[step.placement]
         execute = self.executor(step)
         for name in step.results:

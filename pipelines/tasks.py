@@ -22,6 +22,7 @@ from beamjax.bodies import with_x64
 from beamjax.inputs import Reader
 from beamjax.machine import Machine
 from beamjax.memory import block_budget, store_budget
+from beamjax.numerics import provenance_here
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
@@ -30,6 +31,7 @@ from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.store import Store
 from beamjax.plan import Body, Map, Plan, Server
+from beamjax.provenance import Provenance, merged
 from beamjax.restaging import debugging
 from beamjax.shards import Shard, ShardExecutor, put_broadcast
 from beamjax.sources import open_spec
@@ -112,6 +114,21 @@ class Task(Generic[AnyStep]):
     def device(self) -> Any:
         """What to compute on that is done once and not for shards; None for JAX's default."""
         return compute_device(self.machine.xla_threads)
+
+    def provenance(self, served: Iterable[Environment] = ()) -> Provenance:
+        """That of what this process computes from server values of earlier steps."""
+        here = provenance_here(self.machine.xla_threads)
+        return merged([here, *(environment.provenance for environment in served)])
+
+    def accept(self, provenance: Provenance) -> Provenance:
+        """The provenance of a value that others can build on.
+
+        Raises:
+          WorkerError: it is mixed, and the run is strict.
+        """
+        if self.machine.strict:
+            provenance.check()
+        return provenance
 
     def at_work(self, doing: str, shard: Shard | None = None) -> Any:
         """A context in which this thread does something for the step; see `Table.at`."""

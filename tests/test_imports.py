@@ -168,6 +168,9 @@ print("beamjax.pages.plan_page" in sys.modules, "apache_beam" in sys.modules)
 
 TESTED_ELSEWHERE = {
     "array_source": "test_sources",
+    "numerics": "test_same_bits",
+    "provenance": "test_same_bits",
+    "xla_threads": "test_same_bits",
     "collected_source": "test_pcollections",
     "one_member": "test_pcollections",
     "npy_header": "test_npy_parts",
