@@ -17,6 +17,7 @@ import numpy as np
 from jax import export
 from jax._src import effects as jax_effects
 from jax._src import tree_util, xla_bridge
+from jax._src.lib import xla_client
 from jax._src.state import discharge
 from jax.extend import core as jex
 from jax.extend import source_info_util
@@ -54,6 +55,30 @@ def backends_started() -> bool:
     """Whether JAX has opened its devices; it reads the environment when it does."""
     # Without the lock of JAX, which may be held for ever in a process that was forked.
     return bool(xla_bridge._backends)
+
+
+def cpu_client(threads: int, devices: int) -> Any:
+    """A client of XLA besides those of JAX, for CPU devices; `jax.default_device` takes them.
+
+    Args:
+      threads: that XLA divides one computation among, whatever the machine has.
+      devices: how many.
+    """
+    # XLA reads the number when it makes a client, and only here: it compiles with all cores.
+    before = os.environ.get(_XLA_THREADS)
+    os.environ[_XLA_THREADS] = str(threads)
+    try:
+        # A client that is asynchronous computes in its own threads: here it would be one after the
+        # other for all threads of Python.
+        return xla_client.make_cpu_client(asynchronous=False, num_devices=devices)
+    finally:
+        if before is None:
+            del os.environ[_XLA_THREADS]
+        else:
+            os.environ[_XLA_THREADS] = before
+
+
+_XLA_THREADS = "PJRT_NPROC"
 
 
 def hide_frames(folder: str) -> None:

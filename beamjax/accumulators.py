@@ -17,6 +17,7 @@ from beamjax.exact_sum import ExactSum
 from beamjax.extremes import Extreme
 from beamjax.partials import fail
 from beamjax.products import OrderedProduct
+from beamjax.provenance import Provenance
 from beamjax.running import Running
 
 Mode = Literal["exact", "fast"]
@@ -30,11 +31,14 @@ class Accumulator(Protocol):
         name: of the kind, written into the bytes.
         dtype: of the partials.
         size: length of the partials.
+        provenance: with what they were computed; it travels with the numbers, and is merged with
+            them.
     """
 
     name: ClassVar[str]
     dtype: np.dtype
     size: int
+    provenance: Provenance
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +119,8 @@ def decode_accumulator(data: Buffer) -> Accumulator:
     if not isinstance(name, str) or name not in kinds:
         fail(f"kind {name!r}", f"one of {sorted(kinds)}")
     try:
-        return kinds[name].decode(arrays, meta)
+        found: Accumulator = kinds[name].decode(arrays, meta)
+        found.provenance = Provenance.from_json(meta.get("provenance"))
+        return found
     except StructureError as error:
         raise ArrayFormatError(f"accumulator: {error}") from None

@@ -27,6 +27,7 @@ from beamjax.plan import Body, Plan, Server, ValueType
 from beamjax.restaging import python_function
 from beamjax.transfer_time import from_device
 from beamjax.working_memory import working_bytes
+from beamjax.xla_threads import use_lapack
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -193,27 +194,34 @@ def _narrowed(function: Callable[..., Any], dtypes: Sequence[str]) -> Callable[.
 
 
 MAX_LOADED = 256
-_loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+_loaded: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _loading = threading.Lock()
 
 
-def load_body(key: str, body: Body, members: int | None = None) -> Callable[..., Any]:
+def load_body(
+    key: str, body: Body, members: int | None = None, device: Any = None
+) -> Callable[..., Any]:
     """The compiled function of a body, shared by all threads of this process.
 
     Args:
       key: of the body in its plan.
       body: with an artefact for the default platform of this process, or run as Python.
       members: how many a body that runs as Python is called with; the others have fixed shapes.
+      device: with those beside which a body computes that holds a mesh; None for JAX's own. It is
+        the caller who chooses the device of any other body.
 
     Raises:
       WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it,
         or a body that runs as Python can't be made again here.
     """
+    platform = default_platform()
+    if platform == "cpu":
+        use_lapack(None if body.python is not None else body.artefacts.get(platform, b""))
     if body.python is not None:
         return python_function(key, body).at(members)
-    platform = default_platform()
+    loaded = (key, platform, device.client if body.devices > 1 and device is not None else None)
     with _loading:
-        if (key, platform) in _loaded:
+        if loaded in _loaded:
             counts.bodies_reused += 1
         else:
             counts.bodies_loaded += 1
@@ -233,19 +241,20 @@ def load_body(key: str, body: Body, members: int | None = None) -> Callable[...,
             if len(_loaded) >= MAX_LOADED:  # the oldest goes, so that a worker can live for long
                 _loaded.pop(next(iter(_loaded)))
             call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
-            _loaded[key, platform] = _on_mesh(call, body) if body.devices > 1 else jax.jit(call)
-        return _loaded[key, platform]
+            several = body.devices > 1
+            _loaded[loaded] = _on_mesh(call, body, device) if several else jax.jit(call)
+        return _loaded[loaded]
 
 
 _on_several = threading.Lock()
 
 
-def _on_mesh(call: Callable[..., Any], body: Body) -> Callable[..., Any]:
+def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[..., Any]:
     """The compiled function of a body that holds a mesh: each device has all operands and results.
 
     Threads take turns: devices that wait for each other in two computations may wait for ever.
     """
-    found = jax.local_devices()
+    found = jax.local_devices() if device is None else device.client.local_devices()
     if len(found) < body.devices:
         raise WorkerError(
             f"{body.name}: the body computes on a mesh of {body.devices} devices, but this worker "
@@ -263,13 +272,16 @@ def _on_mesh(call: Callable[..., Any], body: Body) -> Callable[..., Any]:
     return in_turn
 
 
-def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def run_server(
+    plan: Plan, step: Server, known: Mapping[str, np.ndarray], device: Any = None
+) -> dict[str, np.ndarray]:
     """Runs a `Server` step.
 
     Args:
       plan: with the body of the step.
       step: what to run.
       known: server values, by name.
+      device: to compute on; None for JAX's default.
 
     Returns:
       The outputs of the step, by name.
@@ -277,9 +289,9 @@ def run_server(plan: Plan, step: Server, known: Mapping[str, np.ndarray]) -> dic
     Raises:
       WorkerError: the computation failed; the message names the step.
     """
-    call = load_body(step.body, plan.bodies[step.body])
+    call = load_body(step.body, plan.bodies[step.body], device=device)
     try:
-        with with_x64(plan.x64):
+        with with_x64(plan.x64), on_device(device):
             outs = from_device(call(*(known[name] for name in step.inputs)))
     except Exception as error:
         told = WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}")
@@ -294,6 +306,11 @@ def default_platform() -> str:
     if backend != "gpu":
         return backend
     return "rocm" if "rocm" in get_backend().platform_version.lower() else "cuda"
+
+
+def on_device(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes on a device; None for its default."""
+    return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
 def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:

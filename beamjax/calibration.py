@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax import plan_cache
+from beamjax.bodies import on_device
 from beamjax.costs import USUAL, Cost, Rates
 from beamjax.reducers import make_accumulator
+from beamjax.xla_threads import compute_device
 
 FORMAT = 3
 KINDS = ("read", "compute", "merge", "compile")
@@ -162,7 +164,8 @@ def calibrated() -> Calibration:
     """That of this machine, measured if it never was, in less than a second."""
     found = calibration()
     if not found.measured:
-        rates, read, merge = measure()
+        with on_device(compute_device(1)):  # with which shards are computed, unless somebody asks
+            rates, read, merge = measure()
         found = replace(found, rates=rates, read=read, merge=merge, factors={}, measured=True)
         remember(found)
     return found

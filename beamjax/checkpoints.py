@@ -18,6 +18,7 @@ import numpy as np
 from beamjax.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError
 from beamjax.liveness import Position
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.stored_dtypes import dtype_from_name
 
 KIND = "beamjax checkpoint"
@@ -123,6 +124,7 @@ class Checkpoint:
       finished: whether the run is at its end; then `values` are its outputs.
       values: those that what is left of the run needs, by name.
       stacks: for each stacked result of a loop under way, its entries so far.
+      provenance: with what all of them were computed.
     """
 
     plan: Mapping[str, str]
@@ -131,6 +133,7 @@ class Checkpoint:
     finished: bool
     values: Mapping[str, Record]
     stacks: Mapping[str, tuple[Record, ...]]
+    provenance: Provenance = UNKNOWN
 
     def files(self) -> set[str]:
         """Names of the files that hold its values."""
@@ -160,6 +163,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
         "finished": checkpoint.finished,
         "values": {name: write(record) for name, record in checkpoint.values.items()},
         "stacks": {name: list(map(write, of)) for name, of in checkpoint.stacks.items()},
+        "provenance": checkpoint.provenance.to_json(),
     }
     data = encode_arrays(arrays, meta)
     if len(data) > MAX_BYTES:
@@ -196,6 +200,7 @@ def decode(data: Buffer) -> Checkpoint:
         _of_type(meta.get("finished"), bool, "finished"),
         {name: record(value) for name, value in values.items()},
         {name: tuple(map(record, _list(of, name))) for name, of in stacks.items()},
+        Provenance.from_json(meta.get("provenance")),
     )
 
 

@@ -146,6 +146,7 @@ def _names(names: set[str]) -> str:
 def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
     fixed = [options.shard_size, options.member_loop, options.member_batch, options.memory]
     fixed += [options.recompute, options.reduction, options.on_error, options.on_nonfinite]
+    fixed += [options.xla_threads]
     sizes = {name: planner.magnitude(n) for name, n in plan.sizes.items()}
     key = plan_cache.digest(rule.program, plan.x64, sizes, fixed, plan_cache.machine())
     return f"choices-{key}"
@@ -265,4 +266,4 @@ def _seconds(plan: Plan, options: Options, end: float) -> Iterator[tuple[str, An
     for step in plan.steps:
         assert isinstance(step, Map)
         left = max(end - time.monotonic(), 0.1)
-        yield step.name, probe.shard_seconds(plan, step, options.reduction, left)
+        yield step.name, probe.shard_seconds(plan, step, options, left)

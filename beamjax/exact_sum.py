@@ -28,6 +28,7 @@ from beamjax.digits import (
 from beamjax.errors import StructureError, WorkerError
 from beamjax.exact_adds import Rows
 from beamjax.partials import check_partial, check_same, describe, described, fail, left_out
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.rounding import DIVISOR_LIMIT, Pair, append, divide, divide_to_float32, round_pair
 from beamjax.side_by_side import in_parts
 
@@ -75,6 +76,7 @@ class ExactSum:
     """
 
     name: ClassVar[str] = "exact_sum"
+    provenance: Provenance = UNKNOWN
 
     def __init__(self, dtype: np.dtype, size: int, *, width: int = WIDTH) -> None:
         """
@@ -148,6 +150,7 @@ class ExactSum:
             StructureError: if `other` is of another kind, dtype or size.
         """
         check_same(self, other)
+        self.provenance |= other.provenance
         if self._width != other._width:
             raise StructureError(
                 f"exact sum: found digits of {other._width} bits to merge with, expected "

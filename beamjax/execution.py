@@ -34,6 +34,7 @@ from beamjax.restaging import Recipe
 from beamjax.snapshots import is_immutable
 from beamjax.sources.placed import Placed
 from beamjax.worker_processes import Workers
+from beamjax.xla_threads import with_lapack_threads
 
 if TYPE_CHECKING:
     import apache_beam as beam
@@ -170,7 +171,7 @@ def _work(
 
     def compute(monitor: Monitor) -> Any:
         with sources:
-            with results.cleared():
+            with results.cleared(), with_lapack_threads(options.xla_threads):
                 values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
             learn(plan, options, told, monitor.progress())

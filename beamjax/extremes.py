@@ -29,6 +29,7 @@ from beamjax.partials import (
     only_array,
     real_parts,
 )
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.stored_dtypes import dtype_name
 
 
@@ -42,6 +43,7 @@ class Extreme:
     """
 
     name: ClassVar[str] = "extreme"
+    provenance: Provenance = UNKNOWN
 
     def __init__(self, lane: str, dtype: np.dtype, size: int) -> None:
         """
@@ -66,6 +68,7 @@ class Extreme:
     def merge(self, other: Extreme) -> None:
         """Takes what `other` holds; raises as `check_same`."""
         check_same(self, other)
+        self.provenance |= other.provenance
         if other._keys is not None:
             self._apply(other._keys)
 

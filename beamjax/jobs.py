@@ -364,8 +364,8 @@ def _monitor(work: Work, folder: JobFolder | None = None) -> Monitor:
     options = work.options
     letters = DeadLetters(options.drop_limit, options.dead_letters)
     if folder is None:
-        return Monitor(work.plan, None, letters)
-    return Monitor(work.plan, folder, letters, *work.prediction())
+        return Monitor(work.plan, None, letters, strict=options.strict)
+    return Monitor(work.plan, folder, letters, *work.prediction(), strict=options.strict)
 
 
 def _describe(work: Work) -> dict[str, Any]:

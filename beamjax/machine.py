@@ -23,6 +23,7 @@ from beamjax.bodies import default_platform
 from beamjax.compile_cache import use_compile_cache
 from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, Options
+from beamjax.xla_threads import cpu_devices, hold_lapack_threads
 
 PROCESS = uuid.uuid4().hex
 """Of this process, to know it again."""
@@ -136,6 +137,8 @@ class Machine:
       compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
       versions: of where the program was launched; None if nobody needs to know.
       custom_calls: in the bodies of the run, that take these very versions of jax and jaxlib.
+      xla_threads: that XLA divides one computation among, on a CPU.
+      strict: whether values of machines that may give other bits must not be mixed.
       launcher: the process that this was made in.
     """
 
@@ -147,19 +150,23 @@ class Machine:
     compile_cache: str | None = None
     versions: Versions | None = None
     custom_calls: tuple[str, ...] = ()
+    xla_threads: int = 1
+    strict: bool = False
     launcher: str = PROCESS
 
     @classmethod
     def of(cls, options: Options) -> Machine:
         """What the workers of a run must be, that is launched from this process."""
         return cls(
-            options.require_platform,
-            options.device_memory_fraction,
-            options.preallocate,
-            options.local_devices,
-            options.memory_bytes,
-            options.compile_cache,
-            Versions.here(),
+            require_platform=options.require_platform,
+            device_memory_fraction=options.device_memory_fraction,
+            preallocate=options.preallocate,
+            local_devices=options.local_devices,
+            memory=options.memory_bytes,
+            compile_cache=options.compile_cache,
+            versions=Versions.here(),
+            xla_threads=options.xla_threads,
+            strict=options.strict,
         )
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -266,8 +273,11 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     for problem in machine._problems():
         raise WorkerError(problem)
     count = machine.local_devices
-    if count is None:
-        count = 1 if default_platform() == "cpu" else len(devices)
+    if default_platform() == "cpu":
+        devices = cpu_devices(machine.xla_threads)
+        if not machine.is_here:  # where it is, LAPACK's threads are the user's after the run
+            hold_lapack_threads(machine.xla_threads)
+        count = count or 1
     return devices[:count]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,10 @@ from beamjax.progress import (
     step_name,
     tallies,
 )
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.timeline import Moments
+
+_log = logging.getLogger("beamjax")
 
 
 class Monitor:
@@ -36,8 +40,10 @@ class Monitor:
       letters: for the members that are dropped.
       predicted: seconds by step, see `Progress`.
       advice: what would be quicker, if something is known to be.
+      strict: whether a run fails whose results may have other bits another time.
 
     Attributes:
+      provenance: with what the values of the run were computed.
       folder, letters: as given.
       round_ends: when rounds were over, in seconds since the job began.
       checkpoints: when checkpoints were saved, likewise.
@@ -50,7 +56,10 @@ class Monitor:
         letters: DeadLetters | None = None,
         predicted: Mapping[str, float] | None = None,
         advice: str = "",
+        strict: bool = False,
     ):
+        self.provenance = UNKNOWN
+        self._strict = strict
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
         self.round_ends = Moments()
@@ -104,6 +113,21 @@ class Monitor:
         """A checkpoint was saved."""
         with self._lock:
             self.checkpoints.add(time.monotonic() - self._began)
+
+    def computed(self, provenance: Provenance) -> None:
+        """Values were computed with this.
+
+        Raises:
+          WorkerError: it differs from that of other values, and the run is strict.
+        """
+        with self._lock:
+            was_mixed = self.provenance.is_mixed
+            self.provenance |= provenance
+            found = self.provenance
+        if self._strict:
+            found.check()
+        if found.is_mixed and not was_mixed:
+            _log.warning("%s", found.mixture())
 
     def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int | None]) -> None:
         """Members were dropped; see `DeadLetters.add`."""

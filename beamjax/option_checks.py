@@ -78,6 +78,12 @@ def _check_machine(options: Options) -> None:
         count = getattr(options, name)
         if count is not None and (type(count) is not int or count < 1):
             raise OptionsError(f"{name}: found {count!r}, expected a number from 1, or None")
+    if type(options.xla_threads) is not int or options.xla_threads < 1:
+        raise OptionsError(
+            f"xla_threads: found {options.xla_threads!r}, expected a number of threads from 1"
+        )
+    if not isinstance(options.strict, bool):
+        raise OptionsError(f"strict: found {options.strict!r}, expected True or False")
     limit = options.shard_timeout
     if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
         raise OptionsError(

@@ -79,6 +79,12 @@ class Options:
         its one worker in this process. None takes one for each core, and one or none for shards
         that are computed in no time or on all cores by XLA; 1 computes them one after the other.
         The bits do not depend on it.
+      xla_threads: among how many threads XLA and LAPACK divide one computation on a CPU, in all
+        processes of the run. The bits depend on this number, and not on the cores of a machine.
+        beamjax computes shards side by side anyway; more than 1 is for few shards, or steps on the
+        server, that take long.
+      strict: True fails a run whose results were computed on machines that may give other bits:
+        other processors, or versions of JAX. False only reports it.
       compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
         compile, and where later ones find it: JAX's own cache, which holds executables of any size
         then, those of the rest of this process included. Let nobody else write there, and machines
@@ -138,6 +144,8 @@ class Options:
     preallocate: bool | None = None
     local_devices: int | None = None
     local_threads: int | None = None
+    xla_threads: int = 1
+    strict: bool = False
     compile_cache: str | None = None
     shard_timeout: float | None = None
     checkpoint: str | None = None
@@ -254,6 +262,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "device_memory_fraction": float,
     "local_devices": int,
     "local_threads": int,
+    "xla_threads": int,
     "drop_limit": float,
     "shard_timeout": float,
 }
@@ -267,7 +276,7 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe"):
+    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe", "strict"):
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 from beamjax.errors import JobCancelledError
 from beamjax.restaging import with_settings_of_here
 
-MAX_THREADS = 8
-"""More wait for each other: a thread holds Python's lock for a while with each job."""
+MAX_THREADS = 64
+"""More have more shards in memory than gain time."""
 AHEAD = 1
 """Jobs that wait for a thread, or whose results wait, for each thread that is at one."""
 

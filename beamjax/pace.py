@@ -16,6 +16,10 @@ LONG_PASS = 4e-3
 """Seconds of shards that are worth starting threads for."""
 SURELY_LONG = 2e-2
 """Seconds of the first shard that are more than those of a short one that is run the first time."""
+HELD = 1e-3
+"""Seconds of a shard in which its thread may hold Python's lock, so that other threads wait."""
+FEW = 8
+"""Threads that compute shards of any length that are worth threads at all."""
 _MAX_KNOWN = 1024
 
 
@@ -69,7 +73,7 @@ def pays_in_bundle(body: Hashable) -> bool:
 
 def threads_in_bundle(body: Hashable, most: int) -> int:
     """The same where another thread reads and adds up: one is enough for a body of many cores."""
-    return max(1, min(most, round(most / max(_paces[body].cores, 1.0))))
+    return max(1, _share(body, most))
 
 
 def threads(body: Hashable, most: int) -> int:
@@ -77,5 +81,10 @@ def threads(body: Hashable, most: int) -> int:
 
     No less than two, of which one can go on while the other is not yet at its work.
     """
-    cores = max(_paces[body].cores, 1.0)
-    return max(2, min(most, round(most / cores)))
+    return max(2, _share(body, most))
+
+
+def _share(body: Hashable, most: int) -> int:
+    found = _paces[body]
+    most = min(most, max(FEW, int(found.seconds / HELD)))
+    return min(most, round(most / max(found.cores, 1.0)))

@@ -60,6 +60,8 @@ def from_real_parts(parts: np.ndarray) -> np.ndarray:
 def describe(accumulator: Any, **more: Any) -> dict[str, Any]:
     """The fields that say what an encoded accumulator is: kind, dtype and size, and `more`."""
     name = dtype_name(accumulator.dtype)
+    if accumulator.provenance:
+        more["provenance"] = accumulator.provenance.to_json()
     return {"accumulator": accumulator.name, "dtype": name, "size": accumulator.size, **more}
 
 

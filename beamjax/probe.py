@@ -11,8 +11,10 @@ import numpy as np
 
 from beamjax.errors import BeamjaxError
 from beamjax.fan_out import is_in_files
+from beamjax.options import Options
 from beamjax.plan import Map, Plan, ValueType
 from beamjax.shards import Shard, ShardExecutor, add_computed, new_accumulators
+from beamjax.xla_threads import compute_device
 
 REPEATED_SECONDS = 0.1
 """A shard is computed again until so much time has passed; the best time counts."""
@@ -26,21 +28,25 @@ class ProbeError(BeamjaxError):
 
 
 def shard_seconds(
-    plan: Plan, step: Map, mode: str, limit: float, clock: Clock = time.perf_counter
+    plan: Plan,
+    step: Map,
+    options: Options,
+    limit: float,
+    clock: Clock = time.perf_counter,
 ) -> float:
     """Seconds of a shard of a pass with its merge, at best, when it is compiled.
 
     Args:
       plan: with the pass.
       step: the pass.
-      mode: of the accumulators.
+      options: `reduction` and `xla_threads` are those that matter here.
       limit: seconds that all of this may take, compiling included.
       clock: seconds of.
 
     Raises:
       ProbeError: the body fails on made-up members, or takes too long.
     """
-    return in_time(lambda: _timed(plan, step, mode, limit, clock), limit)
+    return in_time(lambda: _timed(plan, step, options, limit, clock), limit)
 
 
 def in_time(function: Callable[[], float], limit: float) -> float:
@@ -69,7 +75,8 @@ def in_time(function: Callable[[], float], limit: float) -> float:
     return found[0]
 
 
-def _timed(plan: Plan, step: Map, mode: str, limit: float, clock: Clock) -> float:
+def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) -> float:
+    mode: Any = options.reduction
     began = time.monotonic()
     rng = np.random.default_rng(0)
     size = plan.shard_sizes[step.placement]
@@ -77,7 +84,7 @@ def _timed(plan: Plan, step: Map, mode: str, limit: float, clock: Clock) -> floa
     operands = [made_up(rng, plan.values[name], (size,)) for name in step.operands]
     if step.guard is not None and step.guard.reads:
         operands[-1] = np.ones(size, np.bool_)
-    execute = ShardExecutor(plan, step, served)
+    execute = ShardExecutor(plan, step, served, compute_device(options.xla_threads))
     merges = bool(step.lanes) and not is_in_files(step, mode)
     accumulators = new_accumulators(step, mode) if merges else []
     number = 0

@@ -18,6 +18,7 @@ from beamjax.partials import (
     from_real_parts,
     real_parts,
 )
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.rounding import round_pair
 
 _MAX_LEVEL = 62
@@ -32,6 +33,7 @@ class OrderedProduct:
     """
 
     name: ClassVar[str] = "ordered_product"
+    provenance: Provenance = UNKNOWN
 
     def __init__(self, dtype: np.dtype, size: int) -> None:
         """
@@ -60,6 +62,7 @@ class OrderedProduct:
     def merge(self, other: OrderedProduct) -> None:
         """Multiplies by what `other` holds; raises as `check_same` and `DyadicTree.merge`."""
         check_same(self, other)
+        self.provenance |= other.provenance
         self._tree.merge(other._tree)
 
     def encode(self) -> bytes:

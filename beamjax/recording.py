@@ -19,6 +19,7 @@ import numpy as np
 
 from beamjax._version import __version__
 from beamjax.fact_types import PlanFacts
+from beamjax.fingerprints import Fingerprint, plan_fingerprint
 from beamjax.job_folder import JobFolder
 from beamjax.monitor import Monitor
 from beamjax.options import OWN, Options, beam_flags
@@ -106,18 +107,23 @@ class Recording:
             "checkpoints": list(self._monitor.checkpoints.times),
             "curves": [curve_to_json(curve) for curve in self._curves],
             "warnings": self._heard.told[:MAX_WARNINGS],
+            "provenance": self._monitor.provenance.to_json(),
         }
         self._folder.write(COURSE, record, make=False)
 
     def _about(self) -> dict[str, Any]:
         plan: PlanFacts | None = None
+        fingerprint: Fingerprint = {}
         with contextlib.suppress(Exception):
             plan = self._facts()
+        with contextlib.suppress(Exception):
+            fingerprint = plan_fingerprint(self._plan, self._options)
         return {
             "options": options_told(self._options),
             "machine": machine_told(),
             "plan": None if plan is None else plain_plan(plan),
             "source_lines": {} if plan is None else source_lines(plan),
+            "fingerprint": fingerprint,
         }
 
 

@@ -18,6 +18,7 @@ from beamjax.fact_types import PlanFacts
 from beamjax.job_folder import JobFolder
 from beamjax.plain_data import from_plain
 from beamjax.progress import Progress
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.timeline import Samples, numbers, samples_from_json
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Report:
       options: those that were given.
       machine: versions, and what the launching process ran on.
       plan: what was run, if it is known; `source_lines` are the user's.
+      fingerprint: hashes of the plan, by what they are of: where they are equal, the plans are.
+      provenance: the processors, versions and numbers of threads with which the results were
+        computed. The same fingerprint, inputs and provenance give the same bits, unless
+        `provenance.is_mixed`.
     """
 
     program: str
@@ -80,6 +85,8 @@ class Report:
     machine: Mapping[str, str] = field(default_factory=dict)
     plan: PlanFacts | None = None
     source_lines: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    provenance: Provenance = UNKNOWN
 
     @property
     def started(self) -> str:
@@ -103,6 +110,8 @@ class Report:
             "curves": [curve_to_json(curve) for curve in self.curves],
             "dropped": [each.to_json() for each in self.dropped],
             "warnings": list(self.warnings),
+            "provenance": self.provenance.to_json(),
+            "is_mixed": self.provenance.is_mixed,
             "plan": None if self.plan is None else plain_plan(self.plan),
         }
         return found
@@ -153,6 +162,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  {done.retries:,} shards again"
     for (placement, step, reason), count in report.reasons.items():
         yield f"  {count:,} members of {placement} dropped in {step}: {reason}"
+    if report.provenance.is_mixed:
+        yield f"  {report.provenance.mixture()}"
     if report.error is not None:
         yield f"  {report.error.get('type')}: {report.error.get('message')}"
 
@@ -182,6 +193,8 @@ def read_report(folder: JobFolder) -> Report:
         _named(about.get("machine")),
         None if plan is None else from_plain(PlanFacts, plan, f"{folder.path}/{ABOUT}"),
         _named(about.get("source_lines")),
+        _named(about.get("fingerprint")),
+        Provenance.from_json(course.get("provenance")),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from beamjax.partials import (
     left_out,
     only_array,
 )
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.side_by_side import in_parts
 
 PART = 1 << 16
@@ -44,6 +45,7 @@ class Running:
     """
 
     name: ClassVar[str] = "running"
+    provenance: Provenance = UNKNOWN
 
     def __init__(self, lane: str, dtype: np.dtype, size: int) -> None:
         """
@@ -75,6 +77,7 @@ class Running:
     def merge(self, other: Running) -> None:
         """Applies the operation to what `other` holds; raises as `check_same`."""
         check_same(self, other)
+        self.provenance |= other.provenance
         self.left_out += other.left_out
         if other._state is not None:
             self._apply(other._state)

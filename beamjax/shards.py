@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from beamjax.accumulators import Accumulator
-from beamjax.bodies import load_body, with_x64
+from beamjax.bodies import load_body, on_device, with_x64
 from beamjax.counts import counts
 from beamjax.dropping import Guard
 from beamjax.dyadic import DyadicTree
@@ -52,7 +52,7 @@ class ShardExecutor:
       broadcasts: the server values that it reads, by name; put on the device once, unless they are
         there already.
       device: to compute on; None for the one that JAX takes by itself. A body that holds a mesh
-        takes its devices by itself.
+        takes the first devices of the same client.
       checked: the bodies of which the run knows in this process that they do not read padding; the
         first shard of others is computed once more, with more of it. None checks nothing.
 
@@ -70,6 +70,7 @@ class ShardExecutor:
     ):
         self.step = step
         self._checked = checked
+        self._client_of = device
         if plan.bodies[step.body].devices > 1:
             device = None
         self.device = device
@@ -82,22 +83,24 @@ class ShardExecutor:
         self._body = plan.bodies[step.body]
         # What calls back to the host is given true members only, so that no call is for padding.
         self._pads = self._body.python is None
-        first = load_body(step.body, self._body, self.size)
+        first = load_body(step.body, self._body, self.size, self._client_of)
         self._calls = {(step.body, self.size): first}
         # Which members are kept is no operand of a body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
         self._fitted = {fitted.shapes[:operands]: fitted for fitted in step.fitted}
         self._bodies = plan.bodies
-        self._copies = is_copied(device)
+        self.copies = is_copied(device)
         # An accelerator has room for what one shard needs at a time; others are on their way.
-        self._turn: Any = threading.Lock() if self._copies else contextlib.nullcontext()
+        self._turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
         with with_x64(self._x64), transferring():
             self.broadcasts = {
                 name: put_broadcast(broadcasts[name], device) for name in step.broadcasts
             }
         self._broadcasts = list(self.broadcasts.values())
-        joins = [join_shards(plan, step, combine, self.broadcasts) for combine in step.combines]
-        self._joins = joins
+        self._joins = [
+            join_shards(plan, step, combine, self.broadcasts, self._client_of)
+            for combine in step.combines
+        ]
 
     @property
     def calls_back(self) -> bool:
@@ -188,17 +191,17 @@ class ShardExecutor:
             )
         members = self.size if self._pads else shard.count
         if (key, members) not in self._calls:
-            self._calls[key, members] = load_body(key, self._bodies[key], members)
+            self._calls[key, members] = load_body(key, self._bodies[key], members, self._client_of)
         return self._calls[key, members]
 
     def _called(
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
-        with with_x64(self._x64), _on(self.device):
-            inputs = to_device(arrays, self.device) if self._copies else arrays
+        with with_x64(self._x64), on_device(self.device):
+            inputs = to_device(arrays, self.device) if self.copies else arrays
             with self._turn:
                 outs = call(np.int32(shard.start), *heads, *self._broadcasts, *inputs)
-                if self._copies:
+                if self.copies:
                     jax.block_until_ready(outs)
             return from_device(outs)
 
@@ -283,11 +286,6 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
         return value
     counts.broadcasts += 1
     return jax.device_put(value, device)
-
-
-def _on(device: jax.Device | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which JAX computes on a device."""
-    return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
 class shard_errors:
@@ -383,7 +381,7 @@ def add_computed(
 
 
 def join_shards(
-    plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any]
+    plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any], device: Any = None
 ) -> Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]:
     """What brings the partials of a combine together, for a `DyadicTree`.
 
@@ -392,17 +390,18 @@ def join_shards(
       step: the pass that it ends.
       combine: the reduction.
       known: server values, by name.
+      device: to compute on; None for JAX's default.
 
     Raises:
       WorkerError: the body can't be loaded here; and later, if it fails.
     """
-    call = load_body(combine.body, plan.bodies[combine.body])
+    call = load_body(combine.body, plan.bodies[combine.body], device=device)
     with with_x64(plan.x64):
-        inputs = [jax.device_put(known[name]) for name in combine.inputs]
+        inputs = [jax.device_put(known[name], device) for name in combine.inputs]
 
     def join(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarray]:
         try:
-            with with_x64(plan.x64):
+            with with_x64(plan.x64), on_device(device):
                 return from_device(call(*inputs, *left, *right))
         except Exception as error:
             raise WorkerError(

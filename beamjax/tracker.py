@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from beamjax.liveness import Position
+from beamjax.monitor import Monitor
+from beamjax.provenance import Provenance
 
 
 class Keeper(Protocol):
@@ -19,7 +21,10 @@ class Keeper(Protocol):
       finished: whether the earlier run came to its end; then `values` are its outputs.
       values: at that position, as the runner has them.
       stacks: entries of the stacked results of loops under way there.
+      provenance: of all of these.
     """
+
+    provenance: Provenance
 
     @property
     def every(self) -> int: ...
@@ -51,12 +56,17 @@ class Tracker:
 
     Args:
       keeper: of checkpoints, or None.
-      saved: called when a checkpoint was saved.
+      monitor: of the run, which learns of checkpoints, and knows the provenance of the values.
+
+    Raises:
+      WorkerError: the run is strict, and the earlier one had other machines or versions.
     """
 
-    def __init__(self, keeper: Keeper | None, saved: Callable[[], None] = lambda: None):
+    def __init__(self, keeper: Keeper | None, monitor: Monitor):
         self._keeper = keeper
-        self._saved = saved
+        self._monitor = monitor
+        if keeper is not None:
+            monitor.computed(keeper.provenance)
         self._path: list[tuple[str, int]] = []
         self._deciding = 0
         self._left = keeper.every if keeper else sys.maxsize
@@ -103,6 +113,13 @@ class Tracker:
             return
         self._left -= rounds
         if self._left <= 0:
+            self._keeper.provenance = self._monitor.provenance
             self._keeper.save((*self._path, at), values, stacks)
             self._left = self._keeper.every
-            self._saved()
+            self._monitor.saved()
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """The run is at its end, with these outputs."""
+        if self._keeper is not None:
+            self._keeper.provenance = self._monitor.provenance
+            self._keeper.finish(values)

@@ -19,6 +19,7 @@ from beamjax import aligned, lane_pieces
 from beamjax.accumulators import Accumulator, decode_accumulator
 from beamjax.lane_pieces import Piece, step_sections
 from beamjax.plan import Lane, Map, Plan
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.scratch import Scratch, Slot
 from beamjax.shards import finish_lane, new_accumulator
 
@@ -37,21 +38,25 @@ class Terms(Generic[T]):
       rows: number of the shard, and the partial, a flat vector.
       merged: for each piece of the section an encoded accumulator; as many times as there are.
       left_out: how many members are in none of the partials; those of `merged` know for themselves.
+      provenance: with what all of them were computed.
     """
 
     rows: list[tuple[int, T]] = field(default_factory=list)
     merged: list[list[T]] = field(default_factory=list)
     left_out: int = 0
+    provenance: Provenance = UNKNOWN
 
     def moved(self, move: Callable[[T], U]) -> Terms[U]:
         """The same with each array elsewhere."""
         rows = [(shard, move(row)) for shard, row in self.rows]
-        return Terms(rows, [list(map(move, pieces)) for pieces in self.merged], self.left_out)
+        merged = [list(map(move, pieces)) for pieces in self.merged]
+        return Terms(rows, merged, self.left_out, self.provenance)
 
     def __iadd__(self, other: Terms[T]) -> Terms[T]:
         self.rows += other.rows
         self.merged += other.merged
         self.left_out += other.left_out
+        self.provenance |= other.provenance
         return self
 
 
@@ -96,7 +101,8 @@ def merge_terms(
 ) -> Terms[U]:
     """All terms of a section as encoded accumulators; see `merged_pieces`."""
     pieces = merged_pieces(section, lane, mode, terms, load)
-    return Terms([], [[save(np.frombuffer(a.encode(), np.uint8)) for _, a in pieces]])
+    merged = [save(np.frombuffer(a.encode(), np.uint8)) for _, a in pieces]
+    return Terms([], [merged], provenance=terms.provenance)
 
 
 def finished_sections(
@@ -211,10 +217,12 @@ def encoded_terms(terms: Terms[Any], to_json: Callable[[Any], Any]) -> dict[str,
         "rows": [list(row) for row in plain.rows],
         "merged": plain.merged,
         "left_out": plain.left_out,
+        "provenance": plain.provenance.to_json(),
     }
 
 
 def decoded_terms(meta: Mapping[str, Any], from_json: Callable[[Any], T]) -> Terms[T]:
     """Undoes `encoded_terms`."""
     rows = [(shard, row) for shard, row in meta["rows"]]
-    return Terms(rows, meta["merged"], meta["left_out"]).moved(from_json)
+    provenance = Provenance.from_json(meta.get("provenance"))
+    return Terms(rows, meta["merged"], meta["left_out"], provenance).moved(from_json)

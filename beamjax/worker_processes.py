@@ -61,7 +61,9 @@ class Workers:
         loops = "use_loopback_process_worker" not in str(flags.get("experiments", ""))
         if "environment_type" in flags:
             here = flags["environment_type"] == "LOOPBACK"
-        return cls(_number(flags, "number_of_worker_harness_threads", threads), here and loops)
+        count = _number(flags, "number_of_worker_harness_threads", threads)
+        alone = name == "prism" and here and loops and count == 1
+        return cls(count, here and loops, computing=computing_threads(options) if alone else 1)
 
     @property
     def all_threads(self) -> int:

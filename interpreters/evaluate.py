@@ -26,6 +26,7 @@ from beamjax.liveness import Position, step_index
 from beamjax.memory import block_budget
 from beamjax.meters import Meter
 from beamjax.monitor import Monitor
+from beamjax.numerics import provenance_here
 from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
 from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
@@ -35,6 +36,7 @@ from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.placed import Placed
 from beamjax.tracker import Keeper, Tracker, starts_anew
 from beamjax.worker_processes import computing_threads
+from beamjax.xla_threads import compute_device
 
 
 def evaluate(
@@ -106,9 +108,10 @@ class _Evaluation:
         self.streams = inputs.streams()
         self.keeper = keeper
         self.results = results
-        self.tracker = Tracker(keeper, monitor.saved)
+        self.tracker = Tracker(keeper, monitor)
         self.table = Table()
         self.threads = computing_threads(options)
+        self.device = compute_device(options.xla_threads)
         self.wanted = {out.value for out in plan.outputs if out.value is not None}
         if keeper is not None:
             self.bind(keeper.values)
@@ -123,7 +126,7 @@ class _Evaluation:
         elif keeper is None or not keeper.finished:
             self.steps(self.plan.steps, keeper.position if keeper else ())
             if keeper is not None:
-                keeper.finish({name: self.value(name) for name in sorted(wanted)})
+                self.tracker.finish({name: self.value(name) for name in sorted(wanted)})
         made = (self.served | self.placed).items()
         return {name: self.kept(name, array) for name, array in made if name in wanted}
 
@@ -275,14 +278,20 @@ class _Evaluation:
             return self.placed[name][start:stop]
         return self.reader.read([name], start, stop)[name]
 
+    def computes(self) -> None:
+        """This process computes something."""
+        self.monitor.computed(provenance_here(self.options.xla_threads))
+
     def server(self, step: Server) -> None:
+        self.computes()
         meter = Meter(step.name, 1, self.monitor)
         with self.at_work("computing", step):
-            self.served.update(run_server(self.plan, step, self.served))
+            self.served.update(run_server(self.plan, step, self.served, self.device))
         meter.lap("compute")
         meter.apart()
 
     def map(self, step: Map) -> None:
+        self.computes()
         n = self.plan.sizes[step.placement]
         execute = self.executor(step)
         for name in step.results:
@@ -316,7 +325,7 @@ class _Evaluation:
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy
-        execute = ShardExecutor(self.plan, step, known, checked=self.checked)
+        execute = ShardExecutor(self.plan, step, known, self.device, self.checked)
         self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
         meter.lap("transfer")
         meter.apart()

@@ -29,6 +29,7 @@ from beamjax.pipelines.checkpoint_records import (
 from beamjax.pipelines.members import MembersSource
 from beamjax.pipelines.values import leaf_spec
 from beamjax.plan import Block, Plan, ValueType
+from beamjax.provenance import UNKNOWN
 
 ROWS = 1024
 """Small entries of a stacked result in one array; after that many it is not written again."""
@@ -77,6 +78,7 @@ class BaseKeeper(abc.ABC, Generic[V]):
         self.values: dict[str, V] = {}
         self.stacks: dict[str, list[V]] = {}
         self._entries: dict[str, _Entries] = {}
+        self.provenance = UNKNOWN
 
     @abc.abstractmethod
     def is_given(self, name: str) -> bool:
@@ -117,7 +119,9 @@ class BaseKeeper(abc.ABC, Generic[V]):
         stacks: Mapping[str, tuple[Record, ...]],
     ) -> None:
         self.folder.save(
-            Checkpoint(self.prints, self.input_prints, position, finished, values, stacks)
+            Checkpoint(
+                self.prints, self.input_prints, position, finished, values, stacks, self.provenance
+            )
         )
 
     def _stack(self, name: str, values: Sequence[V]) -> tuple[Record, ...]:
@@ -160,6 +164,7 @@ class BaseKeeper(abc.ABC, Generic[V]):
                 self.folder.warn(name, error)
                 continue
             self.position, self.finished = found.position, found.finished
+            self.provenance = found.provenance
             self.folder.keep(name, found)
             return
         self.values, self.stacks = {}, {}

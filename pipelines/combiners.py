@@ -24,6 +24,7 @@ from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan import Gather, Map, Plan, ValueType, size_name
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.reducers import decode_accumulator
 from beamjax.shards import finish_lane, finish_tree, join_shards, shards
 from beamjax.transfer_time import transferring
@@ -175,7 +176,9 @@ class FinishPieces(StepFn):
         plan, step = plan_with_size(self.task, served), self.task.step
         lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
         with self.times.measured():
-            found = finish_lane(plan, step, lane, _live(data, self.task.store), where)
+            accumulator = _live(data, self.task.store)
+            provenance = self.task.accept(accumulator.provenance)
+            found = finish_lane(plan, step, lane, accumulator, where)
             values = {}
             for name, offset, part in found:
                 hold = self.task.store.hold
@@ -184,7 +187,7 @@ class FinishPieces(StepFn):
                 else:
                     ref = hold([part], name, own=True, inline=False, hashed=False)
                     values[f"{name}|{offset}"] = ref
-        yield Environment(values)
+        yield Environment(values, provenance)
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
@@ -221,27 +224,34 @@ class FinishCombine(ComputeFn):
         task, combine = self.task, self.task.step.combines[self.number]
         with self.times.measured():
             known = task.arrays(task.refs(combine.inputs, served))
-            tree = DyadicTree(join_shards(task.with_bodies(), task.step, combine, known))
+            plan, device = task.with_bodies(), task.device
+            tree = DyadicTree(join_shards(plan, task.step, combine, known, device))
+            provenance = task.provenance(served)
             for environment in element[1]:
+                provenance |= environment.provenance
                 for name, ref in environment.values.items():
                     level, index = map(int, name.split("|"))
                     arrays = task.store.get(ref, cache=False)
                     with task.at_work("merging"):
                         tree.add(arrays, index, level)
+            task.accept(provenance)
             with task.at_work("merging"):
                 values = dict(finish_tree(combine, tree))
             refs = {name: task.store.put([array], name) for name, array in values.items()}
-        yield Environment(refs)
+        yield Environment(refs, provenance)
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
         self.times.tell()
 
 
-def partials_of_tree(tree: DyadicTree[list[np.ndarray]], store: Store) -> Environment:
+def partials_of_tree(
+    tree: DyadicTree[list[np.ndarray]], store: Store, provenance: Provenance
+) -> Environment:
     """What a bundle sends of a combine: its ranges of shards, named `level|index`."""
     nodes = tree.in_order()
-    return Environment({f"{level}|{i}": store.put(arrays, "partial") for level, i, arrays in nodes})
+    refs = {f"{level}|{i}": store.put(arrays, "partial") for level, i, arrays in nodes}
+    return Environment(refs, provenance)
 
 
 class Assemble(StepFn):
@@ -261,7 +271,9 @@ class Assemble(StepFn):
 
     def process(self, element: tuple[Any, Iterable[Environment]]) -> Iterator[Environment]:
         parts: dict[str, dict[int, Ref]] = collections.defaultdict(dict)
+        provenance = UNKNOWN
         for environment in element[1]:
+            provenance |= environment.provenance
             for key, ref in environment.values.items():
                 name, _, offset = key.rpartition("|")
                 parts[name][int(offset)] = ref
@@ -280,7 +292,7 @@ class Assemble(StepFn):
             array = array.reshape(value.shape).astype(value.dtype, copy=False)
             whole[name] = self.store.hold([array], name, own=True)
             self.store.release(in_order)
-        yield Environment(whole)
+        yield Environment(whole, provenance)
 
 
 class PartsOfBlocks(StepFn):
@@ -297,7 +309,7 @@ class PartsOfBlocks(StepFn):
         with self.times.measured():
             members = block.array(self.step.operand, self.store)
             ref = self.store.put([members], self.step.result)
-        yield Environment({f"{self.step.result}|{block.start}": ref})
+        yield Environment({f"{self.step.result}|{block.start}": ref}, block.provenance)
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""

@@ -78,7 +78,7 @@ class Connection:
     def threads(self) -> int:
         """How many threads compute the shards of a bundle on a CPU, at most: where one worker has
         the machine for itself, as many as in this process without a runner."""
-        alone = self.is_one_process and not self.spread
+        alone = self.shared and self.holds_elements and not self.spread
         return computing_threads(self.options) if alone else 1
 
 

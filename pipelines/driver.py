@@ -23,6 +23,7 @@ from beamjax.errors import BeamjaxError
 from beamjax.kept import HANDED_BYTES
 from beamjax.liveness import Position
 from beamjax.meters import Meter
+from beamjax.numerics import provenance_here
 from beamjax.pipelines import build, unroll
 from beamjax.pipelines.graph_sizes import rounds_per_graph
 from beamjax.pipelines.launch import Launcher
@@ -41,6 +42,7 @@ from beamjax.plan import (
     ValueType,
 )
 from beamjax.tracker import Keeper, Tracker
+from beamjax.xla_threads import compute_device
 
 
 class Driver:
@@ -63,7 +65,7 @@ class Driver:
         self.plan = plan
         self.values = dict(values)
         self.keeper = keeper
-        self.tracker = Tracker(keeper, launcher.monitor.saved)
+        self.tracker = Tracker(keeper, launcher.monitor)
         # Entries of the stacked results of loops that are under way.
         self.stacks: dict[str, list[Value]] = {}
         self.launcher = launcher
@@ -94,7 +96,7 @@ class Driver:
                 whole = Block(self.plan.steps, tuple(outputs))
                 found = self.block(whole, "", set(self.values), at)
             if self.keeper is not None:
-                self.keeper.finish(dict(zip(outputs, found, strict=True)))
+                self.tracker.finish(dict(zip(outputs, found, strict=True)))
         return dict(zip(outputs, found, strict=True))
 
     def block(
@@ -292,14 +294,16 @@ class Driver:
 
     def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Runs a step in this process, in the time that a shard may take."""
-        limit = self.launcher.connection.options.shard_timeout
+        options = self.launcher.connection.options
+        self.launcher.monitor.computed(provenance_here(options.xla_threads))
+        limit, device = options.shard_timeout, compute_device(options.xla_threads)
         if limit is None:
-            return run_server(self.plan, step, known)
+            return run_server(self.plan, step, known, device)
         table = Table()
 
         def run() -> dict[str, np.ndarray]:
             with table.at("computing", step, None, limit):
-                return run_server(self.plan, step, known)
+                return run_server(self.plan, step, known, device)
 
         return bounded(run, table)
 

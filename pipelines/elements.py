@@ -18,6 +18,7 @@ from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.store import Store
+from beamjax.provenance import UNKNOWN, Provenance
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class Block:
         shard_size: members in a full shard of the plan; `count` is at most this.
         values: name to array of shape (count, ...).
         refs: name to where such an array is in the store, if that is too large for an element.
+        provenance: with what the values were computed.
     """
 
     start: int
@@ -45,6 +47,7 @@ class Block:
     shard_size: int
     values: dict[str, np.ndarray]
     refs: dict[str, Ref] = dataclasses.field(default_factory=dict)
+    provenance: Provenance = UNKNOWN
 
     def __post_init__(self) -> None:
         if self.start < 0 or not 0 < self.count <= self.shard_size:
@@ -89,9 +92,11 @@ class Environment:
 
     Attributes:
         values: name to where the value is.
+        provenance: with what the values were computed.
     """
 
     values: dict[str, Ref]
+    provenance: Provenance = UNKNOWN
 
 
 class _Coder(Coder, Generic[T]):
@@ -167,6 +172,10 @@ def _names(meta: dict[str, Any]) -> list[str]:
     return names
 
 
+def _made_by(provenance: Provenance) -> dict[str, Any]:
+    return {"provenance": provenance.to_json()} if provenance else {}
+
+
 class BlockCoder(_Coder[Block]):
     """Coder of `Block`."""
 
@@ -180,7 +189,7 @@ class BlockCoder(_Coder[Block]):
         if value.refs:
             refs = EnvironmentCoder().pack(Environment(value.refs))
             arrays, meta["refs"] = [*arrays, *refs[0]], refs[1]
-        return arrays, meta
+        return arrays, meta | _made_by(value.provenance)
 
     def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Block:
         start, count, shard_size = meta["block"]
@@ -191,7 +200,9 @@ class BlockCoder(_Coder[Block]):
         if "refs" in meta:
             refs = EnvironmentCoder().unpack(arrays[len(names) :], meta["refs"]).values
             arrays = arrays[: len(names)]
-        return Block(start, count, shard_size, dict(zip(names, arrays, strict=True)), refs)
+        values = dict(zip(names, arrays, strict=True))
+        provenance = Provenance.from_json(meta.get("provenance"))
+        return Block(start, count, shard_size, values, refs, provenance)
 
 
 class RefCoder(_Coder[Ref]):
@@ -216,6 +227,7 @@ class EnvironmentCoder(_Coder[Environment]):
         names = sorted(value.values)
         refs = [value.values[name] for name in names]
         meta = {"names": names, "refs": [ref.to_json() for ref in refs]}
+        meta |= _made_by(value.provenance)
         return [np.frombuffer(ref.inline, np.uint8) for ref in refs], meta
 
     def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Environment:
@@ -223,7 +235,8 @@ class EnvironmentCoder(_Coder[Environment]):
             Ref.from_json(record, inline.tobytes())
             for record, inline in zip(meta["refs"], arrays, strict=True)
         ]
-        return Environment(dict(zip(_names(meta), refs, strict=True)))
+        provenance = Provenance.from_json(meta.get("provenance"))
+        return Environment(dict(zip(_names(meta), refs, strict=True)), provenance)
 
 
 class ArrayCoder(_Coder[np.ndarray]):

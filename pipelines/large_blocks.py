@@ -33,4 +33,5 @@ def cut(block: Block, store: Store) -> Iterator[Block]:
     for first in range(0, block.count, most):
         values = {name: array[first : first + most] for name, array in block.values.items()}
         count = min(most, block.count - first)
-        yield whole(Block(block.start + first, count, block.shard_size, values), store)
+        part = replace(block, start=block.start + first, count=count, values=values)
+        yield whole(part, store)

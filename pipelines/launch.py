@@ -82,6 +82,7 @@ class Launcher:
             finally:
                 lost_workers.end_pipeline(store)
             found = outputs.find()
+            self.monitor.computed(outputs.provenance)
             self.monitor.drop(outputs.dropped(), outputs.sizes(found))
             return found
 

@@ -22,10 +22,12 @@ from beamjax.pipelines.results import (
     WriteServed,
     find_dropped,
     find_placed,
+    find_provenance,
     read_served,
 )
 from beamjax.pipelines.values import Placed, Served, members
 from beamjax.plan import size_name
+from beamjax.provenance import UNKNOWN
 
 
 class Outputs:
@@ -42,6 +44,8 @@ class Outputs:
         self.stem = stem
         self.results = results
         plan = graph.plan
+        # Of all outputs, once they are found.
+        self.provenance = UNKNOWN
         # Server values by environment, and placed ones.
         self._served: dict[beam.PCollection, list[str]] = {}
         self._placed: list[str] = []
@@ -78,12 +82,14 @@ class Outputs:
         """
         store, found = self.graph.store, dict[str, Served | Placed]()
         for number, _ in enumerate(self._served):
-            refs = read_served(store, f"{self.stem}-served-{number}")
-            found |= {name: Served(store, ref=ref) for name, ref in refs.items()}
+            environment = read_served(store, f"{self.stem}-served-{number}")
+            self.provenance |= environment.provenance
+            found |= {name: Served(store, ref=ref) for name, ref in environment.values.items()}
         written = files.names(store.root) if self._placed else []
         plan = replace(self.graph.plan, sizes=self.sizes(found))
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
+            self.provenance |= find_provenance(store, stem, written)
             if name in self.results.folders:
                 found[name] = Placed(self.results.find(plan, name).to_spec())
                 continue

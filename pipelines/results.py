@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import encode_arrays
+from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.dropping import Dropped, decode_file, encode_file
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.kept import NOTHING, Kept
@@ -15,12 +16,12 @@ from beamjax.pipelines import files
 from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
 from beamjax.pipelines.large_blocks import cut
 from beamjax.pipelines.members import MembersSource
-from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import Sources, StepFn
 from beamjax.pipelines.values import leaf_spec
 from beamjax.plan import Plan
+from beamjax.provenance import UNKNOWN, Provenance, merged
 from beamjax.shards import shards
 
 SUFFIX = ".arrays"
@@ -44,7 +45,8 @@ class WriteServed(StepFn):
         self.stem = stem
 
     def process(self, environment: Environment) -> None:
-        found = Environment({name: environment.values[name] for name in self.names})
+        refs = {name: environment.values[name] for name in self.names}
+        found = Environment(refs, environment.provenance)
         self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(found))
 
 
@@ -102,8 +104,10 @@ class WritePlaced(StepFn):
     def start_bundle(self) -> None:
         self.blocks: list[tuple[int, np.ndarray]] = []
         self.nbytes = 0
+        self.provenance = UNKNOWN
 
     def process(self, block: Block) -> None:
+        self.provenance |= block.provenance
         with self.times.measured():
             members = block.array(self.name, self.store)
         self.blocks.append((block.start, members))
@@ -121,6 +125,8 @@ class WritePlaced(StepFn):
             run.append((start, members))
         if run:
             self._write(run)
+        if self.provenance:
+            _write_provenance(self.store, self.stem, self.provenance)
         self.start_bundle()
         self.times.tell()
 
@@ -135,6 +141,29 @@ class WritePlaced(StepFn):
             return
         name = MembersSource.file_name(self.stem, start, len(members))
         self.store.write(name, encode_arrays([members], {"value": self.name}))
+
+
+def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:
+    """Writes that of some members, to a file that is named after its content."""
+    data = encode_arrays([], {"provenance": provenance.to_json()})
+    name = hashlib.blake2b(data, digest_size=8).hexdigest()
+    store.write(f"{stem}-provenance-{name}{SUFFIX}", data)
+
+
+def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenance:
+    """The provenance of a placed value that `WritePlaced` wrote.
+
+    Args:
+      store: where its files are.
+      stem: of their names.
+      written: names of the files in the store.
+
+    Raises:
+      ArrayFormatError: a file is not what was written.
+    """
+    names = (name for name in written if name.startswith(f"{stem}-provenance-"))
+    metas = (decode_arrays(files.read(files.join(store.root, name)))[1] for name in names)
+    return merged(Provenance.from_json(meta.get("provenance")) for meta in metas)
 
 
 class WriteDropped(StepFn):
@@ -169,7 +198,7 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
     return decode_file(files.read(path), path)
 
 
-def read_served(store: Store, stem: str) -> dict[str, Ref]:
+def read_served(store: Store, stem: str) -> Environment:
     """Where the server values are that `WriteServed` was told of.
 
     Raises:
@@ -178,7 +207,7 @@ def read_served(store: Store, stem: str) -> dict[str, Ref]:
     """
     path = files.join(store.root, f"{stem}{SUFFIX}")
     try:
-        return EnvironmentCoder().decode(bytes(files.read(path))).values
+        return EnvironmentCoder().decode(bytes(files.read(path)))
     except ArrayFormatError as error:
         raise ArrayFormatError(f"{path}: {error}") from None
     except OSError as error:

@@ -22,6 +22,7 @@ from beamjax.bodies import with_x64
 from beamjax.inputs import Reader
 from beamjax.machine import Machine
 from beamjax.memory import block_budget, store_budget
+from beamjax.numerics import provenance_here
 from beamjax.pipelines import store as stores
 from beamjax.pipelines.elements import Environment
 from beamjax.pipelines.failures import recorded
@@ -30,12 +31,14 @@ from beamjax.pipelines.refs import Ref
 from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.store import Store
 from beamjax.plan import Body, Map, Plan, Server
+from beamjax.provenance import Provenance, merged
 from beamjax.restaging import debugging
 from beamjax.shards import Shard, ShardExecutor, put_broadcast
 from beamjax.shared_cache import SharedCache, SingleFlight
 from beamjax.sources import open_spec
 from beamjax.sources.block_source import BLOCKS
 from beamjax.transfer_time import transferring
+from beamjax.xla_threads import compute_device
 
 MAX_EXECUTORS = 8
 AnyStep = TypeVar("AnyStep", Map, Server)
@@ -107,6 +110,26 @@ class Task(Generic[AnyStep]):
         """The server values behind references."""
         return {name: self.store.get(ref)[0] for name, ref in refs.items()}
 
+    @property
+    def device(self) -> Any:
+        """What to compute on that is done once and not for shards; None for JAX's default."""
+        return compute_device(self.machine.xla_threads)
+
+    def provenance(self, served: Iterable[Environment] = ()) -> Provenance:
+        """That of what this process computes from server values of earlier steps."""
+        here = provenance_here(self.machine.xla_threads)
+        return merged([here, *(environment.provenance for environment in served)])
+
+    def accept(self, provenance: Provenance) -> Provenance:
+        """The provenance of a value that others can build on.
+
+        Raises:
+          WorkerError: it is mixed, and the run is strict.
+        """
+        if self.machine.strict:
+            provenance.check()
+        return provenance
+
     def at_work(self, doing: str, shard: Shard | None = None) -> Any:
         """A context in which this thread does something for the step; see `Table.at`."""
         table = table_of(self.store, self.machine.is_here)
@@ -128,21 +151,22 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
       refs: to all server values that it reads, by name.
     """
     step = task.step
-    devices: tuple[Any, ...] = task.machine.check()
-    one_cpu = len(devices) == 1 and devices[0].platform == "cpu"
-    if one_cpu or task.bodies[step.body].body.python is not None:
-        devices = (None,)
+    devices = task.machine.check()
+    if task.bodies[step.body].body.python is not None:
+        devices = devices[:1]
     broadcasts = {name: refs[name] for name in step.broadcasts}
     size = task.plan.shard_sizes[step.placement]
     key = (step, size, task.plan.x64, devices, *(ref.key for ref in broadcasts.values()))
+    on_mesh = task.bodies[step.body].body.devices > 1
 
     def make() -> tuple[ShardExecutor, ...]:
         plan = task.with_bodies()
         checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
-        return tuple(
-            ShardExecutor(plan, step, _on_device(task, broadcasts, device), device, checked)
-            for device in devices
-        )
+        found = []
+        for device in devices:
+            known = _on_device(task, broadcasts, None if on_mesh else device)
+            found.append(ShardExecutor(plan, step, known, device, checked))
+        return tuple(found)
 
     return _executors.get(key, make, owner=task.store.root)
 

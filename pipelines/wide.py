@@ -23,6 +23,7 @@ from beamjax.pipelines.step_metrics import StepTimes
 from beamjax.pipelines.store import Store
 from beamjax.pipelines.tasks import StepFn, Task
 from beamjax.plan import Map
+from beamjax.provenance import UNKNOWN, Provenance
 from beamjax.scratch import Scratch
 from beamjax.wide_lanes import (
     Terms,
@@ -43,9 +44,12 @@ def scratch_of(store: Store) -> Scratch:
     return Scratch(None if files.is_url(store.root) else store.root)
 
 
-def terms_of_bundle(wide: WideLanes, store: Store) -> Iterator[tuple[str, bytes]]:
+def terms_of_bundle(
+    wide: WideLanes, store: Store, provenance: Provenance = UNKNOWN
+) -> Iterator[tuple[str, bytes]]:
     """What a bundle sends of lanes that are too large for memory."""
     for section, terms in wide.terms():
+        terms.provenance = provenance
         yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
 
 
@@ -125,6 +129,7 @@ class FinishSections(MergeSections):
 
         with self.times.measured(), self.task.at_work("merging"):
             terms = self.terms(section, element[1])
+            provenance = self.task.accept(terms.provenance)
             pieces = merged_pieces(section, lane, self.mode, terms, self._array)
             finished_sections(plan, step, section, pieces, room)
         put = self.task.store.put
@@ -132,7 +137,8 @@ class FinishSections(MergeSections):
             {
                 f"{n}|{start}": put([part], n, inline=False, hashed=False)
                 for n, (start, part) in parts.items()
-            }
+            },
+            provenance,
         )
 
 

@@ -137,7 +137,10 @@ class MapShards(ComputeFn):
             with self.moving.measured():
                 self.execute = self._prepare(served)
             self.trees = self.execute[0].trees()
-            self.dealer = Dealer([execute.device for execute in self.execute])
+            self.provenance = self.task.provenance(served)
+            self.dealer = Dealer(_turns(self.execute))
+        if isinstance(element, Block):
+            self.provenance |= element.provenance
         step = self.task.step
         sends = step.partial_bytes, step.saved
         for shard, live in self._shards(element):
@@ -159,17 +162,18 @@ class MapShards(ComputeFn):
                 else:
                     yield _windowed(made)
         for piece, accumulator in (self.accumulators or {}).items():
+            accumulator.provenance = self.provenance
             with self.moving.measured():
                 partial = key_of(piece), send(self.task.store, accumulator)
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         if self.wide is not None:
             with self.moving.measured():
-                sent = list(terms_of_bundle(self.wide, self.task.store))
+                sent = list(terms_of_bundle(self.wide, self.task.store, self.provenance))
             for partial in sent:
                 yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
             with self.moving.measured():
-                environment = partials_of_tree(tree, self.task.store)
+                environment = partials_of_tree(tree, self.task.store, self.provenance)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
         self.accumulators, self.wide, self.trees, self.turns = None, None, [], []
         self.metrics.add(self.spent + self.moving.take())
@@ -217,7 +221,10 @@ class MapShards(ComputeFn):
             self.letters.add(done.found.dropped, self.task.plan.sizes)
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
         if values:
-            block = Block(done.shard.start, done.shard.count, self.execute[0].size, values)
+            block = Block(
+                done.shard.start, done.shard.count, self.execute[0].size, values,
+                provenance=self.provenance,
+            )  # fmt: skip
             with self.moving.measured():
                 made = [whole(block, self.task.store)] if self.whole else None
             yield from made or cut(block, self.task.store)
@@ -270,6 +277,13 @@ class MapShards(ComputeFn):
             add_computed(parts, trees, shard, found.left_out)
 
 
+def _turns(executors: tuple[ShardExecutor, ...]) -> list[Any]:
+    """The devices that take turns; one CPU computes in the thread of the bundle."""
+    first = executors[0]
+    alone = len(executors) == 1 and (first.calls_back or not first.copies)
+    return [None if alone else execute.device for execute in executors]
+
+
 @dataclass(frozen=True)
 class _Done:
     """A shard that was computed."""
@@ -304,9 +318,9 @@ class RunServer(ComputeFn):
             arrays = task.arrays(task.refs(step.inputs, known))
             plan = task.with_bodies()
             with task.at_work("computing"), with_settings(task.debugging):
-                made = run_server(plan, step, arrays)
+                made = run_server(plan, step, arrays, task.device)
             refs = {name: task.store.hold([out], name, own=True) for name, out in made.items()}
-        yield Environment(refs)
+        yield Environment(refs, task.accept(task.provenance(known)))
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""

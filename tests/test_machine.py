@@ -18,6 +18,7 @@ from beamjax import _compat, bodies, machine
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.machine import Machine, Versions, check_versions
 from beamjax.options import Options, parse_options
+from beamjax.xla_threads import cpu_devices
 
 N = 100
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -141,7 +142,7 @@ def test_custom_calls_that_jax_may_change_take_equal_versions(monkeypatch, caplo
 
 
 def test_a_platform_that_is_there():
-    assert Machine("cpu").check() == (jax.local_devices()[0],)
+    assert Machine("cpu").check() == cpu_devices(1)[:1]
     bj.run(centred, jnp.ones(3), X, options={"require_platform": "cpu"})
 
 
@@ -273,7 +274,7 @@ def test_a_fork_of_a_process_in_which_jax_runs_is_refused():
 
 
 def test_a_cpu_computes_on_one_device_unless_asked():
-    devices = tuple(jax.local_devices())
+    devices = cpu_devices(1)
     assert len(devices) == 8
     assert Machine().check() == devices[:1]
     assert Machine(local_devices=4).check() == devices[:4]
@@ -299,7 +300,7 @@ def shards_by_device(monkeypatch):
     on = bj.execution._evaluate.ShardExecutor.__call__
 
     def counted(self, shard, operands, lost):
-        with bj.shards._on(self.device):
+        with bodies.on_device(self.device):
             (device,) = jax.numpy.zeros(()).devices()
         counts[device.id] = counts.get(device.id, 0) + 1
         return on(self, shard, operands, lost)

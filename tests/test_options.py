@@ -118,7 +118,7 @@ def test_options_are_hashable_whatever_beam_gets():
         "local_devices", "local_threads", "shard_timeout", "compile_cache", "member_loop",
         "member_batch", "probe", "plan", "recompute", "merge_fan_out", "small_work",
         "checkpoint", "checkpoint_every", "on_error", "on_nonfinite", "drop_limit", "dead_letters",
-        "keep", "results_folder", "memory",
+        "keep", "results_folder", "memory", "xla_threads", "strict",
     }  # fmt: skip
 
 

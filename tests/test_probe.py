@@ -37,7 +37,7 @@ def test_a_shard_is_timed_by_the_clock_that_is_given():
     (step,) = plan.steps
     # A run takes 5, 3, 1, 4 seconds: the first one compiles, and of the others the best counts.
     times = iter([0.0, 9.0, 10.0, 15.0, 20.0, 23.0, 30.0, 31.0, 40.0, 44.0])
-    assert shard_seconds(plan, step, "exact", 60.0, lambda: next(times)) == 1.0
+    assert shard_seconds(plan, step, Options(), 60.0, lambda: next(times)) == 1.0
     assert list(times) == []
 
 
@@ -56,7 +56,7 @@ def test_passes_of_any_kind_are_timed(mode, options):
         two, jnp.ones(3), key, jnp.ones((N, 3)), jnp.arange(N, dtype="float32"), **options
     )
     for step in plan.steps:
-        assert 0 < shard_seconds(plan, step, mode, 60.0) < 60
+        assert 0 < shard_seconds(plan, step, Options(reduction=mode), 60.0) < 60
 
 
 def test_the_names_are_those_of_the_whole_plan():
@@ -76,7 +76,7 @@ def test_a_body_that_fails():
     original, probe.made_up = probe.made_up, broken
     try:
         with pytest.raises(ProbeError, match="a body fails on made-up members"):
-            shard_seconds(plan, step, "exact", 60.0)
+            shard_seconds(plan, step, Options(), 60.0)
     finally:
         probe.made_up = original
 

@@ -98,7 +98,7 @@ def test_served_results(store, inline, monkeypatch):
     refs = {"a": store.put([X]), "b": store.put([X[0]]), "c": store.put([X])}
     WriteServed(store, ("a", "b"), "result-0").process(Environment(refs))
     found = read_served(store, "result-0")
-    assert found == {"a": refs["a"], "b": refs["b"]}
+    assert found.values == {"a": refs["a"], "b": refs["b"]}
     with pytest.raises(WorkerError, match=r"result-1\.arrays: cannot read a result"):
         read_served(store, "result-1")
 

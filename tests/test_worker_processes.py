@@ -40,7 +40,7 @@ def no_cluster(monkeypatch, tmp_path):
             ["--direct_running_mode", "multi_processing", "--direct_num_workers", "2"],
             Workers(shared=False, handing=2),
         ),
-        ("PrismRunner", [], Workers()),
+        ("PrismRunner", [], Workers(computing=usual_threads())),
         ("PrismRunner", ["--environment_type=EXTERNAL", "--environment_config=x:1"], APART),
         ("PrismRunner", ["--experiments=use_loopback_process_worker"], APART),
         ("FlinkRunner", [], Workers(CORES)),
@@ -117,7 +117,7 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
     assert dataflow.worker_bytes > threads.worker_bytes
     assert not dataflow.shared
     assert "inputs in memory" in dataflow.launcher
-    assert told("PrismRunner")[0].worker_bytes == direct.worker_bytes
+    assert told("PrismRunner", local_threads=1)[0].worker_bytes == direct.worker_bytes
     assert bj.explain(total, *args, options={"local_threads": 1}).facts.memory == direct
 
 

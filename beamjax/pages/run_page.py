@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from beamjax.fact_types import human_bytes
@@ -50,6 +50,7 @@ def run_page(report: Report) -> Page:
                 _plan(report, prefix),
                 _section("Options", _named(report.options) or tag("p", "none were given")),
                 _section("Machine and versions", _named(report.machine)),
+                _section("Bits", *_bits(report)),
             ]
         )
 
@@ -62,6 +63,17 @@ def _section(title: str, *parts: Any) -> Markup:
 
 def _named(found: Mapping[str, str]) -> Markup | None:
     return table(found.items(), class_="facts") if found else None
+
+
+def _bits(report: Report) -> Iterator[Markup | None]:
+    """What the last bits of the results depend on."""
+    kinds = report.provenance.kinds
+    if not kinds:
+        yield tag("p", "no machine is known that has computed")
+    if report.provenance.is_mixed:
+        yield tag("p", "The results may have other last bits another time: machines were mixed.")
+    hosts = {f"computed on {', '.join(hosts)}": kind for kind, hosts in kinds.items()}
+    yield _named({**hosts, **report.fingerprint})
 
 
 # --- the top

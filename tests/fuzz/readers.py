@@ -199,7 +199,7 @@ def _served(data: bytes, folder: Path) -> None:
     (folder / f"out{results.SUFFIX}").write_bytes(data)
     store = Store(str(folder))
     clear_cache()
-    for ref in results.read_served(store, "out").values():
+    for ref in results.read_served(store, "out").values.values():
         store.get(ref)
 
 

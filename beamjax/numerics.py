@@ -1,0 +1,86 @@
+"""What the last bits of what this process computes depend on, besides the program."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from pathlib import Path
+
+import jax
+
+from beamjax import _compat
+from beamjax.provenance import MAX_TEXT, Provenance
+from beamjax.xla_threads import lapack_threads
+
+
+def provenance_here(xla_threads: int) -> Provenance:
+    """That of what this process computes.
+
+    Args:
+      xla_threads: that XLA divides one computation among, on a CPU.
+    """
+    return _here(xla_threads, lapack_threads())
+
+
+@functools.lru_cache(maxsize=64)
+def _here(xla_threads: int, lapack: int | None) -> Provenance:
+    versions = ", ".join(f"{name} {version}" for name, version in _compat.versions().items())
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        scipy = importlib.metadata.version("scipy")
+        threads = f"XLA threads {xla_threads}, LAPACK threads {lapack or 'as in the process'}"
+        made = f"{_processor()}; {threads}; scipy {scipy}"
+    else:
+        made = f"{device.device_kind}; {device.client.platform_version}"
+    flags = _flags()
+    kind = "; ".join(filter(None, (made, versions, flags)))
+    return Provenance({kind[:MAX_TEXT]: (socket.gethostname()[:MAX_TEXT],)})
+
+
+_NO_MATTER = re.compile(r"--xla_(force_host_platform_device_count|dump_\w+)(=|$)")
+
+
+def _flags() -> str:
+    """The flags of XLA that may change bits."""
+    flags = sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not _NO_MATTER.match(f))
+    return f"XLA_FLAGS {' '.join(flags)}" if flags else ""
+
+
+_VECTORS = re.compile(r"avx|sse|fma|f16c|amx|bmi|asimd|neon|sve|sme|bf16|i8mm|fphp|fcma")
+"""Instructions by which XLA, Eigen and OpenBLAS choose their kernels."""
+_NAMES = ("model name", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")
+
+
+@functools.cache
+def _processor() -> str:
+    """The type of the processor: its name, what it can do, and its caches.
+
+    Eigen cuts a contraction into blocks by the sizes of the caches.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".strip()
+    facts = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    name = " ".join(facts[key] for key in _NAMES if key in facts)
+    words = (facts.get("flags") or facts.get("Features") or "").split()
+    vectors = " ".join(sorted(filter(_VECTORS.search, words)))
+    digest = hashlib.blake2b(vectors.encode(), digest_size=4).hexdigest()
+    return f"{platform.machine()} {name}, features {digest}, caches {' '.join(_caches())}"
+
+
+def _caches() -> list[str]:
+    """Sizes of the caches of data, the nearest first."""
+    found = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            if (index / "type").read_text().strip() != "Instruction":
+                found.append((index / "size").read_text().strip())
+        except OSError:
+            continue
+    return found

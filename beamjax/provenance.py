@@ -1,0 +1,100 @@
+"""Provenance: with what a value was computed, as far as its last bits depend on that.
+
+It travels with partials, blocks and server values, and is merged where these are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from beamjax.errors import ArrayFormatError, WorkerError
+
+MAX_KINDS = 8
+"""Kinds of machine in a provenance; of more, the first in order stay. Two are a mixture already."""
+MAX_HOSTS = 2
+"""Hosts of each kind, for messages."""
+MAX_TEXT = 1000
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Kinds of machine that took part in a value.
+
+    Attributes:
+      kinds: what each is, as a text, and the names of a few hosts of it. Equal texts promise equal
+        bits for the same plan.
+    """
+
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __or__(self, other: Provenance) -> Provenance:
+        """That of a value made from both; in any order, and any number of times."""
+        if not other.kinds or self == other:
+            return self
+        found: dict[str, tuple[str, ...]] = {}
+        for kind in sorted({**self.kinds, **other.kinds})[:MAX_KINDS]:
+            hosts = {*self.kinds.get(kind, ()), *other.kinds.get(kind, ())}
+            found[kind] = tuple(sorted(hosts)[:MAX_HOSTS])
+        return Provenance(found)
+
+    def __bool__(self) -> bool:
+        return bool(self.kinds)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether another run of the same plan may give other bits."""
+        return len(self.kinds) > 1
+
+    def check(self) -> None:
+        """Raises `WorkerError` if it is mixed."""
+        if self.is_mixed:
+            raise WorkerError(
+                f"strict: {self.mixture()}. Run all workers on machines of one type, from one "
+                "image, or leave out strict=True: the results are right but for the last bits"
+            )
+
+    def mixture(self) -> str:
+        """What was mixed, for people."""
+        listed = "; ".join(f"{', '.join(hosts)} ({kind})" for kind, hosts in self.kinds.items())
+        return f"the workers may give different last bits: found {listed}, expected one kind"
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Plain JSON values."""
+        return {kind: list(hosts) for kind, hosts in self.kinds.items()}
+
+    @classmethod
+    def from_json(cls, found: Any) -> Provenance:
+        """Undoes `to_json`; of None it is that of nobody.
+
+        Raises:
+          ArrayFormatError: it is something else.
+        """
+        if found is None:
+            return UNKNOWN
+        if not (
+            isinstance(found, dict)
+            and len(found) <= MAX_KINDS
+            and all(_is_entry(kind, hosts) for kind, hosts in found.items())
+        ):
+            raise ArrayFormatError(
+                f"provenance: found {found!r:.200}, expected up to {MAX_KINDS} kinds of machine "
+                f"with up to {MAX_HOSTS} hosts each"
+            )
+        return cls({kind: tuple(hosts) for kind, hosts in found.items()})
+
+
+def _is_entry(kind: Any, hosts: Any) -> bool:
+    texts = [kind, *hosts] if isinstance(hosts, list) and len(hosts) <= MAX_HOSTS else [None]
+    return all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts)
+
+
+UNKNOWN = Provenance()
+"""That of inputs, and of what was computed without a record."""
+
+
+def merged(parts: Iterable[Provenance]) -> Provenance:
+    """That of a value made from all of these."""
+    return functools.reduce(Provenance.__or__, parts, UNKNOWN)

@@ -1,0 +1,274 @@
+"""The same bits whatever the number of cores, and what is said of machines that differ."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+from beamjax.accumulators import decode_accumulator, make_accumulator
+from beamjax.arrays import decode_arrays, encode_arrays
+from beamjax.errors import ArrayFormatError, OptionsError, WorkerError
+from beamjax.pipelines.elements import Block, BlockCoder, Environment, EnvironmentCoder
+from beamjax.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
+from beamjax.wide_lanes import Terms, decoded_terms, encoded_terms
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+PROGRAMS = """
+import json, os, sys
+os.sched_setaffinity(0, json.loads(sys.argv[1]))
+import jax, jax.numpy as jnp, numpy as np
+import beamjax as bj
+
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.normal(size=shape).astype("float32")
+program = bj.program(placements={"c": None})
+
+
+@program
+def loss(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda x: jnp.mean(jnp.tanh(x @ w) ** 2), x))
+
+
+@program
+def members(x):
+    def one(x):
+        flat = x.ravel()
+        image = jax.lax.conv_general_dilated(x[None, None], x[None, None, :5, :5], (1, 1), "SAME")
+        found = jnp.linalg.svd(x, compute_uv=False), jnp.linalg.qr(x)[1]
+        return *found, jnp.sort(flat), jnp.cumsum(flat), jnp.sum(flat), image
+
+    return jax.tree.map(bj.reduce_sum, bj.map_fn(one, x))
+
+
+@program
+def on_the_server(x):
+    x = bj.reduce_sum(x)
+    return x.T @ x, jnp.linalg.svd(x[:160, :150], compute_uv=False)
+
+
+@program
+def rounds(w, x):
+    def step(w, _):
+        return w - 0.1 * jax.grad(loss)(w, x), jnp.sum(w)
+
+    return jax.lax.scan(step, w, None, length=2)
+
+
+w = normal(64, 48) / 20
+cases = {
+    "grad": (jax.grad(loss), w, normal(9, 2048, 64)),
+    "members": (members, normal(3, 160, 160)),
+    "server": (on_the_server, normal(9, 4096, 160)),
+    "rounds": (rounds, w, normal(3, 2048, 64)),
+}
+both = [("local", {"member_loop": "loop"}), ("DirectRunner", {"member_loop": "loop"})]
+ways = [("local", {"member_loop": "vmap"}), ("local", {"member_loop": "vmap", "xla_threads": 3})]
+for name, (fn, *args) in cases.items():
+    for runner, options in both if name in ("members", "rounds") else both + ways:
+        out = bj.run(fn, *args, runner=runner, options={"shard_size": 8, **options})
+        leaves = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(out)]
+        print(json.dumps([name, runner, options, leaves]))
+"""
+
+
+def lines(code, *args):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-c", code, *map(json.dumps, args)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def outputs(*processes):
+    found = [process.communicate(timeout=500) for process in processes]
+    for process, (_, errors) in zip(processes, found, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [list(map(json.loads, text.splitlines())) for text, _ in found]
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
+def test_the_number_of_cores_does_not_show_in_the_bits():
+    one, several = outputs(lines(PROGRAMS, CORES[:1]), lines(PROGRAMS, CORES))
+    assert [a[:3] for a, b in zip(one, several, strict=True) if a != b] == []
+    of = {(name, runner, *options.values()): leaves for name, runner, options, leaves in one}
+    on_beam = [key for key in of if key[1] == "DirectRunner"]
+    assert [key for key in on_beam if of[key] != of[key[0], "local", *key[2:]]] == []
+
+
+LAPACK_AFTER = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+import scipy.linalg
+import threadpoolctl
+import beamjax as bj
+
+threads = lambda: [x["num_threads"] for x in threadpoolctl.threadpool_info()]
+before, during = threads(), []
+
+@bj.program(placements={"c": None})
+def program(x):
+    return bj.reduce_sum(bj.map_fn(lambda x: jnp.linalg.svd(x, compute_uv=False), x))
+
+def read(i):
+    during.append(threads())
+    return np.eye(4, dtype="float32")
+
+class Rows:
+    def __len__(self): return 20
+    def __getitem__(self, i): return read(i)
+
+bj.run(program, bj.from_random_access(Rows()), runner="local", options={"shard_size": 8})
+print(json.dumps([before, during[-1], threads()]))
+"""
+
+
+def test_lapack_has_its_threads_back_after_a_run():
+    ((found,),) = outputs(lines(LAPACK_AFTER))
+    before, during, after = found
+    assert set(during) == {1}
+    assert after == before
+
+
+# --- provenance
+
+A, B, C = (Provenance({kind: (f"host-{kind}",)}) for kind in "abc")
+MANY = Provenance({f"k{i:02}": (f"h{i}",) for i in range(MAX_KINDS)})
+
+
+def test_provenance_is_a_union_in_any_order():
+    parts = [A, B, A, UNKNOWN, C, Provenance({"a": ("h1", "h2")}), Provenance({"a": ("h0",)}), MANY]
+    expected = merged(parts)
+    assert len(expected.kinds) == MAX_KINDS
+    assert expected.kinds["a"] == ("h0", "h1")
+    assert len(expected.kinds["a"]) == MAX_HOSTS
+    for order in itertools.islice(itertools.permutations(parts), 0, None, 997):
+        cut = len(order) // 2
+        assert merged(order) == expected
+        assert merged(order[:cut]) | merged(order[cut:]) == expected
+    assert expected | expected == expected
+    assert (A | A, A | UNKNOWN, UNKNOWN | A) == (A, A, A)
+    assert [x.is_mixed for x in (UNKNOWN, A, A | B)] == [False, False, True]
+
+
+def test_provenance_travels_with_partials_and_values():
+    found = make_accumulator("sum", np.dtype("float32"), 3)
+    found.add(np.ones(3, "float32"), 0)
+    found.provenance = A
+    plain = make_accumulator("sum", np.dtype("float32"), 3).encode()
+    assert len(found.encode()) < len(plain) + 400
+    other = decode_accumulator(found.encode())
+    other.provenance |= B
+    for lane in ("sum", "max", "prod", "any"):
+        dtype = np.dtype("bool" if lane == "any" else "int32")
+        one, two = (make_accumulator(lane, dtype, 2) for _ in range(2))
+        one.provenance, two.provenance = A, B
+        one.merge(decode_accumulator(two.encode()))
+        assert decode_accumulator(one.encode()).provenance == A | B
+    found.merge(other)
+    assert found.provenance == A | B
+    terms = Terms(provenance=A)
+    terms += Terms(provenance=B)
+    assert decoded_terms(encoded_terms(terms, str), str).provenance == A | B
+    block = Block(0, 2, 8, {"x": np.arange(2)}, provenance=A | C)
+    assert BlockCoder().decode(BlockCoder().encode(block)).provenance == A | C
+    environment = Environment({}, B)
+    assert EnvironmentCoder().decode(EnvironmentCoder().encode(environment)) == environment
+
+
+def test_damaged_provenance_is_refused():
+    arrays, meta = decode_arrays(make_accumulator("any", np.dtype("bool"), 2).encode())
+    for bad in ("a", ["a"], {"a": "b"}, {"a": [1]}, {"a": ["h"] * 9}, {"a" * 9999: []}):
+        with pytest.raises(ArrayFormatError, match="provenance: found"):
+            decode_accumulator(encode_arrays(arrays, meta | {"provenance": bad}))
+
+
+@bj.program(placements={"c": None})
+def program(x):
+    y = bj.map_fn(jnp.tanh, x)
+    return bj.reduce_mean(y), y, jnp.sin(bj.reduce_sum(y))
+
+
+X = np.linspace(0, 1, 200, dtype=np.float32)
+THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
+PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("runner", "flags"),
+    [("local", {}), ("DirectRunner", {}), ("DirectRunner", PROCESSES)],
+    ids=["local", "embedded", "processes"],
+)
+def test_a_report_has_the_provenance_and_the_fingerprint(runner, flags):
+    options = {"shard_size": 8, "strict": True, "xla_threads": 2, **flags}
+    with bj.launch(program, X, runner=runner, options=options) as job:
+        job.result()
+        report = job.report()
+    (kind,) = report.provenance.kinds
+    assert "XLA threads 2, LAPACK threads 2" in kind
+    assert f"jax {jax.__version__}" in kind
+    assert report.fingerprint["the version of JAX"] == jax.__version__
+    assert "what its steps compute" in report.fingerprint
+    plain = report.to_json()
+    assert (list(plain["provenance"]), plain["is_mixed"]) == ([kind], False)
+    assert kind in report.to_html()
+
+
+@pytest.fixture
+def two_kinds(monkeypatch):
+    """Workers that are of two kinds by turns."""
+    kinds = itertools.cycle([A, B])
+    monkeypatch.setattr("beamjax.pipelines.tasks.provenance_here", lambda threads: next(kinds))
+
+
+def test_a_mixture_is_reported(two_kinds, caplog):
+    with bj.launch(program, X, options={"shard_size": 8, **THREADS}) as job:
+        mean, values, _ = job.result()
+        report = job.report()
+    np.testing.assert_allclose(mean, np.tanh(X.astype(np.float64)).mean(), rtol=1e-6)
+    np.testing.assert_allclose(values, np.tanh(X), rtol=1e-5)
+    assert report.provenance.kinds == {"a": ("host-a",), "b": ("host-b",)}
+    assert report.to_json()["is_mixed"]
+    told = "may give different last bits: found host-a (a); host-b (b), expected one kind"
+    assert told in repr(report)
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize("take", [0, 1, 2], ids=["reduction", "placed", "server"])
+def test_a_mixture_is_an_error_of_a_strict_run(take, two_kinds):
+    options = {"shard_size": 8, "strict": True, **THREADS}
+    with pytest.raises(WorkerError, match=r"strict: .* host-a \(a\); host-b \(b\).* of one type"):
+        bj.run(lambda x: program(x)[take], X, options=options)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_strict_run_does_not_go_on_from_the_checkpoint_of_another_kind(runner, tmp_path):
+    @bj.program(placements={"c": None})
+    def rounds(w, x):
+        def step(w, _):
+            return w + bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v * w), x)), w
+
+        return jax.lax.scan(step, w, None, length=3)
+
+    def run(**more):
+        options = {"checkpoint": str(tmp_path), "shard_size": 8, "checkpoint_every": 2, **more}
+        return bj.run(rounds, np.float32(1), X, runner=runner, options=options)
+
+    first = run(strict=True)
+    again = run(strict=True, xla_threads=2)  # it is done, and nothing is computed
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
+    sorted(tmp_path.glob("*.checkpoint"))[-1].unlink()
+    with pytest.raises(WorkerError, match=r"XLA threads 1.*XLA threads 2"):
+        run(strict=True, xla_threads=2)
+
+
+def test_options_that_can_not_be():
+    for name, value in (("xla_threads", 0), ("xla_threads", 1.5), ("strict", "perhaps")):
+        with pytest.raises(OptionsError, match=f"{name}: found {value!r}, expected "):
+            bj.run(program, X, runner="local", options={name: value})
