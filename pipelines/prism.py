@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import shutil
 import tempfile
 import zipfile
 from pathlib import Path
@@ -30,6 +32,7 @@ ADVICE = (
     "listen at all addresses of this machine"
 )
 
+_LOG = logging.getLogger("beamjax")
 _SECONDS_TO_TAKE_A_JOB = 60
 _SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
 _EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
@@ -79,18 +82,39 @@ def locate(options: PipelineOptions | None = None) -> str:
     """
     options = PipelineOptions([]) if options is None else options
     given = options.view_as(PrismRunnerOptions)
-    if not given.prism_location and not given.prism_beam_version_override:
+    location = given.prism_location
+    if not location and not given.prism_beam_version_override:
         if tools.find("go") is None and not installed().exists():
             raise OptionsError(
                 f"runner: found no Prism at {installed()}, and there is no Go to build it; {ADVICE}"
+                f"{_on_path()}"
             )
         return install()
+    found = shutil.which(location) if location and os.path.basename(location) == location else None
+    if found and not os.path.exists(location):  # a name, which Beam takes for a path
+        return found
     try:
         return _by_beam(options)
     except Exception as error:  # whatever its file systems and the network raise
         raise OptionsError(
             f"prism_location: found {given.prism_location!r}, not to be had ({error}); {ADVICE}"
         ) from error
+
+
+def _on_path() -> str:
+    """What to say of a Prism on `PATH`; "" if there is none.
+
+    It is not taken unasked: nothing tells which version of Beam it is of, and those of Beam's
+    releases listen at all addresses.
+    """
+    found = shutil.which("prism")
+    if found is None:
+        return ""
+    return (
+        f". Also found {found} on PATH, which is used only with options="
+        "{'prism_location': 'prism'}: it may be of another version of Beam, and may listen at all "
+        "addresses"
+    )
 
 
 def installed() -> Path:
@@ -112,6 +136,10 @@ def install() -> str:
     with tools.locked(target.parent):
         if not target.exists():
             go = tools.require("go", "beamjax prism install")
+            _LOG.warning(
+                "beamjax: building Prism of Beam %s with Go in %s (about three minutes of CPU, "
+                "once)%s", beam_version, target.parent, _on_path(),
+            )  # fmt: skip
             with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
                 _build(go, Path(folder))
                 os.replace(Path(folder) / target.name, target)

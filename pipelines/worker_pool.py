@@ -20,7 +20,7 @@ READY = "workers at"
 """How the log begins the line that says that workers may start."""
 RESTART_SECONDS = 1.0
 _STATE_CACHE_BYTES = 64 * 2**20
-_LOGGER = logging.getLogger(__name__)
+_LOG = logging.getLogger("beamjax")
 
 
 def serve(host: str, port: int, loaded: threading.Event) -> Any:
@@ -82,7 +82,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
                 worker.run()
             except Exception as error:
                 # A record of the error itself would hold its frames, and so the worker.
-                _LOGGER.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
+                _LOG.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
                 # What Beam leaves open then.
                 end(worker)
                 worker._data_channel_factory.close()

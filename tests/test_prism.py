@@ -63,6 +63,26 @@ def test_one_line_is_changed(offered, monkeypatch):
     assert prism.install() == prism.locate() == found
 
 
+def test_a_build_says_so_and_names_a_prism_on_path(offered, monkeypatch, caplog, tmp_path):
+    offered(SERVER)
+    own = tmp_path / "bin" / "prism"
+    own.write_text("")
+    own.chmod(0o755)
+    found = prism.locate()
+    assert found == str(prism.installed())
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"beamjax: building Prism of Beam {beam_version} with Go")
+    assert f"found {own} on PATH" in told
+    assert "options={'prism_location': 'prism'}" in told
+    assert prism.locate() == found
+    assert len(caplog.records) == 1
+    assert prism.locate(PipelineOptions(["--prism_location=prism"])) == str(own)
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "empty"))
+    (tmp_path / "bin" / "go").unlink()
+    with pytest.raises(OptionsError, match=rf"no Go to build it.*found {own} on PATH"):
+        prism.locate()
+
+
 @pytest.mark.parametrize(
     ("server", "times"), [(None, 0), (SERVER.replace(":%d", "%s"), 0), (SERVER * 2, 2)]
 )
