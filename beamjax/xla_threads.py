@@ -21,15 +21,21 @@ import threadpoolctl
 from beamjax import _compat
 
 
-@functools.cache
 def cpu_devices(threads: int) -> tuple[Any, ...]:
     """CPU devices on which XLA divides a computation among this many threads.
 
     Calls compute in the calling thread, so that Python threads compute side by side. There are as
     many devices as JAX has CPU devices in this process.
     """
-    with _starting:
-        return tuple(_compat.cpu_client(threads, jax.local_device_count("cpu")).local_devices())
+    found = _devices.get(threads)
+    if found is None:
+        count = jax.local_device_count("cpu")
+        with _starting:  # All threads of this process need the same ones.
+            found = _devices.get(threads)
+            if found is None:
+                found = tuple(_compat.cpu_client(threads, count).local_devices())
+                _devices[threads] = found
+    return found
 
 
 def compute_device(threads: int) -> Any:
@@ -37,6 +43,7 @@ def compute_device(threads: int) -> Any:
     return cpu_devices(threads)[0] if jax.default_backend() == "cpu" else None
 
 
+_devices: dict[int, tuple[Any, ...]] = {}
 _starting = threading.Lock()
 
 
