@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from beamjax import _compat, layouts, primitives
 from beamjax import derivatives as _derivatives  # noqa: F401  (registers the rules)
-from beamjax import layouts, primitives
+from beamjax import error_checks as _error_checks  # noqa: F401
+from beamjax import taylor as _taylor  # noqa: F401
 from beamjax.errors import PlacementError, StructureError
 from beamjax.layouts import AnyMesh
 from beamjax.leaves import as_array, as_placed, name_of
@@ -45,7 +47,7 @@ def program(
     as any other function of JAX.
 
     Args:
-      placements: the number of members of each placement, an int >= 1; or None, to take it from the
+      placements: the number of members of each placement, an int >= 0; or None, to take it from the
         arguments of each call: it is the length of a first axis with which the program can run.
         `beamjax.transform` takes arguments of unknown length too, for programs that do not need the
         number of members as a constant.
@@ -56,7 +58,7 @@ def program(
       A decorator.
 
     Raises:
-      PlacementError: there is no placement, or one has a size that is neither an int >= 1 nor None.
+      PlacementError: there is no placement, or one has a size that is neither an int >= 0 nor None.
         A call of a program with a size of None raises it where no length fits, or several do.
     """
     del use_abstract_mesh
@@ -102,7 +104,8 @@ def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = No
         array = as_array("broadcast", "x", path, leaf)
         return primitives.broadcast_p.bind(array, placement=placement, n=n, mesh=mesh)
 
-    return tree_util.tree_map_with_path(broadcast_leaf, x)
+    leaves, _ = tree_util.tree_flatten_with_path(x)
+    return _compat.batch_of(x, [broadcast_leaf(*leaf) for leaf in leaves], n)
 
 
 def map_fn(
@@ -134,22 +137,26 @@ def map_fn(
     placement, n = resolve("map_fn", placement)
     mesh = layouts.mesh_for("map_fn", placement, n, mesh)
     name = name_of(fn)
-    leaves, tree = tree_util.tree_flatten_with_path(arg)
+    leaves, _ = tree_util.tree_flatten_with_path(arg)
     placed = [as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
-    result_tree = None
+    member_type = None
 
     def body(*member: Any) -> list[jax.Array]:
-        nonlocal result_tree
-        value = tree_util.tree_unflatten(tree, member)
+        nonlocal member_type
+        value = _compat.member_of(arg, member)
         result = fn(*value) if isinstance(arg, tuple) else fn(value)
-        results, result_tree = tree_util.tree_flatten_with_path(result)
+        results, tree = tree_util.tree_flatten_with_path(result)
         where = f"the result of {name}"
-        return [as_array("map_fn", where, path, leaf) for path, leaf in results]
+        arrays = [as_array("map_fn", where, path, leaf) for path, leaf in results]
+        # Types alone: nothing may hold on to the tracers of a body.
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        member_type = tree_util.tree_unflatten(tree, types)
+        return arrays
 
     # Messages of JAX then name the user's function and its file instead of this one.
     body = functools.wraps(fn, assigned=(), updated=())(body)
     outs = primitives.map_members(body, [], placed, placement=placement, n=n, name=name, mesh=mesh)
-    return tree_util.tree_unflatten(result_tree, outs)
+    return _compat.batch_of(member_type, outs, n)
 
 
 def reduce_sum(x: Any, *, placement: str | None = None) -> Any:

@@ -35,7 +35,7 @@ def check_placements(placements: Mapping[str, Any]) -> Placements:
       The same as a tuple of pairs.
 
     Raises:
-      PlacementError: there is no placement, a name is not a word, or a size is neither an int >= 1
+      PlacementError: there is no placement, a name is not a word, or a size is neither an int >= 0
         nor None.
     """
     if not isinstance(placements, Mapping):
@@ -66,10 +66,10 @@ def _check_size(name: str, n: Any) -> Size:
         size = None if isinstance(n, bool) else operator.index(n)
     except TypeError:
         size = None
-    if size is None or size < 1:
+    if size is None or size < 0:
         raise PlacementError(
             f"program: placement {name!r} has size {n!r}, expected the number of members as an "
-            f"int >= 1, or None to take it from the arguments of each call."
+            f"int >= 0, or None to take it from the arguments of each call."
         )
     return size
 

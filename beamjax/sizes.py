@@ -23,7 +23,8 @@ def find_sizes(
 
     An open size is that of the placement of the same name in a program around this one, if there is
     one; otherwise the length of the first axis of some argument. Where arguments differ in it, the
-    program is traced with each, and the only one must be right with which it can be.
+    program is traced with each, and the only one must be right with which it can be. Only where
+    none is right are there no members.
 
     Args:
       placements: of the program; None is an open size.
@@ -46,8 +47,12 @@ def find_sizes(
         dict(zip(opened, sizes, strict=True)) for sizes in itertools.product(*choices)
     ]
     failures: list[str] = []
-    if len(found) > 1:
+    may_be_empty = _holds_empty((args, kwargs))
+    if len(found) > 1 or may_be_empty:
         found = list(_fitting(placements, found, fn, args, kwargs, failures))
+    if not found and may_be_empty:
+        no_members = {name: around.get(name, 0) for name in opened}
+        found = list(_fitting(placements, [no_members], fn, args, kwargs, failures))
     if len(found) != 1:
         what = f"the first axes of the arguments have the lengths {lengths}" if lengths else (
             "no argument is an array with an axis"
@@ -95,6 +100,11 @@ def _lengths(tree: Any) -> list[Any]:
     """The distinct lengths, at least 1, of the first axes of the arrays in a tree."""
     arrays = [x for x in tree_util.tree_leaves(tree) if _is_array(x) and x.ndim]
     return [n for n in dict.fromkeys(x.shape[0] for x in arrays) if not isinstance(n, int) or n > 0]
+
+
+def _holds_empty(tree: Any) -> bool:
+    """Whether the first axis of an array in a tree has no entries."""
+    return any(_is_array(x) and x.shape[:1] == (0,) for x in tree_util.tree_leaves(tree))
 
 
 def _is_array(x: Any) -> bool:
