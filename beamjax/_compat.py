@@ -6,6 +6,7 @@ and the names below.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +16,13 @@ import jax
 import jaxlib.version
 import numpy as np
 from jax import export
+from jax._src import checkify as jax_checkify
 from jax._src import effects as jax_effects
 from jax._src import tree_util, xla_bridge
+from jax._src.interpreters import batching as jax_batching
 from jax._src.lib import xla_client
 from jax._src.state import discharge
+from jax.experimental import checkify, jet
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import ad as ad
@@ -109,6 +113,80 @@ def dce(closed: jex.ClosedJaxpr, used: Sequence[bool]) -> tuple[jex.ClosedJaxpr,
     """
     jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), False)
     return jex.ClosedJaxpr(jaxpr, []), list(used_inputs)
+
+
+def member_of(batch: Any, leaves: Sequence[Any]) -> Any:
+    """One member of a tree of batches, made of its leaves, as `vmap` makes it.
+
+    Types that JAX batches in their own way, such as `BCOO`, hold more than arrays that depends on
+    the batch: their shape.
+    """
+    handlers = jax_batching.to_elt_handlers
+    return _with_leaves(
+        batch, leaves, lambda node, leaf: handlers[type(node)](lambda x, _: leaf(x), None, node, 0)
+    )
+
+
+def batch_of(member: Any, leaves: Sequence[Any], size: Any) -> Any:
+    """A tree of batches of `size` members like this one, made of its leaves, as `vmap` makes it."""
+    handlers = jax_batching.from_elt_handlers
+    return _with_leaves(
+        member,
+        leaves,
+        lambda node, leaf: handlers[type(node)](lambda n, x, _: leaf(x), size, node, 0),
+    )
+
+
+def _with_leaves(value: Any, leaves: Sequence[Any], make: Callable[..., Any]) -> Any:
+    """A tree like `value` of other leaves, by `make(node, new_leaf)` where batches are special."""
+    rest = iter(leaves)
+
+    def replaced(node: Any) -> Any:
+        new = {id(old): next(rest) for old in jax.tree.leaves(node)}
+        return make(node, lambda old: new[id(old)]) if is_batch(node) else new[id(node)]
+
+    is_batch = jax_batching.is_vmappable
+    nodes, tree = jax.tree.flatten(value, is_leaf=is_batch)
+    return jax.tree.unflatten(tree, list(map(replaced, nodes)))
+
+
+def register_jet(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
+    """Registers `rule(values, terms, **params) -> (values, terms)` for Taylor series."""
+    jet.jet_rules[primitive] = rule
+
+
+def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
+    """Registers `rule(errors, *operands, **params) -> (error, results)` for `checkify`.
+
+    The rule gives the error of its own checks, of the categories `errors`.
+    """
+
+    def check(*args: Any, **params: Any) -> tuple[Any, Any]:
+        # JAX 0.10 passes (error, errors, *operands), 0.12 passes a context before them.
+        at = next(i for i, arg in enumerate(args) if isinstance(arg, checkify.Error))
+        context, before, errors, operands = args[:at], args[at], args[at + 1], args[at + 2 :]
+        found, results = rule(errors, *operands, **params)
+        leaves, tree = jax.tree.flatten(found)
+        if not leaves:
+            return before, results
+        fail = jax.make_jaxpr(lambda *x: checkify.check_error(jax.tree.unflatten(tree, x)))(*leaves)
+        after, _ = jax_checkify.checkify_jaxpr(*context, fail, errors, before, *leaves)
+        return after, results
+
+    jax_checkify.error_checks[primitive] = check
+
+
+def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.Error:
+    """Changes an error by `function(failed, code, payload)`, which returns the same three.
+
+    It is called for each kind of check: whether one failed, which one, and the arrays of its
+    message.
+    """
+    fields = ("_pred", "_code", "_payload")
+    by_field = [getattr(error, field) for field in fields]
+    found = {kind: function(*(values[kind] for values in by_field)) for kind in by_field[0]}
+    changed = {f: {kind: x[i] for kind, x in found.items()} for i, f in enumerate(fields)}
+    return dataclasses.replace(error, **changed)
 
 
 def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from beamjax import _compat, layouts, primitives
 from beamjax import derivatives as _derivatives  # noqa: F401  (registers the rules)
-from beamjax import layouts, primitives
+from beamjax import error_checks as _error_checks  # noqa: F401
+from beamjax import taylor as _taylor  # noqa: F401
 from beamjax.errors import PlacementError, StructureError
 from beamjax.layouts import AnyMesh
 from beamjax.leaves import as_array, as_placed, name_of
@@ -45,7 +47,7 @@ def program(
     as any other function of JAX.
 
     Args:
-      placements: the number of members of each placement: an int >= 1; the name of the parameter
+      placements: the number of members of each placement: an int >= 0; the name of the parameter
         that has the members, whose leaves all have them along axis 0; or None, to take the number
         from the arguments of each call. Where the first axes of these differ in length, None traces
         the program up to the first operator that takes one of them as a placed value.
@@ -106,7 +108,8 @@ def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = No
         array = as_array("broadcast", "x", path, leaf)
         return primitives.broadcast_p.bind(array, placement=placement, n=n, mesh=mesh)
 
-    return tree_util.tree_map_with_path(broadcast_leaf, x)
+    leaves, _ = tree_util.tree_flatten_with_path(x)
+    return _compat.batch_of(x, [broadcast_leaf(*leaf) for leaf in leaves], n)
 
 
 def map_fn(
@@ -140,21 +143,27 @@ def map_fn(
     name = name_of(fn)
     leaves = tree_util.tree_leaves_with_path(arg)
     placed = [as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]
-    tree = tree_util.tree_structure(arg if isinstance(arg, tuple) else (arg,))
-    result_tree = None
+    arguments = arg if isinstance(arg, tuple) else (arg,)
+    tree = tree_util.tree_structure(arguments)
+    member_type = None
 
     def body(*member: Any) -> list[jax.Array]:
-        nonlocal result_tree
-        results, result_tree = tree_util.tree_flatten_with_path(fn(*member))
+        nonlocal member_type
+        result = fn(*_compat.member_of(arguments, tree_util.tree_leaves(member)))
+        results, result_tree = tree_util.tree_flatten_with_path(result)
         where = f"the result of {name}"
-        return [as_array("map_fn", where, path, leaf) for path, leaf in results]
+        arrays = [as_array("map_fn", where, path, leaf) for path, leaf in results]
+        # Types alone: nothing may hold on to the tracers of a body.
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        member_type = tree_util.tree_unflatten(result_tree, types)
+        return arrays
 
     # Messages of JAX then name the user's function, its file and its parameters.
     body = functools.wraps(fn, assigned=(), updated=())(body)
     outs = primitives.map_members(
         body, [], placed, placement=placement, n=n, name=name, mesh=mesh, tree=tree
     )
-    return tree_util.tree_unflatten(result_tree, outs)
+    return _compat.batch_of(member_type, outs, n)
 
 
 def reduce_sum(x: Any, *, placement: str | None = None) -> Any:

@@ -39,7 +39,7 @@ def check_placements(placements: Mapping[str, Any]) -> Placements:
 
     Raises:
       PlacementError: there is no placement, a name is not a string, or a size is none of an
-        int >= 1, the name of a parameter and None.
+        int >= 0, the name of a parameter and None.
     """
     if not isinstance(placements, Mapping):
         raise PlacementError(
@@ -69,10 +69,10 @@ def _check_size(name: str, n: Any) -> Size:
         size = None if isinstance(n, bool) else operator.index(n)
     except TypeError:
         size = None
-    if size is None or size < 1:
+    if size is None or size < 0:
         raise PlacementError(
             f"program: placement {name!r} has size {n!r}, expected the number of members as an "
-            f"int >= 1, the name of the parameter that has the members, or None to take the number "
+            f"int >= 0, the name of the parameter that has the members, or None to take the number "
             f"from the arguments of each call."
         )
     return size

@@ -160,6 +160,9 @@ def _complex_extreme(
 @functools.cache
 def _result_dtype(name: str, dtype: np.dtype, integer: np.dtype) -> np.dtype:
     """The result dtype of a `jnp` function over axis 0, per width of JAX's integers."""
+    # `jnp` knows no sum of ints below 8 bits; `lax`, and thereby `jax.ops`, has them.
+    if name in ("sum", "prod") and dtype.name in ("int2", "int4", "uint2", "uint4"):
+        dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
     operand = jax.ShapeDtypeStruct((1,), dtype)
     fold = functools.partial(getattr(jnp, name), axis=0)
     return np.dtype(jax.eval_shape(fold, operand).dtype)

@@ -14,7 +14,7 @@ from jax import tree_util
 
 from beamjax import layouts
 from beamjax.combining import bind_reduce
-from beamjax.errors import StructureError
+from beamjax.errors import PlacementError, StructureError
 from beamjax.keyed import Keyed
 from beamjax.leaves import as_array, as_placed, name_of
 from beamjax.placements import resolve
@@ -219,7 +219,7 @@ def reduce(
       x: a tree of placed arrays, of shapes `(n, ...)`.
       identity: a tree like one member with which `combine` changes nothing, such as 0 for a sum. It
         is combined once, from the left, with the value of all members, so that any other value of
-        its type can be a first one. None for none.
+        its type can be a first one. None for none. It is the result where there are no members.
       placement: the placement; may be left out where the program has one.
 
     Returns:
@@ -227,7 +227,8 @@ def reduce(
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, or a leaf has not n members.
+      PlacementError: the placement is unknown or ambiguous, a leaf has not n members, or there
+        are no members and no identity.
       StructureError: a leaf is not an array; what `combine` returns, or `identity`, differs from a
         member of `x` in structure, or in the shape or dtype of a leaf; or `combine` has side
         effects.
@@ -261,6 +262,13 @@ def reduce(
         layouts.check_shared(value, placement, mesh)
     if not leaves:
         return tree_util.tree_unflatten(tree, [])
+    if isinstance(n, int) and n == 0:
+        if not start:
+            raise PlacementError(
+                f"reduce: found no members in placement {placement!r}, expected at least one, or "
+                "the argument identity as the result without any."
+            )
+        return tree_util.tree_unflatten(tree, start)
     outs = bind_reduce(jaxpr, served, leaves, placement=placement, n=n, name=name)
     result = tree_util.tree_unflatten(tree, outs)
     if not start:

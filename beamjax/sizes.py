@@ -194,9 +194,9 @@ def _advice(opened: Sequence[str]) -> str:
 
 
 def _lengths(tree: Any) -> list[Any]:
-    """The distinct lengths, at least 1, of the first axes of the arrays in a tree."""
+    """The distinct lengths of the first axes of the arrays in a tree."""
     arrays = [x for x in tree_util.tree_leaves(tree) if _is_array(x) and x.ndim]
-    return [n for n in dict.fromkeys(x.shape[0] for x in arrays) if not isinstance(n, int) or n > 0]
+    return list(dict.fromkeys(x.shape[0] for x in arrays))
 
 
 def _is_array(x: Any) -> bool:

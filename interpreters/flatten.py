@@ -141,6 +141,9 @@ class Inliner:
                     return control_flow.selected(self, eqn, inputs, line)
                 self.block.eqns.append(expand())
                 return outputs
+        if _has_no_members(eqn):
+            # Nothing is left to distribute, and a shard has members.
+            return self.inline(_as_arrays(eqn), inputs, line)
         dim = dimensions.size_of(eqn)
         if dim is not None:
             return [self.number(dim, outputs[0].aval.dtype, line)]
@@ -285,6 +288,21 @@ def _called(eqn: Any, inputs: list[Atom]) -> tuple[Any, list[Atom]]:
     jaxpr = getattr(inner, "jaxpr", inner)
     whole = any(map(_makes_reference, jaxpr.eqns)) and not contains_placed_operators(eqn)
     return (None if whole else inner), inputs
+
+
+def _has_no_members(eqn: Any) -> bool:
+    """Whether an equation is a placed operator of a placement without members."""
+    if not is_placed_operator(eqn.primitive):
+        return False
+    n = eqn.params["n"] if "n" in eqn.params else eqn.invars[0].aval.shape[0]
+    return isinstance(n, int) and n == 0
+
+
+def _as_arrays(eqn: Any) -> jex.ClosedJaxpr:
+    """What a placed operator computes, without placed operators."""
+    layout = {key: None for key in ("mesh", "spmd_axis_name") if key in eqn.params}
+    function = functools.partial(eqn.primitive.impl, **{**eqn.params, **layout})
+    return jax.make_jaxpr(function)(*(var.aval for var in eqn.invars))
 
 
 def _makes_reference(eqn: Any) -> bool:

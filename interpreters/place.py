@@ -63,7 +63,7 @@ def place(
         a placement has too many.
       StagingError: a source is not used as a placed value.
     """
-    keys = PlacementKeys(flat, placements)
+    keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
     for key, n in keys.sizes.items():
         if not is_unknown(n) and n > MAX_MEMBERS:
             raise PlacementError(

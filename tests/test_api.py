@@ -94,9 +94,9 @@ def test_programs_keep_their_names_and_arguments():
     np.testing.assert_array_equal(mean(X, scale=2.0), [8.0, 10.0])
 
 
-@pytest.mark.parametrize("n", [0, -1, True, 2.0, 2.5, "3", (3,), jnp.float32(2)])
+@pytest.mark.parametrize("n", [-1, True, 2.0, 2.5, "3", (3,), jnp.float32(2)])
 def test_impossible_sizes(n):
-    with raises(bj.PlacementError, "program: placement 'clients' has size", "an int >= 1"):
+    with raises(bj.PlacementError, "program: placement 'clients' has size", "an int >= 0"):
         bj.program(clients=n)
 
 
