@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from beamjax.errors import StagingError, StructureError
 from beamjax.interpreters.lines import calling_line
@@ -83,7 +83,7 @@ def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> 
 
 def refuse_compilation(front: str, fn: Any) -> None:
     """StagingError inside a function that `jax.jit` traces, where nothing has a value."""
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
+    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):  # which compiles nothing
         raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
 
 

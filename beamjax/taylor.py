@@ -27,6 +27,9 @@ def _series_of(
     changes = [jnp.issubdtype(x.dtype, np.inexact) for x in primals]
     moving = [x for x, change in zip(primals, changes, strict=True) if change]
     terms = [list(x) for x, change in zip(series, changes, strict=True) if change]
+    if not moving:
+        value = function(*primals)
+        return value, jax.tree.map(lambda x: [jnp.zeros_like(x)] * len(series[0]), value)
 
     def of_moving(*values: Any) -> Any:
         rest = iter(values)
