@@ -121,7 +121,7 @@ def member_of(batch: Any, leaves: Sequence[Any]) -> Any:
     Types that JAX batches in their own way, such as `BCOO`, hold more than arrays that depends on
     the batch: their shape.
     """
-    handlers = jax_batching.to_elt_handlers
+    handlers: Any = jax_batching.to_elt_handlers
     return _with_leaves(
         batch, leaves, lambda node, leaf: handlers[type(node)](lambda x, _: leaf(x), None, node, 0)
     )

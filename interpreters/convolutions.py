@@ -108,7 +108,10 @@ def _laid_out(eqn: Any) -> list[Any]:
 
     new = jax.make_jaxpr(convolve)(*(var.aval for var in eqn.invars)).jaxpr
     names = dict(zip([*new.invars, *new.outvars], [*eqn.invars, *eqn.outvars], strict=True))
-    rename = lambda atom: atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
+
+    def rename(atom: Any) -> Any:
+        return atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
+
     return [
         each.replace(
             invars=list(map(rename, each.invars)),

@@ -109,8 +109,13 @@ def packing_of(
     scale, offset = (None if scale == 1 else scale), (None if offset == 0 else offset)
     if scale is None and offset is None and not fills and not unsigned:
         return None
-    scales = [None if x is None else float(x) for x in (scale, offset)]
-    return Packing(stored.name, unsigned, *scales, fills)
+    return Packing(
+        stored.name,
+        unsigned,
+        scale=None if scale is None else float(scale),
+        offset=None if offset is None else float(offset),
+        fills=fills,
+    )
 
 
 def packing_text(packing: Packing) -> str:
