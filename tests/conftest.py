@@ -1,11 +1,14 @@
 """Settings for all tests: eight CPU devices, and no dtype or rank changes that nobody asked for."""
 
+import concurrent.futures
 import contextlib
 import gc
+import multiprocessing
 import os
 import platform
 import shutil
 import socket
+from pathlib import Path
 
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
@@ -31,17 +34,20 @@ hypothesis.settings.load_profile("tests")
 
 gc.set_threshold(20_000, 20, 20)  # At Python's own thresholds it takes a tenth of the time.
 
-MAX_KEPT = 2**30
-"""Bytes of compiled functions at which the tests start anew."""
+MAX_CACHED = 2**30
+"""Bytes of compiled functions above which the cache of the tests is cleared."""
 
 
-def _keep_compiled(config):
-    """Compiles once what several workers run, and what the next run of the tests runs again."""
-    if not config.pluginmanager.hasplugin("cacheprovider"):
-        return
-    folder = config.cache.mkdir(f"compiled-{platform.node()}-{jax.__version__}")
+def _cache_compiled(config):
+    """Compiles once what several workers run, and what the next run of the tests runs again.
+
+    The cache is outside of the tree, so that a fresh clone finds what another one compiled.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "beamjax-tests" / f"compiled-{platform.node()}-{jax.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
     first = not hasattr(config, "workerinput")
-    if first and sum(file.stat().st_size for file in folder.iterdir()) > MAX_KEPT:
+    if first and sum(file.stat().st_size for file in folder.iterdir()) > MAX_CACHED:
         shutil.rmtree(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -80,7 +86,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--clusters") and cluster_runners.sharing(config):
         raise pytest.UsageError("--clusters starts servers once a process; give -n0 with it")
-    _keep_compiled(config)
+    _cache_compiled(config)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -94,9 +100,20 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     for line in cluster_runners.summary(config):
         terminalreporter.write_line(line, yellow=True, bold=True)
-    if browser.missing():
+    if "browser" in config.option.markexpr.split() and browser.missing():
         line = f"Pages in a browser: NOT TESTED, for want of {browser.missing()}"
         terminalreporter.write_line(line, yellow=True, bold=True)
+
+
+@pytest.fixture(scope="session")
+def other_process():
+    """Calls functions of test modules in another process, which is started once and has no JAX yet.
+
+    `other_process(fn, *args)` returns what `fn(*args)` returns there, or raises what it raises.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=300)
 
 
 @pytest.fixture

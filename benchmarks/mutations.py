@@ -1,0 +1,341 @@
+"""How many small faults in beamjax the tests find.
+
+    python -m benchmarks.mutations record             # all tests once: which functions each calls
+    python -m benchmarks.mutations run --mutants=100 --seed=0 --jobs=2
+    python -m benchmarks.mutations show 17 --seed=0   # the change that mutant 17 makes
+
+A mutant is beamjax with one operator, comparison, number, condition or loop changed, by the
+operators of cosmic-ray. An equal number of them is drawn from the functions of the analysis, the
+numerics, the shard runtime and the Beam workers. Each runs the tests that call the changed
+function, the fastest first, until one fails. `run` prints the mutants that survive, with the
+changed line, and the share of each group that was killed. The same tree, seed and number give the
+same mutants.
+
+Needs Python 3.12 and `pip install -e '.[test,benchmarks]'`. Works on copies of the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import bisect
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cosmic_ray.plugins
+from cosmic_ray.ast import get_ast
+from cosmic_ray.mutating import mutate_code
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / ".mutations"
+"""What `record` found, in one file for each worker of pytest-xdist."""
+
+GROUPS = {
+    "analysis": ["interpreters/*.py"],
+    "numerics": [
+        f"beamjax/{name}.py"
+        for name in (
+            *("accumulators", "combining", "compress", "digit_bytes", "digits", "dyadic"),
+            *("exact_add", "exact_sum", "extremes", "fields", "keyed", "partials", "products"),
+            *("reducers", "reductions", "rounding", "running", "segments"),
+        )
+    ],
+    "shard runtime": [
+        f"beamjax/{name}.py"
+        for name in (
+            *("bodies", "dropping", "inputs", "ordered_pool", "passes", "restaging", "shards"),
+            *("survivors", "wide_lanes"),
+        )
+    ] + ["beamjax/sources/*.py"],
+    "Beam workers": ["pipelines/*.py"],
+}  # fmt: skip
+
+OPERATORS = [
+    *("AddNot", "NumberReplacer", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
+    *(
+        "ReplaceAndWithOr",
+        "ReplaceOrWithAnd",
+        "ReplaceBreakWithContinue",
+        "ReplaceContinueWithBreak",
+    ),
+    *("ZeroIterationForLoop", "ExceptionReplacer"),
+    *(
+        f"ReplaceBinaryOperator_{change}"
+        for change in ("Add_Sub", "Sub_Add", "Mul_Add", "FloorDiv_Mul", "Div_Mul", "Mod_Mul")
+    ),
+    *(
+        f"ReplaceComparisonOperator_{change}"
+        for change in (
+            *("Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is", "Lt_LtE", "Lt_GtE", "LtE_Lt"),
+            *("LtE_Gt", "Gt_GtE", "Gt_LtE", "GtE_Gt", "GtE_Lt"),
+        )
+    ),
+]
+"""Of cosmic-ray. Left out are those that mostly change annotations or messages."""
+
+TEST_SECONDS = 120.0
+"""Recorded seconds of tests that a mutant runs at most; of more, the fastest."""
+START_SECONDS = 60.0
+"""Seconds that starting pytest may take on a busy machine."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Mutant:
+    """One change to a file: the `occurrence`-th place to which an operator applies."""
+
+    file: str
+    line: int
+    operator: str
+    occurrence: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.operator}"
+
+    def source(self) -> str:
+        changed = mutate_code(
+            (ROOT / self.file).read_text(), _operator(self.operator), self.occurrence
+        )
+        assert changed is not None, self
+        return changed
+
+    def change(self) -> str:
+        """The first line that differs, as it was and as it is."""
+        before, after = (ROOT / self.file).read_text().splitlines(), self.source().splitlines()
+        old, new = next((a, b) for a, b in zip(before, after, strict=False) if a != b)
+        return f"    - {old.strip()}\n    + {new.strip()}"
+
+
+def _operator(name: str) -> Any:
+    return cosmic_ray.plugins.get_operator(f"core/{name}")()
+
+
+def _functions(source: str) -> list[tuple[int, int, int]]:
+    """First line of the body, last line, and line of the decorator or `def` of each function."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found.append((node.body[0].lineno, node.end_lineno or node.lineno, first))
+    return sorted(found)
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """All mutants of the bodies of a file's functions."""
+    source = path.read_text()
+    tree, functions, lines = get_ast(source), _functions(source), source.splitlines()
+    starts = [first for first, _, _ in functions]
+    file = path.relative_to(ROOT).as_posix()
+
+    def nodes(node: Any) -> Iterator[Any]:
+        yield node
+        for child in getattr(node, "children", ()):
+            yield from nodes(child)
+
+    everything = list(nodes(tree))  # In the order in which cosmic-ray counts.
+    for name in OPERATORS:
+        operator, occurrence = _operator(name), 0
+        for node in everything:
+            for (line, _), _ in operator.mutation_positions(node):
+                inside = [f for f in functions[: bisect.bisect(starts, line)] if f[1] >= line]
+                # The innermost function starts last. A zip that is not strict is only a lost check.
+                if inside and "strict=" not in lines[line - 1]:
+                    yield Mutant(file, line, name, occurrence, f"{file}:{inside[-1][2]}")
+                occurrence += 1
+
+
+def draw(count: int, seed: int) -> list[tuple[str, Mutant]]:
+    """`count` mutants, each with its group."""
+    rng = random.Random(seed)
+    drawn = []
+    for number, (group, patterns) in enumerate(GROUPS.items()):
+        paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+        pool = [mutant for path in paths for mutant in mutants_of(path)]
+        share = count * (number + 1) // len(GROUPS) - count * number // len(GROUPS)
+        drawn += [(group, mutant) for mutant in rng.sample(pool, share)]
+    return drawn
+
+
+def tests_by_function() -> dict[str, list[tuple[float, str]]]:
+    """Of each function, the tests that call it and their seconds, the fastest first."""
+    tests: dict[str, list[tuple[float, str]]] = {}
+    for file in sorted(RECORD.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            for function in record["functions"]:
+                tests.setdefault(function, []).append((record["seconds"], record["test"]))
+    if not tests:
+        raise SystemExit(f"{RECORD} has no record of tests; run `record` first")
+    return {function: sorted(found) for function, found in tests.items()}
+
+
+def chosen(tests: Sequence[tuple[float, str]]) -> tuple[float, list[str]]:
+    """Seconds and names of the fastest tests, up to TEST_SECONDS."""
+    total, names = 0.0, []
+    for seconds, name in tests:
+        if names and total + seconds > TEST_SECONDS:
+            break
+        total += seconds
+        names.append(name)
+    return total, names
+
+
+def copy_tree(folder: Path) -> None:
+    """Copies the tree so that `import beamjax` finds all of it in the copy, and nothing else."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    for package in ("interpreters", "pipelines"):
+        (folder / "beamjax" / package).symlink_to(folder / package)
+
+
+def run_tests(tree: Path, names: Sequence[str], seconds: float) -> str:
+    """Runs tests in a copy of the tree until one fails.
+
+    Returns:
+      "survived", or by what the mutant was killed: the first test that failed, or "time".
+    """
+    listed = tree / "mutant-tests"
+    listed.write_text("\n".join(names))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n0",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += ["--hypothesis-profile=ci", f"@{listed}"]
+    env = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=START_SECONDS + 4 * seconds)
+        except subprocess.TimeoutExpired:
+            return "time"
+        finally:  # Workers that a test started as well.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    if code == 0:
+        return "survived"
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else text[-300:]
+
+
+def test_mutants(mutants: Sequence[tuple[str, Mutant]], jobs: int) -> list[str]:
+    """Runs the tests of each mutant, `jobs` at once; gives how each ended."""
+    tests = tests_by_function()
+    with tempfile.TemporaryDirectory(prefix="beamjax-mutants-") as temporary:
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for job in range(jobs):
+            (Path(temporary) / str(job)).mkdir()
+            copy_tree(Path(temporary) / str(job))
+            trees.put(Path(temporary) / str(job))
+
+        def test(mutant: Mutant) -> str:
+            if mutant.function not in tests:
+                return "survived"
+            seconds, names = chosen(tests[mutant.function])
+            tree = trees.get()
+            file = tree / mutant.file
+            original = file.read_text()
+            try:
+                file.write_text(mutant.source())
+                return run_tests(tree, names, seconds)
+            finally:
+                file.write_text(original)
+                trees.put(tree)
+
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            ended = pool.map(test, [mutant for _, mutant in mutants])
+            results = []
+            for number, ((group, mutant), result) in enumerate(zip(mutants, ended, strict=True)):
+                print(f"{number:3} {group}: {mutant}: {result[:160]}", flush=True)
+                if result == "survived":
+                    print(mutant.change(), flush=True)
+                results.append(result)
+    return results
+
+
+def summary(mutants: Sequence[tuple[str, Mutant]], results: Sequence[str]) -> str:
+    lines = []
+    for group in [*GROUPS, "all"]:
+        of_group = [r for (g, _), r in zip(mutants, results, strict=True) if group in (g, "all")]
+        killed = sum(result != "survived" for result in of_group)
+        lines.append(f"{group:14} {killed:3} of {len(of_group):3} killed")
+    return "\n".join(lines)
+
+
+def record() -> int:
+    """Runs the tests once and records which functions each calls."""
+    shutil.rmtree(RECORD, ignore_errors=True)
+    RECORD.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "benchmarks.reached",
+        "--hypothesis-profile=ci",
+    ]
+    env = os.environ | {"REACHED": str(RECORD), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, cwd=ROOT, env=env).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("record")
+    run, show = commands.add_parser("run"), commands.add_parser("show")
+    show.add_argument("numbers", type=int, nargs="*")
+    for command in (run, show):
+        command.add_argument("--mutants", type=int, default=100)
+        command.add_argument("--seed", type=int, default=0)
+    run.add_argument("--jobs", type=int, default=2, help="mutants tested at once")
+    args = parser.parse_args()
+    if args.command == "record":
+        return record()
+    mutants = draw(args.mutants, args.seed)
+    if args.command == "show":
+        for number in args.numbers or range(len(mutants)):
+            group, mutant = mutants[number]
+            print(f"{number:3} {group}: {mutant}\n{mutant.change()}")
+        return 0
+    print(summary(mutants, test_mutants(mutants, args.jobs)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
