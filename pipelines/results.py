@@ -161,9 +161,17 @@ def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenan
     Raises:
       ArrayFormatError: a file is not what was written.
     """
-    names = (name for name in written if name.startswith(f"{stem}-provenance-"))
-    metas = (decode_arrays(files.read(files.join(store.root, name)))[1] for name in names)
-    return merged(Provenance.from_json(meta.get("provenance")) for meta in metas)
+    prefix = f"{stem}-provenance-"
+    paths = [files.join(store.root, name) for name in written if name.startswith(prefix)]
+    return merged(map(_read_provenance, paths))
+
+
+def _read_provenance(path: str) -> Provenance:
+    try:
+        _, meta = decode_arrays(files.read(path))
+        return Provenance.from_json(meta.get("provenance"))
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
 
 
 class WriteDropped(StepFn):

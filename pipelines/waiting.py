@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import time
@@ -119,17 +120,24 @@ def _worker_threads() -> Iterator[Look]:
 
     Yields:
       What says that one has ended, but the pipeline has not. It can't tell the threads of several
-      pipelines, and says nothing then.
+      pipelines at a time, and says nothing then.
     """
-    before = set(threading.enumerate())
-    seen: set[threading.Thread] = set()
+    seen: dict[threading.Thread, str] = {}
     since, mixed = float("inf"), False
+
+    def look() -> dict[threading.Thread, str]:
+        threads = [t for t in threading.enumerate() if t.name == _WORKER_THREAD]
+        return {t: address for t in threads if (address := _control_address(t)) is not None}
+
+    # Beam may start a worker of a pipeline when its others have done all the work already; such a
+    # worker ends while the next pipeline runs.
+    _earlier.extend(set(look().values()) - set(_earlier))
 
     def ended() -> BeamjaxError | None:
         nonlocal since, mixed
         mixed = mixed or len(_apart) > 1
-        seen.update(t for t in threading.enumerate() if t.name == _WORKER_THREAD)
-        if mixed or all(thread.is_alive() for thread in seen - before):
+        seen.update(look())
+        if mixed or all(t.is_alive() for t, address in seen.items() if address not in _earlier):
             return None
         since = min(since, time.monotonic())
         if time.monotonic() - since < _SECONDS_TO_END:
@@ -145,6 +153,17 @@ def _worker_threads() -> Iterator[Look]:
         yield ended
     finally:
         _apart.discard(me)
+        _earlier.extend(set(seen.values()) - set(_earlier))
+
+
+_earlier: collections.deque[str] = collections.deque(maxlen=64)
+"""The control addresses of pipelines that ran apart before: each pipeline has its own."""
+
+
+def _control_address(thread: threading.Thread) -> str | None:
+    """Where the worker that a thread of Beam waits for gets its work; None if it has ended."""
+    worker = getattr(getattr(thread, "_target", None), "__self__", None)
+    return getattr(worker, "_control_address", None)
 
 
 def _wait(result: PipelineResult, flags: PipelineOptions, look: Look | None) -> None:

@@ -221,6 +221,11 @@ class _Rows:
             return array.type.list_size
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
         if self.shape is not None:
+            if depth >= len(self.shape):
+                raise RowError(
+                    f"{self.batch.at(self.column, self.first)}: found lists {depth + 1} deep, "
+                    f"expected values of shape {self.shape}."
+                )
             size = self.shape[depth]
         else:
             size = int(lengths[0]) if len(lengths) else 0
