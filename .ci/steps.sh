@@ -36,7 +36,7 @@ checkout() {
 environment() {
     local folder=$1 python=$2
     shift 2
-    if ! command -v uv >/dev/null; then
+    if ! uv --version >/dev/null 2>&1; then  # pyenv has a shim for programs of other versions
         "$python" -m venv "$WORK/uv"
         "$WORK/uv/bin/pip" install uv
         PATH="$WORK/uv/bin:$PATH"
