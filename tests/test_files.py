@@ -1,55 +1,161 @@
-"""Small files: whole or not at all."""
+"""Files of data, found by name and pattern, here and at URLs; small files, whole or not at all."""
 
+import bz2
+import gzip
 import itertools
+import lzma
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
+import url_files  # noqa: F401 - makes bjtest:// known to Beam
 from apache_beam.io.filesystem import BeamIOError
 from memory_files import FILES, InMemory
+from source_files import refused
 
+from beamjax.errors import SourceError, StructureError
 from beamjax.pipelines import files, remote_files
+from beamjax.sources.data_files import (
+    DataFile,
+    find_files,
+    look,
+    open_file,
+    open_stream,
+    packing,
+    readable,
+)
+
+# --- files of data
 
 
-def test_write_replaces_unless_asked_to_keep(tmp_path):
+@pytest.fixture(params=["local", "url"])
+def folder(request, tmp_path):
+    for name in ("b.bin", "a.bin", "a[1].bin", "c.txt"):
+        (tmp_path / name).write_bytes(name.encode())
+    return str(tmp_path) if request.param == "local" else f"bjtest:/{tmp_path}"
+
+
+def local(path):
+    return Path(path.removeprefix("bjtest:/"))
+
+
+def test_what_is_found_is_in_the_order_of_names(folder):
+    assert find_files(f"{folder}/?.bin", "from_x") == [f"{folder}/a.bin", f"{folder}/b.bin"]
+    listed = [f"{folder}/c.txt", f"{folder}/a.b*"]
+    assert find_files(listed, "from_x") == [f"{folder}/c.txt", f"{folder}/a.bin"]
+    for name in ("_part.bin", ".b.bin", "_SUCCESS"):
+        (local(folder) / name).write_bytes(b"")
+    (local(folder) / "below").mkdir()
+    (local(folder) / "below" / "d.bin").write_bytes(b"")
+    names = [f"{folder}/{name}" for name in ("a.bin", "a[1].bin", "b.bin")]
+    assert find_files(f"{folder}/", "from_x", [".bin"]) == names
+    assert find_files([f"{folder}/"], "from_x", [".bin", ".txt"]) == [*names, f"{folder}/c.txt"]
+    for error, message, *args in [
+        (SourceError, r"no file that ends in \.x or \.y in the f", f"{folder}/", [".x", ".y"]),
+        (SourceError, r"no file '.*/z\*'.*expected one that", f"{folder}/z*"),
+        (SourceError, "empty list", []),
+        (StructureError, "found 3, expected a path, a pattern", 3),
+    ]:
+        refused(error, f"from_x: .*{message}", find_files, args[0], "from_x", *args[1:])
+
+
+def test_names_with_brackets_and_paths(tmp_path, monkeypatch):
+    for name in ("a[1].bin", "c.txt"):
+        (tmp_path / name).write_bytes(b"")
+    assert find_files(tmp_path / "a[1].bin", "from_x") == [str(tmp_path / "a[1].bin")]
+    monkeypatch.chdir(tmp_path)
+    assert find_files("c.*", "from_x") == [str(tmp_path / "c.txt")]
+
+
+def test_a_file_that_changes_is_noticed(folder):
+    path = f"{folder}/a.bin"
+    file = look(path)
+    assert file.nbytes == 5
+    assert DataFile.from_json(file.to_json()) == file
+    file.check()
+    local(path).write_bytes(b"longer than before")
+    refused(SourceError, r"a.bin: found 18 bytes .* expected 5 .* was changed", file.check)
+    local(path).write_bytes(b"a.bin")
+    os.utime(local(path), (1, 1))
+    refused(SourceError, "was changed", file.check)
+    os.unlink(local(path))
+    refused(SourceError, r"a\.bin", file.check)
+    for record in ([], ["x", 1], ["x", "1", ""], ["x", -1, ""], [1, 1, ""], None):
+        refused((TypeError, ValueError), "", DataFile.from_json, record)
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+def test_files_are_read_in_any_order_and_unpacked(folder):
+    with open_file(f"{folder}/a.bin") as file:
+        file.seek(2)
+        assert file.read() == b"bin"
+        file.seek(0)
+        assert file.read(1) == b"a"
+    with open_stream(f"{folder}/a.bin") as file:
+        assert file.read() == b"a.bin"
+    for suffix, pack in PACKERS.items():
+        path = f"{folder}/x.bin{suffix}"
+        local(path).write_bytes(pack(b"abc" * 10_000))
+        assert packing(path) == suffix
+        with open_stream(path) as file:
+            assert file.read(4) == b"abca"
+            assert len(file.read()) == 29_996
+
+
+def test_errors_name_the_file(tmp_path, monkeypatch):
+    def read(path):
+        with readable(str(path), "rows"), open_stream(str(path)) as file:
+            file.read()
+
+    for suffix, pack in PACKERS.items():
+        path = tmp_path / f"x{suffix}"
+        data = pack(os.urandom(10_000))
+        for bad in (b"not packed at all", data[: len(data) // 2]):
+            path.write_bytes(bad)
+            refused(SourceError, rf"x\{suffix}: cannot read .* expected rows", read, path)
+    refused(SourceError, "x: is not there; expected a file", open_file, str(tmp_path / "x"))
+    refused(SourceError, "found a folder", look, str(tmp_path))
+
+    def forbidden(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", forbidden)  # The user of the tests may be root.
+    refused(SourceError, r"y: may not be read by user \d+ \(Permission denied\)", look, "y")
+
+
+# --- small files
+
+
+def test_write_replaces_unless_asked_to_keep(tmp_path, monkeypatch):
     path = str(tmp_path / "new" / "file")
-    files.write(path, b"one")
-    files.write(path, b"two", keep=True)
-    assert files.read(path) == b"one"
-    files.write(path, b"longer", keep=True)
-    assert files.read(path) == b"longer"
-    files.write(path, b"two")
-    assert files.read(path) == b"two"
-
-
-def test_write_into_the_current_folder(tmp_path, monkeypatch):
+    for data, keep, expected in [
+        (b"one", False, b"one"),
+        (b"two", True, b"one"),
+        (b"longer", True, b"longer"),
+        (b"two", False, b"two"),
+    ]:
+        files.write(path, data, keep=keep)
+        assert files.read(path) == expected
     monkeypatch.chdir(tmp_path)
     files.write("file", b"data")
     assert files.read("file") == b"data"
-
-
-@pytest.mark.parametrize("size", [0, 1, 9 * 2**20])
-def test_read_is_readonly_and_whole(size, tmp_path):
-    data = bytes(size)
-    files.write(str(tmp_path / "file"), data)
-    read = files.read(str(tmp_path / "file"))
-    assert read == data
-    assert read.readonly
-    assert not np.frombuffer(read, np.uint8).flags.writeable
-
-
-@pytest.mark.parametrize(
-    ("path", "url"), [("/a/b", False), ("a", False), ("gs://b/c", True), ("C:\\x", False)]
-)
-def test_is_url(path, url):
-    assert files.is_url(path) is url
-
-
-def test_remove_of_nothing(tmp_path):
-    files.remove(str(tmp_path / "none"), ".arrays")
+    for size in (0, 1, 9 * 2**20):
+        files.write(path, bytes(size))
+        read = files.read(path)
+        assert read == bytes(size)
+        assert read.readonly
+        assert not np.frombuffer(read, np.uint8).flags.writeable
 
 
 def test_names_and_removal_of_files(tmp_path):
-    assert files.names(str(tmp_path / "none")) == []
+    for path, url in [("/a/b", False), ("a", False), ("gs://b/c", True), ("C:\\x", False)]:
+        assert files.is_url(path) is url
+    none = str(tmp_path / "none")
+    files.remove(none, ".arrays")
+    assert files.names(none) == []
     for name in ("a.x", "b.x", "c.y"):
         files.write(str(tmp_path / "f" / name), b"data")
     (tmp_path / "f" / "folder.x").mkdir()
@@ -64,7 +170,7 @@ def test_names_and_removal_of_files(tmp_path):
 
 
 class Flaky(InMemory):
-    """`flaky://`: fails as it is told, and notes what readers of a file could see."""
+    """`flaky://`: fails where it is asked to, and notes what readers of a file could see."""
 
     replaces, failing, calls, seen = True, (), 0, set()
 
@@ -96,7 +202,7 @@ class Flaky(InMemory):
             FILES[destination] = FILES[source]
 
 
-PATH = "flaky://folder/file"
+PATH, OTHER = "flaky://folder/file", "flaky://folder/other"
 
 
 def test_a_file_at_a_url_is_replaced_without_a_moment_without_it(monkeypatch):
@@ -105,14 +211,11 @@ def test_a_file_at_a_url_is_replaced_without_a_moment_without_it(monkeypatch):
     failing = [(), (1,), (2,), (1, 2), range(1, 99)]
     for replaces, failures, copies in itertools.product((True, False), failing, (True, False)):
         FILES.clear()
-        FILES[PATH], FILES["flaky://folder/other"] = b"old", b"new"
+        FILES[PATH], FILES[OTHER] = b"old", b"new"
         Flaky.replaces, Flaky.failing, Flaky.calls, Flaky.seen = replaces, failures, 0, set()
+        raised = False
         try:
-            if copies:
-                files.link("flaky://folder/other", PATH)
-            else:
-                files.write(PATH, b"new")
-            raised = False
+            files.link(OTHER, PATH) if copies else files.write(PATH, b"new")
         except BeamIOError:
             raised = True
         found = FILES.pop(PATH, None), raised

@@ -73,3 +73,25 @@ def example(features, packed=True):
 
 class Encoded(bytes):
     """A feature that is encoded already."""
+
+
+def framed(record, length=None, good_length=True, good_data=True):
+    """A record as it is in a file, right or not."""
+    header = struct.pack("<Q", len(record) if length is None else length)
+    mask = tfrecordio._TFRecordUtil._masked_crc32c
+    sums = [mask(header) + (not good_length), mask(record) + (not good_data)]
+    return header + struct.pack("<I", sums[0]) + record + struct.pack("<I", sums[1])
+
+
+def mended(data):
+    """The same bytes with right checksums, wherever their lengths lead to."""
+    out, position = bytearray(data), 0
+    while position + 12 <= len(out):
+        (length,) = struct.unpack_from("<Q", out, position)
+        end = position + 12 + length
+        right = framed(bytes(out[position + 12 : end]), length)
+        out[position + 8 : position + 12] = right[8:12]
+        if end + 4 <= len(out):
+            out[end : end + 4] = right[-4:]
+        position = end + 4
+    return bytes(out)

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
+import tfrecords
 from jax import export
 
 import beamjax as bj
@@ -47,8 +48,6 @@ from beamjax.sources.grouped_source import grouped
 from beamjax.sources.placed import Placed
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
-
-from . import frames
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -335,8 +334,8 @@ def _members_file(data: bytes, folder: Path) -> None:
 
 def _tfrecord_file(folder: Path, end: str = "") -> str:
     path = folder / f"records{end}"
-    rows = [{"x": [float(i), 1.0], "n": [i << 4 * i, -i], "b": bytes(8)} for i in range(6)]
-    data = b"".join(frames.framed(frames.example(row)) for row in rows)
+    row = lambda i: {"x": np.float32([i, 1]), "n": np.int64([i << 4 * i, -i]), "b": bytes(8)}
+    data = b"".join(tfrecords.framed(tfrecords.example(row(i))) for i in range(6))
     path.write_bytes(gzip.compress(data) if end else data)
     return str(path)
 
@@ -347,7 +346,7 @@ def _tfrecord_seeds(folder: Path) -> list[bytes]:
 
 def _tfrecord(data: bytes, folder: Path) -> None:
     """A file of records, by index and from its beginning; half of them with right checksums."""
-    data = frames.mended(data) if len(data) % 2 else data
+    data = tfrecords.mended(data) if len(data) % 2 else data
     found = []
     for name, content in (("user", data), ("user.gz", gzip.compress(data, 1))):
         (folder / name).write_bytes(content)

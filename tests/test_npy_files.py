@@ -1,0 +1,319 @@
+"""Files of NumPy: `from_npy`, `from_npy_parts` and `from_npz`."""
+
+import gzip
+import os
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_same_bits
+from hypothesis import strategies as st
+from source_files import (
+    ARRAYS,
+    CUTS,
+    TREE,
+    N,
+    assert_reads,
+    members,
+    random_bits,
+    refused,
+    save,
+    save_npy,
+    write_npz,
+)
+
+import beamjax as bj
+from beamjax.chunks import members_of
+from beamjax.errors import PlacementError, SourceError, StructureError
+from beamjax.sources import npy_source
+from beamjax.sources.npy_source import NpySource
+from beamjax.sources.source_base import open_spec
+
+X, K = TREE["x"], np.arange(N)
+BFLOATS = random_bits(ml_dtypes.bfloat16, (3,))
+
+
+# --- from_npy
+
+
+def test_single_files_and_patterns_in_a_tree(tmp_path, monkeypatch):
+    paths = save_npy(tmp_path, {"x": X}, CUTS) | save_npy(tmp_path, {"k": K})
+    source = bj.from_npy(paths)
+    assert_reads(source, {"k": K, "x": X}, 3, 20)
+    assert np.shares_memory(source.read(5, 9)[1], source.read(6, 10)[1])
+    assert "and 4 more" in repr(source)
+    single = bj.from_npy(Path(paths["k"]))
+    assert isinstance(single, NpySource)
+    assert single.files == (paths["k"],)
+    assert isinstance(single.read(1, 6)[0], np.memmap)
+    assert isinstance(bj.from_npy(str(tmp_path / "k-*.npy")), NpySource)
+    np.save(tmp_path / "x[1].npy", K + 1)
+    assert_reads(bj.from_npy(tmp_path / "x[1].npy"), K + 1)
+    monkeypatch.chdir(tmp_path)
+    assert bj.from_npy("k-0.npy").files == (paths["k"],)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
+@hypothesis.given(st.data())
+def test_any_range_of_any_files(tmp_path_factory, data):
+    folder, paths = tmp_path_factory.mktemp("x"), {}
+    for name, array in {"x": X, "k": K}.items():
+        cuts = sorted(data.draw(st.lists(st.integers(0, N), max_size=4)))
+        paths |= save_npy(folder, {name: array}, [0, *cuts, N])
+    start = data.draw(st.integers(0, N))
+    assert_reads(bj.from_npy(paths), {"k": K, "x": X}, start, data.draw(st.integers(start, N)))
+
+
+def test_files_that_are_no_members(tmp_path):
+    path = tmp_path / "x.npy"
+    for content, error, message in [
+        (None, SourceError, "cannot open .No such file"),
+        (b"", SourceError, "found 0 bytes that are not a whole .npy array"),
+        (b"hello, world", SourceError, "found 12 bytes that are not a whole .npy array"),
+        (np.array([{}]), SourceError, r"found \d+ bytes .*objects in dtype"),
+        (np.array(["a"]), StructureError, "dtype <U1"),
+        (np.array(3.0), StructureError, r"found an array of shape \(\)"),
+        (np.zeros((0, 2)), PlacementError, "found 0 members"),
+        (BFLOATS, StructureError, r"found the dtype \|V2 .*expected numbers.*loses bfloat16"),
+        (np.zeros(2, [("a", "f4")]), StructureError, r"found the dtype \[\('a', '<f4'\)\]"),
+    ]:
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            np.save(path, content, allow_pickle=True)
+        found = refused(error, message, bj.from_npy, path)
+        assert str(path) in str(found)
+
+
+def test_trees_that_are_no_files(tmp_path):
+    for n in (3, 4):
+        np.save(tmp_path / f"{n}.npy", np.zeros(n))
+    pattern = save_npy(tmp_path, {"x": X}, (0, 4, N))["x"]
+    for error, message, tree in [
+        (StructureError, r"leaf \['a'\]: found int, expected the path of", {"a": 3}),
+        (StructureError, "a tree without leaves", []),
+        (SourceError, r"from_npy: found no file '.*/z-\*.npy'", tmp_path / "z-*.npy"),
+        (StructureError, r"leaf \['a'\]: found the URL .*, expected a loc", {"a": "gs://b/x.npy"}),
+        (StructureError, "found the URL .*, expected a loc", "https://host/x-*.npy"),
+        (
+            PlacementError,
+            r"leaf \[1\] .*4.npy.: found 4 members, expected 3",
+            [tmp_path / "3.npy", tmp_path / "4.npy"],
+        ),
+        (
+            PlacementError,
+            r"\(.*x-0.npy and 1 more\): found 23 members, expected 3",
+            [tmp_path / "3.npy", pattern],
+        ),
+    ]:
+        refused(error, message, bj.from_npy, tree)
+    for array, error, message in [
+        (X[:, 0], StructureError, r"found float32\[3\] in .*x-5.npy, expected float32\["),
+        (X.astype(float), StructureError, r"found float64\[2, 3\] in .*x-5.npy, expected"),
+        (b"text", SourceError, r"x-5.npy: found 4 bytes that are not a whole .npy"),
+    ]:
+        if isinstance(array, bytes):
+            (tmp_path / "x-5.npy").write_bytes(array)
+        else:
+            np.save(tmp_path / "x-5.npy", array)
+        refused(error, message, bj.from_npy, pattern)
+
+
+def test_files_that_change_are_found_by_time_and_type(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, K.astype(float))
+    source = bj.from_npy({"x": path})
+    source.read(0, N)
+    whole, written = path.read_bytes(), path.stat().st_mtime_ns
+    for change in (
+        lambda: path.write_bytes(whole[:-8]),
+        lambda: np.save(path, np.zeros((N, 2))),
+        lambda: np.save(path, K),
+        lambda: path.write_bytes(whole),
+    ):
+        change()
+        message = r"x.npy: found .* bytes written .* was changed after"
+        refused(SourceError, message, source.read, 0, 1)
+    os.utime(path, ns=(written, written))
+    assert_reads(source, K.astype(float))
+    npy_source._MAPPED.clear()
+    np.save(path, K)
+    os.utime(path, ns=(written, written))  # with the size and the time that it had
+    message = r"x.npy: found int64\[23\], expected float64\[23\] for leaf \['x'\]"
+    refused(SourceError, message, source.read, 0, 1)
+    # Files of a run have no times in their specs.
+    series = bj.from_npy(save_npy(tmp_path, {"y": X}, (0, 4, N)))
+    np.save(tmp_path / "y-1.npy", X[:2])
+    again = open_spec({**series.to_spec(), "stamps": None})
+    assert_reads(again, X, 0, 4)
+    message = r"y-1.npy: found float32\[2, 2, 3\], expected float32"
+    refused(SourceError, message, again.read, 3, 5)
+
+
+def test_files_are_mapped_once_for_all_threads_and_not_too_many(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", np.arange(1000))
+    source = bj.from_npy(tmp_path / "x.npy")
+    npy_source._MAPPED.clear()
+    count, lock, original = [], threading.Lock(), np.lib.format.open_memmap
+
+    def counted(*args, **kwargs):
+        with lock:
+            count.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", counted)
+    source.read(0, 10)
+    with ThreadPoolExecutor(8) as pool:
+        reads = list(pool.map(lambda i: int(source.read(i, i + 10)[0][0]), range(900)))
+    assert (len(count), reads) == (1, list(range(900)))
+    monkeypatch.setattr(npy_source, "_MAX_MAPPED", 3)
+    paths = save_npy(tmp_path, {f"x{i}": np.full(N, i) for i in range(6)})
+    assert [int(array[0]) for array in bj.from_npy(paths).read(0, 1)] == list(range(6))
+    assert len(npy_source._MAPPED) == 3
+
+
+def test_specs_of_npy_that_are_none(tmp_path):
+    spec = bj.from_npy(save_npy(tmp_path, {"x": X}, (0, 4, N))).to_spec()
+    for change in [
+        *({"files": files} for files in ([], [[["x", -1]]], [[["x", 0]]], 3)),
+        {"leaves": []},
+        *({"stamps": stamps} for stamps in (3, [], [["x", 1, "2"], ["y", 1, "2"]])),
+    ]:
+        refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
+
+
+# --- from_npy_parts
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_are_read_one_after_the_other(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr("beamjax.sources.npy_parts.CHUNK_BYTES", 60)
+    paths = save_npy(tmp_path, {"x": X, "k": K}, CUTS)
+    if packed:
+        for path in list(tmp_path.iterdir()):
+            path.with_suffix(".npy.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+        paths = {name: f"{pattern}.gz" for name, pattern in paths.items()}
+    listed = [tmp_path / paths["x"].replace("*", str(i)) for i in range(4)]
+    for given, tree in ((paths, [K, X]), (paths["x"], [X]), (listed, [X])):
+        source = bj.from_npy_parts(given)
+        assert source.pieces == 4
+        assert_same_bits(members(source), tree)
+        assert max(len(chunk[0]) for chunk in source.chunks(2)) < 15  # of 15 rows
+    assert "3 more" in repr(source)
+
+
+def test_parts_that_do_not_agree(tmp_path):
+    tree = save_npy(tmp_path, {"x": X, "k": K}, CUTS)
+    np.save(tmp_path / "k-2.npy", K[:14])
+    message = r"k-2.npy, .*x-2.npy: found different numbers of rows"
+    refused(SourceError, message, members, bj.from_npy_parts(tree))
+    (tmp_path / "k-3.npy").unlink()
+    message = r"\['x'\]: found 4 files, expected 3"
+    refused(StructureError, message, bj.from_npy_parts, tree)
+    np.save(tmp_path / "x-2.npy", X.astype(np.float64))
+    message = r"piece 2, chunk 0.*float64.*expected rows of float32"
+    refused(SourceError, message, members_of, bj.from_npy_parts(tree["x"]), True)
+
+
+def test_what_is_no_part(tmp_path):
+    (tmp_path / "text.npy").write_text("no array")
+    np.save(tmp_path / "scalar.npy", 3.0)
+    np.save(tmp_path / "columns.npy", np.asfortranarray(X))
+    for error, message, given in [
+        (SourceError, "found no file", str(tmp_path / "x-*")),
+        (SourceError, r"none.npy: cannot read", [tmp_path / "none.npy"]),
+        (SourceError, r"text.npy: cannot read", [tmp_path / "text.npy"]),
+        (SourceError, r"found float64\[\], expected numbers", [tmp_path / "scalar.npy"]),
+        (SourceError, "in Fortran order", [tmp_path / "columns.npy"]),
+        (StructureError, "expected a pattern", 3),
+        (StructureError, "without leaves", {}),
+    ]:
+        refused(error, message, bj.from_npy_parts, given)
+    np.save(tmp_path / "x.npy", X)
+    data = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(data[:-12])
+    (tmp_path / "y.npy.gz").write_bytes(gzip.compress(data)[:-12])
+    refused(SourceError, "x.npy.*ends in row 22", members, bj.from_npy_parts([tmp_path / "x.npy"]))
+    source = bj.from_npy_parts([tmp_path / "y.npy.gz"])
+    refused(SourceError, "y.npy.gz.*cannot read", members, source)
+
+
+# --- from_npz
+
+
+@pytest.fixture
+def npz(tmp_path):
+    tree = {"columns": np.asfortranarray(np.arange(N * 4.0).reshape(N, 4)), "x": X}
+    return save(ARRAYS["npz"], tmp_path / "x.npz", tree), tree
+
+
+def test_arrays_of_any_order_are_mapped(npz):
+    path, tree = npz
+    source = bj.from_npz(path)
+    for start in range(N + 1):
+        for stop in range(start, N + 1):
+            assert_reads(source, tree, start, stop)
+    first, again = source.read(0, 9), source.read(4, 12)
+    assert all(np.shares_memory(*pair) for pair in zip(first, again, strict=True))
+    assert repr(source).endswith("x.npz>")
+
+
+def test_what_is_no_npz(npz, tmp_path):
+    path, tree = npz
+    for given, error, message in [
+        (3, StructureError, "from_npz: found int, expected the path"),
+        ("gs://b/x.npz", StructureError, "found the URL gs://b/x.npz, expected a local path"),
+        ("/none/x.npz", SourceError, "/none/x.npz: is not there"),
+    ]:
+        refused(error, message, bj.from_npz, given)
+    for arrays, error, message in [
+        ({}, StructureError, "found a tree without leaves"),
+        ({"a": np.float32(1)}, StructureError, r"leaf \['a'\]: found an array of shape \(\) in"),
+        ({"a": np.array(["x"])}, StructureError, "array 'a': dtype <U1"),
+        ({"a": np.array([{}])}, (StructureError, SourceError), "'a': dtype object|no whole array"),
+        ({"a": BFLOATS}, StructureError, "loses bfloat16"),
+        ({"a": np.zeros((0, 2))}, PlacementError, r"\['a'\] \(.*x.npz\): found 0 members"),
+        (
+            {"a": np.zeros(3), "b": np.zeros(4)},
+            PlacementError,
+            r"leaf \['b'\] .*: found 4 members, expected 3 as in .*leaf \['a'\]",
+        ),
+    ]:
+        write_npz(path, arrays)
+        refused(error, message, bj.from_npz, path)
+    np.savez_compressed(path, **tree)
+    refused(SourceError, r"x.npz, 'columns.npy': is compressed.*np.savez", bj.from_npz, path)
+    for name, message in [("notes.txt", "expected arrays only"), ("a.npy", "found no whole array")]:
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr(name, "text")
+        refused(SourceError, f"x.npz, '{name}': {message}", bj.from_npz, path)
+    write_npz(path, tree)
+    data = Path(path).read_bytes()
+    for size in range(0, len(data), 97):
+        Path(path).write_bytes(data[:size])
+        refused(SourceError, "x.npz", bj.from_npz, path)
+    Path(path).write_bytes(b"text")
+    message = r"x.npz: cannot read .*expected an .npz file"
+    refused(SourceError, message, bj.from_npz, path)
+
+
+def test_specs_of_npz_that_are_none(npz):
+    spec = bj.from_npz(npz[0]).to_spec()
+    first, _ = spec["arrays"]
+    for change in [
+        {"size": 0},
+        {"arrays": []},
+        *({"arrays": [first, other]} for other in ([0, "<f8", False], [-1, "<f4", False])),
+        *({"arrays": [first, other]} for other in ([0, "what", False], [0, "<f4", 0])),
+        {"arrays": [], "leaves": []},
+        {"file": []},
+    ]:
+        refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
+    message = r"x.npz: found \d+ bytes, expected float64\[9999"
+    refused(SourceError, message, open_spec({**spec, "size": 9999}).read, 0, 1)
