@@ -1,4 +1,4 @@
-"""A program and options for Dataflow, and whether its packages are here."""
+"""A program and options for Dataflow, and the mark of tests that need its packages."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,15 +6,7 @@ import pytest
 
 import beamjax as bj
 
-try:
-    from apache_beam.runners.dataflow.internal import apiclient  # noqa: F401
-
-    INSTALLED = True
-except ImportError:
-    INSTALLED = False
-with_dataflow = pytest.mark.skipif(
-    not INSTALLED, reason="DATAFLOW IS NOT TESTED: pip install 'beamjax[dataflow]'"
-)
+with_dataflow = pytest.mark.dataflow
 
 L4 = "worker_accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
 HINT = "accelerator=type:nvidia-l4;count:1;install-nvidia-driver"

@@ -29,7 +29,7 @@ def job(offline):
 
 
 @with_dataflow
-def test_the_machines(job):
+def test_the_machines_and_steps(job):
     environment = job.job["environment"]
     (pool,) = [p for p in environment["workerPools"] if p["kind"] == "harness"]
     assert pool["machineType"] == "g2-standard-4"
@@ -41,6 +41,9 @@ def test_the_machines(job):
     assert hints(job) == [{}]  # an accelerator is asked for once
     assert environment["sdkPipelineOptions"]["options"]["save_main_session"] is False
     assert "packages" not in pool  # nothing is staged: all is in the image
+    starts = ("map_clients_", "Write ", "ref_AppliedPTransform")
+    assert {"map_clients_0", "map_clients_1"} <= {name.partition("/")[0] for name in job.steps}
+    assert all(name.startswith(starts) for name in job.steps)
 
 
 def hints(job):
@@ -61,15 +64,6 @@ def test_hints_go_to_all_steps(offline):
     ]
     assert "serviceOptions" not in job.job["environment"]
     assert "no_use_multiple_sdk_containers" in job.job["environment"]["experiments"]
-
-
-@with_dataflow
-def test_steps_have_the_names_of_the_plan(job):
-    named = {name.partition("/")[0] for name in job.steps}
-    assert {"map_clients_0", "map_clients_1"} <= named
-    assert all(
-        name.startswith(("map_clients_", "Write ", "ref_AppliedPTransform")) for name in named
-    )
 
 
 @with_dataflow
