@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from test_killed_runs import SAVED, finish, start
-from test_run import assert_same_bits
 
 import beamjax as bj
 from beamjax import process_ids
