@@ -10,8 +10,8 @@ import pytest
 from apache_beam import coders
 from apache_beam.coders import coder_impl
 from apache_beam.pipeline import PipelineVisitor
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from helpers import assert_close
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner, execution
+from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
 from beamjax.pipelines.elements import Block, Environment
@@ -122,6 +122,35 @@ def test_the_check_for_pickles_works():
         p | beam.Create([1]) | beam.Map(lambda x: (x, object())) | beam.GroupByKey()
 
 
+@bj.program(clients=N)
+def outer(w, x):
+    y = bj.map_fn(lambda v: w * v, x)
+    return bj.reduce_sum(y), bj.reduce_max(y), bj.reduce_argmax(y)
+
+
+@pytest.mark.usefixtures("no_pickle")
+def test_accumulators_are_neither_pickled_nor_large(monkeypatch):
+    """Between the two merges of each piece too, whose coder Beam's own fan-out leaves to pickle."""
+    rng = np.random.default_rng(0)
+    w = (rng.normal(size=300_000) * 10.0 ** rng.integers(-30, 30, 300_000)).astype(np.float32)
+    x = rng.normal(size=N).astype(np.float32)
+    expected = bj.run(outer, w, x, runner="local", options={"shard_size": 8})
+    nbytes = []
+    for buffers in (execution.ListBuffer, execution.GroupingBuffer):
+
+        def measure(buffer, data, append=buffers.append):
+            nbytes.append(len(data))
+            append(buffer, data)
+
+        monkeypatch.setattr(buffers, "append", measure)
+    # A folder that is kept: no accumulator stays in memory.
+    flags = ["--shard_size=8", "--merge_fan_out=4", "--keep_folder=failed", *THREADS]
+    assert_same_bits(bj.run(outer, w, x, options=flags), expected)
+    assert nbytes
+    assert max(nbytes) < 1 << 20
+
+
+@pytest.mark.versions
 def test_the_pipeline_does_not_grow_with_the_data(seen):
     closed_over = jnp.ones(1 << 19)
     sizes = []

@@ -24,8 +24,7 @@ from test_killed_runs import SAVED, finish, start
 
 import beamjax as bj
 from beamjax import process_ids
-from beamjax.errors import WorkerError
-from beamjax.pipelines import flink_cluster, job_servers, processes
+from beamjax.pipelines import flink_cluster, processes
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -260,19 +259,3 @@ def test_prism_ends_with_a_launcher_that_is_killed(started):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     port = int(done.stdout.split(":")[1])
     assert processes.wait_until(lambda: not processes.listens("localhost", port), 10)
-
-
-@pytest.mark.prism
-def test_a_prism_that_is_killed_fails_the_run_and_not_the_next_one(started, expected, tmp_path):
-    runner = started("prism")
-    job_servers.stop_all()
-    with stopped_at_gate(runner, tmp_path) as (run, gate):
-        gate.worker()
-        (server,) = job_servers._servers.values()
-        os.killpg(server.process.pid, signal.SIGKILL)
-        gate.opened.touch()
-        with pytest.raises(WorkerError, match="Prism"):
-            run.result(SECONDS)
-    rounds, options = training(lambda value, member, number: value), {"shard_size": 8}
-    found = bj.run(rounds, *ARGUMENTS, runner=runner.name, options=runner.flags(**options))
-    assert_same_bits(found, expected)

@@ -9,9 +9,7 @@ import contextlib
 import functools
 import json
 import os
-import re
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -249,24 +247,6 @@ def test_the_command_tells_of_the_cluster(started, capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(before))
     assert cli.main([*up, "--slots=1"]) == 1
     assert "found a running cluster of 2 task managers with 2 slots" in capsys.readouterr().err
-
-
-@pytest.mark.flink
-def test_only_this_machine_reaches_workers_and_flink(started):
-    folder = started("flink").options["flink_cluster"]
-    cluster = flink_cluster.read(folder)
-    outside = _address_of_this_machine()
-    if outside is None:
-        pytest.skip("this machine has no address but loopback")
-    # The ports of Beam's job server are at all addresses; it has no option for that.
-    ports = [cluster.pool_port, cluster.rest_port]
-    assert not any(processes.listens(outside, port) for port in ports)
-
-
-def _address_of_this_machine():
-    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
-    addresses = [one for one in found.split() if re.fullmatch(r"[\d.]+", one)]
-    return next((one for one in addresses if not one.startswith("127.")), None)
 
 
 def test_a_cluster_that_does_not_run_is_an_error(tmp_path):

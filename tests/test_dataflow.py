@@ -321,23 +321,6 @@ def functions(job):
 
 
 @with_dataflow
-def test_bodies_and_callbacks_go_through_files(offline):
-    table = np.random.default_rng(1).normal(size=(500, 300)).astype(np.float32)
-
-    @bj.program(clients=N)
-    def told(x):
-        def body(v):
-            jax.debug.callback(lambda _: None, v[0])
-            return (jnp.asarray(table) @ v).sum()
-
-        return bj.reduce_sum(bj.map_fn(body, x))
-
-    job = dataflow.dry_run(told, X, options={**PLACE, **IMAGE})
-    assert job.pipeline.ByteSize() < 1 << 20
-    assert sum(job.files.values()) > X.nbytes + table.nbytes
-
-
-@with_dataflow
 def test_the_first_job_of_rounds(offline):
     @bj.program(clients=N)
     def rounds(w, x):

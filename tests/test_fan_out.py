@@ -2,22 +2,10 @@
 
 import numpy as np
 import pytest
-from apache_beam.coders.coder_impl import create_InputStream
-from apache_beam.coders.coders import (
-    DeterministicFastPrimitivesCoderV2,
-    FastPrimitivesCoder,
-    _PickleCoderBase,
-)
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.portability import common_urns
-from apache_beam.portability.api import beam_runner_api_pb2
-from apache_beam.runners.pipeline_context import PipelineContext
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner, execution
-from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-import beamjax as bj
 from beamjax import fan_out as module
 from beamjax.fan_out import accumulator_bytes, fan_out, workers_of
 from beamjax.plan import Lane, Map
@@ -115,82 +103,3 @@ def test_workers_that_options_ask_for():
     ):
         for given_as in (list, tuple, PipelineOptions):
             assert workers_of(given_as(flags)) == expected, (flags, given_as)
-
-
-# --- in a pipeline
-
-
-class Encoded:
-    """The pipelines that the in-memory runner gets, and the sizes of elements between stages."""
-
-    def __init__(self, monkeypatch):
-        self.pipelines, self.nbytes = [], []
-        submit = FnApiRunner.run_via_runner_api
-
-        def run(runner, proto, options):
-            self.pipelines.append(proto)
-            return submit(runner, proto, options)
-
-        monkeypatch.setattr(FnApiRunner, "run_via_runner_api", run)
-        listed = lambda buffer: buffer._coder_impl
-        grouped = lambda buffer: buffer._pre_grouped_coder.get_impl()
-        self.watch(monkeypatch, execution.ListBuffer, listed)
-        self.watch(monkeypatch, execution.GroupingBuffer, grouped)
-
-    def watch(self, monkeypatch, buffers, coder_of):
-        append = buffers.append
-
-        def measure(buffer, data):
-            stream, coder = create_InputStream(data), coder_of(buffer)
-            while stream.size():
-                before = stream.size()
-                coder.decode_from_stream(stream, True)
-                self.nbytes.append(before - stream.size())
-            append(buffer, data)
-
-        monkeypatch.setattr(buffers, "append", measure)
-
-    def coders(self):
-        """(transform, coder) for what transforms and combines between the passes give."""
-        for proto in self.pipelines:
-            components = proto.components
-            context = PipelineContext(components)
-            for transform in components.transforms.values():
-                name, spec = transform.unique_name, transform.spec
-                for output in transform.outputs.values():
-                    yield name, context.coders[components.pcollections[output].coder_id]
-                if spec.urn == common_urns.composites.COMBINE_PER_KEY.urn:
-                    payload = beam_runner_api_pb2.CombinePayload.FromString(spec.payload)
-                    yield name, context.coders[payload.accumulator_coder_id]
-
-
-def parts_of(coder):
-    yield coder
-    for part in coder._get_component_coders():
-        yield from parts_of(part)
-
-
-PICKLING = (FastPrimitivesCoder, _PickleCoderBase, DeterministicFastPrimitivesCoderV2)
-PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
-
-
-@bj.program(m=40)
-def outer(w, x):
-    y = bj.map_fn(lambda v: w * v, x)
-    return bj.reduce_sum(y), bj.reduce_max(y), bj.reduce_argmax(y)
-
-
-def test_no_accumulator_is_pickled_or_large(monkeypatch):
-    rng = np.random.default_rng(0)
-    w = (rng.normal(size=300_000) * 10.0 ** rng.integers(-30, 30, 300_000)).astype(np.float32)
-    x = rng.normal(size=40).astype(np.float32)
-    expected = bj.run(outer, w, x, runner="local", options={"shard_size": 8})
-    encoded = Encoded(monkeypatch)
-    found = bj.run(outer, w, x, options={"shard_size": 8, "merge_fan_out": 4, **PROCESSES})
-    assert_same_bits(found, expected)
-    carrying = [pair for pair in encoded.coders() if "/Groups" in pair[0] or "/Merge" in pair[0]]
-    assert carrying
-    for name, coder in carrying:
-        assert not any(isinstance(part, PICKLING) for part in parts_of(coder)), (name, coder)
-    assert encoded.nbytes
-    assert max(encoded.nbytes) < 2 << 20

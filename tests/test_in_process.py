@@ -85,7 +85,7 @@ def rounds(w, x):
         y = bj.reduce_mean(bj.map_fn(lambda a, b: jnp.tanh(a * b), (x, bj.broadcast(w))))
         return w + y, jnp.sum(y)
 
-    return jax.lax.scan(one, w, None, length=3)
+    return jax.lax.scan(one, w, None, length=2)
 
 
 WAYS = {
@@ -97,7 +97,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+MARKS = {"processes": pytest.mark.long}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, ())) for way in WAYS])
 def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_path):
     options, held = WAYS[way]
     shelves, files = [], []

@@ -113,6 +113,7 @@ class Row(typing.NamedTuple):
     i: int
 
 
+@pytest.mark.versions
 def test_elements_of_any_kind(tmp_path):
     for kind, rows in {
         "arrays": beam.Create(ELEMENTS),
@@ -125,6 +126,7 @@ def test_elements_of_any_kind(tmp_path):
         assert_same_bits(found["x"][np.argsort(found["i"])], X)
 
 
+@pytest.mark.versions
 def test_dtypes_that_files_do_not_know_and_keys(tmp_path):
     keys = jax.random.split(KEY, 5)
     values = np.arange(5).astype(ml_dtypes.bfloat16)

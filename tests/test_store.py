@@ -67,6 +67,7 @@ def local(root):
 # --- round trips
 
 
+@pytest.mark.versions
 def test_every_dtype_inline_and_in_files(tmp_path):
     place = Store(str(tmp_path), piece_bytes=4096)
     for dtype in DTYPES:

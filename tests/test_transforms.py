@@ -87,6 +87,7 @@ def check_that(results, expected, label=""):
 # --- what works
 
 
+@pytest.mark.versions
 def test_members_come_in_any_order_and_results_are_those_of_jit():
     expected = jax.jit(two_passes)(W, DATA)
     for flags in ([], ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]):
@@ -109,6 +110,7 @@ def test_the_bits_are_those_of_run():
         assert_that(result, check)
 
 
+@pytest.mark.versions
 def test_trees_and_dtypes_of_members():
     for data in (
         (X, K),
@@ -145,6 +147,7 @@ def test_several_abstract_arguments_are_one_element():
         check_that(p | beam.Create(members((X, {"k": K}))) | transform, expected)
 
 
+@pytest.mark.versions
 def test_typed_keys():
     keys = jax.random.split(jax.random.key(1), N)
     data = np.asarray(jax.random.key_data(keys))
@@ -230,6 +233,7 @@ def rounds(w, x):
     return jax.lax.scan(one, (w, jnp.zeros(N)), jnp.arange(4.0))
 
 
+@pytest.mark.versions
 def test_scans_are_written_out_and_all_branches_are_computed():
     with pipeline() as p:
         results = p | beam.Create(members(X)) | bj.transform(rounds, W, abstract(X))
