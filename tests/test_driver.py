@@ -156,6 +156,7 @@ def test_values_are_carried_sliced_and_stacked():
     assert_history(None, rounds=0)
 
 
+@pytest.mark.long
 def test_placed_values_go_between_processes():
     assert_history(2, flags=PROCESSES, rounds=3)
 
@@ -442,7 +443,7 @@ def test_an_error_names_the_round():
 
 
 def test_an_error_in_this_process_names_the_rounds(monkeypatch):
-    def fail(plan, step, known):
+    def fail(plan, step, *_):
         raise WorkerError(f"step {step.name!r}: broken")
 
     monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
