@@ -95,9 +95,7 @@ WAYS = {
     "processes": ({"direct_running_mode": "multi_processing", "direct_num_workers": 2}, False),
     "kept folder": ({"keep_folder": "failed"}, False),
 }
-
-
-MARKS = {"processes": pytest.mark.long}
+MARKS = {"processes": pytest.mark.long}  # They are slow to start.
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, ())) for way in WAYS])

@@ -195,7 +195,9 @@ def test_the_next_call_reads_what_is_there(tmp_path):
         bj.from_beam(never, like=LIKE, folder=tmp_path)
 
 
-@pytest.mark.parametrize("how", RUNNERS)
+@pytest.mark.parametrize(
+    "how", ["one", "threads", pytest.param("processes", marks=pytest.mark.long)]
+)
 def test_a_transform_of_the_user_that_fails_is_named(how, tmp_path, small):
     """And leaves nothing that the next call takes."""
 

@@ -20,16 +20,15 @@ import beamjax as bj
 from beamjax.arrays import decode_arrays
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.inputs import Inputs
-from beamjax.options import Options, parse_options
+from beamjax.options import Options
 from beamjax.pipelines import results
 from beamjax.pipelines.elements import Block, Environment
 from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
-from beamjax.pipelines.runners import source_specs, sources_for, temporary_store
+from beamjax.pipelines.runners import source_specs
 from beamjax.pipelines.spooling import SpooledSource, spooled
 from beamjax.pipelines.store import Store
 from beamjax.plan import Input, Plan, ValueType
 from beamjax.scratch import Scratch, file_array
-from beamjax.sources import live_sources
 from beamjax.sources.source_base import open_spec
 from beamjax.spool import spool, spooled_here
 
@@ -171,17 +170,7 @@ def test_served_results(store, size):
         read_served(store, "result-0")
 
 
-# --- inputs, and the folder of a run
-
-
-def test_inputs_of_threads_are_live_and_released(store):
-    gc.collect()  # earlier pipelines
-    before = set(live_sources._LIVE)
-    with sources_for(Inputs(PLAN, [X]), store, shared=True) as sources:
-        assert sources.specs[0]["kind"] == "live"
-        np.testing.assert_array_equal(sources.open().read(["x"], 3, 5)["x"], X[3:5])
-    assert set(live_sources._LIVE) == before
-    assert not Path(store.root).exists()
+# --- inputs
 
 
 def test_inputs_of_other_processes_are_in_files(store, tmp_path):
@@ -195,14 +184,6 @@ def test_inputs_of_other_processes_are_in_files(store, tmp_path):
         assert not tokens
         assert sources.specs[0]["files"][0].startswith(file)
         np.testing.assert_array_equal(sources.open().read(["x"], 3, 5)["x"], X[3:5])
-
-
-def test_the_folder_is_removed_with_all_that_is_in_it(tmp_path):
-    with temporary_store(parse_options({"work_folder": str(tmp_path)})) as store:
-        store.put([np.zeros(1 << 20)])
-        source_specs(Inputs(PLAN, [X]), store, shared=False)
-        assert len(list(tmp_path.rglob("*"))) == 4
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- arrays that wait in a file
