@@ -159,20 +159,6 @@ def test_a_kill_inside_a_round_costs_no_bits(kind, cluster, expected, tmp_path):
     assert processes.wait_until(lambda: flink_cluster.status(folder)["healthy"], 30)
 
 
-@pytest.mark.flink
-def test_up_starts_what_died_and_leaves_the_rest(cluster):
-    folder = Path(cluster.options["flink_cluster"])
-    before = {one.name: one for one in processes.known(folder)}
-    for name in ("taskmanager-1", "workers-0"):
-        kill(before[name].pid)
-    assert not flink_cluster.status(folder)["healthy"]
-    mend(cluster)
-    assert flink_cluster.status(folder)["healthy"]
-    after = {one.name: one for one in processes.known(folder)}
-    same = {name for name in before if before[name].pid == after[name].pid}
-    assert set(before) - same == {"taskmanager-1", "workers-0"}
-
-
 # --- the launcher
 
 

@@ -5,12 +5,9 @@ the gate, only the first test. Kills are in `test_cluster_faults`.
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import json
 import os
-import signal
-import threading
 import time
 from pathlib import Path
 
@@ -270,22 +267,3 @@ def test_prism_in_a_thread_that_is_not_the_main_one_and_one_that_is_given(starte
     missing = str(tmp_path / "none")
     with pytest.raises(OptionsError, match=r"prism_location: found .*none"):
         bj.run(stages, W, ROWS, runner="PrismRunner", options={"prism_location": missing})
-
-
-@pytest.mark.prism
-def test_a_prism_that_was_killed_just_now(started):
-    runner = started("prism")
-    on(runner, stages, W, ROWS)
-    (server,) = [server for key, server in job_servers._servers.items() if key[0] == "prism"]
-    guard = server.process.pid
-    (program,) = children_of(guard)
-    os.kill(guard, signal.SIGSTOP)  # It takes a moment to see that its program is gone.
-    later = threading.Timer(1, os.kill, (guard, signal.SIGCONT))
-    try:
-        os.kill(int(program), signal.SIGKILL)
-        assert processes.wait_until(lambda: not server.listens, 10)
-        later.start()
-        assert_same_bits(on(runner, stages, W, ROWS, shard_size=8), expected())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(guard, signal.SIGCONT)
