@@ -1,6 +1,7 @@
 """Runners that are servers of their own, for tests: what each needs, and how it is started.
 
-`pytest -n0 --clusters` starts each of them once, at the first test that needs it.
+`pytest -n0 --clusters` starts each of them once, at the first test that needs it; with
+`-m smoke` for one test of Prism and one of Flink.
 """
 
 import functools
@@ -93,6 +94,12 @@ RUNNERS = {
 def params(*names):
     """Parameters of tests on these runners, with their marks."""
     return [pytest.param(name, marks=getattr(pytest.mark, RUNNERS[name][1])) for name in names]
+
+
+def smoke(*names):
+    """The same, where the gate runs them too."""
+    marks = [(name, [getattr(pytest.mark, RUNNERS[name][1]), pytest.mark.smoke]) for name in names]
+    return [pytest.param(name, marks=of_name) for name, of_name in marks]
 
 
 def starter(stack):

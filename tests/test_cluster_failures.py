@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from cluster_runners import params
-from test_run import assert_same_bits
+from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import WorkerError

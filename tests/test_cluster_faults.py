@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from test_killed_runs import SAVED, finish, start
-from test_run import assert_same_bits
 
 import beamjax as bj
 from beamjax import process_ids
-from beamjax.errors import WorkerError
-from beamjax.pipelines import flink_cluster, job_servers, processes
+from beamjax.pipelines import flink_cluster, processes
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -160,20 +159,6 @@ def test_a_kill_inside_a_round_costs_no_bits(kind, cluster, expected, tmp_path):
     assert processes.wait_until(lambda: flink_cluster.status(folder)["healthy"], 30)
 
 
-@pytest.mark.flink
-def test_up_starts_what_died_and_leaves_the_rest(cluster):
-    folder = Path(cluster.options["flink_cluster"])
-    before = {one.name: one for one in processes.known(folder)}
-    for name in ("taskmanager-1", "workers-0"):
-        kill(before[name].pid)
-    assert not flink_cluster.status(folder)["healthy"]
-    mend(cluster)
-    assert flink_cluster.status(folder)["healthy"]
-    after = {one.name: one for one in processes.known(folder)}
-    same = {name for name in before if before[name].pid == after[name].pid}
-    assert set(before) - same == {"taskmanager-1", "workers-0"}
-
-
 # --- the launcher
 
 
@@ -260,19 +245,3 @@ def test_prism_ends_with_a_launcher_that_is_killed(started):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     port = int(done.stdout.split(":")[1])
     assert processes.wait_until(lambda: not processes.listens("localhost", port), 10)
-
-
-@pytest.mark.prism
-def test_a_prism_that_is_killed_fails_the_run_and_not_the_next_one(started, expected, tmp_path):
-    runner = started("prism")
-    job_servers.stop_all()
-    with stopped_at_gate(runner, tmp_path) as (run, gate):
-        gate.worker()
-        (server,) = job_servers._servers.values()
-        os.killpg(server.process.pid, signal.SIGKILL)
-        gate.opened.touch()
-        with pytest.raises(WorkerError, match="Prism"):
-            run.result(SECONDS)
-    rounds, options = training(lambda value, member, number: value), {"shard_size": 8}
-    found = bj.run(rounds, *ARGUMENTS, runner=runner.name, options=runner.flags(**options))
-    assert_same_bits(found, expected)

@@ -1,7 +1,6 @@
 """Data that stays in files, on Prism and on Flink: results, groups, joins, samples, keys."""
 
 import operator
-import os
 
 import apache_beam as beam
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cluster_runners import params
+from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax import collecting, fan_out, joining, lane_pieces, table_parts
@@ -47,16 +47,9 @@ def here(fn, *args):
     return bj.run(fn, *args, runner="local", options={"shard_size": 8})
 
 
-def same_bits(left, right):
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 def same_files(left, right):
-    names = sorted(os.listdir(left))
-    assert names == sorted(os.listdir(right))
-    for name in names:
-        assert (left / name).read_bytes() == (right / name).read_bytes()
+    found = [{path.name: path.read_bytes() for path in one.iterdir()} for one in (left, right)]
+    assert found[0] == found[1]
 
 
 @bj.program(clients=None)
@@ -75,7 +68,7 @@ def test_results_stay_in_files(runner, tmp_path):
 
     found = on(runner, rounds, W, X, keep="placed", results_folder=str(tmp_path / "r"))
     assert isinstance(found[0], bj.Placed)
-    same_bits(found, here(rounds, W, X))
+    assert_same_bits(found, here(rounds, W, X))
 
 
 def test_groups_and_samples_of_them(runner, tmp_path):
@@ -83,9 +76,9 @@ def test_groups_and_samples_of_them(runner, tmp_path):
     clients = bj.group_by(TABLE, "client", folder=tmp_path / "there", **options)
     bj.group_by(TABLE, "client", folder=tmp_path / "here")
     same_files(tmp_path / "here", tmp_path / "there")
-    same_bits(on(runner, total, clients), here(total, clients))
+    assert_same_bits(on(runner, total, clients), here(total, clients))
     cohort = bj.sample(clients, 7, jax.random.key(1))
-    same_bits(on(runner, total, cohort), here(total, cohort))
+    assert_same_bits(on(runner, total, cohort), here(total, cohort))
 
 
 def test_joined_tables(runner, tmp_path):
@@ -109,7 +102,7 @@ def test_reductions_too_large_for_memory(runner, monkeypatch):
     monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
     monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
     monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 100)
-    same_bits(on(runner, reduced, w, X), expected)
+    assert_same_bits(on(runner, reduced, w, X), expected)
 
 
 @pytest.mark.parametrize("index", [None, operator.itemgetter("i")])
@@ -136,7 +129,7 @@ def test_members_of_a_pipeline(runner, index, tmp_path):
 
     key, numbers = jax.random.key(1), bj.from_range(N)
     found = [on(runner, draws, key, data, numbers) for data in (there, here)]
-    assert np.asarray(found[0]).tobytes() == np.asarray(found[1]).tobytes()
+    assert_same_bits(*found)
 
 
 def test_keys_that_nobody_knows_beforehand(runner):
@@ -145,4 +138,4 @@ def test_keys_that_nobody_knows_beforehand(runner):
         return bj.reduce_by_key(rows["y"], rows["client"].astype(jnp.int32))
 
     rows = bj.from_arrays({**TABLE, "client": TABLE["client"].astype(np.int32)})
-    same_bits(on(runner, by_client, rows).arrays(), here(by_client, rows).arrays())
+    assert_same_bits(on(runner, by_client, rows).arrays(), here(by_client, rows).arrays())

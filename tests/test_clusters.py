@@ -1,17 +1,13 @@
 """Programs on Prism, Flink and Spark: the same bits as in this process, and errors that say where.
 
-Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`. Kills are in
-`test_cluster_faults`.
+Run by `pytest -n0 --clusters tests/test_clusters.py`; see `cluster_runners`. With `-m smoke`, as in
+the gate, only the first test. Kills are in `test_cluster_faults`.
 """
 
 import concurrent.futures
-import contextlib
+import functools
 import json
 import os
-import re
-import signal
-import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -20,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cluster_runners import params
+from cluster_runners import params, smoke
+from helpers import assert_close, assert_same_bits
 from listeners import IS_TOLD, Watch, for_others
-from programs import CASES, X
-from test_run import MORE, assert_close, assert_same_bits, built, by_jit, by_local
+from programs import CASES
 
 import beamjax as bj
 from beamjax import cli
@@ -44,6 +40,11 @@ def runner(request, started):
     return started(request.param)
 
 
+@functools.cache
+def built(name):
+    return CASES[name].build(bj)
+
+
 def on(runner, fn, *args, **flags):
     return bj.run(fn, *args, runner=runner.name, options=runner.flags(**flags))
 
@@ -58,6 +59,29 @@ def calling(host, n=N):
         return bj.reduce_sum(bj.map_fn(body, x))
 
     return program
+
+
+@bj.program(clients=100)
+def stages(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+    mean = bj.reduce_mean(y)
+    z = bj.map_fn(lambda v, u: jnp.sum((v - mean) ** 3) * u, (y, x))
+    lanes = bj.reduce_max(z), bj.reduce_sum(z), bj.reduce_any(z > 1), bj.reduce_prod(y)
+    return mean, z, lanes, jnp.sort(z), y @ y.T, x[2]
+
+
+W = np.random.default_rng(1).normal(size=3).astype(np.float32)
+ROWS = np.random.default_rng(0).normal(size=(100, 5, 3)).astype(np.float32)
+
+
+@functools.cache
+def expected():
+    return bj.run(stages, W, ROWS, runner="local", options={"shard_size": 8})
+
+
+@pytest.mark.parametrize("runner", smoke("prism", "flink"), indirect=True)
+def test_passes_gathers_and_lanes(runner):
+    assert_same_bits(on(runner, stages, W, ROWS, shard_size=8), expected())
 
 
 # --- who listens
@@ -93,13 +117,17 @@ def children_of(pid):
 # --- programs x runners
 
 
+def assert_runs(runner, name):
+    fn, args = built(name)
+    found = on(runner, fn, *args)
+    assert_same_bits(found, bj.run(fn, *args, runner="local"))
+    assert_close(found, jax.jit(fn)(*args))
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("runner", params("prism", "flink", "spark"), indirect=True)
 def test_a_program_gives_the_bits_of_the_plan_and_what_jit_gives(runner, name):
-    fn, args = built(name)
-    found = on(runner, fn, *args)
-    assert_same_bits(found, by_local(name))
-    assert_close(found, by_jit(name))
+    assert_runs(runner, name)
 
 
 FEW = "plain grad_server scan_of_rounds while_of_rounds two_placements keys_placed \
@@ -107,48 +135,27 @@ callback_in_body affine_maps_in_order".split()
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("runner", params("flink-embedded", "spark"), indirect=True)
-def test_a_few_programs_on_runners_that_are_slow_to_start(runner, name):
-    fn, args = built(name)
-    assert_same_bits(on(runner, fn, *args), by_local(name))
-
-
-@pytest.mark.parametrize("program", MORE, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("runner", EVERY, indirect=True)
-def test_passes_gathers_and_lanes(runner, program):
-    assert_same_bits(on(runner, program, X), bj.run(program, X, runner="local"))
-
-
-@bj.program(clients=100)
-def stages(w, x):
-    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
-    mean = bj.reduce_mean(y)
-    z = bj.map_fn(lambda v, u: jnp.sum((v - mean) ** 3) * u, (y, x))
-    return mean, z, bj.reduce_max(z), bj.reduce_sum(z)
-
-
-W = np.random.default_rng(1).normal(size=3).astype(np.float32)
-ROWS = np.random.default_rng(0).normal(size=(100, 5, 3)).astype(np.float32)
+@pytest.mark.parametrize("runner", params("flink-embedded"), indirect=True)
+def test_a_few_programs_on_a_runner_that_is_slow_to_start(runner, name):
+    assert_runs(runner, name)
 
 
 @pytest.mark.parametrize("runner", EVERY, indirect=True)
 def test_many_shards_in_files_and_pieces_give_the_same_bits(runner, monkeypatch, tmp_path):
-    expected = bj.run(stages, W, ROWS, runner="local", options={"shard_size": 8})
     np.save(tmp_path / "rows.npy", ROWS)
     monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
     rows = bj.from_npy(str(tmp_path / "rows.npy"))
     found = on(runner, stages, W, rows, shard_size=8, work_folder=str(tmp_path))
-    assert_same_bits(found, expected)
+    assert_same_bits(found, expected())
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
 
 
 @pytest.mark.parametrize("runner", EVERY, indirect=True)
 def test_runs_at_the_same_time(runner):
-    expected = bj.run(stages, W, ROWS, runner="local", options={"shard_size": 8})
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         runs = [pool.submit(on, runner, stages, W, ROWS, shard_size=8) for _ in range(3)]
         for run in runs:
-            assert_same_bits(run.result(), expected)
+            assert_same_bits(run.result(), expected())
 
 
 def means(folder, name, flags):
@@ -239,25 +246,6 @@ def test_the_command_tells_of_the_cluster(started, capsys):
     assert "found a running cluster of 2 task managers with 2 slots" in capsys.readouterr().err
 
 
-@pytest.mark.flink
-def test_only_this_machine_reaches_workers_and_flink(started):
-    folder = started("flink").options["flink_cluster"]
-    cluster = flink_cluster.read(folder)
-    outside = _address_of_this_machine()
-    if outside is None:
-        pytest.skip("this machine has no address but loopback")
-    # The ports of Beam's job server are at all addresses; it has no option for that.
-    ports = [cluster.pool_port, cluster.rest_port]
-    assert not any(processes.listens(outside, port) for port in ports)
-
-
-def _address_of_this_machine():
-    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
-    addresses = [one for one in found.split() if re.fullmatch(r"[\d.]+", one)]
-    return next((one for one in addresses if not one.startswith("127.")), None)
-
-
-@pytest.mark.flink
 def test_a_cluster_that_does_not_run_is_an_error(tmp_path):
     with pytest.raises(OptionsError, match="expected a running cluster; start one with"):
         bj.run(stages, W, ROWS, runner="FlinkRunner", options={"flink_cluster": str(tmp_path)})
@@ -267,40 +255,15 @@ def test_a_cluster_that_does_not_run_is_an_error(tmp_path):
 
 
 @pytest.mark.prism
-def test_prism_in_a_thread_that_is_not_the_main_one(started):
-    runner, found = started("prism"), []
+def test_prism_in_a_thread_that_is_not_the_main_one_and_one_that_is_given(started, tmp_path):
+    runner = started("prism")
     job_servers.stop_all()
-    thread = threading.Thread(target=lambda: found.append(on(runner, stages, W, ROWS)))
-    thread.start()
-    thread.join()
-    assert_same_bits(found[0], bj.run(stages, W, ROWS, runner="local"))
-
-
-@pytest.mark.prism
-def test_a_prism_that_is_given(started, tmp_path):
-    started("prism")
-    program = prism.locate()
-    found = bj.run(stages, W, ROWS, runner="PrismRunner", options={"prism_location": program})
-    assert_same_bits(found, bj.run(stages, W, ROWS, runner="local"))
+    given = {"prism_location": prism.locate(), "shard_size": 8}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = pool.submit(on, runner, stages, W, ROWS, shard_size=8)
+        assert_same_bits(run.result(), expected())
+    found = bj.run(stages, W, ROWS, runner="PrismRunner", options=given)
+    assert_same_bits(found, expected())
     missing = str(tmp_path / "none")
     with pytest.raises(OptionsError, match=r"prism_location: found .*none"):
         bj.run(stages, W, ROWS, runner="PrismRunner", options={"prism_location": missing})
-
-
-@pytest.mark.prism
-def test_a_prism_that_was_killed_just_now(started):
-    runner = started("prism")
-    expected = on(runner, stages, W, ROWS)
-    (server,) = [server for key, server in job_servers._servers.items() if key[0] == "prism"]
-    guard = server.process.pid
-    (program,) = children_of(guard)
-    os.kill(guard, signal.SIGSTOP)  # It takes a moment to see that its program is gone.
-    later = threading.Timer(1, os.kill, (guard, signal.SIGCONT))
-    try:
-        os.kill(int(program), signal.SIGKILL)
-        assert processes.wait_until(lambda: not server.listens, 10)
-        later.start()
-        assert_same_bits(on(runner, stages, W, ROWS), expected)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(guard, signal.SIGCONT)

@@ -1,67 +1,55 @@
-"""Partials are merged to the same bits in any order, and pieces make whole values."""
+"""Partials are merged to the same bits in any order, as elements or in files."""
 
 import itertools
+import random
 
 import apache_beam as beam
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
+from helpers import assert_same_bits
 
-from beamjax.errors import ArrayFormatError
+import beamjax as bj
+from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.lane_pieces import Piece, key_of, lane_pieces, step_pieces
-from beamjax.pipelines.combiners import (
-    AccumulatorCoder,
-    Assemble,
-    MergeAccumulators,
-    PartsOfBlocks,
-    PartsOfSource,
-)
-from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines import files, in_process, parcels
+from beamjax.pipelines.combiners import AccumulatorCoder, MergeAccumulators
+from beamjax.pipelines.parcels import LOCAL_BYTES, REMOTE_BYTES, receive, send
 from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources
-from beamjax.plan import Gather, Lane, Map, ValueType
+from beamjax.plan import Lane, Map
 from beamjax.reducers import decode_accumulator, make_accumulator
-from beamjax.sources import from_arrays, live_spec, register, release
 
 RNG = np.random.default_rng(0)
 PARTIALS = (RNG.normal(size=(6, 4)) * 10.0 ** RNG.integers(-20, 20, (6, 4))).astype(np.float32)
 
 
-def encoded(partials, kind="sum"):
-    accumulator = make_accumulator(kind, np.dtype("float32"), 4, mode="exact")
+def summed(*partials):
+    partials = [np.asarray(partial, np.float32) for partial in partials]
+    accumulator = make_accumulator("sum", np.dtype("float32"), partials[0].size, mode="exact")
     for shard, partial in enumerate(partials):
         accumulator.add(partial, shard)
-    return accumulator.encode()
+    return accumulator
 
 
 def total(data):
     return decode_accumulator(data).total(0, 4, np.dtype("float32"))
 
 
-WHOLE = total(encoded(PARTIALS))
-EACH = [encoded([partial]) for partial in PARTIALS]
+WHOLE = total(summed(*PARTIALS).encode())
+EACH = [summed(partial).encode() for partial in PARTIALS]
 
 
-# --- pieces
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(0, [(0, 0)]), (1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 4), (4, 5)]), (8, [(0, 4), (4, 8)])],
-)
-def test_lanes_are_cut_to_pieces(size, expected):
-    lane = Lane("sum", "float32", size, ())
-    assert [(p.lane, p.start, p.stop) for p in lane_pieces(7, lane, 4)] == [
-        (7, *piece) for piece in expected
-    ]
-
-
-def test_pieces_of_a_step_and_their_keys():
+def test_lanes_are_cut_to_pieces():
+    for size, expected in (
+        (0, [(0, 0)]), (1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 4), (4, 5)]), (8, [(0, 4), (4, 8)]),
+    ):  # fmt: skip
+        found = lane_pieces(7, Lane("sum", "float32", size, ()), 4)
+        assert [(p.lane, p.start, p.stop) for p in found] == [(7, *piece) for piece in expected]
     lanes = (Lane("sum", "float32", 3 << 20, ()), Lane("max", "int8", 2, ()))
-    step = Map("m", "clients", "body", (), (), (), lanes)
-    pieces = step_pieces(step)
+    pieces = step_pieces(Map("m", "clients", "body", (), (), (), lanes))
     assert [piece.stop - piece.start for piece in pieces] == [1 << 20] * 3 + [2]
     assert [Piece.from_key(key_of(piece)) for piece in pieces] == pieces
     assert len({key_of(piece) for piece in pieces}) == len(pieces)
@@ -70,18 +58,22 @@ def test_pieces_of_a_step_and_their_keys():
 # --- merging
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::71])
-def test_any_order_and_grouping_gives_the_same_bits(order):
+def test_any_order_and_grouping_gives_the_same_bits():
     combine = MergeAccumulators("step")
-    for cut in range(7):
-        halves = []
-        for numbers in (order[:cut], order[cut:]):
-            accumulator = combine.create_accumulator()
-            for number in numbers:
-                accumulator = combine.add_input(accumulator, EACH[number])
-            halves.append(combine.compact(accumulator))
-        merged = combine.merge_accumulators([*halves, combine.create_accumulator()])
-        assert total(combine.extract_output(merged)).tobytes() == WHOLE.tobytes()
+    for order in random.Random(0).sample(list(itertools.permutations(range(6))), 12):
+        for cut in range(7):
+            halves = []
+            for numbers in (order[:cut], order[cut:]):
+                accumulator = combine.create_accumulator()
+                for number in numbers:
+                    accumulator = combine.add_input(accumulator, EACH[number])
+                halves.append(combine.compact(accumulator))
+            merged = combine.merge_accumulators([*halves, combine.create_accumulator()])
+            assert total(combine.extract_output(merged)).tobytes() == WHOLE.tobytes()
+    assert combine.merge_accumulators([None, None]) is None
+    assert combine.compact(None) is None
+    with pytest.raises(ArrayFormatError):
+        combine.merge_accumulators([EACH[0], EACH[1][:-3]])
 
 
 def test_merging_does_not_change_what_was_merged():
@@ -91,12 +83,6 @@ def test_merging_does_not_change_what_was_merged():
     merged = combine.merge_accumulators([first, second])
     combine.merge_accumulators([merged, EACH[2]])
     assert (first, second) == before
-
-
-def test_an_empty_accumulator_stays_empty():
-    combine = MergeAccumulators("step")
-    assert combine.merge_accumulators([None, None]) is None
-    assert combine.compact(None) is None
 
 
 def test_the_coder_of_accumulators():
@@ -111,61 +97,128 @@ def test_the_coder_of_accumulators():
     assert coder.estimate_size(None) == 0
 
 
-def test_bytes_that_are_no_accumulator():
-    with pytest.raises(ArrayFormatError):
-        MergeAccumulators("step").merge_accumulators([EACH[0], EACH[1][:-3]])
-
-
 @pytest.mark.parametrize("repeat", [0, 1])
-def test_in_a_pipeline(repeat):
+def test_a_merge_in_a_pipeline(repeat, tmp_path, monkeypatch):
+    monkeypatch.setattr(parcels, "LOCAL_BYTES", 10)  # All are files on their way.
     options = PipelineOptions([f"--direct_runner_bundle_repeat={repeat}"])
+    store = Store(str(tmp_path))
 
     def check(found):
-        (pair,) = found
-        assert pair[0] == "0:0:4"
-        assert total(pair[1]).tobytes() == WHOLE.tobytes()
+        ((key, element),) = found
+        assert key == "0:0:4"
+        assert total(receive(store, element).encode()).tobytes() == WHOLE.tobytes()
 
     with beam.Pipeline(runner=FnApiRunner(), options=options) as p:
-        pairs = p | beam.Create([("0:0:4", data) for data in EACH])
-        merged = pairs | beam.CombinePerKey(MergeAccumulators("step"))
+        parts = [("0:0:4", send(store, summed(partial))) for partial in PARTIALS]
+        merge = beam.CombinePerKey(MergeAccumulators("step", None, store))
+        merged = p | beam.Create(parts) | merge
         assert merged.element_type == beam.typehints.Tuple[str, bytes]
         assert_that(merged, check)
 
 
-# --- whole values
+# --- large accumulators
 
 
-def test_parts_in_any_order_are_assembled(tmp_path):
+LARGE = summed(np.arange(200_000))
+
+
+class Encoded:
+    """An accumulator of so many bytes."""
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def encode(self):
+        return bytes(self.nbytes)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path), piece_bytes=1 << 20)
+
+
+def test_small_ones_are_the_element(store, tmp_path):
+    for found in (summed([1, 2, 3]), summed(np.ones(9999))):
+        element = send(store, found)
+        assert element == found.encode()
+        assert receive(store, element).encode() == element
+    assert send(store, Encoded(LOCAL_BYTES)) == bytes(LOCAL_BYTES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_ones_are_files(store, tmp_path):
+    elements = {send(store, LARGE) for _ in range(2)}
+    assert len(elements) == 2  # So that nobody waits for, or removes, what is another's.
+    assert all(len(element) < 1000 for element in elements)
+    assert {receive(store, element).encode() for element in elements} == {LARGE.encode()}
+    assert sorted(path.stat().st_size for path in tmp_path.iterdir())[2:] == [1 << 20] * 2
+    store.cleanup()
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+
+
+def test_files_have_64_mib_and_at_a_url_elements_may_be_larger(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(files, "write", lambda path, data, **_: written.append(len(data)))
+    assert len(send(Store(str(tmp_path)), Encoded(70 << 20))) < 1000
+    assert written == [64 << 20, 6 << 20]
+    monkeypatch.setattr(files, "join", lambda root, name: f"{root}/{name}")
+    store = Store("memory://folder")
+    assert LOCAL_BYTES < REMOTE_BYTES < 64 << 20
+    assert len(send(store, Encoded(REMOTE_BYTES))) == REMOTE_BYTES
+    assert len(send(store, Encoded(REMOTE_BYTES + 1))) < 1000
+
+
+def test_large_ones_stay_in_memory_where_one_process_runs_all(store, tmp_path):
+    in_process.open_shelf(store.root, limit=0)
+    try:
+        small = summed([1, 2, 3])
+        assert send(store, small) == small.encode()
+        element = send(store, LARGE)
+        assert len(element) < 1000
+        assert receive(store, element) is LARGE
+        with pytest.raises(SourceError, match="was merged before"):  # It may have changed there.
+            receive(store, element)
+        element = send(store, LARGE)
+        in_process.shelf_of(store.root).sweep(())
+        with pytest.raises(SourceError, match="not in this process"):
+            receive(store, element)
+        element = send(store, LARGE)
+    finally:
+        in_process.close_shelf(store.root)
+    with pytest.raises(SourceError, match="not in this process"):
+        receive(store, element)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_gone_or_damaged(tmp_path):
     store = Store(str(tmp_path))
-    flat = np.arange(12.0)
-    parts = [
-        Environment({f"{name}|{i}": store.put([flat[i : i + 5]]) for name in ("a", "b|c")})
-        for i in (10, 0, 5)
-    ]
-    types = {"a": ValueType((3, 4), "float64"), "b|c": ValueType((12,), "float32")}
-    fn = Assemble(store, types, {})
-    (environment,) = fn.process((b"", parts))
-    np.testing.assert_array_equal(store.get(environment.values["a"])[0], flat.reshape(3, 4))
-    (narrow,) = store.get(environment.values["b|c"])
-    np.testing.assert_array_equal(narrow, flat)
-    assert narrow.dtype == np.float32
+    element = send(store, LARGE)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ArrayFormatError, match=r"has \d+ bytes, expected \d+"):
+        receive(store, element)
+    path.unlink()
+    with pytest.raises(SourceError, match="cannot read a sum on its way"):
+        receive(store, element)
+    with pytest.raises(ArrayFormatError):
+        receive(store, element[:-1])
+    for name in ("../x.arrays", "/etc/passwd", 7):
+        element = parcels.encode_arrays([], {"parcel": [name], "nbytes": 1})
+        with pytest.raises(ArrayFormatError, match="not a file name"):
+            receive(store, element)
 
 
-def test_members_are_gathered_along_their_axis(tmp_path):
-    store = Store(str(tmp_path))
-    x = np.arange(20 * 3).reshape(20, 3)
-    step = Gather("gather_0", "y", "whole", 1, "why", "where")
-    parts = PartsOfBlocks(store, step)
-    found = []
-    for start in (16, 0, 8):
-        values = x[start : start + 8]
-        found += parts.process(Block(start, len(values), 8, {"y": values}))
-    token = register(from_arrays(x))
-    reading = PartsOfSource(store, Sources((live_spec(token),), {"y": (0, 0)}, False), step, 20, 8)
-    reading.setup()
-    read = [part for range_ in [(2, 3), (0, 2)] for part in reading.process(range_)]
-    release(token)
-    for environments in (found, read):
-        assemble = Assemble(store, {"whole": ValueType((3, 20), "int64")}, {"whole": 1})
-        (environment,) = assemble.process((b"", environments))
-        np.testing.assert_array_equal(store.get(environment.values["whole"])[0], x.T)
+@bj.program(m=24)
+def wide(x, w):
+    y = bj.map_fn(lambda v: w * v, x)
+    return bj.reduce_sum(y), bj.reduce_mean(y), bj.reduce_max(y)
+
+
+def test_wide_results_have_the_bits_of_the_run_in_this_process():
+    exponents = RNG.integers(-9, 9, 600_000)
+    w = jnp.asarray(RNG.normal(size=600_000) * 10.0**exponents, np.float32)
+    x = RNG.normal(size=24).astype(np.float32)
+    expected = bj.run(wide, x, w, runner="local", options={"shard_size": 8})
+    threads = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
+    for workers in ({}, threads, {**threads, "keep_folder": "failed"}):  # the last one in files
+        assert_same_bits(bj.run(wide, x, w, options={"shard_size": 8, **workers}), expected)

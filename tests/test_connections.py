@@ -1,9 +1,13 @@
-"""Runners by name, Beam's options, and what workers of a runner see."""
+"""Runners by name, Beam's options, and which processes run a plan."""
 
+import dataclasses
+import json
+import os
 import sys
 import types
 
 import apache_beam as beam
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
@@ -15,7 +19,8 @@ from apache_beam.transforms import environments
 import beamjax as bj
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
-from beamjax.pipelines import connections
+from beamjax.ordered_pool import usual_threads
+from beamjax.pipelines import connections, flink_cluster
 from beamjax.pipelines.connections import (
     beam_options,
     connect,
@@ -24,10 +29,13 @@ from beamjax.pipelines.connections import (
     shares_memory,
     spreads,
 )
+from beamjax.worker_processes import Workers
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 THREADS = ["--direct_running_mode=multi_threading"]
 PROCESSES = ["--direct_running_mode=multi_processing"]
+CORES = os.cpu_count() or 1
+APART = Workers(shared=False)
 
 
 @bj.program(clients=20)
@@ -39,83 +47,80 @@ class MyRunner(FnApiRunner):
     """A runner of a user."""
 
 
-@pytest.mark.parametrize("name", ["DirectRunner", "FnApiRunner", "directrunner", "Direct", "fnapi"])
-def test_the_direct_runner_is_beams_in_memory_runner(name):
-    assert isinstance(make_runner(name), FnApiRunner)
-
-
-def test_runners_that_beam_knows():
+def test_runners_by_name():
+    for name in ("DirectRunner", "FnApiRunner", "directrunner", "Direct", "fnapi"):
+        assert isinstance(make_runner(name), FnApiRunner), name
     assert isinstance(make_runner("BundleBasedDirectRunner"), BundleBasedDirectRunner)
     mine = MyRunner()
     assert make_runner(mine) is mine
-
-
-@pytest.mark.parametrize("runner", [MyRunner(), "BundleBasedDirectRunner"], ids=["mine", "name"])
-def test_any_runner_gives_the_same(runner):
-    np.testing.assert_array_equal(bj.run(total, X, runner=runner), X.sum(0))
-
-
-@pytest.mark.parametrize("runner", ["NoSuch", "apache_beam", 3, None, FnApiRunner], ids=str)
-def test_other_runners_are_errors(runner):
-    with pytest.raises(OptionsError, match=r"runner: found .*, expected 'local'"):
-        make_runner(runner)
+    for runner in (mine, "BundleBasedDirectRunner"):
+        np.testing.assert_array_equal(bj.run(total, X, runner=runner), X.sum(0))
+    for runner in ("NoSuch", "apache_beam", 3, None, FnApiRunner):
+        with pytest.raises(OptionsError, match=r"runner: found .*, expected 'local'"):
+            make_runner(runner)
 
 
 # --- options
 
 
-def test_beams_options_come_from_flags_or_as_they_are():
+def test_options_of_beam(monkeypatch):
     flags = beam_options(parse_options(["--direct_num_workers=3"]), FnApiRunner())
     assert flags.view_as(DirectOptions).direct_num_workers == 3
     given = PipelineOptions(["--whatever=1"])
     assert beam_options(parse_options(given), FnApiRunner()) is given
-
-
-def test_flags_of_this_process_are_not_read(monkeypatch):
+    # Flags of this process are not read, and those of other runners are theirs to check.
     monkeypatch.setattr("sys.argv", ["pytest", "--direct_num_workers=7"])
     flags = beam_options(parse_options(None), FnApiRunner())
     assert flags.view_as(DirectOptions).direct_num_workers == 1
-
-
-@pytest.mark.parametrize("named", ["DirectRunner", "FnApiRunner", "fnapirunner"])
-@pytest.mark.parametrize("how", [PipelineOptions, list])
-def test_the_runner_may_be_named_twice(named, how):
-    options = parse_options(how([f"--runner={named}"]))
-    beam_options(options, make_runner("DirectRunner"))
+    beam_options(parse_options(["--flag_of_a_job_server=1"]), BundleBasedDirectRunner())
 
 
 @pytest.mark.parametrize("how", [PipelineOptions, list])
-def test_two_different_runners_are_an_error(how):
+def test_the_runner_may_be_named_twice(how):
+    for name in ("DirectRunner", "FnApiRunner", "fnapirunner"):
+        beam_options(parse_options(how([f"--runner={name}"])), make_runner("DirectRunner"))
     options = parse_options(how(["--runner=BundleBasedDirectRunner"]))
     with pytest.raises(OptionsError, match="give the runner as run"):
         beam_options(options, make_runner("DirectRunner"))
 
 
-def test_flags_of_other_runners_are_theirs_to_check():
-    beam_options(parse_options(["--flag_of_a_job_server=1"]), BundleBasedDirectRunner())
+# --- a connection
 
 
-# --- what workers see
-
-
-@pytest.mark.parametrize(
-    ("runner", "flags", "shared", "several"),
-    [
+def test_who_shares_memory_and_who_has_several_workers():
+    apart = FnApiRunner(environments.SubprocessSDKEnvironment(""))
+    for runner, flags, shared, several in (
         (FnApiRunner(), [], True, False),
         (FnApiRunner(), [*THREADS, "--direct_num_workers=2"], True, True),
         (FnApiRunner(), PROCESSES, False, False),
         (FnApiRunner(), [*PROCESSES, "--direct_num_workers=0"], False, True),
-        (FnApiRunner(environments.SubprocessSDKEnvironment("")), [], False, False),
+        (apart, [], False, False),
         (BundleBasedDirectRunner(), [], False, True),
-    ],
-)
-def test_who_shares_memory_and_who_has_several_workers(runner, flags, shared, several):
-    options = PipelineOptions(flags)
-    assert shares_memory(runner, options) == shared
-    assert spreads(runner, options) == several
+    ):
+        options = PipelineOptions(flags)
+        assert (shares_memory(runner, options), spreads(runner, options)) == (shared, several)
 
 
-# --- a connection
+def test_connections():
+    options = parse_options([*THREADS, "--direct_num_workers=2"])
+    found = connect("DirectRunner", options)
+    assert isinstance(found.runner, FnApiRunner)
+    assert found.options is options
+    assert found.flags.view_as(DirectOptions).direct_num_workers == 2
+    assert (found.shared, found.spread) == (True, True)
+    # A loopback is shared as long as this process waits.
+    flags = PipelineOptions(["--environment_type=LOOPBACK", "--job_endpoint=localhost:1"])
+    runner = PortableRunner()
+    assert connect(runner, parse_options(flags)).shared
+    pipeline = beam.Pipeline(runner, options=flags)
+    assert not connection_of(pipeline, parse_options(None)).shared
+
+    class DataflowRunner(FnApiRunner):
+        """By its name."""
+
+    pipeline = beam.Pipeline(FnApiRunner(), options=PipelineOptions(["--temp_location=gs://b/t"]))
+    pipeline.runner = DataflowRunner()
+    assert connection_of(pipeline, parse_options(None)).options.work_folder == "gs://b/t/beamjax"
 
 
 def test_what_beam_lacks_in_a_notebook_is_told(monkeypatch):
@@ -129,28 +134,100 @@ def test_what_beam_lacks_in_a_notebook_is_told(monkeypatch):
     assert connect("DirectRunner", parse_options(None)).shared
 
 
-def test_a_run_on_threads():
-    options = parse_options([*THREADS, "--direct_num_workers=2"])
-    found = connect("DirectRunner", options)
-    assert isinstance(found.runner, FnApiRunner)
-    assert found.options is options
-    assert found.flags.view_as(DirectOptions).direct_num_workers == 2
-    assert found.shared
-    assert found.spread
+# --- workers
 
 
-def test_a_loopback_is_shared_as_long_as_this_process_waits():
-    flags = PipelineOptions(["--environment_type=LOOPBACK", "--job_endpoint=localhost:1"])
-    runner = PortableRunner()
-    assert connect(runner, parse_options(flags)).shared
-    pipeline = beam.Pipeline(runner, options=flags)
-    assert not connection_of(pipeline, parse_options(None)).shared
+@pytest.fixture
+def no_cluster(monkeypatch, tmp_path):
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
 
 
-def test_a_transform_gives_dataflow_a_folder_that_it_reaches():
-    class DataflowRunner(FnApiRunner):
-        """By its name."""
+WORKERS = [
+    ("local", "", Workers(beam=False, computing=usual_threads())),
+    ("local", "--local_threads=1", Workers(beam=False)),
+    ("local", "--local_threads=3", Workers(beam=False, computing=3)),
+    ("DirectRunner", "", Workers(computing=usual_threads())),
+    ("FnApiRunner", "--local_threads=1", Workers()),
+    ("FnApiRunner", "--local_threads=3", Workers(computing=3)),
+    ("direct", "--direct_num_workers=3", Workers(3)),
+    ("direct", "--direct_num_workers 3", Workers(3)),
+    ("direct", "--direct_num_workers 0", Workers(CORES)),
+    ("DirectRunner", "--direct_running_mode multi_processing --direct_num_workers 2",
+     Workers(shared=False, handing=2)),
+    ("PrismRunner", "", Workers(computing=usual_threads())),
+    ("PrismRunner", "--environment_type=EXTERNAL --environment_config=x:1", APART),
+    ("PrismRunner", "--experiments=use_loopback_process_worker", APART),
+    ("FlinkRunner", "", Workers(CORES)),
+    ("FlinkRunner", "--parallelism=3", Workers(3)),
+    ("FlinkRunner", "--flink_master=[local] --parallelism 3", Workers(3)),
+    ("FlinkRunner", "--flink_master=flink:8081", APART),
+    ("FlinkRunner", "--flink_cluster=/nowhere", APART),
+    ("FlinkRunner", "--job_endpoint=flink:8099", APART),
+    ("FlinkRunner", "--job_endpoint=here:8099 --environment_type=LOOPBACK", Workers()),
+    ("SparkRunner", "", Workers(4)),
+    ("SparkRunner", "--spark_master_url=local", Workers(1)),
+    ("SparkRunner", "--spark_master_url=local[*]", Workers(CORES)),
+    ("SparkRunner", "--spark_master_url=spark://host:7077", APART),
+    ("DataflowRunner", "", Workers(12, shared=False)),
+    ("DataflowRunner", "--number_of_worker_harness_threads 2", Workers(2, shared=False)),
+    ("", "", APART),
+    ("SomebodysRunner", "", APART),
+]  # fmt: skip
 
-    pipeline = beam.Pipeline(FnApiRunner(), options=PipelineOptions(["--temp_location=gs://b/t"]))
-    pipeline.runner = DataflowRunner()
-    assert connection_of(pipeline, parse_options(None)).options.work_folder == "gs://b/t/beamjax"
+
+@pytest.mark.usefixtures("no_cluster")
+def test_workers_of_a_runner():
+    for runner, text, expected in WORKERS:
+        for flags in (text.split(), PipelineOptions(text.split())):
+            assert Workers.of(runner, parse_options(flags)) == expected, (runner, text)
+    for flags in ([], PROCESSES):  # As connections have it.
+        options = parse_options(flags)
+        shared = connect("DirectRunner", options).shared
+        assert Workers.of("DirectRunner", options).shared == shared
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_a_task_manager_has_a_thread_for_each_slot():
+    folder = flink_cluster.default_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = flink_cluster.Settings(taskmanagers=2, slots=3)
+    cluster = flink_cluster.Cluster(settings, 1, 2, 3, ("127.0.0.2", "127.0.0.3"))
+    (folder / "cluster.json").write_text(json.dumps(dataclasses.asdict(cluster)))
+    named = parse_options({"flink_cluster": str(folder)})
+    assert Workers.of("FlinkRunner", named) == Workers(3, shared=False)
+    # The one in the default folder is only used while it runs.
+    assert Workers.of("FlinkRunner", parse_options({})) == Workers(CORES)
+
+
+@bj.program(clients=None)
+def outer(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v @ w, v @ w), x))
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_explain_tells_of_the_runner_that_is_asked_for():
+    args = np.zeros((16, 4), np.float32), np.zeros((100, 16), np.float32)
+
+    def told(runner, **options):
+        found = bj.explain(outer, *args, runner=runner, options=options)
+        where = str(found).split("\nmemory at most, ")[1].split("\n")[0]
+        return found.facts.memory, where
+
+    local, where = told("local", local_threads=1)
+    assert where == "local, 1 thread of the launching process"
+    direct, _ = told("DirectRunner", local_threads=1)
+    assert local.worker_bytes < direct.worker_bytes == direct.launcher_bytes
+    assert "Python and JAX" in local.kept
+    assert "Python, JAX and Beam" in direct.kept
+    threads, where = told("DirectRunner", direct_num_workers=3)
+    assert where == "DirectRunner, 3 threads of the launching process"
+    assert threads.worker_bytes > direct.worker_bytes
+    dataflow, where = told("DataflowRunner")
+    assert where == "DataflowRunner, processes of 12 threads"
+    assert dataflow.worker_bytes > threads.worker_bytes
+    assert not dataflow.shared
+    assert "inputs in memory" in dataflow.launcher
+    assert told("PrismRunner", local_threads=1)[0].worker_bytes == direct.worker_bytes
+    assert bj.explain(outer, *args, options={"local_threads": 1}).facts.memory == direct
+    own, _ = told(make_runner("DirectRunner"), local_threads=3)
+    assert own.where == "FnApiRunner, 3 threads of the launching process"

@@ -1,12 +1,18 @@
-"""Dataflow without Google's service: options, and sources that workers there must reach."""
+"""Dataflow without Google's service: options, sources that workers there must reach, and jobs."""
 
+import json
+import pickle
 import tempfile
-from pathlib import Path
+from importlib.util import find_spec
 
 import apache_beam as beam
+import cloudpickle
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import requests
+from apache_beam.internal import pickler
 from apache_beam.io.filesystem import BeamIOError
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import (
@@ -15,17 +21,43 @@ from apache_beam.options.pipeline_options import (
     PipelineOptions,
     SetupOptions,
 )
+from apache_beam.portability import common_urns
+from apache_beam.portability.api import beam_runner_api_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import PipelineRunner
-from cloud import GPU, HINT, IMAGE, INSTALLED, L4, PLACE, W, X, regression, with_dataflow
+from apache_beam.utils import proto_utils
 from memory_files import FILES, InMemory
 from streams import Numbers, stream
 
 import beamjax as bj
+from beamjax import dataflow
 from beamjax.errors import OptionsError, SourceError
 from beamjax.options import parse_options
+from beamjax.pipelines.combiners import FinishPieces
 from beamjax.pipelines.dataflow import is_dataflow, prepare
+from beamjax.pipelines.dry_run import DryStore
 from beamjax.pipelines.store import Store
+from beamjax.pipelines.workers import MapShards
+
+with_dataflow = pytest.mark.dataflow
+
+L4 = "worker_accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
+HINT = "accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
+PLACE = {"project": "my-project", "region": "us-central1", "temp_location": "gs://bucket-x/t"}
+IMAGE = {"sdk_container_image": "gcr.io/my-project/beamjax:1"}
+GPU = {"machine_type": "g2-standard-4", "dataflow_service_options": L4, "require_platform": "gpu"}
+
+N = 2000
+X = np.random.default_rng(0).normal(size=(N, 300)).astype(np.float32)
+W = np.ones((300, 300), np.float32)
+
+
+@bj.program(clients=N)
+def regression(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_max(bj.map_fn(lambda u: u - mean, y)), mean
+
 
 FAKE = {**PLACE, **IMAGE, "no_auth": True}
 NUMBERS = np.arange(11, dtype=np.float32)
@@ -62,16 +94,9 @@ def test_the_flags_of_the_user_stay_as_they_are():
     assert given.view_as(SetupOptions).sdk_location == "default"
 
 
-@pytest.mark.parametrize("name", sorted(PLACE))
-def test_what_every_job_needs(name):
-    given = {key: value for key, value in PLACE.items() if key != name}
-    with pytest.raises(OptionsError, match=f"DataflowRunner needs {name}; found none"):
-        prepared(**given, **IMAGE)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_options_that_cannot_work():
+    for given, message in (
+        *(({name: None}, f"DataflowRunner needs {name}; found none") for name in PLACE),
         ({"work_folder": "/tmp/x"}, "work_folder: found '/tmp/x', expected a folder that workers"),
         ({"work_folder": "s3://x/y"}, "work_folder: found 's3://x/y'"),
         ({"temp_location": "/tmp/x"}, "work_folder: found '/tmp/x/beamjax'"),
@@ -85,27 +110,21 @@ def test_what_every_job_needs(name):
             {**GPU, "require_platform": None},
             "exported for cpu alone; add options={'require_platform': 'gpu'}",
         ),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_work(given, message):
-    with pytest.raises(OptionsError, match=message):
-        prepared(**{**PLACE, **IMAGE, **given})
+    ):
+        options = {key: v for key, v in {**PLACE, **IMAGE, **given}.items() if v is not None}
+        with pytest.raises(OptionsError, match=message):
+            prepared(**options)
 
 
-@pytest.mark.parametrize(
-    ("given", "one"),
-    [
+def test_one_process_owns_an_accelerator():
+    for given, one in (
         ({"dataflow_service_options": L4}, True),
         ({"resource_hint": HINT}, True),
         ({"dataflow_service_options": f"{L4};use_nvidia_mps"}, False),
         ({"resource_hint": "min_ram=16GB"}, False),
-    ],
-    ids=str,
-)
-def test_one_process_owns_an_accelerator(given, one):
-    _, flags = prepared(**PLACE, **IMAGE, **given, require_platform="gpu")
-    assert ("no_use_multiple_sdk_containers" in experiments(flags)) == one
+    ):
+        _, flags = prepared(**PLACE, **IMAGE, **given, require_platform="gpu")
+        assert ("no_use_multiple_sdk_containers" in experiments(flags)) == one, given
 
 
 def test_a_package_may_take_the_place_of_an_image():
@@ -113,18 +132,19 @@ def test_a_package_may_take_the_place_of_an_image():
     assert flags.view_as(SetupOptions).sdk_location == "default"
 
 
-@pytest.mark.skipif(INSTALLED, reason="beamjax[dataflow] is installed")
+@pytest.mark.skipif(find_spec("apitools") is not None, reason="beamjax[dataflow] is installed")
 def test_missing_packages_are_named():
     with pytest.raises(OptionsError, match=r"run pip install 'beamjax\[dataflow\]'"):
         bj.run(regression, W, X, runner="DataflowRunner", options={**PLACE, **IMAGE})
 
 
 @with_dataflow
-@pytest.mark.parametrize("runner", ["DataflowRunner", "dataflow"])
-def test_a_run_is_refused_before_anything_starts(runner, monkeypatch):
+def test_a_run_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(Store, "temporary", lambda *_: pytest.fail("a store was made"))
-    with pytest.raises(OptionsError, match="work_folder: found '/tmp/x'"):
-        bj.run(regression, W, X, runner=runner, options={**PLACE, **IMAGE, "work_folder": "/tmp/x"})
+    options = {**PLACE, **IMAGE, "work_folder": "/tmp/x"}
+    for runner in ("DataflowRunner", "dataflow"):
+        with pytest.raises(OptionsError, match="work_folder: found '/tmp/x'"):
+            bj.run(regression, W, X, runner=runner, options=options)
 
 
 @with_dataflow
@@ -163,9 +183,6 @@ def test_the_error_of_a_run_is_not_hidden_by_one_of_its_end(bucket, monkeypatch)
 
 
 def test_a_transform_is_refused_too():
-    class DataflowRunner(FnApiRunner):
-        """By its name."""
-
     assert is_dataflow(DataflowRunner())
     assert not is_dataflow(FnApiRunner())
     pipeline = beam.Pipeline(FnApiRunner(), options=PipelineOptions([]))
@@ -231,9 +248,106 @@ def test_a_stream_is_not_read_for_a_folder_that_workers_do_not_reach(bucket):
     assert not bucket
 
 
-# --- the image
+# --- the job that Dataflow would be sent
 
 
-def test_the_image_is_of_this_version_of_beam():
-    dockerfile = (Path(__file__).parents[1] / "docker" / "Dockerfile.gpu").read_text()
-    assert f"ARG BEAM={beam.__version__}\n" in dockerfile
+@pytest.fixture
+def job(offline):
+    return dataflow.dry_run(regression, W, X, options={**PLACE, **IMAGE, **GPU})
+
+
+@with_dataflow
+def test_the_machines_and_steps(job):
+    environment = job.job["environment"]
+    (pool,) = [p for p in environment["workerPools"] if p["kind"] == "harness"]
+    assert pool["machineType"] == "g2-standard-4"
+    images = {image["containerImage"] for image in pool["sdkHarnessContainerImages"]}
+    assert images == {IMAGE["sdk_container_image"]}
+    assert environment["serviceOptions"] == [L4]
+    assert "no_use_multiple_sdk_containers" in environment["experiments"]
+    assert "use_multiple_sdk_containers" not in environment["experiments"]
+    assert hints(job) == [{}]  # an accelerator is asked for once
+    assert environment["sdkPipelineOptions"]["options"]["save_main_session"] is False
+    assert "packages" not in pool  # nothing is staged: all is in the image
+    starts = ("map_clients_", "Write ", "ref_AppliedPTransform")
+    assert {"map_clients_0", "map_clients_1"} <= {name.partition("/")[0] for name in job.steps}
+    assert all(name.startswith(starts) for name in job.steps)
+
+
+def hints(job):
+    return [dict(e.resource_hints) for e in job.pipeline.components.environments.values()]
+
+
+@with_dataflow
+def test_hints_go_to_all_steps(offline):
+    given = {**PLACE, **IMAGE, "require_platform": "gpu"}
+    flags = [f"--{k}={v}" for k, v in given.items()]
+    flags += [f"--resource_hint={HINT}", "--resource_hint=min_ram=16GB"]
+    job = dataflow.dry_run(regression, W, X, options=flags)
+    assert hints(job) == [
+        {
+            "beam:resources:accelerator:v1": HINT.removeprefix("accelerator=").encode(),
+            "beam:resources:min_ram_bytes:v1": b"16000000000",
+        }
+    ]
+    assert "serviceOptions" not in job.job["environment"]
+    assert "no_use_multiple_sdk_containers" in job.job["environment"]["experiments"]
+
+
+@with_dataflow
+def test_what_is_big_is_in_files_and_nothing_is_secret(job):
+    assert sum(job.files.values()) > X.nbytes + W.nbytes
+    assert job.pipeline.ByteSize() < 1 << 20
+    for transform in job.pipeline.components.transforms.values():
+        assert len(transform.spec.payload) < 1 << 18
+    told = json.dumps(job.job).encode() + job.pipeline.SerializeToString()
+    found = functions(job)
+    assert b"open-sesame" not in told + b"".join(map(cloudpickle.dumps, found))
+    stores = [fn.task.store for fn in found if isinstance(fn, MapShards | FinishPieces)]
+    assert len(stores) == 4
+    # Workers read from the work folder; the store that wrote nothing stays here.
+    assert {type(store) for store in stores} == {Store}
+    assert {store.root for store in stores} == {"gs://bucket-x/t/beamjax/beamjax-dry-run"}
+
+
+def functions(job):
+    """The DoFns as a worker gets them."""
+    payloads = [
+        proto_utils.parse_Bytes(transform.spec.payload, beam_runner_api_pb2.ParDoPayload)
+        for transform in job.pipeline.components.transforms.values()
+        if transform.spec.urn == common_urns.primitives.PAR_DO.urn
+    ]
+    return [pickler.loads(payload.do_fn.payload)[0] for payload in payloads]
+
+
+@with_dataflow
+def test_the_first_job_of_rounds(offline):
+    @bj.program(clients=N)
+    def rounds(w, x):
+        def step(w, _):
+            return w + bj.reduce_mean(bj.map_fn(lambda v: (v @ w).sum(), x)), None
+
+        return jax.lax.scan(step, w, length=3)[0]
+
+    job = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE, "rounds_per_graph": 2})
+    assert any("[0]/map_clients" in name for name in job.steps)
+    assert not any("[2]/map_clients" in name for name in job.steps)
+
+
+@with_dataflow
+def test_what_is_computed_here_alone_is_no_job(offline):
+    with pytest.raises(OptionsError, match="nothing in it is computed on workers"):
+        dataflow.dry_run(lambda x: x, X, options={**PLACE, **IMAGE})
+
+
+# --- the store of a dry run
+
+
+def test_a_dry_store_travels_as_a_plain_one(tmp_path):
+    store = DryStore(str(tmp_path / "x"), lasts=False)
+    ref = store.put([X], "members")
+    assert store.written == dict(ref.files)
+    assert not (tmp_path / "x").exists()
+    again = pickle.loads(pickle.dumps(store))
+    assert type(again) is Store
+    assert again == Store(store.root, store.piece_bytes, store.lasts)

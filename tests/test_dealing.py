@@ -7,6 +7,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax import pace
@@ -20,18 +21,17 @@ def run(dealer, jobs):
     return [found for job in jobs for found in dealer.add(job)] + list(dealer.rest())
 
 
-@pytest.mark.parametrize("devices", [(None,), ("a",), TWO, tuple(range(5))], ids=len)
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
-def test_results_come_in_order_and_devices_in_turn(devices, count):
+def test_results_come_in_order_and_devices_in_turn():
     def job(number, index):
         time.sleep(0.002 * ((number * 7) % 3))
         return number, index
 
-    jobs = [lambda index, number=number: job(number, index) for number in range(count)]
-    assert run(Dealer(devices), jobs) == [(i, i % len(devices)) for i in range(count)]
-
-
-def test_without_a_device_jobs_run_where_they_are_added():
+    for devices in ((None,), ("a",), TWO, tuple(range(5))):
+        for count in (0, 1, 2, 7, 20):
+            jobs = [lambda index, number=number: job(number, index) for number in range(count)]
+            expected = [(i, i % len(devices)) for i in range(count)]
+            assert run(Dealer(devices), jobs) == expected
+    # Without a device jobs run in the thread that adds them.
     dealer = Dealer((None,))
     assert list(dealer.add(lambda index: threading.get_ident())) == [threading.get_ident()]
     (elsewhere,) = run(Dealer(("a",)), [lambda index: threading.get_ident()])
@@ -144,21 +144,20 @@ def read_in(monkeypatch):
     return threads
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_bundle_reads_while_it_computes(read_in, threads):
+def idents(threads):
+    return {ident for name, ident in threads if name == "beamjax-device"}
+
+
+def test_a_bundle_reads_while_it_computes(read_in):
     expected = bj.run(reduced, X, runner="local", options={"shard_size": 8, "local_threads": 1})
-    read_in.clear()
-    found = bj.run(reduced, X, options={"shard_size": 8, "local_threads": threads})
-    for a, b in zip(found, expected, strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert len({ident for name, ident in read_in if name == "beamjax-device"}) == threads
-    assert not _turns
-
-
-def test_several_workers_in_a_process_have_a_thread_a_bundle(read_in):
-    flags = {"direct_num_workers": 2, "direct_running_mode": "multi_threading"}
-    bj.run(reduced, X, options={"shard_size": 8, "local_threads": 3, **flags})
-    assert len({ident for name, ident in read_in if name == "beamjax-device"}) <= 2
+    two = {"direct_num_workers": 2, "direct_running_mode": "multi_threading"}
+    for threads, flags, most in ((1, {}, 1), (3, {}, 3), (3, two, 2)):
+        read_in.clear()
+        found = bj.run(reduced, X, options={"shard_size": 8, "local_threads": threads, **flags})
+        assert_same_bits(found, expected)
+        assert len(idents(read_in)) <= most
+        assert flags or len(idents(read_in)) == most
+        assert not _turns
 
 
 def test_a_body_that_keeps_all_cores_busy_has_one_thread(monkeypatch):

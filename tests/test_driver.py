@@ -6,12 +6,15 @@ import os
 import re
 import tempfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import url_files  # noqa: F401 - makes bjtest:// known to Beam
+from helpers import assert_close, assert_same_bits
 from plans import Maker, inputs_of
 
+import beamjax as bj
 from beamjax.errors import WorkerError
 from beamjax.options import Options, parse_options
 from beamjax.pipelines import files, runners
@@ -79,28 +82,17 @@ def descent_by_numpy(w, x, rounds):
 W = np.array([2, -1, 3], np.float32)
 
 
-@pytest.mark.parametrize(
-    ("width", "pipelines"), [(None, 1), (1, 5), (2, 3), (3, 2), (5, 1), (16, 1)]
-)
-def test_a_server_value_is_carried(width, pipelines, launched):
-    found = run(descent(), rounds_per_graph=width, w=W, x=X)
-    np.testing.assert_array_equal(found["out"], descent_by_numpy(W, X, 5))
-    assert found["out"].dtype == np.float32
-    assert len(launched) == pipelines
-    assert launched[0][:2] == ["loop_0[0]/map_clients_0", "loop_0[0]/server_0"]
-    assert launched[-1][-1] == "loop_0[4]/server_0"
-
-
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("flags", [[], THREADS, PROCESSES], ids=["one", "threads", "processes"])
-def test_any_workers_give_the_same_bits(flags, width):
-    found = run(descent(2), flags, width, w=W / 3, x=X / 7)
-    expected = run(descent(2), w=W / 3, x=X / 7)
-    assert found["out"].tobytes() == expected["out"].tobytes()
-
-
-def test_no_rounds_give_the_initial_values(launched):
-    np.testing.assert_array_equal(run(descent(0), w=W, x=X)["out"], W)
+def test_a_server_value_is_carried(launched):
+    expected = descent_by_numpy(W, X, 5)
+    for width, pipelines in ((None, 1), (1, 5), (2, 3), (3, 2), (5, 1), (16, 1)):
+        launched.clear()
+        found = run(descent(), rounds_per_graph=width, w=W, x=X)
+        assert_same_bits(found["out"], expected)
+        assert len(launched) == pipelines
+        assert launched[0][:2] == ["loop_0[0]/map_clients_0", "loop_0[0]/server_0"]
+        assert launched[-1][-1] == "loop_0[4]/server_0"
+    launched.clear()
+    assert_same_bits(run(descent(0), w=W, x=X)["out"], W)
     assert not launched
 
 
@@ -149,33 +141,24 @@ def history_inputs(rounds):
     return {"z": draw(N, 2), "s": draw(), "xs": draw(N, rounds, 2), "cs": draw(rounds)}
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("width", [None, 1, 3])
-def test_values_are_carried_sliced_and_stacked(width, reverse):
-    arrays = history_inputs(4)
-    found = run(history(4, reverse), rounds_per_graph=width, **arrays)
-    expected = history_by_numpy(**arrays, reverse=reverse)
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert found[name].dtype == np.float32
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+def assert_history(width, reverse=False, flags=(), rounds=4):
+    arrays = history_inputs(rounds)
+    found = run(history(rounds, reverse), flags, width, **arrays)
+    assert_same_bits(found, history_by_numpy(**arrays, reverse=reverse))
 
 
-@pytest.mark.parametrize("flags", [THREADS, PROCESSES], ids=["threads", "processes"])
-def test_placed_values_go_between_workers(flags):
-    arrays = history_inputs(3)
-    found = run(history(3), flags, 1, **arrays)
-    for name, array in history_by_numpy(**arrays, reverse=False).items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+@pytest.mark.versions
+def test_values_are_carried_sliced_and_stacked():
+    for width in (None, 1, 3):
+        for reverse in (False, True):
+            assert_history(width, reverse)
+    assert_history(1, flags=THREADS)
+    assert_history(None, rounds=0)
 
 
-def test_no_rounds_stack_nothing():
-    arrays = history_inputs(0)
-    found = run(history(0), **arrays)
-    assert found["heads"].shape == (N, 0, 2)
-    assert found["pages"].shape == (0, 2)
-    np.testing.assert_array_equal(found["out"], arrays["z"])
-    assert {array.dtype for array in found.values()} == {np.dtype("float32")}
+@pytest.mark.long
+def test_placed_values_go_between_processes():
+    assert_history(2, flags=PROCESSES, rounds=3)
 
 
 def swap():
@@ -188,30 +171,35 @@ def swap():
 
 def test_a_swap_reads_all_before_it_hands_on(launched):
     found = run(swap(), a=np.float32(1), b=np.float32(2), x=X, y=-X)
-    assert (found["a1"], found["b1"]) == (2, 1)
-    np.testing.assert_array_equal(found["x1"], -X)
-    np.testing.assert_array_equal(found["y1"], X)
+    assert_same_bits(found, {"a1": np.float32(2), "b1": np.float32(1), "x1": -X, "y1": X})
     assert not launched
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_values_pass_through_unchanged(width):
-    """Carried as they are, replaced by values from outside, and stacked from outside."""
-    m = Maker(
-        N, x="f 3@", y="f 3@", w="f 3", a="f 3@", b="f 3@", p="f 3", t="f 3", a1="f 3@", b1="f 3@",
-        p1="f 3", xs="f 4 3@", ws="f 4 3", ts="f 4 3",
-    )  # fmt: skip
-    step = m.map("map_clients_0", lambda p, a, b: p * a + b, "p", "a b", "", "t")
-    block = Block((step,), ("a", "y", "w", "b", "w", "t"))
-    steps = [loop("loop_0", 4, block, "x:a:a1 x:b:b1 w:p:p1", "", "xs ws ts")]
-    found = run(m.plan(steps, "a1 b1 p1 xs ws ts", "x y w"), (), width, x=X, y=2 * X, w=W)
-    np.testing.assert_array_equal(found["a1"], X)
-    np.testing.assert_array_equal(found["b1"], 2 * X)
-    np.testing.assert_array_equal(found["p1"], W)
-    np.testing.assert_array_equal(found["xs"], np.stack([X, 2 * X, 2 * X, 2 * X], axis=1))
-    np.testing.assert_array_equal(found["ws"], np.stack([W] * 4))
-    ts = [np.sum(W * X + b, axis=0) for b in (X, 2 * X, 2 * X, 2 * X)]
-    np.testing.assert_array_equal(found["ts"], np.stack(ts))
+@bj.program(clients=N)
+def mixed(x, w, hs):
+    """Carries what is read from outside, passed on, replaced or sliced, and stacks all of it."""
+    y = bj.map_fn(lambda v: v * 2, x)
+    u = bj.reduce_sum(bj.map_fn(lambda v, w: v * w, (x, bj.broadcast(w))))
+
+    def step(state, each):
+        p, v, a, b, q, h = state
+        e, i = each
+        t = bj.reduce_sum(bj.map_fn(lambda p, a, b, e: p * a + b + e.astype("f4"), (p, a, b, e)))
+        p1 = bj.map_fn(lambda p, y, v: p / 2 + i * y + v / 64, (p, y, bj.broadcast(v)))
+        h1 = bj.map_fn(lambda h, e: h + e, (h, e))
+        return (p1, v + jnp.round(t / 64), y, b, w, h1), (a, b, w, q, t, h)
+
+    return jax.lax.scan(step, (y, u, x, y, u, hs[0]), (hs, u))
+
+
+@pytest.mark.versions
+def test_values_from_outside_are_carried_sliced_and_stacked():
+    hs = (np.arange(3 * N * 3) % 7).reshape(3, N, 3).astype(jnp.bfloat16)
+    expected = bj.run(mixed, X, W, hs, runner="local", options={"shard_size": 8})
+    assert_close(expected, jax.jit(mixed)(X, W, hs))
+    for width in (1, 2, 3):
+        options = {"shard_size": 8, "rounds_per_graph": width}
+        assert_same_bits(bj.run(mixed, X, W, hs, options=options), expected)
 
 
 def exchange(rounds):
@@ -232,61 +220,14 @@ def exchange(rounds):
     return m.plan(steps, "out t", "x")
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_values_are_gathered_and_scattered_between_rounds(width):
+def test_values_are_gathered_and_scattered_between_rounds():
     x = np.arange(9, dtype=np.float32).reshape(3, 3)
-    found = run(exchange(3), (), width, x=x)
+    out = x
     for _ in range(3):
-        x = (x.T * 2 + x).T
-    np.testing.assert_array_equal(found["out"], x)
-    np.testing.assert_array_equal(found["t"], x.sum(axis=0))
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_an_initial_value_may_be_read_in_the_rounds(width):
-    """As what is sliced, and as a value from outside."""
-    m = Maker(3, x="f 3@", w="f 3", p="f 3@", v="f 3", e="f@", c="f", p1="f 3@", v1="f 3",
-              t="f 3", out="f 3@", last="f 3", y="f 3@", u="f 3")  # fmt: skip
-    first = m.map("map_clients_0", lambda w, x: (x * 2, x * w), "w", "x", "y", "u")
-    step = m.map(
-        "map_clients_1", lambda v, c, p, e, y: (p + e * c + y, v * 0 + e), "v c", "p e y", "p1", "t"
-    )
-    server = m.server("server_0", lambda t, v, u: t + v - u, "t v u", "v1")
-    block = Block((step, server), ("p1", "v1"))
-    steps = [first, loop("loop_0", 3, block, "y:p:out u:v:last", "y:e u:c")]
-    x = np.arange(9, dtype=np.float32).reshape(3, 3)
-    found = run(m.plan(steps, "out last", "x w"), (), width, x=x, w=W)
-    y, u = x * 2, np.sum(x * W, axis=0)
-    p, v = y, u
-    for i in range(3):
-        p, v = p + y[:, i : i + 1] * u[i] + y, np.sum(y[:, i]) + v - u
-    np.testing.assert_array_equal(found["out"], p)
-    np.testing.assert_array_equal(found["last"], v)
-
-
-def test_scattered_values_are_sliced_and_narrow_floats_are_kept():
-    m = Maker(5, h="h 2 5 3", s="h 2 3@", p="h 3@", e="h 3@", t="f 3", out="h 3@", x="h 3@",
-              ts="f 2 3", p1="h 3@")  # fmt: skip
-    block = Block(
-        (
-            m.map(
-                "map_clients_0", lambda p, e: (p + e, p.astype("f4") * e.astype("f4")),
-                "", "p e", "p1", "t",
-            ),
-        ),
-        ("p1", "t"),
-    )  # fmt: skip
-    steps = [
-        Scatter("scatter_0", "h", "s", 1, "", ""),
-        loop("loop_0", 2, block, "x:p:out", "s:e", "ts"),
-    ]
-    h = np.arange(30).reshape(2, 5, 3).astype(jnp.bfloat16)
-    x = np.ones((5, 3), jnp.bfloat16)
-    found = run(m.plan(steps, "out ts", "h x"), (), 1, h=h, x=x)
-    assert found["out"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found["out"].astype("f4"), (x + h[0] + h[1]).astype("f4"))
-    ts = [(x * h[0]).astype("f4").sum(0), ((x + h[0]).astype("f4") * h[1].astype("f4")).sum(0)]
-    np.testing.assert_array_equal(found["ts"], np.stack(ts))
+        out = (out.T * 2 + out).T
+    for width in (1, 3):
+        found = run(exchange(3), (), width, x=x)
+        assert_same_bits(found, {"out": out, "t": out.sum(axis=0)})
 
 
 # --- conditions, branches, nesting
@@ -309,15 +250,15 @@ def halving():
     return m.plan(steps, "out count", "x s i limit")
 
 
-@pytest.mark.parametrize("limit", [1e9, 10.0])
-def test_a_condition_over_members(limit, launched):
-    total, s, k = np.sum(X * X), np.float32(1), 0
-    while total * s > limit:
-        s, k = s / 2, k + 1
-    found = run(halving(), x=X, s=np.float32(1), i=np.int32(0), limit=np.float32(limit))
-    assert (found["out"], found["count"]) == (s, k)
-    assert found["count"].dtype == np.int32
-    assert len(launched) == k + 1  # the block is computed in this process
+def test_a_condition_over_members(launched):
+    for limit in (1e9, 10.0):
+        launched.clear()
+        total, s, k = np.sum(X * X), np.float32(1), np.int32(0)
+        while total * s > limit:
+            s, k = s / 2, k + np.int32(1)
+        found = run(halving(), x=X, s=np.float32(1), i=np.int32(0), limit=np.float32(limit))
+        assert_same_bits(found, {"out": s, "count": k})
+        assert len(launched) == k + 1  # the block is computed in this process
 
 
 def counting():
@@ -339,8 +280,7 @@ def counting():
 def test_a_condition_on_the_server_costs_no_pipeline(launched):
     found = run(counting(), x=X, w=W, i=np.int32(0), limit=np.int32(3))
     w = functools.reduce(lambda w, _: np.sum(X * w, axis=0) / 8, range(3), W)
-    np.testing.assert_array_equal(found["out"], w)
-    assert found["count"] == 3
+    assert_same_bits(found, {"out": w, "count": np.int32(3)})
     assert launched == [[f"loop_0[{i}]/map_clients_0", f"loop_0[{i}]/server_1"] for i in range(3)]
 
 
@@ -363,24 +303,22 @@ def choice(index_type="i"):
     return m.plan([branch, last], "y t total", "x w i")
 
 
-@pytest.mark.parametrize("index", [-3, 0, 1, 2, 9])
-def test_branches_run_one_block(index, launched):
-    found = run(choice(), x=X, w=W, i=np.int32(index))
-    y, t = [(X + W, (X * W).sum(0)), (X + 2, (X + 2).sum(0)), (X, W)][min(max(index, 0), 2)]
-    np.testing.assert_array_equal(found["y"], y)
-    np.testing.assert_array_equal(found["t"], t)
-    np.testing.assert_array_equal(found["total"], (y * t).sum(0))
-    assert launched[-1] == ["map_clients_3"]
-    names = {re.sub(r".*\)/", "", name) for steps in launched[:-1] for name in steps}
-    expected = [{"map_clients_0"}, {"loop_0[0]/map_clients_1", "loop_0[1]/map_clients_1",
-                                    "map_clients_2"}, set()]  # fmt: skip
-    assert names == expected[min(max(index, 0), 2)]
-
-
-@pytest.mark.parametrize("index", [False, True])
-def test_a_branch_on_a_boolean(index):
-    found = run(choice("b"), x=X, w=W, i=np.bool_(index))
-    np.testing.assert_array_equal(found["y"], X + 2 if index else X + W)
+@pytest.mark.versions
+def test_branches_run_one_block(launched):
+    values = [(X + W, (X * W).sum(0)), (X + 2, (X + 2).sum(0)), (X, W)]
+    inner = {"loop_0[0]/map_clients_1", "loop_0[1]/map_clients_1", "map_clients_2"}
+    blocks = [{"map_clients_0"}, inner, set()]
+    for index, taken in ((-3, 0), (0, 0), (1, 1), (2, 2), (9, 2)):
+        launched.clear()
+        found = run(choice(), x=X, w=W, i=np.int32(index))
+        y, t = values[taken]
+        assert_same_bits(found, {"y": y, "t": t, "total": (y * t).sum(0)})
+        assert launched[-1] == ["map_clients_3"]
+        names = {re.sub(r".*\)/", "", name) for steps in launched[:-1] for name in steps}
+        assert names == blocks[taken]
+    for index in (False, True):
+        found = run(choice("b"), x=X, w=W, i=np.bool_(index))
+        assert_same_bits(found["y"], values[index][0])
 
 
 def nested():
@@ -407,6 +345,7 @@ def nested():
     return m.plan(steps, "out last qs hists vs", "x w js")
 
 
+@pytest.mark.versions
 def test_loops_and_branches_inside_of_loops():
     js = np.array([0, 1, 3], np.int32)
     x, w = X, W
@@ -420,8 +359,7 @@ def test_loops_and_branches_inside_of_loops():
         x, w = q, np.round(np.sum(q / 8, axis=0) + w)
     found = run(nested(), x=X, w=W, js=js)
     expected = {"out": x, "last": w, "qs": qs, "hists": hists, "vs": vs}
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert_same_bits(found, {name: np.float32(array) for name, array in expected.items()})
 
 
 # --- what is left behind, and what goes wrong
@@ -494,22 +432,18 @@ def test_a_run_that_ends_early_leaves_nothing(error, empty_tmp, monkeypatch):
     assert list(empty_tmp.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [[], PROCESSES], ids=["one", "processes"])
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_an_error_names_the_round(width, flags, monkeypatch):
-    """Members are missing from round 2 on."""
-    plan = history(4, extra="out")
+def test_an_error_names_the_round():
+    """A member is missing from round 3 on."""
     arrays = history_inputs(4)
     arrays["xs"] = np.delete(arrays["xs"], -1, axis=1)  # three entries
-    message = (
-        r"^loop_0, round 3: step 'map_clients_0' \(map_clients_0_body\), shard \d of placement"
-    )
-    with pytest.raises(WorkerError, match=message):
-        run(plan, flags, width, **arrays)
+    step = r"step 'map_clients_0' \(map_clients_0_body\), shard \d of placement"
+    for width, flags in ((1, []), (2, []), (4, []), (4, PROCESSES)):
+        with pytest.raises(WorkerError, match=f"^loop_0, round 3: {step}"):
+            run(history(4, extra="out"), flags, width, **arrays)
 
 
 def test_an_error_in_this_process_names_the_rounds(monkeypatch):
-    def fail(plan, step, known):
+    def fail(plan, step, *_):
         raise WorkerError(f"step {step.name!r}: broken")
 
     monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
@@ -520,8 +454,5 @@ def test_an_error_in_this_process_names_the_rounds(monkeypatch):
 def test_a_store_at_a_url(tmp_path):
     """Another file system of Beam, see `test_store`."""
     (tmp_path / "work").mkdir()
-    arrays = history_inputs(3)
-    found = run(history(3), [f"--work_folder=bjtest:/{tmp_path}/work"], 2, **arrays)
-    for name, array in history_by_numpy(**arrays, reverse=False).items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert_history(2, flags=[f"--work_folder=bjtest:/{tmp_path}/work"], rounds=3)
     assert not [path for path in (tmp_path / "work").rglob("*") if path.is_file()]

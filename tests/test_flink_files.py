@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import apache_beam as beam
-import pytest
 import yaml
 
 from beamjax.pipelines import flink_cluster, jars, processes
@@ -16,9 +15,28 @@ DOCKER = ROOT / "docker" / "flink"
 RUNNERS = (ROOT / "docs" / "runners.md").read_text()
 POM = (ROOT / "pipelines" / "java" / "flink.xml").read_text()
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
-CONFIGURATION = (DOCKER / "flink-conf.yaml").read_text()
 JOB_PORT, ARTIFACT_PORT, EXPANSION_PORT, REST_PORT, POOL_PORT = 8099, 8098, 8097, 8081, 50001
+CLUSTER = Cluster(Settings(), JOB_PORT, REST_PORT, POOL_PORT, ("localhost",))
 
+SERVICES = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+KUBERNETES = {
+    (one["kind"], one["metadata"]["name"]): one
+    for one in yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+}
+DEPLOYED = {name: one for (kind, name), one in KUBERNETES.items() if kind == "Deployment"}
+PODS = {
+    container["name"]: container
+    for one in DEPLOYED.values()
+    for container in one["spec"]["template"]["spec"]["containers"]
+}
+
+
+def settings(text):
+    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+    return dict(line.split(": ", 1) for line in lines)
+
+
+CONFIGURATION = settings((DOCKER / "flink-conf.yaml").read_text())
 NAMES = {
     "jobmanager.rpc.address", "jobmanager.rpc.port", "jobmanager.bind-host", "blob.server.port",
     "taskmanager.host", "taskmanager.bind-host", "rest.address", "rest.bind-address", "rest.port",
@@ -27,208 +45,111 @@ NAMES = {
 """Settings that say where something is, and so differ in containers."""
 
 
-@pytest.fixture(scope="module")
-def compose():
-    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
-
-
-@pytest.fixture(scope="module")
-def kubernetes():
-    found = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
-    return {(one["kind"], one["metadata"]["name"]): one for one in found}
-
-
-def containers(kubernetes):
-    """Containers of all deployments, by name."""
-    return {
-        container["name"]: container
-        for (kind, _), one in kubernetes.items()
-        if kind == "Deployment"
-        for container in one["spec"]["template"]["spec"]["containers"]
-    }
-
-
-def settings(text):
-    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
-    return dict(line.split(": ", 1) for line in lines)
-
-
-# --- versions
-
-
-def test_versions_are_those_that_were_run():
+def test_versions_jars_and_options_of_java():
     beam_for_java = re.search(r"<artifactId>beam-runners-flink-1.16</.*\s*<version>(.*)</", POM)[1]
     assert beam_for_java.startswith("2.50.")
     told = RUNNERS[RUNNERS.index("Versions:") :].split("\n\n")[0].replace("\n", " ")
     for version in ("Flink 1.16.0", "Beam 2.50 for Java", "Java 17"):
         assert version in told
-    assert "ARG JAVA=17\n" in DOCKERFILE
-    assert "ARG PYTHON=3.12\n" in DOCKERFILE
-    assert f"ARG BEAM={beam.__version__}\n" in DOCKERFILE
-
-
-def test_workers_have_the_packages_of_the_other_image():
     gpu = (ROOT / "docker" / "Dockerfile.gpu").read_text()
     for name in ("PYTHON", "BEAM", "JAX"):
         line = re.compile(rf"^ARG {name}=.*$", re.M)
         assert line.findall(DOCKERFILE) == line.findall(gpu)[:1]
-
-
-def test_the_jars_come_from_the_pom_and_java_has_its_options():
-    assert "COPY pipelines/java /java\n" in DOCKERFILE
+    for line in (
+        "ARG JAVA=17", "ARG PYTHON=3.12", f"ARG BEAM={beam.__version__}",
+        "COPY pipelines/java /java", "ENV CLASSPATH=/opt/beam/jars/*",
+        'ENTRYPOINT ["python", "-m", "beamjax.pipelines.worker_pool"]',
+    ):  # fmt: skip
+        assert f"{line}\n" in DOCKERFILE
     assert "-f /java/flink.xml" in DOCKERFILE
-    assert (ROOT / "pipelines/java/ClasspathScanningResourcesDetector.java").exists()
-    assert "/java/ClasspathScanningResourcesDetector.java\n" in DOCKERFILE
     # In containers, servers are for other containers too.
+    assert "/java/ClasspathScanningResourcesDetector.java\n" in DOCKERFILE
     assert "ServerFactory" not in DOCKERFILE
     options = re.search(r'JAVA_TOOL_OPTIONS="(.*?)"', DOCKERFILE, re.S)[1]
     assert options.replace("\\\n", "").split() == list(jars.JAVA_OPTIONS)
 
 
-# --- settings of Flink
-
-
 def test_flink_has_the_settings_of_a_cluster_here(tmp_path):
-    cluster = Cluster(Settings(), JOB_PORT, REST_PORT, POOL_PORT, ("127.0.0.1",))
-    folder = flink_cluster._configuration(tmp_path, cluster, 6123)
+    folder = flink_cluster._configuration(tmp_path, CLUSTER, 6123)
     expected = settings((folder / "flink-conf.yaml").read_text())
-    arguments = flink_cluster._memory(cluster.settings)
+    arguments = flink_cluster._memory(CLUSTER.settings)
     expected |= dict(one.split("=", 1) for one in arguments if one != "-D")
-    found = settings(CONFIGURATION)
-    assert {k: v for k, v in found.items() if k not in NAMES} == {
-        k: v for k, v in expected.items() if k not in NAMES
-    }
-    assert found["rest.port"] == str(REST_PORT)
+    same = lambda found: {k: v for k, v in found.items() if k not in NAMES}
+    assert same(CONFIGURATION) == same(expected)
+    assert CONFIGURATION["rest.port"] == str(REST_PORT)
+    copy = KUBERNETES["ConfigMap", "flink"]["data"]["flink-conf.yaml"]
+    assert settings(copy) == CONFIGURATION
+    told = RUNNERS[RUNNERS.index("### On containers") :].split("\n### ")[0]
+    for name, value in CLUSTER.flags.items():
+        assert f"{json.dumps(name)}: {json.dumps(value)}" in told
 
 
-def test_kubernetes_has_the_same_settings(kubernetes):
-    copy = kubernetes["ConfigMap", "flink"]["data"]["flink-conf.yaml"]
-    assert settings(copy) == settings(CONFIGURATION)
-
-
-# --- processes and ports
-
-
-def job_server(host):
-    """Arguments as `flink_cluster` has them, on this host."""
-    found = jars.job_server(
+def commands(host):
+    """What each kind of process is started with, as `flink_cluster` does."""
+    runtime, entry = "org.apache.flink.runtime", "StandaloneSessionClusterEntrypoint"
+    configuration = "--configDir=/etc/flink"
+    server = jars.job_server(
         "flink.FlinkJobServerDriver",
         (JOB_PORT, ARTIFACT_PORT, EXPANSION_PORT),
         Path("/tmp"),
         f"--flink-master=jobmanager:{REST_PORT}",
         "--flink-conf-dir=/etc/flink",
     )
-    return [one.replace("--job-host=localhost", f"--job-host={host}") for one in found]
-
-
-def commands(host):
-    """What each kind of process is started with; the heap before it."""
-    runtime, entry = "org.apache.flink.runtime", "StandaloneSessionClusterEntrypoint"
-    configuration = "--configDir=/etc/flink"
     return {
         "jobmanager": [f"{runtime}.entrypoint.{entry}", configuration],
         "taskmanager": [f"{runtime}.taskexecutor.TaskManagerRunner", configuration],
-        "jobserver": job_server(host),
+        "jobserver": [one.replace("--job-host=localhost", f"--job-host={host}") for one in server],
     }
 
 
-def test_processes_are_started_as_here(compose, kubernetes):
-    pods = containers(kubernetes)
-    services = compose["services"]
+def test_processes_are_started_as_here():
     for name, command in commands("localhost").items():
-        service = services["taskmanager-0" if name == "taskmanager" else name]
+        service = SERVICES["taskmanager-0" if name == "taskmanager" else name]
         assert service["command"] == ["-Xmx512m", *command]
     for name, command in commands("jobserver").items():
-        assert pods[name]["args"] == ["-Xmx512m", *command]
-    source = (ROOT / "pipelines" / "flink_cluster.py").read_text()
-    for command in commands("localhost").values():
-        assert command[0].removeprefix("org.apache.beam.runners.") in source
-
-
-def test_only_the_job_server_has_the_class_that_sends_no_jars(compose, kubernetes):
+        assert PODS[name]["args"] == ["-Xmx512m", *command]
+    # Only the job server has the class that sends no jars.
     path = "/opt/beam/classes:/opt/beam/jars/*"
-    by_compose = {k: v["environment"] for k, v in compose["services"].items() if "environment" in v}
-    assert by_compose == {"jobserver": {"CLASSPATH": path}}
-    pods = containers(kubernetes).items()
-    assert {name: one["env"] for name, one in pods if "env" in one} == {
-        "jobserver": [{"name": "CLASSPATH", "value": path}]
-    }
-    assert "ENV CLASSPATH=/opt/beam/jars/*\n" in DOCKERFILE
+    found = {name: one["environment"] for name, one in SERVICES.items() if "environment" in one}
+    assert found == {"jobserver": {"CLASSPATH": path}}
+    found = {name: one["env"] for name, one in PODS.items() if "env" in one}
+    assert found == {"jobserver": [{"name": "CLASSPATH", "value": path}]}
 
 
-def test_each_task_manager_has_a_pool_at_its_own_localhost(compose, kubernetes):
-    services = compose["services"]
-    managers = [name for name in services if name.startswith("taskmanager")]
-    pools = [services[name.replace("taskmanager", "workers")] for name in managers]
+def test_each_task_manager_has_a_pool_at_its_own_localhost():
+    managers = [name for name in SERVICES if name.startswith("taskmanager")]
+    pools = [SERVICES[name.replace("taskmanager", "workers")] for name in managers]
     assert len(managers) == 2
     assert [pool["network_mode"] for pool in pools] == [f"service:{name}" for name in managers]
-    pod = kubernetes["Deployment", "taskmanager"]["spec"]["template"]["spec"]["containers"]
+    pod = DEPLOYED["taskmanager"]["spec"]["template"]["spec"]["containers"]
     assert [one["name"] for one in pod] == ["taskmanager", "workers"]
     arguments = [f"--host={processes.LOOPBACK}", f"--port={POOL_PORT}"]
     assert all(pool["command"] == arguments for pool in pools)
     assert pod[1]["args"] == arguments
-    assert 'ENTRYPOINT ["python", "-m", "beamjax.pipelines.worker_pool"]' in DOCKERFILE
 
 
-# --- who reaches it
-
-
-def test_ports_are_published_to_this_machine_alone(compose):
-    published = [port for one in compose["services"].values() for port in one.get("ports", [])]
-    assert set(published) == {
-        f"127.0.0.1:{port}:{port}" for port in (REST_PORT, JOB_PORT, ARTIFACT_PORT)
-    }
-
-
-def test_only_pods_of_the_namespace_reach_the_cluster(kubernetes):
-    services = [one for (kind, _), one in kubernetes.items() if kind == "Service"]
-    assert len(services) == 2
-    assert all(one["spec"].get("type", "ClusterIP") == "ClusterIP" for one in services)
-    policy = kubernetes["NetworkPolicy", "own-pods-only"]["spec"]
+def test_nobody_outside_reaches_the_cluster():
+    published = [port for one in SERVICES.values() for port in one.get("ports", [])]
+    ports = (REST_PORT, JOB_PORT, ARTIFACT_PORT)
+    assert set(published) == {f"127.0.0.1:{port}:{port}" for port in ports}
+    policy = KUBERNETES["NetworkPolicy", "own-pods-only"]["spec"]
     assert policy["podSelector"] == {}
     assert policy["ingress"] == [{"from": [{"podSelector": {}}]}]
-    others = [one for (kind, _), one in kubernetes.items() if kind != "Namespace"]
+    others = [one for (kind, _), one in KUBERNETES.items() if kind != "Namespace"]
     assert {one["metadata"]["namespace"] for one in others} == {"beamjax-flink"}
 
 
-def test_services_select_pods_and_have_the_ports_of_the_configuration(kubernetes):
-    ports = {
-        name: {port["port"] for port in one["spec"]["ports"]}
-        for (kind, name), one in kubernetes.items()
-        if kind == "Service"
-    }
-    found = settings(CONFIGURATION)
+def test_services_select_pods_and_have_the_ports_of_the_configuration():
     asked = ("jobmanager.rpc.port", "blob.server.port", "rest.port")
-    assert ports == {
-        "jobmanager": {int(found[name]) for name in asked},
+    expected = {
+        "jobmanager": {int(CONFIGURATION[name]) for name in asked},
         "jobserver": {JOB_PORT, ARTIFACT_PORT},
     }
-    for (kind, name), one in kubernetes.items():
+    found = {}
+    for (kind, name), one in KUBERNETES.items():
         if kind == "Service":
-            labels = kubernetes["Deployment", name]["spec"]["template"]["metadata"]["labels"]
+            assert one["spec"].get("type", "ClusterIP") == "ClusterIP"
+            labels = DEPLOYED[name]["spec"]["template"]["metadata"]["labels"]
             assert one["spec"]["selector"].items() <= labels.items()
-
-
-def test_volumes_that_are_mounted_are_there(kubernetes):
-    claims = {name for kind, name in kubernetes if kind == "PersistentVolumeClaim"}
-    maps = {name for kind, name in kubernetes if kind == "ConfigMap"}
-    for (kind, _), one in kubernetes.items():
-        if kind != "Deployment":
-            continue
-        pod = one["spec"]["template"]["spec"]
-        names = {volume["name"] for volume in pod["volumes"]}
-        for container in pod["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} <= names
-        for volume in pod["volumes"]:
-            assert volume.get("configMap", {"name": "flink"})["name"] in maps
-            assert volume.get("persistentVolumeClaim", {"claimName": "work"})["claimName"] in claims
-
-
-def test_the_options_that_are_told_are_those_of_a_cluster_here():
-    told = RUNNERS[RUNNERS.index("### On containers") :].split("\n### ")[0]
-    flags = Cluster(Settings(), JOB_PORT, REST_PORT, POOL_PORT, ("localhost",)).flags
-    for name, value in flags.items():
-        assert f"{json.dumps(name)}: {json.dumps(value)}" in told
-    assert "docker/flink/compose.yaml" in told
-    assert "docker/flink/kubernetes.yaml" in told
-    assert "not run" in told.lower()
+            found[name] = {port["port"] for port in one["spec"]["ports"]}
+    assert found == expected

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.pipelines import in_process
@@ -35,24 +36,22 @@ def test_a_value_that_nobody_changes_is_kept_as_it_is(store):
     assert not files_of(store)
 
 
-@pytest.mark.parametrize("seal", [False, True])
-def test_a_value_that_somebody_may_change_is_copied(store, seal):
-    value = np.arange(SIZE, dtype=np.float32)
-    value.flags.writeable = not seal
-    ref = store.hold([value])
-    value.flags.writeable = True
-    value[:] = 0
-    np.testing.assert_array_equal(store.get(ref)[0], np.arange(SIZE))
-    assert not files_of(store)
-
-
-def test_what_the_store_owns_is_not_copied(store):
+def test_a_value_that_somebody_may_change_is_copied(store):
+    for seal in (False, True):
+        value = np.arange(SIZE, dtype=np.float32)
+        value.flags.writeable = not seal
+        ref = store.hold([value])
+        value.flags.writeable = True
+        value[:] = 0
+        np.testing.assert_array_equal(store.get(ref)[0], np.arange(SIZE))
+    # What the store owns is not copied.
     value = np.arange(SIZE, dtype=np.float32).reshape(1024, -1)
     ref = store.hold([value], own=True)
     assert np.shares_memory(store.get(ref)[0], value)
     assert store.get(ref)[0].shape == value.shape
     assert ref.leaves == (("float32", value.shape),)
     assert store.is_held(ref)
+    assert not files_of(store)
 
 
 def test_references_to_held_values_travel_as_others_do(store):
@@ -61,12 +60,9 @@ def test_references_to_held_values_travel_as_others_do(store):
     found = store.get(again)
     assert [x.tolist() for x in found[1:]] == [[[], []], [0, 1, 2]]
     np.testing.assert_array_equal(found[0], np.arange(SIZE))
-
-
-def test_small_values_travel_in_their_references(store):
-    ref = store.hold([np.zeros(INLINE_BYTES // 16)])
-    assert ref.kind == "inline"
-    assert not store.is_held(ref)
+    small = store.hold([np.zeros(INLINE_BYTES // 16)])
+    assert small.kind == "inline"
+    assert not store.is_held(small)
 
 
 def test_past_the_limit_values_are_in_files(store):
@@ -83,20 +79,13 @@ def test_past_the_limit_values_are_in_files(store):
         store.get(refs[2])
 
 
-def test_without_a_shelf_values_are_in_files(tmp_path):
-    store = Store(str(tmp_path))
-    ref = store.hold([np.arange(SIZE)], own=True)
-    assert not store.is_held(ref)
-    assert len(files_of(store)) == 1
-
-
 @bj.program(m=4)
 def rounds(w, x):
     def one(w, _):
         y = bj.reduce_mean(bj.map_fn(lambda a, b: jnp.tanh(a * b), (x, bj.broadcast(w))))
         return w + y, jnp.sum(y)
 
-    return jax.lax.scan(one, w, None, length=3)
+    return jax.lax.scan(one, w, None, length=2)
 
 
 WAYS = {
@@ -106,9 +95,10 @@ WAYS = {
     "processes": ({"direct_running_mode": "multi_processing", "direct_num_workers": 2}, False),
     "kept folder": ({"keep_folder": "failed"}, False),
 }
+MARKS = {"processes": pytest.mark.long}  # They are slow to start.
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, ())) for way in WAYS])
 def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_path):
     options, held = WAYS[way]
     shelves, files = [], []
@@ -131,8 +121,7 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
     options = {"rounds_per_graph": 1, "work_folder": str(tmp_path), **options}
     found = bj.run(rounds, w, x, options=options)
     expected = bj.run(rounds, w, x, runner="local")
-    for one, other in zip(found, expected, strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert_same_bits(found, expected)
     assert bool(shelves) == held
     assert bool(files) != held
     assert all(in_process.shelf_of(root) is None for root in shelves)
@@ -142,6 +131,4 @@ def test_checkpoints_link_files(tmp_path):
     w, x = np.linspace(-1, 1, 1_100_000, dtype=np.float32), np.arange(1, 5, dtype=np.float32)
     options = {"rounds_per_graph": 1, "checkpoint": str(tmp_path / "c")}
     found = bj.run(rounds, w, x, options=options)
-    again = bj.run(rounds, w, x, options=options)
-    for one, other in zip(found, again, strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert_same_bits(bj.run(rounds, w, x, options=options), found)

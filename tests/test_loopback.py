@@ -29,7 +29,9 @@ def test_it_sees_who_listens_everywhere():
 
 
 @needs_proc
-@pytest.mark.parametrize("mode", ["multi_threading", "multi_processing"])
+@pytest.mark.parametrize(
+    "mode", ["multi_threading", pytest.param("multi_processing", marks=pytest.mark.long)]
+)
 def test_nobody_else_reaches_the_workers(mode):
     program = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
     before = listening()

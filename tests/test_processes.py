@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -29,22 +28,18 @@ def sleeping(tmp_path):
     process.stop()
 
 
-def test_a_process_is_known_again(sleeping, tmp_path):
+def test_a_process_is_known_again_until_it_is_stopped(sleeping, tmp_path):
     assert processes.known(tmp_path) == [sleeping]
     assert sleeping.alive
     assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
-
-
-def test_a_process_is_stopped_with_its_pid_file(sleeping, tmp_path):
+    mistaken = processes.Process("old", tmp_path, sleeping.pid, "12345")  # of the same pid
+    assert not mistaken.alive
+    mistaken.stop()
+    assert sleeping.alive
     sleeping.stop()
     assert not sleeping.alive
     assert processes.known(tmp_path) == []
     sleeping.stop()
-
-
-def test_a_process_that_ended_by_itself_is_not_alive(sleeping):
-    os.kill(sleeping.pid, signal.SIGKILL)
-    assert processes.wait_until(lambda: not sleeping.alive, 10)
 
 
 START = """
@@ -82,13 +77,6 @@ def test_what_a_process_gets(tmp_path):
         processes.start("none", ["/no/such/command"], tmp_path)
 
 
-def test_another_process_with_the_same_pid_is_left_alone(sleeping, tmp_path):
-    mistaken = processes.Process("old", tmp_path, sleeping.pid, "12345")
-    assert not mistaken.alive
-    mistaken.stop()
-    assert sleeping.alive
-
-
 def test_a_process_that_ended_is_started_again_by_its_command(sleeping, tmp_path):
     assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
     sleeping.log.write_text("its last words")
@@ -120,13 +108,10 @@ def test_what_a_process_starts_ends_with_it(tmp_path):
     assert processes.wait_until(lambda: not processes._started(child), 10)
 
 
-def test_logs_of_processes_that_wrote_nothing(tmp_path):
+def test_logs_and_ports(tmp_path):
     (tmp_path / "empty").touch()
     assert "empty" in processes.tail(tmp_path / "empty")
     assert "no log" in processes.tail(tmp_path / "none")
-
-
-def test_free_ports_are_different_and_free():
     ports = processes.free_ports(4, ["127.0.0.1"])
     assert len(set(ports)) == 4
     assert all(processes.can_listen("127.0.0.1", port) for port in ports)
@@ -134,13 +119,6 @@ def test_free_ports_are_different_and_free():
 
 
 # --- the guard
-
-
-def test_a_guard_gives_the_status_of_its_command():
-    done = subprocess.run(
-        [sys.executable, guard.__file__, sys.executable, "-c", "raise SystemExit(7)"]
-    )
-    assert done.returncode == 7
 
 
 def guarded(tmp_path):
@@ -153,6 +131,11 @@ def guarded(tmp_path):
         ["ps", "-o", "pid=", "--ppid", str(of_guard)], capture_output=True, text=True
     )
     return launcher, of_guard, int(found.stdout)
+
+
+def test_a_guard_gives_the_status_of_its_command():
+    command = [sys.executable, "-c", "raise SystemExit(7)"]
+    assert subprocess.run([sys.executable, guard.__file__, *command]).returncode == 7
 
 
 @pytest.mark.parametrize("who", ["launcher", "guard"])
@@ -193,38 +176,32 @@ def test_a_job_server_is_started_once_and_again_if_it_ended():
         first.process.wait()
         second = job_servers.serve("Test", "key", command)
         assert second is not first
-        assert second.alive
+        # This one dies while its guard sleeps, and is not given to anybody either.
+        of_guard = second.process.pid
+        told = subprocess.run(["pgrep", "-P", str(of_guard)], capture_output=True, text=True).stdout
+        os.kill(of_guard, signal.SIGSTOP)
+        awake = threading.Timer(1, os.kill, (of_guard, signal.SIGCONT))
+        try:
+            os.kill(int(told), signal.SIGKILL)
+            assert processes.wait_until(lambda: not second.listens, 10)
+            assert second.alive
+            awake.start()
+            third = job_servers.serve("Test", "key", command)
+            assert third is not second
+            assert third.alive
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(of_guard, signal.SIGCONT)
     finally:
         job_servers._servers.pop("key").stop()
-    assert not second.alive
-    assert not second.folder.exists()
-
-
-def test_a_job_server_that_died_while_its_guard_slept_is_not_given_to_anybody():
-    first = job_servers.serve("Test", "key", command)
-    of_guard = first.process.pid
-    told = subprocess.run(["pgrep", "-P", str(of_guard)], capture_output=True, text=True).stdout
-    os.kill(of_guard, signal.SIGSTOP)
-    awake = threading.Timer(1, os.kill, (of_guard, signal.SIGCONT))
-    try:
-        os.kill(int(told), signal.SIGKILL)
-        assert processes.wait_until(lambda: not first.listens, 10)
-        assert first.alive
-        awake.start()
-        assert job_servers.serve("Test", "key", command) is not first
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(of_guard, signal.SIGCONT)
-        job_servers._servers.pop("key").stop()
+    assert not third.alive
+    assert not third.folder.exists()
 
 
 def test_a_job_server_that_does_not_start_is_an_error_with_its_log():
-    start = time.monotonic()
+    fails = [sys.executable, "-c", "raise SystemExit('no such thing')"]
     with pytest.raises(OptionsError, match=r"(?s)job server of Test does not start.*no such thing"):
-        job_servers.serve(
-            "Test", "bad", lambda *_: [sys.executable, "-c", "raise SystemExit('no such thing')"]
-        )
-    assert time.monotonic() - start < 30
+        job_servers.serve("Test", "bad", lambda *_: fails)
 
 
 def test_defaults_do_not_replace_what_is_given():

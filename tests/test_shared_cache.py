@@ -14,20 +14,6 @@ def made(cache, key, size=10):
     return cache.get(key, lambda: [np.full(size, key, np.uint8)])
 
 
-def test_what_threads_ask_for_at_once_is_made_once():
-    cache, count = SharedCache(10**6, nbytes), []
-
-    def load():
-        count.append(1)
-        time.sleep(0.05)
-        return [np.arange(3)]
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: cache.get("x", load), range(32)))
-    assert len(count) == 1
-    assert all(value is found[0] for value in found)
-
-
 def test_those_who_wait_get_what_the_limit_does_not_keep():
     cache, count, waiting = SharedCache(0, nbytes), [], threading.Event()
     asking = threading.Semaphore(0)

@@ -1,22 +1,80 @@
-"""Sources of unknown length in files of the store."""
+"""Files of a run: sources of unknown length, results, arrays that wait, and its folder."""
 
+import contextlib
+import gc
 import json
+import os
+from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from helpers import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import Numbers, stream
 
-from beamjax.errors import ArrayFormatError, SourceError
+import beamjax as bj
+from beamjax.arrays import decode_arrays
+from beamjax.errors import ArrayFormatError, SourceError, WorkerError
+from beamjax.inputs import Inputs
 from beamjax.options import Options
+from beamjax.pipelines import results
+from beamjax.pipelines.elements import Block, Environment
+from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
+from beamjax.pipelines.runners import source_specs
 from beamjax.pipelines.spooling import SpooledSource, spooled
+from beamjax.pipelines.store import Store
+from beamjax.plan import Input, Plan, ValueType
+from beamjax.scratch import Scratch, file_array
 from beamjax.sources.source_base import open_spec
+from beamjax.spool import spool, spooled_here
+
+X = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
+PLAN = Plan(
+    name="prog", sizes={"clients": 20}, shard_sizes={"clients": 8},
+    values={"x": ValueType((3,), "float32", None, "clients")},
+    inputs=(Input("args[0]", None, "x"),), steps=(), outputs=(), bodies={}, x64=False,
+    jax_version="0",
+)  # fmt: skip
 
 
-def test_pieces_of_several_sources(monkeypatch):
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path / "store"))
+
+
+# --- sources of unknown length
+
+
+def test_streams_in_npy_files(tmp_path):
+    tree = [
+        np.arange(20, dtype=np.int8),
+        np.arange(40.0).reshape(20, 2).astype(ml_dtypes.bfloat16),
+        np.arange(20).astype(">i4"),
+        np.zeros((20, 0), np.float32),
+        np.arange(20) % 2 == 0,
+    ]
+    source = spool(stream(tree), tmp_path / "new")
+    assert len(source) == 20
+    for found, expected in zip(source.read(3, 17), tree, strict=True):
+        assert found.dtype == expected.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(found, expected[3:17])
+    assert np.load(source.files[0]).tolist() == tree[0].tolist()
+    (tmp_path / "work").mkdir()
+    options = Options(work_folder=str(tmp_path / "work"))
+    with spooled_here([Numbers([3, 0, 2]), Numbers([1])], options) as (first, second):
+        assert first.read(0, 5)[0].tolist() == [0, 1, 2, 3, 4]
+        assert (len(first), len(second)) == (5, 1)
+    assert not os.listdir(tmp_path / "work")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SourceError, match="cannot write"):
+        spool(Numbers([1]), tmp_path / "file" / "0")
+
+
+def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
     monkeypatch.setattr("beamjax.pipelines.spooling.FILE_BYTES", 16)
     x = {"x": np.arange(30.0).reshape(10, 3), "k": np.arange(10)}
     with spooled([Numbers([5, 0, 6]), stream(x)], FnApiRunner(), Options()) as (numbers, rows):
@@ -31,30 +89,149 @@ def test_pieces_of_several_sources(monkeypatch):
             numbers.read(3, 12)
     with pytest.raises(SourceError, match="cannot read"):
         open_spec(numbers.to_spec()).read(0, 1)
+    (tmp_path / "a").write_bytes(b"nothing")
+    with pytest.raises(ArrayFormatError):
+        SpooledSource(str(tmp_path), [("a", 3)], Numbers.leaves).read(0, 3)
+
+
+def test_streams_without_members(tmp_path):
+    with pytest.raises(SourceError, match="found no member"):
+        spool(Numbers([0, 0]), tmp_path)
+    with contextlib.ExitStack() as stack, pytest.raises(SourceError, match="found no member"):
+        stack.enter_context(spooled([Numbers([0, 0])], FnApiRunner(), Options()))
 
 
 @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), data=st.data())
-@settings(deadline=None, max_examples=50)
-def test_any_range(counts, data):
+@settings(max_examples=50)
+def test_any_range_of_spooled_members(counts, data):
     source = SpooledSource("", [(str(i), c) for i, c in enumerate(counts)], Numbers.leaves)
-    n = sum(counts)
     firsts = np.cumsum([0, *counts])
     source._load = lambda name, count: [np.arange(count) + firsts[int(name)]]
-    start = data.draw(st.integers(0, n))
-    stop = data.draw(st.integers(start, n))
+    start = data.draw(st.integers(0, sum(counts)))
+    stop = data.draw(st.integers(start, sum(counts)))
     assert source.read(start, stop)[0].tolist() == list(range(start, stop))
 
 
-def test_no_members():
-    with (
-        pytest.raises(SourceError, match="found no member"),
-        spooled([Numbers([0, 0])], FnApiRunner(), Options()),
+# --- results
+
+
+def write(store, *bundles, name="x", stem="result-3"):
+    fn = WritePlaced(store, name, stem)
+    for bundle in bundles:
+        fn.start_bundle()
+        for start in bundle:
+            values = X[start : start + 8]
+            fn.process(Block(start, len(values), 8, {"x": values, "other": values * 2}))
+        fn.finish_bundle()
+
+
+def read_placed(store, stem="result-3"):
+    return find_placed(store, PLAN, "x", stem).read(0, 20)[0]
+
+
+def test_placed_results_are_whole_however_they_are_bundled(tmp_path, monkeypatch):
+    for number, bundles in enumerate(
+        ([[0, 8, 16]], [[16], [0], [8]], [[8, 16], [0]], [[8], [8], [0, 8], [16], []])
     ):
-        pass
+        store = Store(str(tmp_path / str(number)))
+        write(store, *bundles)
+        write(store, [0, 8, 16], name="other", stem="result-31")
+        assert_same_bits(read_placed(store), X)
+        assert_same_bits(read_placed(store, "result-31"), X * 2)
+    monkeypatch.setattr(results, "FILE_BYTES", 100)
+    store = Store(str(tmp_path / "small"))
+    write(store, [0, 8, 16])
+    assert len(list((tmp_path / "small").iterdir())) == 2
+    assert_same_bits(read_placed(store), X)
 
 
-def test_files_that_are_something_else(tmp_path):
-    (tmp_path / "a").write_bytes(b"nothing")
-    source = SpooledSource(str(tmp_path), [("a", 3)], Numbers.leaves)
-    with pytest.raises(ArrayFormatError):
-        source.read(0, 3)
+def test_blocks_in_a_row_share_a_file(store):
+    write(store, [0, 16])
+    with pytest.raises(WorkerError, match=r"8 of 20 members are missing, .* is 8;"):
+        read_placed(store)
+    write(store, [16, 0], [8])
+    names = {path.name for path in Path(store.root).iterdir()}
+    assert names == {"result-3-0-8.members", "result-3-8-8.members", "result-3-16-4.members"}
+    write(store, [16, 8, 0])
+    (array,), meta = decode_arrays(Path(store.root, "result-3-0-20.members").read_bytes())
+    assert_same_bits(array, X)
+    assert meta == {"value": "x"}
+
+
+@pytest.mark.parametrize("size", [3, 1 << 15], ids=["inline", "files"])
+def test_served_results(store, size):
+    refs = {name: store.put([np.full(size, ord(name))]) for name in "abc"}
+    WriteServed(store, ("a", "b"), "result-0").process(Environment(refs))
+    assert read_served(store, "result-0").values == {"a": refs["a"], "b": refs["b"]}
+    with pytest.raises(WorkerError, match=r"result-1\.arrays: cannot read a result"):
+        read_served(store, "result-1")
+    Path(store.root, "result-0.arrays").write_bytes(b"nothing")
+    with pytest.raises(ArrayFormatError, match=r"result-0\.arrays: "):
+        read_served(store, "result-0")
+
+
+# --- inputs
+
+
+def test_inputs_of_other_processes_are_in_files(store, tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    for given_as, file in (
+        ((bj.from_npy(tmp_path / "x.npy"), 0), str(tmp_path / "x.npy")),
+        (X, store.root),
+    ):
+        assert not Path(store.root).exists()
+        sources, tokens = source_specs(Inputs(PLAN, [given_as]), store, shared=False)
+        assert not tokens
+        assert sources.specs[0]["files"][0].startswith(file)
+        np.testing.assert_array_equal(sources.open().read(["x"], 3, 5)["x"], X[3:5])
+
+
+# --- arrays that wait in a file
+
+
+def opened(folder):
+    """The files in a folder that this process holds open."""
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(link))
+    return [link for link in links if link.startswith(str(folder))]
+
+
+def test_arrays_in_scratch(tmp_path):
+    arrays = [
+        np.arange(100, dtype=np.float32),
+        np.empty(0, np.int8),
+        np.arange(24).reshape(2, 3, 4)[:, ::2],
+        np.array([1.5, np.nan], ml_dtypes.bfloat16),
+        np.array(True),
+    ]
+    scratch = Scratch(str(tmp_path))
+    slots = [scratch.write(array) for array in arrays]
+    for slot, array in zip(slots, arrays, strict=True):
+        assert_same_bits(scratch.read(slot), array.ravel())
+    scratch.free(slots[0])
+    again = scratch.write(np.full(100, 3, np.float32))
+    assert again.offset == slots[0].offset
+    assert_same_bits(scratch.read(again), np.full(100, 3, np.float32))
+    assert_same_bits(scratch.read(slots[2]), arrays[2].ravel())
+    assert os.listdir(tmp_path) == []
+    assert len(opened(tmp_path)) == 1
+    del scratch
+    gc.collect()
+    assert opened(tmp_path) == []
+    with pytest.raises(SourceError, match=r"nowhere.*36 bytes.*work_folder"):
+        Scratch(str(tmp_path / "nowhere")).write(np.zeros(9, np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_an_array_in_a_file_is_an_array_of_zeros(dtype, tmp_path):
+    array = file_array((5, 3), np.dtype(dtype), str(tmp_path))
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    assert_same_bits(np.asarray(array), np.zeros((5, 3), dtype))
+    array[1:3] = 1
+    assert array[:, 0].tolist() == [0, 1, 1, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SourceError, match=r"missing: cannot write 1 bytes of placed values \("):
+        file_array((1,), np.dtype(np.int8), str(tmp_path / "missing"))

@@ -14,11 +14,12 @@ import test_driver
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
+from helpers import assert_close
 from plans import inputs_of
 from programs import Pair
 
 import beamjax as bj
-from beamjax.errors import SourceError, StagingError, StructureError
+from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
 from beamjax.options import Options
 from beamjax.pipelines.transforms import PlanTransform
 from beamjax.sources import live_sources
@@ -28,6 +29,8 @@ W = np.arange(3, dtype=np.float32)
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, 5, 3)).astype(np.float32)
 K = RNG.integers(0, 9, size=N).astype(np.int32)
+DATA = {"x": X, "k": K}
+SHARDS = {"shard_size": 8}
 
 
 @bj.program(clients=N)
@@ -65,109 +68,86 @@ def members(tree, seed=0):
     return found
 
 
-def same_array(expected):
-    def check(found):
-        (array,) = found
-        expect = np.asarray(expected)
-        assert (array.dtype, array.shape) == (expect.dtype, expect.shape)
-        wide = "complex128" if array.dtype.kind == "c" else "float64"
-        np.testing.assert_allclose(array.astype(wide), expect.astype(wide), rtol=1e-4, atol=1e-4)
-
-    return check
-
-
-def same_members(expected):
-    def check(found):
-        assert sorted(i for i, _ in found) == list(range(len(expected)))
-        for i, array in found:
-            same_array(expected[i])([array])
-
-    return check
-
-
-def check_tree(results, expected):
-    """Checks PCollections, placed where there are more than one member, against arrays."""
+def check_that(results, expected, label=""):
+    """Checks PCollections, of members where an array has some, against arrays."""
     assert jax.tree.structure(results) == jax.tree.structure(expected)
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     for number, (result, array) in enumerate(pairs):
-        placed = array.ndim > 0 and len(array) == N
-        check = same_members(np.asarray(array)) if placed else same_array(array)
-        assert_that(result, check, label=f"check {number}")
+        array = np.asarray(array)
 
+        def check(found, array=array):
+            if array.ndim > 0 and len(array) == N:
+                assert sorted(i for i, _ in found) == list(range(N))
+                found = [np.stack([np.asarray(v) for _, v in sorted(found, key=lambda p: p[0])])]
+            assert_close(found, [array], 1e-4, 1e-4)
 
-def failing(elements):
-    """The exception of a pipeline over these elements."""
-    with pytest.raises(bj.BeamjaxError) as caught, pipeline() as p:
-        p | beam.Create(elements) | bj.transform(total, W, abstract(X))
-    return caught
+        assert_that(result, check, label=f"check {label}{number}")
 
 
 # --- what works
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_members_come_in_any_order_and_results_are_those_of_jit(seed):
-    data = {"x": X, "k": K}
-    transform = bj.transform(two_passes, W, abstract(data), options={"shard_size": 8})
-    with pipeline() as p:
-        results = p | beam.Create(members(data, seed)) | transform
-        check_tree(results, jax.jit(two_passes)(W, data))
-
-
-def test_several_workers():
-    flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
-    data = {"x": X, "k": K}
-    transform = bj.transform(two_passes, W, abstract(data), options={"shard_size": 8})
-    with pipeline(*flags) as p:
-        results = p | beam.Create(members(data)) | transform
-        check_tree(results, jax.jit(two_passes)(W, data))
+@pytest.mark.versions
+def test_members_come_in_any_order_and_results_are_those_of_jit():
+    expected = jax.jit(two_passes)(W, DATA)
+    for flags in ([], ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]):
+        for seed in range(2):
+            with pipeline(*flags) as p:
+                transform = bj.transform(two_passes, W, abstract(DATA), options=SHARDS)
+                check_that(p | beam.Create(members(DATA, seed)) | transform, expected)
+    with beam.Pipeline("BundleBasedDirectRunner", options=PipelineOptions([])) as p:
+        check_that(p | beam.Create(members(X)) | bj.transform(total, W, abstract(X)), total(W, X))
 
 
 def test_the_bits_are_those_of_run():
-    options = {"shard_size": 8}
-    expected = np.asarray(bj.run(total, W, X, options=options)).tobytes()
+    expected = np.asarray(bj.run(total, W, X, options=SHARDS)).tobytes()
 
     def check(found):
         assert [array.tobytes() for array in found] == [expected]
 
     with pipeline() as p:
-        result = p | beam.Create(members(X)) | bj.transform(total, W, abstract(X), options=options)
+        result = p | beam.Create(members(X)) | bj.transform(total, W, abstract(X), options=SHARDS)
         assert_that(result, check)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+@pytest.mark.versions
+def test_trees_and_dtypes_of_members():
+    for data in (
         (X, K),
         {"a": {"b": [X, (K,)]}, "c": None},
         Pair(X, K),
         [X.astype(ml_dtypes.bfloat16), K > 3],
         (X[:, 0, 0], X[:, :0]),
         (X.astype(np.complex64), K.astype(np.uint8)),
-    ],
-    ids=["tuple", "nested", "dataclass", "bfloat16", "empty", "complex"],
-)
-def test_trees_and_dtypes_of_members(data):
-    prog = bj.program(clients=N)(
-        lambda d: [(bj.reduce_sum(leaf), bj.map_fn(jnp.copy, leaf)) for leaf in jax.tree.leaves(d)]
-    )
-    with pipeline() as p:
-        results = p | beam.Create(members(data)) | bj.transform(prog, abstract(data))
-        check_tree(results, jax.jit(prog)(data))
+    ):
+        prog = bj.program(clients=N)(
+            lambda d: [
+                (bj.reduce_sum(leaf), bj.map_fn(jnp.copy, leaf)) for leaf in jax.tree.leaves(d)
+            ]
+        )
+        with pipeline() as p:
+            results = p | beam.Create(members(data)) | bj.transform(prog, abstract(data))
+            check_that(results, jax.jit(prog)(data))
 
 
 def test_several_abstract_arguments_are_one_element():
+    """Next to a source and an array of the same placement."""
+
     @bj.program(clients=N)
-    def prog(x, w, d):
-        return bj.reduce_sum(bj.map_fn(lambda v, e: (v @ w) * e["k"].astype("float32"), (x, d)))
+    def prog(x, w, d, i, scale):
+        def body(v, e, i, s):
+            return (v @ w) * (e["k"] + i).astype("float32") * s
 
-    data = X, {"k": K}
+        return bj.reduce_sum(bj.map_fn(body, (x, d, i, scale)))
+
+    scale = RNG.normal(size=N).astype(np.float32)
     with pipeline() as p:
-        transform = bj.transform(prog, abstract(X), W, abstract({"k": K}))
-        result = p | beam.Create(members(data)) | transform
-        assert_that(result, same_array(jax.jit(prog)(X, W, {"k": K})))
+        transform = bj.transform(prog, abstract(X), W, abstract({"k": K}), bj.from_arrays(K), scale)
+        expected = jax.jit(prog)(X, W, {"k": K}, K, scale)
+        check_that(p | beam.Create(members((X, {"k": K}))) | transform, expected)
 
 
+@pytest.mark.versions
 def test_typed_keys():
     keys = jax.random.split(jax.random.key(1), N)
     data = np.asarray(jax.random.key_data(keys))
@@ -184,34 +164,34 @@ def test_typed_keys():
     with pipeline() as p:
         transform = bj.transform(prog, abstract(keys), abstract(X))
         results = p | beam.Create(range(N)) | beam.Map(member) | transform
-        check_tree(results, (mean, np.asarray(jax.random.key_data(split))))
+        check_that(results, (mean, jax.random.key_data(split)))
 
 
-def test_members_join_sources_and_arrays():
-    @bj.program(clients=N)
-    def prog(x, k, scale):
-        return bj.reduce_sum(bj.map_fn(lambda v, i, s: v * i.astype("float32") * s, (x, k, scale)))
-
-    scale = RNG.normal(size=N).astype(np.float32)
+def test_results_go_on_in_the_pipeline_next_to_other_transforms():
+    expected = jax.jit(two_passes)(W, DATA)
+    twice = bj.program(clients=N)(lambda z: bj.reduce_min(z * 2))
     with pipeline() as p:
-        transform = bj.transform(prog, abstract(X), bj.from_arrays(K), scale)
-        assert_that(p | beam.Create(members(X)) | transform, same_array(jax.jit(prog)(X, K, scale)))
-
-
-def test_results_go_on_in_the_pipeline():
-    data = {"x": X, "k": K}
-    expected = jax.jit(two_passes)(W, data)
-    with pipeline() as p:
-        results = p | beam.Create(members(data)) | bj.transform(two_passes, W, abstract(data))
-        norms = results["placed"][1] | beam.MapTuple(lambda i, y: (i % 2, float(np.sum(y))))
-        sums = norms | beam.CombinePerKey(sum) | beam.Values() | beam.CombineGlobally(sum)
+        results = p | beam.Create(members(DATA)) | bj.transform(two_passes, W, abstract(DATA))
+        sums = (
+            results["placed"][1]
+            | beam.MapTuple(lambda i, y: (i % 2, float(np.sum(y))))
+            | beam.CombinePerKey(sum)
+            | beam.Values()
+            | beam.CombineGlobally(sum)
+        )
         assert_that(sums, lambda found: np.testing.assert_allclose(
             found, [np.sum(expected["placed"][1])], rtol=1e-4))  # fmt: skip
-        again = results["placed"][0] | "again" >> bj.transform(
-            bj.program(clients=N)(lambda z: bj.reduce_min(z * 2)),
-            jax.ShapeDtypeStruct((N,), np.float32),
+        again = "again" >> bj.transform(twice, jax.ShapeDtypeStruct((N,), np.float32))
+        check_that(results["placed"][0] | again, np.min(expected["placed"][0]) * 2, "again")
+        windowed = (
+            p
+            | "windowed" >> beam.Create(members(X))
+            | beam.WindowInto(beam.window.FixedWindows(1))
+            | "out" >> beam.WindowInto(beam.window.GlobalWindows())
         )
-        assert_that(again, same_array(np.min(expected["placed"][0]) * 2), label="second")
+        transform = bj.transform(total, W, abstract(X))
+        for label in ("first", "second"):
+            check_that(windowed | label >> transform, total(W, X), label)
 
 
 def test_without_members_it_is_applied_to_the_pipeline():
@@ -222,39 +202,10 @@ def test_without_members_it_is_applied_to_the_pipeline():
 
     with pipeline() as p:
         results = p | bj.transform(prog, W, bj.from_arrays(X))
-        placed = {name: results.pop(name) for name in ("y",)}
-        check_tree(placed, {"y": X @ W})
-        assert_that(results["x"], same_array(X), label="x")
-        check_tree({k: results[k] for k in ("sum", "w")}, {"sum": np.sum(X @ W, 0), "w": W})
-        assert_that(results["three"], same_array(np.float32(3)), label="three")
-
-
-def test_a_transform_may_be_applied_twice_and_next_to_others():
-    data = {"x": X, "k": K}
-    transform = bj.transform(total, W, abstract(X))
-    with pipeline() as p:
-        elements = p | beam.Create(members(X))
-        first, second = elements | "first" >> transform, elements | "second" >> transform
-        other = (
-            p | "all" >> beam.Create(members(data)) | bj.transform(two_passes, W, abstract(data))
-        )
-        expected = jax.jit(total)(W, X)
-        assert_that(first, same_array(expected), label="1")
-        assert_that(second, same_array(expected), label="2")
-        assert_that(other["mean"], same_array(jax.jit(two_passes)(W, data)["mean"]), label="3")
-
-
-def test_windows_that_were_left_again():
-    with pipeline() as p:
-        windowed = p | beam.Create(members(X)) | beam.WindowInto(beam.window.FixedWindows(1))
-        whole = windowed | "out" >> beam.WindowInto(beam.window.GlobalWindows())
-        assert_that(whole | bj.transform(total, W, abstract(X)), same_array(total(W, X)))
-
-
-def test_beams_own_direct_runner():
-    with beam.Pipeline("BundleBasedDirectRunner", options=PipelineOptions([])) as p:
-        result = p | beam.Create(members(X)) | bj.transform(total, W, abstract(X))
-        assert_that(result, same_array(total(W, X)))
+        whole = results.pop("x")
+        assert_that(whole, lambda found: assert_close(found, [X]), label="x")
+        three = np.float32(3)
+        check_that(results, {"y": X @ W, "sum": np.sum(X @ W, 0), "w": W, "three": three})
 
 
 def test_nothing_is_left_once_the_pipeline_is_gone(tmp_path, monkeypatch):
@@ -270,67 +221,70 @@ def test_nothing_is_left_once_the_pipeline_is_gone(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@bj.program(clients=N)
+def rounds(w, x):
+    def one(carry, i):
+        w, m = carry
+        m = bj.map_fn(lambda m, v: 0.5 * m + jnp.sum(v @ w), (m, x))
+        slower = lambda: w - 0.1 * bj.reduce_mean(m)
+        w = jax.lax.cond(i > 1, lambda: w, slower)
+        return (w, m), bj.reduce_max(m) * i
+
+    return jax.lax.scan(one, (w, jnp.zeros(N)), jnp.arange(4.0))
+
+
+@pytest.mark.versions
+def test_scans_are_written_out_and_all_branches_are_computed():
+    with pipeline() as p:
+        results = p | beam.Create(members(X)) | bj.transform(rounds, W, abstract(X))
+        check_that(results, jax.jit(rounds)(W, X))
+
+
 # --- what does not
 
 
-@pytest.mark.parametrize(
-    ("elements", "error", "message"),
-    [
-        (members(X)[1:], SourceError, "1 members of shard . are missing.*expected 0 to 20"),
-        (members(X)[:1], SourceError, "members of shard 0 are missing|members of shard 1"),
-        ([], SourceError, "21 members of shard 0 are missing.*first one is member 0"),
-        ([*members(X), (4, X[4])], SourceError, "member 4 is in the PCollection twice"),
-        ([*members(X), (21, X[4])], SourceError, "found member 21, expected 0 to 20"),
-        ([(-1, X[0])], SourceError, "found member -1, expected 0 to 20"),
-        ([X[0]], StructureError, r"found the element .* expected \(index, member\)"),
-        ([("a", X[0])], StructureError, r"expected \(index, member\)"),
-        ([(True, X[0])], StructureError, r"expected \(index, member\)"),
-        ([(0, X[0], 1)], StructureError, r"expected \(index, member\)"),
-        ([(0, X[0, :4])], StructureError, r"member 0 of args\[1\] is float32\[4, 3\], expected float32\[5, 3\]"),  # noqa: E501
-        ([(3, X[0].astype("f8"))], StructureError, r"member 3 .* is float64\[5, 3\], expected float32"),  # noqa: E501
-        ([(0, {"x": X[0]})], StructureError, r"member 0 is the tree PyTreeDef\({'x': \*}\), expected PyTreeDef\(\*\)"),  # noqa: E501
-        ([(0, "text")], StructureError, r"member 0 of args\[1\] is <U4\[\], expected float32"),
-    ],
-    ids=["missing", "most missing", "all missing", "twice", "too high", "negative", "no pair",
-         "text index", "bool index", "triple", "shape", "dtype", "tree", "text"],
-)  # fmt: skip
-def test_wrong_members_are_errors(elements, error, message):
-    caught = failing(elements)
+BAD = {
+    "missing": (members(X)[1:], SourceError, "1 members of shard . are missing.*expected 0 to 20"),
+    "most missing": (members(X)[:1], SourceError, "members of shard [01]"),
+    "all missing": ([], SourceError, "21 members of shard 0 are missing.*first one is member 0"),
+    "twice": ([*members(X), (4, X[4])], SourceError, "member 4 is in the PCollection twice"),
+    "too high": ([*members(X), (21, X[4])], SourceError, "found member 21, expected 0 to 20"),
+    "negative": ([(-1, X[0])], SourceError, "found member -1, expected 0 to 20"),
+    "no pair": ([X[0]], StructureError, r"found the element .* expected \(index, member\)"),
+    "text": ([("a", X[0])], StructureError, r"expected \(index, member\)"),
+    "bool": ([(True, X[0])], StructureError, r"expected \(index, member\)"),
+    "triple": ([(0, X[0], 1)], StructureError, r"expected \(index, member\)"),
+    "shape": ([(0, X[0, :4])], StructureError, r"member 0 of args\[1\] is float32\[4, 3\], expect"),
+    "dtype": ([(3, X[0].astype("f8"))], StructureError, r"3 .* is float64\[5, 3\], expected float"),
+    "tree": ([(0, {"x": X[0]})], StructureError, r"member 0 is the tree .*, expected PyTreeDef"),
+    "a word": ([(0, "text")], StructureError, r"member 0 of args\[1\] is <U4\[\], expected float"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_members_are_errors(case):
+    elements, error, message = BAD[case]
+    with pytest.raises(error, match=message) as caught, pipeline() as p:
+        p | beam.Create(elements) | bj.transform(total, W, abstract(X))
     assert caught.type is error
-    assert caught.match(message)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((abstract(W), X), r"args\[0\].* has 3 members"),
-        ((W, abstract(W[0])), r"arg has shape \(\), expected \(21, ...\)"),
-    ],
-    ids=["server", "scalar"],
-)
-def test_abstract_arguments_that_are_not_placed(args, message):
-    with pytest.raises(bj.PlacementError, match=message):
-        bj.transform(total, *args)
-
-
-def test_mixed_arguments():
-    with pytest.raises(StagingError, match=r"mixes jax\.ShapeDtypeStruct with arrays"):
-        bj.transform(two_passes, W, {"x": abstract(X), "k": K})
-
-
-def test_members_of_several_placements():
+def test_arguments_that_cannot_be_members():
     @bj.program(a=N, b=5)
-    def prog(x, y):
+    def two(x, y):
         return bj.reduce_sum(x, placement="a"), bj.reduce_sum(y, placement="b")
 
-    with pytest.raises(StagingError, match="expected exactly one"), pipeline() as p:
-        p | beam.Create([]) | bj.transform(prog, abstract(X), abstract(X[:5]))
-
-
-def test_members_returned_as_they_are():
-    prog = bj.program(clients=N)(lambda x: (x, bj.reduce_sum(x)))
-    with pytest.raises(StagingError, match=r"returns args\[0\] as it is"), pipeline() as p:
-        p | beam.Create([]) | bj.transform(prog, abstract(X))
+    same = bj.program(clients=N)(lambda x: (x, bj.reduce_sum(x)))
+    for error, message, program, *args in (
+        (PlacementError, r"args\[0\].* has 3 members", total, abstract(W), X),
+        (PlacementError, r"arg has shape \(\), expected \(21, ...\)", total, W, abstract(W[0])),
+        (StagingError, r"mixes jax\.ShapeDtypeStruct with arrays", two_passes, W,
+         {"x": abstract(X), "k": K}),
+        (StagingError, "expected exactly one", two, abstract(X), abstract(X[:5])),
+        (StagingError, r"returns args\[0\] as it is", same, abstract(X)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message), pipeline() as p:
+            p | beam.Create([]) | bj.transform(program, *args)
 
 
 def test_applied_to_the_wrong_thing():
@@ -348,46 +302,15 @@ def test_applied_to_the_wrong_thing():
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("name", "message"),
     [
         ("counting", r"^program\.py:7 \(fn\): found the rounds of a loop .*beamjax\.run"),
         ("choice", r"^p\.py:1: found a choice of branches around placed operators"),
     ],
 )
-def test_rounds_and_branches_need_a_driver(plan, message):
-    plan = getattr(test_driver, plan)()
+def test_rounds_and_branches_need_a_driver(name, message):
+    plan = getattr(test_driver, name)()
     arrays = {"x": test_driver.X, "w": test_driver.W, "i": np.int32(0), "limit": np.int32(3)}
     inputs = inputs_of(plan, **arrays)
     with pytest.raises(StagingError, match=message):
         PlanTransform(plan, inputs, jax.tree.structure((0, 0)), [], Options())
-
-
-@bj.program(clients=N)
-def rounds(w, x):
-    def one(carry, i):
-        w, m = carry
-        m = bj.map_fn(lambda m, v: 0.5 * m + jnp.sum(v @ w), (m, x))
-        slower = lambda: w - 0.1 * bj.reduce_mean(m)
-        w = jax.lax.cond(i > 1, lambda: w, slower)
-        return (w, m), bj.reduce_max(m) * i
-
-    return jax.lax.scan(one, (w, jnp.zeros(N)), jnp.arange(4.0))
-
-
-def test_scans_are_written_out_and_all_branches_are_computed():
-    (w, m), largest = jax.jit(rounds)(W, X)
-    with pipeline() as p:
-        elements = p | beam.Create(members(X))
-        (found_w, found_m), found = elements | bj.transform(rounds, W, abstract(X))
-        assert_that(found_w, close_to([w]), label="server state")
-        assert_that(found, close_to([largest]), label="stacked")
-        last = found_m | beam.Map(lambda pair: np.concatenate([[pair[0]], np.ravel(pair[1])]))
-        assert_that(last, close_to(np.c_[np.arange(N), m]), label="placed state")
-
-
-def close_to(expected):
-    def check(elements):
-        found = sorted(map(tuple, np.asarray(elements)))
-        np.testing.assert_allclose(found, sorted(map(tuple, expected)), rtol=1e-5)
-
-    return check

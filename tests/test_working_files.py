@@ -30,18 +30,19 @@ def entry(shard=3, members=(24, 31), step="map_clients_0", doing="computing", si
     return Entry(doing, threading.get_ident(), since, step, shard, members)
 
 
-@pytest.mark.parametrize("doing", DOING[1:])
-@pytest.mark.parametrize(
-    "given",
-    [entry(), entry(None, None), entry(0, (0, 0)), entry(2**40, (2**60, 2**61), step="lüp[3]/a")],
-)
-def test_an_entry_is_there_until_it_ends(folder, doing, given):
-    given = Entry(doing, given.thread, given.since, given.step, given.shard, given.members)
+def test_an_entry_is_there_until_it_ends(folder):
     file = WorkingFile(str(folder))
-    assert read(folder).entries == ()
-    slot = file.begin(given)
-    assert read(folder).entries == (given,)
-    file.end(slot)
+    for doing in DOING[1:]:
+        for given_entry in (
+            entry(doing=doing),
+            entry(None, None, doing=doing),
+            entry(0, (0, 0), doing=doing),
+            entry(2**40, (2**60, 2**61), step="lüp[3]/a", doing=doing),
+        ):
+            assert read(folder).entries == ()
+            slot = file.begin(given_entry)
+            assert read(folder).entries == (given_entry,)
+            file.end(slot)
     found = read(folder)
     assert (found.entries, found.left) == ((), False)
     assert found.process == process_ids.this_process()
@@ -49,30 +50,20 @@ def test_an_entry_is_there_until_it_ends(folder, doing, given):
     assert read(folder).left
 
 
-def test_entries_in_the_order_in_which_they_began(folder):
+def test_entries_of_many_threads(folder):
     file = WorkingFile(str(folder))
-    for since in (3.0, 1.0, 2.0):
-        file.begin(entry(since=since))
+    slots = [file.begin(entry(since=since)) for since in (3.0, 1.0, 2.0)]
     assert [found.since for found in read(folder).entries] == [1.0, 2.0, 3.0]
-
-
-def test_more_threads_than_there_is_room_for_go_without(folder):
-    file = WorkingFile(str(folder))
-    slots = [file.begin(entry()) for _ in range(SLOTS + 3)]
-    assert slots[SLOTS:] == [None] * 3
+    slots += [file.begin(entry()) for _ in range(SLOTS)]
+    assert slots[SLOTS:] == [None] * 3  # There is no room for more.
     assert len(read(folder).entries) == SLOTS
     for slot in slots:
         file.end(slot)
     assert read(folder).entries == ()
 
-
-def test_threads_that_share_a_file(folder):
-    file = WorkingFile(str(folder))
-
     def work(number):
         for shard in range(300):
-            slot = file.begin(entry(shard, (number, number)))
-            file.end(slot)
+            file.end(file.begin(entry(shard, (number, number))))
         file.begin(entry(number, (number, number)))
 
     threads = [threading.Thread(target=work, args=[number]) for number in range(8)]
@@ -83,26 +74,23 @@ def test_threads_that_share_a_file(folder):
     assert sorted(found.shard for found in read(folder).entries) == list(range(8))
 
 
-def test_the_name_of_a_step_is_cut_to_what_there_is_room_for(folder):
+def test_a_long_name_of_a_step_is_cut(folder):
     WorkingFile(str(folder)).begin(entry(step="é" * 1000))
     (found,) = read(folder).entries
     assert found.step.startswith("é" * 200)
     assert len(found.step.encode()) < 600
 
 
-def test_nobody_wants_the_file(tmp_path):
-    with pytest.raises(OSError, match="workers-wanted"):
-        WorkingFile(str(tmp_path))
-    with pytest.raises(OSError, match="No such file"):
-        WorkingFile(str(tmp_path / "gone"))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("mark", ["", "{", '{"host": "elsewhere", "boot": "b"}', "x" * 9999])
-def test_somebody_wants_it_on_another_machine(folder, mark):
-    (folder / working_files._MARK).write_text(mark)
-    with pytest.raises(OSError, match="another machine"):
-        WorkingFile(str(folder))
+def test_files_that_nobody_here_wants(folder, tmp_path):
+    (tmp_path / "plain").mkdir()
+    for missing, message in (("plain", "workers-wanted"), ("gone", "No such file")):
+        with pytest.raises(OSError, match=message):
+            WorkingFile(str(tmp_path / missing))
+    assert list((tmp_path / "plain").iterdir()) == []
+    for mark in ("", "{", '{"host": "elsewhere", "boot": "b"}', "x" * 9999):
+        (folder / working_files._MARK).write_text(mark)
+        with pytest.raises(OSError, match="another machine"):
+            WorkingFile(str(folder))
     assert list(folder.glob(f"{PREFIX}*")) == []
 
 
@@ -131,29 +119,19 @@ def whole(process=None, slots=b""):
     return (head + slots).ljust(working_files._FILE_BYTES, b"\0")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{}",
-        whole()[:-1],
-        whole() + b"\0",
-        whole([]),
-        whole({}),
+def test_bytes_that_are_no_such_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(whole())
+    assert read_file(str(path)) is not None
+    for data in (
+        b"", b"{}", whole()[:-1], whole() + b"\0", whole([]), whole({}), whole("[" * 1000),
         whole({**process_ids.this_process(), "pid": "1"}),
         whole({**process_ids.this_process(), "pid": True}),
         whole({**process_ids.this_process(), "started": None}),
-        whole("[" * 1000),
-        b"[" * working_files._FILE_BYTES,
-        b"\xff" * working_files._FILE_BYTES,
-        b"\0" * working_files._FILE_BYTES,
-    ],
-    ids=range(13),
-)
-def test_bytes_that_are_no_such_file(tmp_path, data):
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    assert read_file(str(path)) is None
+        *(byte * working_files._FILE_BYTES for byte in (b"[", b"\xff", b"\0")),
+    ):  # fmt: skip
+        path.write_bytes(data)
+        assert read_file(str(path)) is None, data[:100]
     assert read_file(str(tmp_path / "none")) is None
     os.mkdir(tmp_path / "folder")
     assert read_file(str(tmp_path / "folder")) is None
