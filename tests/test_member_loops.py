@@ -1,18 +1,14 @@
-"""Loops and branches on placed values outside of `map_fn`: inside a pass where they can be."""
-
-import collections
+"""What stays in a pass: loops and branches on placed values, and reductions of sliced members."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits
 from jax import lax
+from rule_rows import GROUPS, Placed
 
 import beamjax as bj
-from beamjax import planning
-from beamjax.interpreters.stage import flatten_arguments
-from beamjax.options import parse_options
-from beamjax.plan import Gather, Loop, Map, walk
 
 N = 20
 X = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32))
@@ -32,6 +28,15 @@ def case(**steps):
         return fn
 
     return register
+
+
+def check(fn, *args, gathered=None):
+    """Values of a run in shards; and the bytes that are gathered."""
+    if gathered is not None:
+        assert bj.explain(fn, *args).facts.gathered_bytes == gathered
+    found = bj.run(fn, *args, runner="local", options=OPTIONS)
+    assert_close(found, jax.jit(fn)(*args), rtol=2e-5, atol=2e-5)
+    return found
 
 
 def training(w, v):
@@ -153,24 +158,125 @@ def scan_over_members(w, x):
     return lax.scan(lambda c, v: (c + v, jnp.sum(c)), w, x)
 
 
-def plan_of(fn):
-    arguments, key, restore = flatten_arguments((W, X))
-    return planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+def kinds(fn, *args):
+    """How many steps there are of each kind, those of blocks included."""
+
+    def walk(steps):
+        for step in steps:
+            yield step.kind
+            for block in step.blocks:
+                yield from walk(block.steps)
+
+    found = list(walk(bj.explain(fn, *args, options=OPTIONS).facts.steps))
+    names = {"maps": "Map", "loops": "Loop", "gathers": "Gather"}
+    return {key: found.count(kind) for key, kind in names.items() if kind in found}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps(name):
+def test_loops_on_placed_values(name):
     fn, expected = CASES[name]
-    found = collections.Counter(type(step) for step in walk(plan_of(fn).steps))
-    steps = {"maps": found[Map], "loops": found[Loop], "gathers": found[Gather]}
-    assert {kind: n for kind, n in steps.items() if n} == expected
+    assert kinds(fn, W, X) == expected
+    check(fn, W, X)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
-def test_values(name, runner):
-    fn, _ = CASES[name]
-    expected, found = jax.jit(fn)(W, X), bj.run(fn, W, X, runner=runner, options=OPTIONS)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (left.shape, left.dtype) == (right.shape, right.dtype)
-        np.testing.assert_allclose(left, right, rtol=2e-5, atol=2e-6)
+def test_beam_gives_the_same_bits():
+    """All that takes one pass in one program, and loops that a driver runs."""
+    together = [fn for fn, steps in CASES.values() if steps == {"maps": 1}]
+    one_pass = lambda w, x: [fn(w, x) for fn in together]
+    driven = [CASES[name][0] for name in ("rounds_that_reduce", "rounds_with_rounds_that_count",
+                                          "scan_over_members")]  # fmt: skip
+    for fn in (one_pass, *driven, lambda w, x: (fitted(W4, A, LABELS), in_rounds(W4, A))):
+        local = bj.run(fn, W, X, runner="local", options=OPTIONS)
+        assert_same_bits(bj.run(fn, W, X, runner="DirectRunner", options=OPTIONS), local)
+
+
+# --- reductions of sliced and reshaped members
+
+
+@pytest.mark.parametrize("name", ["sliced", "reshaped"])
+def test_reductions_of_parts_of_members_gather_nothing(name):
+    """Of all rows, the plan; of some, the values: `test_rules` compares those of all."""
+    group = GROUPS[name]
+    n = next(len(a.value) for a in group.args if isinstance(a, Placed))
+    rows = [function for _, function in group.rows.values()]
+
+    def program_of(rows):
+        @bj.program(clients=n)
+        def prog(*values):
+            seen = [
+                jnp.moveaxis(bj.map_fn(lambda v: v, x), 0, a.axis) if isinstance(a, Placed) else x
+                for x, a in zip(values, group.args, strict=True)
+            ]
+            return [row(*seen) for row in rows]
+
+        return prog
+
+    values = [a.value if isinstance(a, Placed) else a for a in group.args]
+    assert bj.explain(program_of(rows), *values).facts.gathered_bytes == 0
+    check(program_of(rows[::4]), *values)
+
+
+A = jax.random.normal(jax.random.key(0), (N, 4))
+LABELS = jax.random.randint(jax.random.key(1), (N,), 0, 3)
+W4 = jax.random.normal(jax.random.key(2), (4, 3))
+
+
+def log_likelihood(w, x, y):
+    return jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], axis=1))
+
+
+@bj.program(clients=N)
+def fitted(w, x, y):
+    """A model is fitted to one part of the members and tried on another."""
+    loss, slope = jax.value_and_grad(log_likelihood)(w, x[:15], y[:15])
+    best = w + slope
+    return loss, best, log_likelihood(best, x[4:], y[4:])
+
+
+@bj.program(clients=N)
+def in_rounds(w, x):
+    def step(w, _):
+        error = jnp.mean(jnp.tanh(x[:15] @ w), 0)
+        largest = jnp.max(jnp.abs(x.ravel()))
+        return w - error[None] * largest, jnp.argmax(x @ w)
+
+    return jax.lax.scan(step, w, None, length=3)
+
+
+@bj.program(clients=N)
+def sliced_and_sorted(x):
+    return jnp.sum(x[:15], 0), jnp.sort(x[:15], 0)
+
+
+def test_programs_that_slice_members():
+    check(fitted, W4, A, LABELS, gathered=0)
+    check(in_rounds, W4, A, gathered=0)
+    fn = lambda w, x: fitted(w, x, LABELS)[2]
+    check(jax.jit(jax.grad(fn, argnums=(0, 1))), W4, A, gathered=0)
+    check(jax.vmap(fn, in_axes=(0, None)), jnp.stack([W4, 2 * W4]), A, gathered=0)
+    check(jax.vmap(fn, in_axes=(None, 1)), W4, jnp.stack([A, -A], 1), gathered=0)
+    check(lambda w, x: jax.jvp(lambda w: fn(w, x), (w,), (w,)), W4, A, gathered=0)
+
+
+def test_what_is_gathered_anyway_is_reduced_on_the_server():
+    same = bj.program(clients=N)(lambda x: bj.map_fn(lambda v: v * 1, x))
+    check(lambda x: sliced_and_sorted(same(x)), A, gathered=A.nbytes)
+    # Nothing but the slice asks for the rows, and the sort needs all of them.
+    check(sliced_and_sorted, A, gathered=0)
+    (seen,) = bj.explain(sliced_and_sorted, A).facts.inputs
+    assert seen.values == ("arg0",)
+
+
+@pytest.mark.parametrize("n", [16, 17, 24])
+def test_slices_of_any_number_of_members(n):
+    x = jax.random.normal(jax.random.key(n), (n, 6))
+
+    @bj.program(clients=n)
+    def sums(x):
+        x = bj.map_fn(lambda v: v + 1, x)
+        cut = x.reshape(-1, n).sum(1) if n % 6 == 0 else x.reshape(3, -1).max(1)
+        return jnp.sum(x[n // 3 :], 0), jnp.argmin(x), cut, jnp.prod(x[: n - 1] / 4, 0)
+
+    for size in (8, 16):
+        found = bj.run(sums, x, runner="local", options={"shard_size": size})
+        assert_close(found, jax.jit(sums)(x), rtol=2e-5)
