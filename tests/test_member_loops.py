@@ -253,9 +253,7 @@ def test_programs_that_slice_members():
     check(in_rounds, W4, A, gathered=0)
     fn = lambda w, x: fitted(w, x, LABELS)[2]
     check(jax.jit(jax.grad(fn, argnums=(0, 1))), W4, A, gathered=0)
-    check(jax.vmap(fn, in_axes=(0, None)), jnp.stack([W4, 2 * W4]), A, gathered=0)
     check(jax.vmap(fn, in_axes=(None, 1)), W4, jnp.stack([A, -A], 1), gathered=0)
-    check(lambda w, x: jax.jvp(lambda w: fn(w, x), (w,), (w,)), W4, A, gathered=0)
 
 
 def test_what_is_gathered_anyway_is_reduced_on_the_server():

@@ -30,20 +30,167 @@ KEY = jax.random.key(3)
 KEYS = jax.random.split(KEY, N * B)
 CLOSED = ROWS + 1
 TABLE = np.asarray(Y)
-PROGRAMS = {}
+PRNG = jax.random.PRNGKey(3)
 
 
-def case(*args, reads=None, moves=(0, 0), **sizes):
-    """A program, its arguments, how each is read, and how many values are gathered and scattered.
+def cut(x, *shape):
+    """Rows as members: a few of them each."""
+    return x.reshape(N, *shape) if shape else x.reshape(N, -1, *x.shape[1:])
 
-    An argument is read whole by the server ("."), by members ("m") or by groups of rows ("r").
-    """
 
-    def decorate(fn):
-        PROGRAMS[fn.__name__] = bj.program(**(sizes or {"clients": N}))(fn), args, reads, moves
-        return fn
+def meet(x, y):
+    of_a = bj.map_fn(jnp.sin, x, placement="a")
+    of_b = bj.map_fn(jnp.cos, y, placement="b")
+    return of_a @ of_b.T, bj.reduce_sum(of_a, placement="a")
 
-    return decorate
+
+def of_one_size(x, y):
+    of_a = bj.map_fn(jnp.sin, x, placement="a")
+    of_b = bj.map_fn(lambda v, u: v * u, (y, of_a), placement="b")
+    return bj.reduce_sum(of_b, placement="b"), bj.reduce_sum(of_a, placement="a")
+
+
+def copies(w, x):
+    copies = (jnp.tile(w, (N, 1)), jnp.stack([w] * N), jnp.repeat(w[None], N, axis=0),
+              jnp.broadcast_to(w, (N, 4)))  # fmt: skip
+    return total(lambda v, *ws: sum(ws) * v, x, *copies)
+
+
+def made(x):
+    keys = jax.random.split(jax.random.key(1), N)
+    fn = lambda v, i, k: v * i.astype(v.dtype) + jax.random.normal(k)
+    return total(fn, x, jnp.arange(N), keys)
+
+
+def two_groups(x):
+    first = bj.map_fn(jnp.sum, cut(x, B, 4), placement="clients")
+    second = bj.map_fn(jnp.max, x.reshape(-1, 2, 4), placement="pairs")
+    return bj.reduce_max(first, placement="clients"), bj.reduce_sum(second, placement="pairs")
+
+
+def in_a_loop(x, w):
+    y = x * 2
+
+    def step(w, rate):
+        grads = bj.map_fn(lambda v, u: v.T @ jnp.tanh(u @ w), (cut(y), cut(x)))
+        return w - rate * bj.reduce_mean(grads), jnp.sum(w)
+
+    return jax.lax.scan(step, w, jnp.asarray([0.1, 0.2]))
+
+
+def slope(x, w):
+    fn = lambda w: total(lambda v, u: jnp.sum((v @ w - u) ** 2), cut(x * 2), cut(x[:, 0]))
+    return jax.grad(fn)(w)
+
+
+def in_a_branch(x, w):
+    return jax.lax.cond(w[1] > 0, lambda w: mean(w, x), lambda w: jnp.zeros(B), w)
+
+
+def mean(w, x):
+    return bj.reduce_mean(bj.map_fn(lambda v: v @ w, cut(x, B, 4)))
+
+
+def total(fn, *xs):
+    return bj.reduce_sum(bj.map_fn(fn, xs))
+
+
+def mapped(w, x):
+    return total(lambda v: v * w, x)
+
+
+def one_hot(t):
+    return bj.map_fn(lambda v: v.mean(0), cut(jax.nn.one_hot(jnp.roll(t, 1, axis=1), 11)))
+
+
+def also_whole(x, w):
+    members = cut(x, B, 4)
+    return total(lambda v: v @ w, members), jnp.sort(members, axis=None)
+
+
+def computed_also_whole(x):
+    y = cut(x * 2)
+    return total(lambda v: v[0], y), jnp.sort(y, axis=None)
+
+
+def keys_of(key, shape):
+    keys = jax.random.split(key, 2 * N).reshape(N, 2, *shape)
+    return bj.map_fn(lambda k: jax.random.bits(k[1], (2,)), keys)
+
+
+SQUARE, GROUPS = normal(N, N), {"clients": N, "pairs": N * B // 2}
+# A program; its arguments; how each is read: whole by the server ("."), by members ("m") or by
+# groups of rows ("r"); how many values are gathered and scattered; placements.
+PROGRAMS = {
+    "mapped": (mapped, (W, X), ".m", (0, 0)),
+    "through operations": (lambda w, x: mapped(w, jnp.tanh(x.T).T + 1.0), (W, X), ".m", (0, 0)),
+    "reduced by jnp": (lambda w, x: jnp.mean(x, 0) + w, (W, X), ".m", (0, 0)),
+    "whole too": (lambda w, x: mapped(w, x) + x[3], (W, X), ".m", (0, 0)),
+    "closed over": (lambda w, x: bj.map_fn(lambda v: x @ v * w[0], x), (W, X), "..", (0, 1)),
+    "never placed": (lambda w, x: x[3] * w, (W, X), "..", (0, 0)),
+    "returned": (lambda w, x: (x, w), (W, X), "..", (0, 0)),
+    "gathered and placed": (
+        lambda w, x, y: jnp.sort(x * 2, 0)[0] + mapped(w, y), (W, X, Y), "..m", (0, 0)),
+    "a dimension as long as the placement": (
+        lambda w, x: (total(lambda v: w @ v, x), w @ jnp.mean(x, 1)), (SQUARE,) * 2, ".m", (0, 0)),
+    "two placements of one size": (of_one_size, (X, Y), "mm", (0, 0), {"a": N, "b": N}),
+    "two placements that meet": (meet, (X, normal(7, 4)), None, (1, 0), {"a": N, "b": 7}),
+    "a constant": (
+        lambda w, x: total(lambda v, c: v * c * w, x, jnp.asarray(TABLE)), (W, X), ".m", (0, 0)),
+    "values that members make": (made, (X,), "m", (0, 0)),
+    "copies of a server value": (copies, (W, X), ".m", (0, 0)),
+    # Rows.
+    "batches": (
+        lambda b, w: bj.map_fn(lambda b: b["x"] @ w + b["t"], jax.tree.map(cut, b)),
+        ({"x": ROWS, "t": T}, W), "rr.", (0, 0)),
+    "other shapes": (
+        lambda x: total(lambda a, b: jnp.sort(a).reshape(2, 6) + b, cut(x, -1), cut(x, 2, 6)),
+        (ROWS,), "r", (0, 0)),
+    "flat rows": (
+        lambda x: total(lambda v: v[::-1], cut(x, B, 4)), (ROWS.reshape(-1),), "r", (0, 0)),
+    "rows also whole": (lambda x, w: (mean(w, x), jnp.sort(x, axis=None)), (ROWS, W), "r.", (0, 0)),
+    "members also whole": (also_whole, (ROWS, W), None, (0, 1)),
+    "results of members whole": (
+        lambda x, w: jnp.sort(bj.map_fn(lambda v: v @ w, cut(x)), axis=0), (ROWS, W), "r.", (1, 0)),
+    "computed once cut": (
+        lambda x, t: total(lambda v, k: v.sum() * k.max(), cut(x, B, 4)[:, 1:] * 2, cut(t, B)),
+        (ROWS, T), "rr", (0, 0)),
+    "keys": (lambda k: total(jax.vmap(jax.random.normal), cut(k, B)), (KEYS,), "r", (0, 0)),
+    "other dtypes": (
+        lambda x, p: total(lambda a, b: (a * 2, b.any()), cut(x, B, 4), cut(p, B, 4)),
+        (ROWS.astype("bfloat16"), ROWS > 0), "rr", (0, 0)),
+    "rows of two placements": (two_groups, (ROWS,), "r", (0, 0), GROUPS),
+    "rows of a constant": (
+        lambda w: total(lambda v: v @ w, cut(CLOSED, B, 4)), (W,), None, (0, 0)),
+    "in a loop": (in_a_loop, (ROWS, W), "r.", (0, 0)),
+    "in a branch": (in_a_branch, (ROWS, W), "r.", (0, 0)),
+    "a gradient": (slope, (ROWS, W), "r.", (0, 0)),
+    # Rows that are computed before they are cut.
+    "shifted tokens": (
+        lambda t: total(lambda a, b: jnp.sum(a * b), cut(t[:, :-1]), cut(t[:, 1:])),
+        (TOKENS,), "r", (0, 0)),
+    "with server values": (
+        lambda x, w: bj.map_fn(lambda v: v.sum(0), cut((x - w[None]) / jnp.max(w))),
+        (ROWS, W), "r.", (0, 0)),
+    "one hot and rolled": (one_hot, (TOKENS,), "r", (0, 0)),
+    "two inputs": (
+        lambda x, t: total(lambda v: v[::-1], cut(x * t[:, :4].astype("float32"))),
+        (ROWS, TOKENS), "rr", (0, 0)),
+    "numbers of rows": (
+        lambda x: bj.map_fn(lambda v: v.max(0), cut(x + jnp.arange(float(N * B))[:, None])),
+        (ROWS,), "r", (0, 0)),
+    "two keys for each": (lambda key: keys_of(key, ()), (KEY,), None, (0, 0)),
+    "two raw keys for each": (lambda key: keys_of(key, (2,)), (PRNG,), None, (0, 0)),
+    "rows that mix": (
+        lambda x: total(lambda v: v[0] - v[1], cut(jnp.cumsum(x, axis=0))), (ROWS,), ".", (0, 1)),
+    "computed rows also whole": (computed_also_whole, (ROWS,), None, (0, 1)),
+}  # fmt: skip
+
+
+def named(name):
+    """A program of the table, and its arguments."""
+    fn, args, _, _, *sizes = PROGRAMS[name]
+    return bj.program(**(sizes[0] if sizes else {"clients": N}))(fn), args
 
 
 def moves_of(fn, *args):
@@ -80,253 +227,22 @@ def check(fn, *args):
     assert_close(bj.run(fn, *args, runner="local", options=OPTIONS), jax.jit(fn)(*args), 2e-5)
 
 
-# --- members
-
-
-@case(W, X, reads=".m")
-def mapped(w, x):
-    return bj.reduce_sum(bj.map_fn(lambda v: v * w, x))
-
-
-@case(W, X, reads=".m")
-def through_operations(w, x):
-    return bj.reduce_sum(bj.map_fn(lambda v: v * w, jnp.tanh(x.T).T + 1.0))
-
-
-@case(W, X, reads=".m")
-def reduced_by_jnp(w, x):
-    return jnp.mean(x, 0) + w
-
-
-@case(W, X, reads=".m")
-def whole_too(w, x):
-    return bj.reduce_sum(bj.map_fn(lambda v: v * w, x)) + x[3]
-
-
-@case(W, X, reads="..", moves=(0, 1))
-def closed_over(w, x):
-    return bj.map_fn(lambda v: x @ v * w[0], x)
-
-
-@case(W, X, reads="..")
-def never_placed(w, x):
-    return x[3] * w
-
-
-@case(W, X, reads="..")
-def returned(w, x):
-    return x, w
-
-
-@case(W, X, Y, reads="..m")
-def gathered_and_placed(w, x, y):
-    return jnp.sort(x * 2, 0)[0] + mapped(w, y)
-
-
-@case(normal(N, N), normal(N, N), reads=".m")
-def a_dimension_as_long_as_the_placement(w, x):
-    return bj.reduce_mean(bj.map_fn(lambda v: w @ v, x)), w @ jnp.mean(x, 1)
-
-
-@case(X, Y, reads="mm", a=N, b=N)
-def two_placements_of_one_size(x, y):
-    of_a = bj.map_fn(jnp.sin, x, placement="a")
-    of_b = bj.map_fn(lambda v, u: v * u, (y, of_a), placement="b")
-    return bj.reduce_sum(of_b, placement="b"), bj.reduce_sum(of_a, placement="a")
-
-
-@case(X, normal(7, 4), moves=(1, 0), a=N, b=7)
-def two_placements_that_meet_in_a_product(x, y):
-    of_a = bj.map_fn(jnp.sin, x, placement="a")
-    of_b = bj.map_fn(jnp.cos, y, placement="b")
-    return of_a @ of_b.T, bj.reduce_sum(of_a, placement="a")
-
-
-@case(W, X, reads=".m")
-def a_constant_that_is_mapped_over(w, x):
-    return bj.reduce_sum(bj.map_fn(lambda v, c: v * c * w, (x, jnp.asarray(TABLE))))
-
-
-# --- values that members make
-
-
-@case(X, reads="m")
-def made_values(x):
-    ids, keys = jnp.arange(N), jax.random.split(jax.random.key(1), N)
-    fn = lambda v, i, k: v * i.astype(v.dtype) + jax.random.normal(k)
-    return bj.reduce_sum(bj.map_fn(fn, (x, ids, keys)))
-
-
-@case(W, X, reads=".m")
-def copies_of_a_server_value(w, x):
-    copies = (jnp.tile(w, (N, 1)), jnp.stack([w] * N), jnp.repeat(w[None], N, axis=0),
-              jnp.broadcast_to(w, (N, 4)))  # fmt: skip
-    return bj.reduce_sum(bj.map_fn(lambda v, *ws: sum(ws) * v, (x, *copies)))
-
-
-# --- rows, of which each member has a few
-
-
-def cut(x, *shape):
-    return x.reshape(N, *shape) if shape else x.reshape(N, -1, *x.shape[1:])
-
-
-@case({"x": ROWS, "t": T}, W, reads="rr.")
-def batches(batch, w):
-    return bj.map_fn(lambda b: b["x"] @ w + b["t"], jax.tree.map(cut, batch))
-
-
-@case(ROWS, reads="r")
-def other_shapes(x):
-    flat, halves = cut(x, -1), cut(x, 2, 6)
-    return bj.reduce_sum(bj.map_fn(lambda a, b: jnp.sort(a).reshape(2, 6) + b, (flat, halves)))
-
-
-@case(ROWS.reshape(-1), reads="r")
-def flat_rows(x):
-    return bj.reduce_max(bj.map_fn(lambda v: v[::-1], cut(x, B, 4)))
-
-
-@case(ROWS, W, reads="r.")
-def rows_also_whole(x, w):
-    return bj.reduce_mean(bj.map_fn(lambda v: v @ w, cut(x, B, 4))), jnp.sort(x, axis=None)
-
-
-@case(ROWS, W, moves=(0, 1))
-def members_also_whole(x, w):
-    members = cut(x, B, 4)
-    return bj.reduce_mean(bj.map_fn(lambda v: v @ w, members)), jnp.sort(members, axis=None)
-
-
-@case(ROWS, W, reads="r.", moves=(1, 0))
-def results_of_members_whole(x, w):
-    return jnp.sort(bj.map_fn(lambda v: v @ w, cut(x, B, 4)), axis=0)
-
-
-@case(ROWS, T, reads="rr")
-def cut_and_then_computed(x, t):
-    rest = cut(x, B, 4)[:, 1:] * 2
-    return bj.reduce_sum(bj.map_fn(lambda v, k: v.sum() * k.max(), (rest, cut(t, B))))
-
-
-@case(KEYS, reads="r")
-def rows_of_keys(keys):
-    return bj.reduce_sum(bj.map_fn(lambda ks: jax.vmap(jax.random.normal)(ks), cut(keys, B)))
-
-
-@case(ROWS.astype("bfloat16"), ROWS > 0, reads="rr")
-def rows_of_other_dtypes(x, p):
-    return bj.reduce_sum(bj.map_fn(lambda a, b: (a * 2, b.any()), (cut(x, B, 4), cut(p, B, 4))))
-
-
-@case(ROWS, reads="r", clients=N, pairs=N * B // 2)
-def rows_of_two_placements(x):
-    first = bj.map_fn(jnp.sum, cut(x, B, 4), placement="clients")
-    second = bj.map_fn(jnp.max, x.reshape(-1, 2, 4), placement="pairs")
-    return bj.reduce_max(first, placement="clients"), bj.reduce_sum(second, placement="pairs")
-
-
-@case(W)
-def rows_of_a_constant(w):
-    return bj.reduce_sum(bj.map_fn(lambda v: v @ w, cut(CLOSED, B, 4)))
-
-
-@case(ROWS, W, reads="r.")
-def rows_in_a_loop(x, w):
-    y = x * 2
-
-    def step(w, rate):
-        grads = bj.map_fn(lambda v, u: v.T @ jnp.tanh(u @ w), (cut(y), cut(x)))
-        return w - rate * bj.reduce_mean(grads), jnp.sum(w)
-
-    return jax.lax.scan(step, w, jnp.asarray([0.1, 0.2]))
-
-
-@case(ROWS, W, reads="r.")
-def rows_in_a_branch(x, w):
-    mean = lambda w: bj.reduce_mean(bj.map_fn(lambda v: v @ w, cut(x, B, 4)))
-    return jax.lax.cond(w[1] > 0, mean, lambda w: jnp.zeros(B), w)
-
-
-@case(ROWS, W, reads="r.")
-def a_gradient(x, w):
-    def loss(w):
-        return bj.reduce_mean(
-            bj.map_fn(lambda v, u: jnp.sum((v @ w - u) ** 2), (cut(x * 2), cut(x[:, 0])))
-        )
-
-    return jax.grad(loss)(w)
-
-
-# --- rows that are computed before they are cut
-
-
-@case(TOKENS, reads="r")
-def shifted_tokens(tokens):
-    inputs, targets = cut(tokens[:, :-1]), cut(tokens[:, 1:])
-    return bj.reduce_sum(bj.map_fn(lambda a, b: jnp.sum(a * b), (inputs, targets)))
-
-
-@case(ROWS, W, reads="r.")
-def rows_with_server_values(x, w):
-    return bj.map_fn(lambda v: v.sum(0), cut((x - w[None]) / jnp.max(w)))
-
-
-@case(TOKENS, reads="r")
-def one_hot_and_rolled(tokens):
-    hot = cut(jax.nn.one_hot(jnp.roll(tokens, 1, axis=1), 11))
-    return bj.reduce_mean(bj.map_fn(lambda v: v.mean(0), hot))
-
-
-@case(ROWS, TOKENS, reads="rr")
-def rows_of_two_inputs(x, t):
-    return bj.reduce_max(bj.map_fn(lambda v: v[::-1], cut(x * t[:, :4].astype("float32"))))
-
-
-@case(ROWS, reads="r")
-def numbers_of_rows(x):
-    return bj.map_fn(lambda v: v.max(0), cut(x + jnp.arange(float(N * B))[:, None]))
-
-
-@case(KEY)
-def two_keys_for_each(key):
-    keys = jax.random.split(key, 2 * N).reshape(N, 2)
-    return bj.map_fn(lambda k: jax.random.bits(k[1], (2,)), keys)
-
-
-@case(jax.random.PRNGKey(3))
-def two_raw_keys_for_each(key):
-    keys = jax.random.split(key, 2 * N).reshape(N, 2, 2)
-    return bj.map_fn(lambda k: jax.random.bits(k[1], (2,)), keys)
-
-
-@case(ROWS, reads=".", moves=(0, 1))
-def rows_that_mix(x):
-    return bj.reduce_sum(bj.map_fn(lambda v: v[0] - v[1], cut(jnp.cumsum(x, axis=0))))
-
-
-@case(ROWS, moves=(0, 1))
-def computed_rows_also_whole(x):
-    y = cut(x * 2)
-    return bj.reduce_sum(bj.map_fn(lambda v: v[0], y)), jnp.sort(y, axis=None)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_live_where_they_are_read(name):
-    fn, args, reads, moves = PROGRAMS[name]
+    (fn, args), (reads, moves) = named(name), PROGRAMS[name][2:4]
     with jax.numpy_rank_promotion("allow"):
         assert moves_of(fn, *args) == moves
         assert reads is None or reads_of(fn, *args) == reads
         check(fn, *args)
 
 
-ON_BEAM = ["batches", "rows_also_whole", "rows_of_keys", "rows_in_a_loop", "shifted_tokens",
-           "two_keys_for_each", "numbers_of_rows"]  # fmt: skip
+ON_BEAM = ["batches", "rows also whole", "keys", "in a loop", "shifted tokens",
+           "two keys for each", "numbers of rows"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ON_BEAM)
 def test_beam_gives_the_same_bits(name):
-    fn, args, _, _ = PROGRAMS[name]
+    fn, args = named(name)
     with jax.numpy_rank_promotion("allow"):
         local = bj.run(fn, *args, runner="local", options=OPTIONS)
         assert_same_bits(bj.run(fn, *args, runner="DirectRunner", options=OPTIONS), local)
@@ -336,22 +252,26 @@ def test_beam_gives_the_same_bits(name):
 
 
 def test_places_as_text():
-    fn, args, _, _ = PROGRAMS["mapped"]
-    text = str(bj.explain(fn, *args, stage="placed"))
+    text = str(bj.explain(*unpacked("mapped"), stage="placed"))
     assert "arg0:float32[4]: server\narg1:float32[20,4]: clients along axis 0\n" in text
-    assert [line.partition("-> ")[2] for line in text.splitlines()[2:]] == [
-        "clients along axis 0", "server",
-    ]  # fmt: skip
-    fn, args, _, _ = PROGRAMS["closed_over"]
-    assert places(fn, *args) == ["server", "clients 0"]
-    fn, args, _, _ = PROGRAMS["gathered_and_placed"]
-    assert places(fn, *args) == ["server", "server", "clients 0"]
-    assert places(*PROGRAMS["two_placements_of_one_size"][0:1], X, Y) == ["a 0", "b 0"]
-    assert "clients 0" in places(PROGRAMS["a_constant_that_is_mapped_over"][0], W, X)[2:]
+    lines = [line.partition("-> ")[2] for line in text.splitlines()[2:]]
+    assert lines == ["clients along axis 0", "server"]
+    for name, expected in {
+        "closed over": ["server", "clients 0"],
+        "gathered and placed": ["server", "server", "clients 0"],
+        "two placements of one size": ["a 0", "b 0"],
+    }.items():
+        assert places(*unpacked(name)) == expected
+    assert "clients 0" in places(*unpacked("a constant"))[2:]
+
+
+def unpacked(name):
+    fn, args = named(name)
+    return fn, *args
 
 
 def test_members_along_another_axis():
-    fn = PROGRAMS["mapped"][0]
+    fn, _ = named("mapped")
     for axis, x, place in ((1, normal(N, 5, 4), "clients 0"), (0, normal(5, N, 4), "clients 1")):
         batched = jax.vmap(fn, in_axes=(None, axis))
         assert places(batched, W, x) == ["server", place]
@@ -359,21 +279,21 @@ def test_members_along_another_axis():
 
 
 def test_one_name_with_two_sizes():
-    small = bj.program(clients=7)(lambda y: bj.reduce_sum(bj.map_fn(jnp.sin, y)))
-    fn = lambda x, y: PROGRAMS["mapped"][0](small(y), x)
+    small = bj.program(clients=7)(lambda y: total(jnp.sin, y))
+    fn = lambda x, y: named("mapped")[0](small(y), x)
     assert places(fn, X, normal(7, 4)) == ["clients[20] 0", "clients[7] 0"]
     check(fn, X, normal(7, 4))
 
 
 def test_one_view_for_all_shapes():
-    fn, args, _, _ = PROGRAMS["rows_also_whole"]
+    fn, args = named("rows also whole")
     (spec, _) = planned(fn, *args, **OPTIONS).plan.inputs
     assert (spec.server, spec.placed) == ("arg0", None)
     assert [(view.placed, view.rows) for view in spec.views] == [("arg0.rows20@clients", B)]
     text = str(bj.explain(fn, *args, options=OPTIONS))
     assert "whole and by shards of 3 rows a member, in memory" in text
-    for name, rows in {"other_shapes": [B], "rows_of_two_placements": [B, 2]}.items():
-        (spec,) = planned(*PROGRAMS[name][0:1], ROWS, **OPTIONS).plan.inputs
+    for name, rows in {"other shapes": [B], "rows of two placements": [B, 2]}.items():
+        (spec,) = planned(*unpacked(name), **OPTIONS).plan.inputs
         assert [view.rows for view in spec.views] == rows
 
 
@@ -393,7 +313,7 @@ def test_more_members_than_an_index_can_count():
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_sources_with_rows(runner, tmp_path):
-    fn, (batch, w), _, _ = PROGRAMS["batches"]
+    fn, (batch, w) = named("batches")
     for name, leaf in batch.items():
         np.save(tmp_path / f"{name}.npy", leaf)
     files = bj.from_npy({name: tmp_path / f"{name}.npy" for name in batch})
@@ -401,7 +321,7 @@ def test_sources_with_rows(runner, tmp_path):
         found = bj.run(fn, source, w, runner=runner, options=OPTIONS)
         assert_close(found, jax.jit(fn)(batch, w))
     np.save(tmp_path / "tokens.npy", TOKENS)
-    fn = PROGRAMS["shifted_tokens"][0]
+    fn, _ = named("shifted tokens")
     found = bj.run(fn, bj.from_npy(tmp_path / "tokens.npy"), runner=runner, options=OPTIONS)
     np.testing.assert_array_equal(found, jax.jit(fn)(TOKENS))
 
@@ -419,7 +339,7 @@ def test_arguments_that_do_not_fit():
     longer = bj.from_arrays(np.ones((N + 1, 3), "float32"))
     mean = program(lambda x: jnp.mean(x, 0) + bj.reduce_sum(bj.broadcast(1.0)))
     sums = bj.program(a=N, b=N)(lambda x: jnp.cumsum(x, 0))
-    whole, rows = PROGRAMS["rows_also_whole"][0], bj.from_arrays(ROWS)
+    (whole, _), rows = named("rows also whole"), bj.from_arrays(ROWS)
     cases = [
         (bj.PlacementError, r"args\[0\]: it has 21 members, but", mean, longer),
         (bj.PlacementError, r"it has 60 members, but .*'clients': 20", whole, rows, W),
@@ -430,7 +350,7 @@ def test_arguments_that_do_not_fit():
         with pytest.raises(kind, match=message):
             bj.run(fn, *args, runner="local")
     scalar, spec = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((N, 3), "float32")
-    scaled = program(lambda s, x: bj.reduce_sum(bj.map_fn(lambda v: v * s, x)))
+    scaled = program(mapped)
     with pytest.raises(bj.PlacementError, match=r"args\[0\]: found a scalar of type float32"):
         bj.transform(scaled, scalar, spec)
     members = beam.Pipeline(runner="DirectRunner") | beam.Create([])

@@ -172,35 +172,30 @@ def far_error(plan, inputs, program):
     return str(error.value)
 
 
-def test_other_versions():
-    plan, inputs = plan_and_inputs(two_passes, (X,))
-    header, _, rest = plan.recipe.pickled().partition(b"\n")
-    other = json.dumps(json.loads(header) | {"jax": "0.1"}).encode()
-    message = far_error(plan, inputs, other + b"\n" + rest)
-    assert "map_clients_0: it runs as Python, which takes the same versions" in message
-    assert "'jax': '0.1'" in message
-
-
-def test_another_program():
-    plan, inputs = plan_and_inputs(two_passes, (X,))
-    other, _ = plan_and_inputs(program(lambda x: bj.map_fn(lambda v: host_sin(v) + 1, x)), (X,))
-    message = far_error(plan, inputs, other.recipe.pickled())
-    assert "stages the function to another program" in message
-    assert "pure_callback calls back to the host at" in message
-
-
-def test_a_function_that_fails_elsewhere():
-    @program
-    def prog(x):
+def test_programs_that_another_process_refuses():
+    def fails(x):
         if missing:
             raise ImportError("no module")
         return bj.map_fn(host_sin, x)
 
     missing = []
-    plan, inputs = plan_and_inputs(prog, (X,))
+    plan, inputs = plan_and_inputs(two_passes, (X,))
+    header, _, rest = plan.recipe.pickled().partition(b"\n")
+    older = json.dumps(json.loads(header) | {"jax": "0.1"}).encode() + b"\n" + rest
+    message = far_error(plan, inputs, older)
+    assert "map_clients_0: it runs as Python, which takes the same versions" in message
+    assert "'jax': '0.1'" in message
+    other, _ = plan_and_inputs(program(lambda x: bj.map_fn(lambda v: host_sin(v) + 1, x)), (X,))
+    message = far_error(plan, inputs, other.recipe.pickled())
+    assert "stages the function to another program" in message
+    assert "pure_callback calls back to the host at" in message
+    failing, inputs = plan_and_inputs(program(fails), (X,))
     missing.append("a module")
-    message = far_error(plan, inputs, None)
+    message = far_error(failing, inputs, None)
     assert "the function can't be staged in this process: ImportError: no module" in message
+    python = restaging.PythonBody("x calls back", "0")
+    with pytest.raises(WorkerError, match="step_0: it runs as Python, but its function is neither"):
+        restaging.python_function("unheard of", Body("step_0", {}, (), python))
 
 
 def test_what_can_not_be_pickled_runs_here_and_is_named_elsewhere():
@@ -223,27 +218,18 @@ def test_what_can_not_be_pickled_runs_here_and_is_named_elsewhere():
     assert f"{__file__}:{prog.__wrapped__.__code__.co_firstlineno} " in str(error.value)
 
 
-def test_a_body_without_a_program():
-    python = restaging.PythonBody("x calls back", "0")
-    with pytest.raises(WorkerError, match="step_0: it runs as Python, but its function is neither"):
-        restaging.python_function("unheard of", Body("step_0", {}, (), python))
+# --- lifetime, and processes of Beam
 
 
-# --- lifetime
-
-
-def test_nothing_keeps_the_function():
-    def fn(x):
-        return bj.map_fn(host_sin, x)
-
-    prog = program(fn)
+def test_nothing_holds_on_to_the_function():
+    prog = program(lambda x: bj.map_fn(host_sin, x))
     bj.run(prog, X, runner="local")
-    keys = set(restaging._known)
-    dead = weakref.ref(fn)
-    del fn, prog
+    known = set(restaging._known)
+    dead = weakref.ref(prog.__wrapped__)
+    del prog
     gc.collect()
     assert dead() is None
-    assert set(restaging._known) < keys
+    assert set(restaging._known) < known
 
 
 SCRIPT = """

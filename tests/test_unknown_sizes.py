@@ -348,77 +348,45 @@ X = data(1)["x"]
 HERE = re.escape(__file__)
 
 
+# fmt: off
 def branches(x):
     return bj.reduce_sum(x) if x.shape[0] > 3 else bj.reduce_max(x)
-
-
 def python_loop(x):
     return sum(bj.reduce_sum(x) * i for i in range(x.shape[0]))
-
-
 def numpy_array(x):
     return bj.reduce_sum(bj.map_fn(jnp.sum, x) * np.zeros(x.shape[0]))
-
-
 def of_float(x):
     return bj.reduce_sum(x) / float(x.shape[0])
-
-
 def first(x):
     return x[0]
-
-
 def last(x):
     return x[-1]
-
-
 def few(x):
     return x[:2]
-
-
 def clipped(x):
     return bj.reduce_sum(x.at[2].set(0, mode="clip"))
-
-
 def updated(x):
     return bj.reduce_sum(jax.lax.dynamic_update_index_in_dim(x, W[0] * x.sum(0), 2, 0))
-
-
 def in_order(x):
     return jnp.sort(x, axis=0)
-
-
 def flat(x):
     return bj.reduce_sum(x) + jnp.sort(x.reshape(-1))[0]
-
-
 def gram(x):
     return jnp.einsum("iab,jab->ij", x, x)
-
-
 def pairs(x):
     return bj.reduce_sum(bj.map_fn(lambda v: (v[None] - x).sum(), x))
-
-
 def cumulated(x):
     return bj.reduce_sum(jnp.cumsum(x, axis=0))
-
-
 def whole(x):
     return jnp.arange(x.shape[0]), bj.reduce_sum(x)
-
-
 def scan_over_members(x):
     return jax.lax.scan(lambda c, v: (c * 0.5 + v, None), jnp.zeros((4, 3)), x)[0]
-
-
 def loop_in_body(x):
     n = x.shape[0]
     return bj.reduce_sum(bj.map_fn(lambda v: jax.lax.fori_loop(0, 2, lambda i, a: a / n, v), x))
-
-
 def scattered(x):
     return bj.reduce_sum(bj.map_fn(lambda v, i: v * i, (x, jnp.cumsum(jnp.ones(x.shape[0])))))
+# fmt: on
 
 
 NEEDING = [
@@ -451,27 +419,24 @@ def test_errors_of_the_user_are_as_they_are():
         transform(opened(lambda x: bj.reduce_sum(x) + jnp.ones(7)), tree=X)
 
 
-def test_shapes():
+def test_specifications_that_do_not_fit():
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     (m,) = jax.export.symbolic_shape("m")
     for shape in [(3, UNKNOWN), (UNKNOWN, m), (2 * UNKNOWN, 3)]:
         with pytest.raises(StructureError, match=r"args\[0\].*the first dimension"):
-            bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct(shape, "float32"))
-
-
-def test_constraints_that_nothing_would_check():
+            bj.transform(opened(bj.reduce_sum), spec(*shape))
     (n,) = jax.export.symbolic_shape("n", constraints=["n >= 1"])
-    bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
+    bj.transform(opened(bj.reduce_sum), spec(n, 3))
     (n,) = jax.export.symbolic_shape("n", constraints=["n >= 8"])
     with pytest.raises(StructureError, match=r"the constraints \['n >= 8'\], expected none"):
-        bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
-
-
-def test_placements_that_do_not_fit():
-    spec = jax.ShapeDtypeStruct((UNKNOWN, 3), "float32")
+        bj.transform(opened(bj.reduce_sum), spec(n, 3))
+    five = bj.program(clients=5)
     with pytest.raises(PlacementError, match="expected"):
-        bj.transform(bj.program(clients=5)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x))), spec)
+        bj.transform(five(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x))), spec(UNKNOWN, 3))
     with pytest.raises(PlacementError, match="it has n members"):
-        bj.transform(bj.program(clients=5)(lambda x: jnp.float32(3)), spec)
+        bj.transform(five(lambda x: jnp.float32(3)), spec(UNKNOWN, 3))
+    with pytest.raises(StagingError, match="expected an array or a source"):
+        bj.run(opened(bj.reduce_sum), spec(UNKNOWN, 3))
 
 
 def test_a_placement_without_members_in_the_pcollection():
@@ -482,8 +447,3 @@ def test_a_placement_without_members_in_the_pcollection():
 
     with pytest.raises(StagingError, match="'others' is unknown"), pipeline() as p:
         p | beam.Create(members(X)) | transform(prog, tree=X)
-
-
-def test_run_takes_no_unknown_sizes():
-    with pytest.raises(StagingError, match="expected an array or a source"):
-        bj.run(opened(bj.reduce_sum), jax.ShapeDtypeStruct((UNKNOWN, 3), "float32"))
