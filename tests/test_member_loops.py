@@ -1,5 +1,7 @@
 """What stays in a pass: loops and branches on placed values, and reductions of sliced members."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,20 +16,6 @@ N = 20
 X = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32))
 W = jnp.asarray([0.5, -1.0, 2.0])
 OPTIONS = {"shard_size": 8}
-CASES = {}
-
-
-def case(**steps):
-    """Registers a function of a server value and a placed one, and how many steps it takes."""
-
-    def register(fn):
-        def prog(w, x):
-            return fn(w, bj.map_fn(jnp.sin, x))
-
-        CASES[fn.__name__] = bj.program(clients=N)(prog), steps
-        return fn
-
-    return register
 
 
 def check(fn, *args, gathered=None):
@@ -39,153 +27,126 @@ def check(fn, *args, gathered=None):
     return found
 
 
+def halved(v):
+    """Halves a member until it is small, and counts."""
+    one = lambda s: (s[0] * 0.5, s[1] + 1)
+    return lax.while_loop(lambda s: jnp.abs(s[0]).sum() > 0.5, one, (v, 0))
+
+
 def training(w, v):
     return lax.scan(lambda c, i: (jnp.tanh(c * w + v * i), c.sum()), v, jnp.arange(3.0))
 
 
-@case(maps=1)
-def vmapped_scan(w, x):
+def trained(w, x):
     return jax.vmap(training, (None, 0))(w, x)
 
 
-@case(maps=1)
-def vmapped_along_another_axis(w, x):
-    return jax.vmap(training, (None, 1), 1)(w, x.T)[0]
-
-
-@case(maps=1)
-def reduced_afterwards(w, x):
-    return jnp.mean(jax.vmap(training, (None, 0))(w, x)[0], 0)
-
-
-@case(maps=1)
-def vmapped_while(w, x):
-    one = lambda s: (s[0] * 0.5, s[1] + 1)
-    return jax.vmap(lambda v: lax.while_loop(lambda s: jnp.abs(s[0]).sum() > 0.5, one, (v, 0)))(x)
-
-
-@case(maps=1)
-def vmapped_cond(w, x):
-    return jax.vmap(lambda v: lax.cond(v[0] > 0, lambda v: v * w, lambda v: v - w, v))(x)
-
-
-@case(maps=1)
-def branch_of_the_server(w, x):
-    return lax.cond(w[0] > 0, lambda x: x * 2, lambda x: jnp.zeros_like(x), x)
-
-
-@case(maps=1)
 def branch_of_scans(w, x):
     scan = lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]
     return lax.switch(w.astype(int)[2], [lambda x: x, scan, scan], x)
 
 
-@case(maps=1)
-def rounds_of_elementwise_operations(w, x):
-    return lax.fori_loop(0, 4, lambda i, c: jnp.sin(c) + i, x)
-
-
-@case(maps=1)
-def rounds_that_stack(w, x):
-    return lax.scan(lambda c, i: (c * 0.5 + i, c[:, 0]), x, jnp.arange(3.0), reverse=True)
-
-
-@case(maps=1)
-def rounds_over_a_stack(w, x):
-    return lax.scan(lambda c, v: (c + v, None), x, jnp.stack([x, x * 2]))[0]
-
-
-@case(maps=1)
 def rounds_with_member_indices(w, x):
     one = lambda c, i: (c + jnp.where(jnp.arange(N) == i, 1.0, 0.0)[:, None], None)
     return lax.scan(one, x, jnp.arange(3))[0]
 
 
-@case(maps=1)
-def rounds_with_values_made_around(w, x):
+def rounds_with_made_values(w, x):
     y = jnp.ones((N, 3)) * 0.5
     return lax.scan(lambda c, _: (c * y, None), x, None, length=2)[0]
 
 
-@case(maps=1)
-def rounds_that_read_a_made_value_whole_and_by_members(w, x):
+def rounds_with_a_made_tangent(w, x):
     # The tangent of ones is a value of the server, and in the product with x one of the members.
-    def last(x, v):
-        return lax.fori_loop(0, 3, lambda i, c: jnp.tanh(v * 0.5), x)
-
+    last = lambda x, v: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(v * 0.5), x)
     return jax.jvp(last, (x, x), (jnp.ones_like(x), jnp.ones_like(x)))[0]
 
 
-@case(maps=1)
 def scan_in_a_vmapped_while(w, x):
-    def one(s):
-        return lax.scan(lambda c, _: (c * 0.9, None), s, None, length=2)[0]
-
+    one = lambda s: lax.scan(lambda c, _: (c * 0.9, None), s, None, length=2)[0]
     return jax.vmap(lambda v: lax.while_loop(lambda s: jnp.abs(s).sum() > 0.5, one, v))(x)
 
 
-@case(maps=2, loops=1)
-def rounds_that_reduce(w, x):
-    return lax.fori_loop(0, 4, lambda i, w: w - 0.1 * jnp.mean(x * w[None], 0), w)
-
-
-@case(maps=2, loops=1)
-def rounds_that_count(w, x):
-    # What a round computes for the server, the server needs.
-    return lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0] * 2, s[1] + 1), (x, 0))
-
-
-@case(maps=4, loops=2)
 def rounds_with_rounds_that_count(w, x):
-    def inner(x):
-        one = lambda i, s: (s[0] * 0.9, s[1] + i)
-        return lax.fori_loop(0, 3, one, (x, jnp.ones(2, jnp.int32)))
-
     def outer(s):
-        y, counts = inner(x)
+        one = lambda i, s: (s[0] * 0.9, s[1] + i)
+        y, counts = lax.fori_loop(0, 3, one, (x, jnp.ones(2, jnp.int32)))
         return s[0] + 1, s[1] + y * jnp.sum(counts).astype(y.dtype)
 
     return lax.while_loop(lambda s: (s[0] < 3) & (jnp.sum(x) != 0), outer, (0, x))[1]
 
 
-@case(maps=1, gathers=1)
-def rounds_that_mix_members(w, x):
-    return lax.fori_loop(0, 2, lambda i, c: jnp.sort(c, 0) * 2, x)
+# Functions of a server value and a placed one that take one pass; and how many steps others take.
+ONE_PASS = {
+    "vmapped scan": trained,
+    "along another axis": lambda w, x: jax.vmap(training, (None, 1), 1)(w, x.T)[0],
+    "reduced afterwards": lambda w, x: jnp.mean(trained(w, x)[0], 0),
+    "vmapped while": lambda w, x: jax.vmap(halved)(x),
+    "vmapped cond": lambda w, x: jax.vmap(
+        lambda v: lax.cond(v[0] > 0, lambda v: v * w, lambda v: v - w, v)
+    )(x),
+    "branch of the server": lambda w, x: lax.cond(w[0] > 0, lambda x: x * 2, jnp.zeros_like, x),
+    "branch of scans": branch_of_scans,
+    "elementwise": lambda w, x: lax.fori_loop(0, 4, lambda i, c: jnp.sin(c) + i, x),
+    "stacks": lambda w, x: lax.scan(
+        lambda c, i: (c * 0.5 + i, c[:, 0]), x, jnp.arange(3.0), reverse=True
+    ),
+    "over a stack": lambda w, x: lax.scan(lambda c, v: (c + v, None), x, jnp.stack([x, x * 2]))[0],
+    "member indices": rounds_with_member_indices,
+    "made values": rounds_with_made_values,
+    "a made tangent": rounds_with_a_made_tangent,
+    "scan in while": scan_in_a_vmapped_while,
+}
+OTHERS = {
+    "rounds that reduce": (
+        lambda w, x: lax.fori_loop(0, 4, lambda i, w: w - 0.1 * jnp.mean(x * w[None], 0), w),
+        {"Map": 2, "Loop": 1},
+    ),
+    # What a round computes for the server, the server needs.
+    "rounds that count": (
+        lambda w, x: lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0] * 2, s[1] + 1), (x, 0)),
+        {"Map": 2, "Loop": 1},
+    ),
+    "rounds in rounds": (rounds_with_rounds_that_count, {"Map": 4, "Loop": 2}),
+    "rounds that mix members": (
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: jnp.sort(c, 0) * 2, x),
+        {"Map": 1, "Gather": 1},
+    ),
+    "scan over members": (
+        lambda w, x: lax.scan(lambda c, v: (c + v, jnp.sum(c)), w, x),
+        {"Map": 1, "Gather": 1},
+    ),
+}
+CASES = {**{name: (fn, {"Map": 1}) for name, fn in ONE_PASS.items()}, **OTHERS}
 
 
-@case(maps=1, gathers=1)
-def scan_over_members(w, x):
-    return lax.scan(lambda c, v: (c + v, jnp.sum(c)), w, x)
+def program_of(fn):
+    return bj.program(clients=N)(lambda w, x: fn(w, bj.map_fn(jnp.sin, x)))
 
 
-def kinds(fn, *args):
+def kinds(steps):
     """How many steps there are of each kind, those of blocks included."""
-
-    def walk(steps):
-        for step in steps:
-            yield step.kind
-            for block in step.blocks:
-                yield from walk(block.steps)
-
-    found = list(walk(bj.explain(fn, *args, options=OPTIONS).facts.steps))
-    names = {"maps": "Map", "loops": "Loop", "gathers": "Gather"}
-    return {key: found.count(kind) for key, kind in names.items() if kind in found}
+    found = collections.Counter(step.kind for step in steps)
+    return sum((kinds(block.steps) for step in steps for block in step.blocks), found)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loops_on_placed_values(name):
-    fn, expected = CASES[name]
-    assert kinds(fn, W, X) == expected
+    fn, expected = program_of(CASES[name][0]), CASES[name][1]
+    found = kinds(bj.explain(fn, W, X, options=OPTIONS).facts.steps)
+    assert {kind: found[kind] for kind in ("Map", "Loop", "Gather") if found[kind]} == expected
     check(fn, W, X)
 
 
 def test_beam_gives_the_same_bits():
     """All that takes one pass in one program, and loops that a driver runs."""
-    together = [fn for fn, steps in CASES.values() if steps == {"maps": 1}]
-    one_pass = lambda w, x: [fn(w, x) for fn in together]
-    driven = [CASES[name][0] for name in ("rounds_that_reduce", "rounds_with_rounds_that_count",
-                                          "scan_over_members")]  # fmt: skip
-    for fn in (one_pass, *driven, lambda w, x: (fitted(W4, A, LABELS), in_rounds(W4, A))):
+    programs = [
+        program_of(lambda w, x: [fn(w, x) for fn in ONE_PASS.values()]),
+        *(program_of(OTHERS[name][0]) for name in
+          ("rounds that reduce", "rounds in rounds", "scan over members")),
+        lambda w, x: (fitted(W4, A, LABELS), in_rounds(W4, A)),
+    ]  # fmt: skip
+    for fn in programs:
         local = bj.run(fn, W, X, runner="local", options=OPTIONS)
         assert_same_bits(bj.run(fn, W, X, runner="DirectRunner", options=OPTIONS), local)
 
@@ -200,7 +161,7 @@ def test_reductions_of_parts_of_members_gather_nothing(name):
     n = next(len(a.value) for a in group.args if isinstance(a, Placed))
     rows = [function for _, function in group.rows.values()]
 
-    def program_of(rows):
+    def reducing(rows):
         @bj.program(clients=n)
         def prog(*values):
             seen = [
@@ -212,8 +173,8 @@ def test_reductions_of_parts_of_members_gather_nothing(name):
         return prog
 
     values = [a.value if isinstance(a, Placed) else a for a in group.args]
-    assert bj.explain(program_of(rows), *values).facts.gathered_bytes == 0
-    check(program_of(rows[::4]), *values)
+    assert bj.explain(reducing(rows), *values).facts.gathered_bytes == 0
+    check(reducing(rows[::4]), *values)
 
 
 A = jax.random.normal(jax.random.key(0), (N, 4))
