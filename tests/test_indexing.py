@@ -198,13 +198,13 @@ def check(case):
     assert not wrong(traced, n, indices, options, shape)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(cases(NARROW))
 def test_drawn_operations_give_what_jit_gives(case):
     check(case)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(cases((*NARROW, "int64", "uint64")))
 def test_drawn_operations_with_wide_types(case):
     with jax.enable_x64(True):

@@ -234,25 +234,21 @@ class Scale:
 
 
 def test_names_of_maps():
-    bodies = {
-        "square": [
-            functools.partial(functools.partial(square), jnp.float32(2.0)),
-            functools.partial(jax.jit(square), jnp.float32(2.0)),
-            jax.tree_util.Partial(square, jnp.float32(2.0)),
-        ],
-        "<lambda>": [lambda v: v * 2],
-        "Scale": [Scale()],
-    }
+    two = jnp.float32(2.0)
+    bodies = [
+        (functools.partial(functools.partial(square), two), "square"),
+        (functools.partial(jax.jit(square), two), "square"),
+        (jax.tree_util.Partial(square, two), "square"),
+        (lambda v: v * 2, "<lambda>"),
+        (Scale(), "Scale"),
+    ]
     x = jnp.ones((N, 2))
     of = lambda fn, *args: [eqn.params["name"] for eqn in maps_of(fn, *args)]
-    for name, functions in bodies.items():
-        for body in functions:
-            run = program(lambda x, body=body: bj.reduce_sum(bj.map_fn(body, x)))
-            assert of(run, x) == [name]
-    run = program(lambda x: bj.reduce_sum(bj.map_fn(bodies["square"][0], x)))
-    assert of(lambda x: jax.jvp(run, (x,), (x,)), x) == ["square", "jvp_square"]
-    assert of(jax.grad(run), x) == ["square", "transpose_jvp_square"]
-    assert of(jax.vmap(run), jnp.stack([x, x])) == ["square"]
+    runs = [program(lambda x, f=f: bj.reduce_sum(bj.map_fn(f, x))) for f, _ in bodies]
+    assert [of(run, x) for run in runs] == [[name] for _, name in bodies]
+    assert of(lambda x: jax.jvp(runs[0], (x,), (x,)), x) == ["square", "jvp_square"]
+    assert of(jax.grad(runs[0]), x) == ["square", "transpose_jvp_square"]
+    assert of(jax.vmap(runs[0]), jnp.stack([x, x])) == ["square"]
 
 
 def test_lines_of_equations_are_the_users():

@@ -91,11 +91,6 @@ def of_trees(point, pair):
     return mapped, pair.right, None
 
 
-@jax.jit
-def compiled(x):
-    return jax.value_and_grad(lambda w: bj.program(clients=N)(total)(w, x))(2.0)
-
-
 def total(w, x):
     @jax.custom_jvp
     def measured(v):
@@ -109,7 +104,7 @@ CASES = {
     "two passes": (two_passes, X),
     "keys and weak types": (draws, 2.0, KEYS),
     "trees": (of_trees, Point(X), Pair(X[:, 0], (None, X[0]))),
-    "jit and gradient": (compiled, X),
+    "jit and gradient": (jax.jit(jax.value_and_grad(program(total))), 2.0, X),
     "partial": (functools.partial(draws, 3), KEYS),
     "source": (two_passes, bj.from_arrays(np.asarray(X))),
     "closure over arrays": (program(lambda x: bj.map_fn(lambda v: host_sin(v + X[2]), x)), X),
