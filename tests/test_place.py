@@ -355,8 +355,8 @@ def test_arguments_that_do_not_fit():
     with pytest.raises(bj.PlacementError, match=r"args\[0\]: found a scalar of type float32"):
         bj.transform(scaled, scalar, spec)
     members = beam.Pipeline(runner="DirectRunner") | beam.Create([])
+    batches = program(lambda x, w: mean(w, x))
     with pytest.raises(bj.StagingError, match=r"args\[0\]: the program cuts it into groups of 3"):
-        batches = program(lambda x, w: mean(w, x))
         members | bj.transform(batches, jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), W)
 
 

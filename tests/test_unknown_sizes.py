@@ -283,7 +283,10 @@ def host_sum(x):
     return np.sum(x, dtype=np.float32)
 
 
-@pytest.mark.parametrize("running", ["in_memory", "multi_processing"])
+PROCESSES = pytest.param("multi_processing", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("running", ["in_memory", PROCESSES])
 def test_calls_to_the_host(running, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # so that workers find `host_sum`
     flags = [f"--direct_running_mode={running}", "--direct_num_workers=2"]
