@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
+from helpers import assert_same_bits
 from pyarrow import parquet
 
 import beamjax as bj
@@ -54,51 +55,35 @@ def mean_of_rounds(x):
 
 def sorted_in_rounds(x):
     """Gathers what a loop carries along the members."""
-
-    def one(z, _):
-        return bj.map_fn(lambda v: v * 2, z), jnp.sort(z, 0)[0]
-
+    one = lambda z, _: (bj.map_fn(lambda v: v * 2, z), jnp.sort(z, 0)[0])
     return jax.lax.scan(one, x, length=2)[1]
 
 
-SHARED = {
-    "sum": lambda x: x.sum(0),
-    "mean": bj.reduce_mean,
-    "map": lambda x: bj.reduce_max(bj.map_fn(lambda v: v * 2, x)),
-    "loop": mean_of_rounds,
-    "nanmedian": lambda x: jnp.nanmedian(x, 0),
-}
-OTHERS = {
-    "sort": lambda x: jnp.sort(x, 0),
-    "median": lambda x: jnp.median(x, 0),
-    "product": lambda x: x @ x.T,
-    "returned": lambda x: x,
-    "placed": lambda x: bj.map_fn(lambda v: v * 2, x),
-    "reduction": lambda x: bj.reduce_min(x),
-    "any": lambda x: jnp.any(jnp.isnan(x)),
-    "pick": lambda x: x[9],
-    "picks": lambda x: (x[jnp.array([9, 20])], x[2:4], x[0]),
-    "loop": mean_of_rounds,
-    "gathers in a loop": sorted_in_rounds,
-}
 REST = np.delete(values(DROPPED), DROPPED, axis=0).astype(np.float64)
 HOLED = np.where(np.isin(np.arange(N), DROPPED)[:, None], np.nan, values(DROPPED))
-TRUTH = {
-    "sum": REST.sum(0),
-    "mean": REST.mean(0),
-    "map": 2 * REST.max(0),
-    "loop": REST.mean(0),
-    "nanmedian": np.median(REST, 0),
-    "sort": np.sort(HOLED, 0),
-    "median": np.full(3, np.nan),
-    "product": HOLED @ HOLED.T,
-    "returned": HOLED,
-    "placed": 2 * HOLED,
-    "reduction": REST.min(0),
-    "any": np.array(False),
-    "pick": HOLED[9],
-    "picks": (HOLED[[9, 20]], HOLED[2:4], HOLED[0]),
-    "gathers in a loop": np.stack([REST.min(0), 2 * REST.min(0)]),
+# Outputs, and what they are where members are dropped.
+SHARED = {
+    "sum": (lambda x: x.sum(0), REST.sum(0)),
+    "mean": (bj.reduce_mean, REST.mean(0)),
+    "map": (lambda x: bj.reduce_max(bj.map_fn(lambda v: v * 2, x)), 2 * REST.max(0)),
+    "loop": (mean_of_rounds, REST.mean(0)),
+    "nanmedian": (lambda x: jnp.nanmedian(x, 0), np.median(REST, 0)),
+}
+OTHERS = {
+    "sort": (lambda x: jnp.sort(x, 0), np.sort(HOLED, 0)),
+    "median": (lambda x: jnp.median(x, 0), np.full(3, np.nan)),
+    "product": (lambda x: x @ x.T, HOLED @ HOLED.T),
+    "returned": (lambda x: x, HOLED),
+    "placed": (lambda x: bj.map_fn(lambda v: v * 2, x), 2 * HOLED),
+    "reduction": (lambda x: bj.reduce_min(x), REST.min(0)),
+    "any": (lambda x: jnp.any(jnp.isnan(x)), np.array(False)),
+    "pick": (lambda x: x[9], HOLED[9]),
+    "picks": (
+        lambda x: (x[jnp.array([9, 20])], x[2:4], x[0]),
+        (HOLED[[9, 20]], HOLED[2:4], HOLED[0]),
+    ),
+    "loop": (mean_of_rounds, REST.mean(0)),
+    "gathers in a loop": (sorted_in_rounds, np.stack([REST.min(0), 2 * REST.min(0)])),
 }
 
 
@@ -130,30 +115,30 @@ def launched(fn, x, runner="local", **more):
 def test_what_else_is_computed_changes_nothing(tmp_path):
     """Pairs of outputs, from arrays and files, in this process and on Beam."""
     inputs, failures = kinds_of_input(values(DROPPED), tmp_path), []
-    alone = {name: launched(joined(fn), inputs["array"]) for name, fn in SHARED.items()}
-    alone |= {name: launched(joined(fn), inputs["array"]) for name, fn in OTHERS.items()}
-    for name, ((found,), dropped) in alone.items():
+    alone = {}
+    for name, (fn, truth) in {**SHARED, **OTHERS}.items():
+        (found,), dropped = alone[name] = launched(joined(fn), inputs["array"])
         if dropped != ([] if name == "any" else DROPPED):
             failures.append((name, dropped))
         if name != "any":
-            same_numbers(failures, name, found, TRUTH[name])
+            same_numbers(failures, name, found, truth)
     cases = [(a, b, "array", "local") for a in SHARED for b in OTHERS]
     cases += [("sum", b, kind, "local") for b in OTHERS for kind in ("npy", "parquet")]
     for number, b in enumerate(OTHERS):
         cases.append((list(SHARED)[number % 5], b, list(inputs)[number % 3], "DirectRunner"))
-    for a, b, kind, runner in cases:
-        (first, second), dropped = launched(joined(SHARED[a], OTHERS[b]), inputs[kind], runner)
+    for case in cases:
+        a, b, kind, runner = case
+        program = joined(SHARED[a][0], OTHERS[b][0])
+        (first, second), dropped = launched(program, inputs[kind], runner)
         if dropped != DROPPED:
-            failures.append((a, b, kind, runner, dropped))
+            failures.append((case, dropped))
         # Loops run after the reductions that need no other one.
         before = (a, b) == ("loop", "any")
-        same_numbers(failures, (a, b, kind, runner), second, np.array(True) if before else TRUTH[b])
-        (expected,) = alone[a][0]
-        if (first.dtype, np.asarray(first).tobytes()) != (
-            expected.dtype,
-            np.asarray(expected).tobytes(),
-        ):
-            failures.append((a, b, kind, runner, first, expected))
+        same_numbers(failures, case, second, np.array(True) if before else OTHERS[b][1])
+        try:
+            assert_same_bits(first, alone[a][0][0])
+        except AssertionError as error:
+            failures.append((case, str(error)))
     assert not failures, failures
 
 
@@ -167,11 +152,11 @@ def same_numbers(failures, case, found, expected):
 
 def test_what_else_is_computed_raises_alike(tmp_path):
     inputs, failures = kinds_of_input(values([9]), tmp_path), []
-    for number, (name, other) in enumerate(OTHERS.items()):
+    for number, (name, (other, _)) in enumerate(OTHERS.items()):
         shared = list(SHARED)[number % 5]
         for runner in RUNNERS:
             for kind in inputs if runner == "local" else list(inputs)[number % 3 :][:1]:
-                program = joined(SHARED[shared], other)
+                program = joined(SHARED[shared][0], other)
                 try:
                     launched(program, inputs[kind], runner, on_nonfinite="raise")
                     failures.append((shared, name, kind, runner))
@@ -235,7 +220,7 @@ def test_placed_results_in_files_have_holes(tmp_path):
     inputs = kinds_of_input(values(DROPPED), tmp_path)
     for runner in RUNNERS:
         for kind, x in inputs.items():
-            program = joined(OTHERS["placed"], OTHERS["returned"], OTHERS["sort"])
+            program = joined(*(OTHERS[name][0] for name in ("placed", "returned", "sort")))
             folder = tmp_path / f"{runner}-{kind}"
             (placed, returned, _), dropped = launched(
                 program, x, runner, keep="placed", results_folder=folder

@@ -1,4 +1,4 @@
-"""Loops and branches on placed values outside of `map_fn`: inside a pass where they can be."""
+"""What stays in a pass: loops and branches on placed values, and reductions of sliced members."""
 
 import collections
 
@@ -6,171 +6,236 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits
 from jax import lax
+from rule_rows import GROUPS, Placed
 
 import beamjax as bj
-from beamjax import planning
-from beamjax.interpreters.stage import flatten_arguments
-from beamjax.options import parse_options
-from beamjax.plan import Gather, Loop, Map, walk
 
 N = 20
 X = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32))
 W = jnp.asarray([0.5, -1.0, 2.0])
 OPTIONS = {"shard_size": 8}
-CASES = {}
 
 
-def case(**steps):
-    """Registers a function of a server value and a placed one, and how many steps it takes."""
+def check(fn, *args, gathered=None):
+    """Values of a run in shards; and the bytes that are gathered."""
+    if gathered is not None:
+        assert bj.explain(fn, *args).facts.gathered_bytes == gathered
+    found = bj.run(fn, *args, runner="local", options=OPTIONS)
+    assert_close(found, jax.jit(fn)(*args), rtol=2e-5, atol=2e-5)
+    return found
 
-    def register(fn):
-        def prog(w, x):
-            return fn(w, bj.map_fn(jnp.sin, x))
 
-        CASES[fn.__name__] = bj.program(clients=N)(prog), steps
-        return fn
-
-    return register
+def halved(v):
+    """Halves a member until it is small, and counts."""
+    one = lambda s: (s[0] * 0.5, s[1] + 1)
+    return lax.while_loop(lambda s: jnp.abs(s[0]).sum() > 0.5, one, (v, 0))
 
 
 def training(w, v):
     return lax.scan(lambda c, i: (jnp.tanh(c * w + v * i), c.sum()), v, jnp.arange(3.0))
 
 
-@case(maps=1)
-def vmapped_scan(w, x):
+def trained(w, x):
     return jax.vmap(training, (None, 0))(w, x)
 
 
-@case(maps=1)
-def vmapped_along_another_axis(w, x):
-    return jax.vmap(training, (None, 1), 1)(w, x.T)[0]
-
-
-@case(maps=1)
-def reduced_afterwards(w, x):
-    return jnp.mean(jax.vmap(training, (None, 0))(w, x)[0], 0)
-
-
-@case(maps=1)
-def vmapped_while(w, x):
-    one = lambda s: (s[0] * 0.5, s[1] + 1)
-    return jax.vmap(lambda v: lax.while_loop(lambda s: jnp.abs(s[0]).sum() > 0.5, one, (v, 0)))(x)
-
-
-@case(maps=1)
-def vmapped_cond(w, x):
-    return jax.vmap(lambda v: lax.cond(v[0] > 0, lambda v: v * w, lambda v: v - w, v))(x)
-
-
-@case(maps=1)
-def branch_of_the_server(w, x):
-    return lax.cond(w[0] > 0, lambda x: x * 2, lambda x: jnp.zeros_like(x), x)
-
-
-@case(maps=1)
 def branch_of_scans(w, x):
     scan = lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]
     return lax.switch(w.astype(int)[2], [lambda x: x, scan, scan], x)
 
 
-@case(maps=1)
-def rounds_of_elementwise_operations(w, x):
-    return lax.fori_loop(0, 4, lambda i, c: jnp.sin(c) + i, x)
-
-
-@case(maps=1)
-def rounds_that_stack(w, x):
-    return lax.scan(lambda c, i: (c * 0.5 + i, c[:, 0]), x, jnp.arange(3.0), reverse=True)
-
-
-@case(maps=1)
-def rounds_over_a_stack(w, x):
-    return lax.scan(lambda c, v: (c + v, None), x, jnp.stack([x, x * 2]))[0]
-
-
-@case(maps=1)
 def rounds_with_member_indices(w, x):
     one = lambda c, i: (c + jnp.where(jnp.arange(N) == i, 1.0, 0.0)[:, None], None)
     return lax.scan(one, x, jnp.arange(3))[0]
 
 
-@case(maps=1)
-def rounds_with_values_made_around(w, x):
+def rounds_with_made_values(w, x):
     y = jnp.ones((N, 3)) * 0.5
     return lax.scan(lambda c, _: (c * y, None), x, None, length=2)[0]
 
 
-@case(maps=1)
-def rounds_that_read_a_made_value_whole_and_by_members(w, x):
+def rounds_with_a_made_tangent(w, x):
     # The tangent of ones is a value of the server, and in the product with x one of the members.
-    def last(x, v):
-        return lax.fori_loop(0, 3, lambda i, c: jnp.tanh(v * 0.5), x)
-
+    last = lambda x, v: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(v * 0.5), x)
     return jax.jvp(last, (x, x), (jnp.ones_like(x), jnp.ones_like(x)))[0]
 
 
-@case(maps=1)
 def scan_in_a_vmapped_while(w, x):
-    def one(s):
-        return lax.scan(lambda c, _: (c * 0.9, None), s, None, length=2)[0]
-
+    one = lambda s: lax.scan(lambda c, _: (c * 0.9, None), s, None, length=2)[0]
     return jax.vmap(lambda v: lax.while_loop(lambda s: jnp.abs(s).sum() > 0.5, one, v))(x)
 
 
-@case(maps=2, loops=1)
-def rounds_that_reduce(w, x):
-    return lax.fori_loop(0, 4, lambda i, w: w - 0.1 * jnp.mean(x * w[None], 0), w)
-
-
-@case(maps=2, loops=1)
-def rounds_that_count(w, x):
-    # What a round computes for the server, the server needs.
-    return lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0] * 2, s[1] + 1), (x, 0))
-
-
-@case(maps=4, loops=2)
 def rounds_with_rounds_that_count(w, x):
-    def inner(x):
-        one = lambda i, s: (s[0] * 0.9, s[1] + i)
-        return lax.fori_loop(0, 3, one, (x, jnp.ones(2, jnp.int32)))
-
     def outer(s):
-        y, counts = inner(x)
+        one = lambda i, s: (s[0] * 0.9, s[1] + i)
+        y, counts = lax.fori_loop(0, 3, one, (x, jnp.ones(2, jnp.int32)))
         return s[0] + 1, s[1] + y * jnp.sum(counts).astype(y.dtype)
 
     return lax.while_loop(lambda s: (s[0] < 3) & (jnp.sum(x) != 0), outer, (0, x))[1]
 
 
-@case(maps=1, gathers=1)
-def rounds_that_mix_members(w, x):
-    return lax.fori_loop(0, 2, lambda i, c: jnp.sort(c, 0) * 2, x)
+# Functions of a server value and a placed one that take one pass; and how many steps others take.
+ONE_PASS = {
+    "vmapped scan": trained,
+    "along another axis": lambda w, x: jax.vmap(training, (None, 1), 1)(w, x.T)[0],
+    "reduced afterwards": lambda w, x: jnp.mean(trained(w, x)[0], 0),
+    "vmapped while": lambda w, x: jax.vmap(halved)(x),
+    "vmapped cond": lambda w, x: jax.vmap(
+        lambda v: lax.cond(v[0] > 0, lambda v: v * w, lambda v: v - w, v)
+    )(x),
+    "branch of the server": lambda w, x: lax.cond(w[0] > 0, lambda x: x * 2, jnp.zeros_like, x),
+    "branch of scans": branch_of_scans,
+    "elementwise": lambda w, x: lax.fori_loop(0, 4, lambda i, c: jnp.sin(c) + i, x),
+    "stacks": lambda w, x: lax.scan(
+        lambda c, i: (c * 0.5 + i, c[:, 0]), x, jnp.arange(3.0), reverse=True
+    ),
+    "over a stack": lambda w, x: lax.scan(lambda c, v: (c + v, None), x, jnp.stack([x, x * 2]))[0],
+    "member indices": rounds_with_member_indices,
+    "made values": rounds_with_made_values,
+    "a made tangent": rounds_with_a_made_tangent,
+    "scan in while": scan_in_a_vmapped_while,
+}
+OTHERS = {
+    "rounds that reduce": (
+        lambda w, x: lax.fori_loop(0, 4, lambda i, w: w - 0.1 * jnp.mean(x * w[None], 0), w),
+        {"Map": 2, "Loop": 1},
+    ),
+    # What a round computes for the server, the server needs.
+    "rounds that count": (
+        lambda w, x: lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0] * 2, s[1] + 1), (x, 0)),
+        {"Map": 2, "Loop": 1},
+    ),
+    "rounds in rounds": (rounds_with_rounds_that_count, {"Map": 4, "Loop": 2}),
+    "rounds that mix members": (
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: jnp.sort(c, 0) * 2, x),
+        {"Map": 1, "Gather": 1},
+    ),
+    "scan over members": (
+        lambda w, x: lax.scan(lambda c, v: (c + v, jnp.sum(c)), w, x),
+        {"Map": 1, "Gather": 1},
+    ),
+}
+CASES = {**{name: (fn, {"Map": 1}) for name, fn in ONE_PASS.items()}, **OTHERS}
 
 
-@case(maps=1, gathers=1)
-def scan_over_members(w, x):
-    return lax.scan(lambda c, v: (c + v, jnp.sum(c)), w, x)
+def program_of(fn):
+    return bj.program(clients=N)(lambda w, x: fn(w, bj.map_fn(jnp.sin, x)))
 
 
-def plan_of(fn):
-    arguments, key, restore = flatten_arguments((W, X))
-    return planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
+def kinds(steps):
+    """How many steps there are of each kind, those of blocks included."""
+    found = collections.Counter(step.kind for step in steps)
+    return sum((kinds(block.steps) for step in steps for block in step.blocks), found)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps(name):
-    fn, expected = CASES[name]
-    found = collections.Counter(type(step) for step in walk(plan_of(fn).steps))
-    steps = {"maps": found[Map], "loops": found[Loop], "gathers": found[Gather]}
-    assert {kind: n for kind, n in steps.items() if n} == expected
+def test_loops_on_placed_values(name):
+    fn, expected = program_of(CASES[name][0]), CASES[name][1]
+    found = kinds(bj.explain(fn, W, X, options=OPTIONS).facts.steps)
+    assert {kind: found[kind] for kind in ("Map", "Loop", "Gather") if found[kind]} == expected
+    check(fn, W, X)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
-def test_values(name, runner):
-    fn, _ = CASES[name]
-    expected, found = jax.jit(fn)(W, X), bj.run(fn, W, X, runner=runner, options=OPTIONS)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (left.shape, left.dtype) == (right.shape, right.dtype)
-        np.testing.assert_allclose(left, right, rtol=2e-5, atol=2e-6)
+def test_beam_gives_the_same_bits():
+    """All that takes one pass in one program, and loops that a driver runs."""
+    programs = [
+        program_of(lambda w, x: [fn(w, x) for fn in ONE_PASS.values()]),
+        *(program_of(OTHERS[name][0]) for name in
+          ("rounds that reduce", "rounds in rounds", "scan over members")),
+        lambda w, x: (fitted(W4, A, LABELS), in_rounds(W4, A)),
+    ]  # fmt: skip
+    for fn in programs:
+        local = bj.run(fn, W, X, runner="local", options=OPTIONS)
+        assert_same_bits(bj.run(fn, W, X, runner="DirectRunner", options=OPTIONS), local)
+
+
+# --- reductions of sliced and reshaped members
+
+
+@pytest.mark.parametrize("name", ["sliced", "reshaped"])
+def test_reductions_of_parts_of_members_gather_nothing(name):
+    """Of all rows, the plan; of some, the values: `test_rules` compares those of all."""
+    group = GROUPS[name]
+    n = next(len(a.value) for a in group.args if isinstance(a, Placed))
+    rows = [function for _, function in group.rows.values()]
+
+    def reducing(rows):
+        @bj.program(clients=n)
+        def prog(*values):
+            seen = [
+                jnp.moveaxis(bj.map_fn(lambda v: v, x), 0, a.axis) if isinstance(a, Placed) else x
+                for x, a in zip(values, group.args, strict=True)
+            ]
+            return [row(*seen) for row in rows]
+
+        return prog
+
+    values = [a.value if isinstance(a, Placed) else a for a in group.args]
+    assert bj.explain(reducing(rows), *values).facts.gathered_bytes == 0
+    check(reducing(rows[::4]), *values)
+
+
+A = jax.random.normal(jax.random.key(0), (N, 4))
+LABELS = jax.random.randint(jax.random.key(1), (N,), 0, 3)
+W4 = jax.random.normal(jax.random.key(2), (4, 3))
+
+
+def log_likelihood(w, x, y):
+    return jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], axis=1))
+
+
+@bj.program(clients=N)
+def fitted(w, x, y):
+    """A model is fitted to one part of the members and tried on another."""
+    loss, slope = jax.value_and_grad(log_likelihood)(w, x[:15], y[:15])
+    best = w + slope
+    return loss, best, log_likelihood(best, x[4:], y[4:])
+
+
+@bj.program(clients=N)
+def in_rounds(w, x):
+    def step(w, _):
+        error = jnp.mean(jnp.tanh(x[:15] @ w), 0)
+        largest = jnp.max(jnp.abs(x.ravel()))
+        return w - error[None] * largest, jnp.argmax(x @ w)
+
+    return jax.lax.scan(step, w, None, length=3)
+
+
+@bj.program(clients=N)
+def sliced_and_sorted(x):
+    return jnp.sum(x[:15], 0), jnp.sort(x[:15], 0)
+
+
+def test_programs_that_slice_members():
+    check(fitted, W4, A, LABELS, gathered=0)
+    check(in_rounds, W4, A, gathered=0)
+    fn = lambda w, x: fitted(w, x, LABELS)[2]
+    check(jax.jit(jax.grad(fn, argnums=(0, 1))), W4, A, gathered=0)
+    check(jax.vmap(fn, in_axes=(None, 1)), W4, jnp.stack([A, -A], 1), gathered=0)
+
+
+def test_what_is_gathered_anyway_is_reduced_on_the_server():
+    same = bj.program(clients=N)(lambda x: bj.map_fn(lambda v: v * 1, x))
+    check(lambda x: sliced_and_sorted(same(x)), A, gathered=A.nbytes)
+    # Nothing but the slice asks for the rows, and the sort needs all of them.
+    check(sliced_and_sorted, A, gathered=0)
+    (seen,) = bj.explain(sliced_and_sorted, A).facts.inputs
+    assert seen.values == ("arg0",)
+
+
+@pytest.mark.parametrize("n", [16, 17, 24])
+def test_slices_of_any_number_of_members(n):
+    x = jax.random.normal(jax.random.key(n), (n, 6))
+
+    @bj.program(clients=n)
+    def sums(x):
+        x = bj.map_fn(lambda v: v + 1, x)
+        cut = x.reshape(-1, n).sum(1) if n % 6 == 0 else x.reshape(3, -1).max(1)
+        return jnp.sum(x[n // 3 :], 0), jnp.argmin(x), cut, jnp.prod(x[: n - 1] / 4, 0)
+
+    for size in (8, 16):
+        found = bj.run(sums, x, runner="local", options={"shard_size": size})
+        assert_close(found, jax.jit(sums)(x), rtol=2e-5)

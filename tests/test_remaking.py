@@ -1,4 +1,4 @@
-"""What later passes make again, and what is kept for them, follows from what both take."""
+"""Values that cross passes: computed again or stored, by what both take."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_run import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
 from beamjax.interpreters import remaking as module
@@ -17,20 +17,22 @@ MANY, FEW = 10**6, 96
 X = np.random.default_rng(0).normal(size=(FEW, 1024)).astype(np.float32)
 
 
+def variance_of(body, x):
+    y = bj.map_fn(body, x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+
 @bj.program(clients=None)
 def quick(x):
     """A map that is no elementwise operation, but hardly any work."""
-    y = bj.map_fn(lambda v: jnp.flip(v) * 2.0, x)
-    mean = bj.reduce_mean(y)
-    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+    return variance_of(lambda v: jnp.flip(v) * 2.0, x)
 
 
 @bj.program(clients=None)
 def long(x):
     """The same that is much work."""
-    y = bj.map_fn(lambda v: jax.lax.fori_loop(0, 50, lambda _, w: jnp.sin(w) * 2.0, v), x)
-    mean = bj.reduce_mean(y)
-    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+    return variance_of(lambda v: jax.lax.fori_loop(0, 50, lambda _, w: jnp.sin(w) * 2.0, v), x)
 
 
 @bj.program(clients=None)
@@ -85,37 +87,34 @@ def test_costs_decide_where_they_clearly_do(fn):
 
 
 def test_what_is_made_again_is_not_read():
-    read = {
-        n: [len(s.placed) for s in crossing(quick, n)[1].facts.steps if s.kind == "Map"]
-        for n in (MANY, FEW)
-    }
-    assert read == {MANY: [1, 1], FEW: [1, 1]}
-    steps = [s for s in crossing(quick, MANY)[1].facts.steps if s.kind == "Map"]
-    assert [s.results for s in steps] == [(), ()]
-    assert steps[1].placed == steps[0].placed
+    for n in (MANY, FEW):
+        steps = [s for s in crossing(quick, n)[1].facts.steps if s.kind == "Map"]
+        assert [len(s.placed) for s in steps] == [1, 1]
+        if n == MANY:
+            assert [s.results for s in steps] == [(), ()]
+            assert steps[1].placed == steps[0].placed
 
 
-@pytest.mark.parametrize("recompute", ["elementwise", "nothing", "everything"])
-@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
-def test_the_option_wins(fn, recompute):
-    elementwise = fn in (exponential, chain) and recompute == "elementwise"
-    found, _ = crossing(fn, MANY, recompute=recompute)
-    again = elementwise or recompute == "everything"
-    assert found.chosen.endswith("made again" if again else "kept")
-    assert found.why.startswith(f"the option recompute={recompute!r}")
+def test_the_option_wins():
+    for fn in CHOSEN:
+        for recompute in ("elementwise", "nothing", "everything"):
+            elementwise = fn in (exponential, chain) and recompute == "elementwise"
+            found, _ = crossing(fn, MANY, recompute=recompute)
+            again = elementwise or recompute == "everything"
+            assert found.chosen.endswith("made again" if again else "kept"), (fn, recompute)
+            assert found.why.startswith(f"the option recompute={recompute!r}")
 
 
-@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
-def test_answers_are_the_same_either_way(fn, monkeypatch):
-    expected = jax.jit(fn)(X)
-    for worth in (module.WORTH_SECONDS, 0.0):
-        monkeypatch.setattr(module, "WORTH_SECONDS", worth)
-        fresh = bj.program(clients=None)(lambda x: fn(x))
-        local = bj.run(fresh, X, runner="local")
-        assert_close(local, expected)
-        assert_same_bits(bj.run(fresh, X), local)
-    (found,) = (c for c in bj.explain(fresh, X).facts.choices if c.option == "recompute")
-    assert found.chosen.endswith(CHOSEN[fn][0])
+def test_answers_are_the_same_either_way(monkeypatch):
+    for fn, (chosen, _) in CHOSEN.items():
+        for worth in (module.WORTH_SECONDS, 0.0):
+            monkeypatch.setattr(module, "WORTH_SECONDS", worth)
+            fresh = bj.program(clients=None)(lambda x, fn=fn: fn(x))
+            local = bj.run(fresh, X, runner="local")
+            assert_close(local, jax.jit(fn)(X))
+        assert_same_bits(bj.run(fresh, X, runner="DirectRunner"), local)
+        (found,) = (c for c in bj.explain(fresh, X).facts.choices if c.option == "recompute")
+        assert found.chosen.endswith(chosen)
 
 
 def test_calls_to_the_host_are_not_made_again(monkeypatch):
@@ -129,9 +128,7 @@ def test_calls_to_the_host_are_not_made_again(monkeypatch):
     @bj.program(clients=None)
     def program(x):
         of = jax.ShapeDtypeStruct((1024,), np.float32)
-        y = bj.map_fn(lambda v: jax.pure_callback(host, of, v, vmap_method="sequential"), x)
-        mean = bj.reduce_mean(y)
-        return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+        return variance_of(lambda v: jax.pure_callback(host, of, v, vmap_method="sequential"), x)
 
     (found,) = (c for c in bj.explain(program, X).facts.choices if c.option == "recompute")
     assert found.chosen.endswith("kept")
@@ -145,8 +142,7 @@ def test_what_is_an_output_is_kept_and_not_made_again():
     @bj.program(clients=None)
     def program(x):
         y = bj.map_fn(lambda v: jnp.flip(v) * 2.0, x)
-        mean = bj.reduce_mean(y)
-        return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y)), y
+        return variance_of(lambda v: v, y), y
 
     found, _ = crossing(program, MANY)
     assert found.chosen.endswith("kept")
@@ -162,21 +158,15 @@ def test_rounds_of_a_loop_count():
     assert found.others[0].seconds == pytest.approx(7 * once.others[0].seconds)
 
 
-@pytest.mark.parametrize(
-    ("kept", "again", "expected"),
-    [
-        (10.0, 3.0, True),
-        (10.0, 4.0, None),
-        (0.9, 0.0, None),
-        (3.0, 10.0, False),
-        (4.0, 10.0, None),
-        (10.0, None, False),
-    ],
-)
-def test_what_is_clear(kept, again, expected):
-    told = Remaking(1, kept, again)
-    assert told.is_clear(True) == (expected is True)
-    assert told.is_clear(False) == (expected is False)
+def test_what_is_clear():
+    cases = {(10.0, 3.0): True, (10.0, 4.0): None, (0.9, 0.0): None, (3.0, 10.0): False,
+             (4.0, 10.0): None, (10.0, None): False}  # fmt: skip
+    for (kept, again), expected in cases.items():
+        told = Remaking(1, kept, again)
+        assert [told.is_clear(way) for way in (True, False)] == [
+            expected is True,
+            expected is False,
+        ]
 
 
 @pytest.mark.parametrize("fn", [quick, chain], ids=lambda fn: fn.__name__)

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import planned
 
 import beamjax as bj
 from beamjax import planning, restaging
 from beamjax.errors import StagingError, WorkerError
-from beamjax.interpreters import evaluate, stage
+from beamjax.interpreters import evaluate
+from beamjax.interpreters.stage import flatten_arguments
 from beamjax.options import Options
 from beamjax.plan import Body
 
@@ -41,11 +43,11 @@ def host_sin(v):
 
 
 def plan_and_inputs(fn, args):
-    arguments, key, restore = stage.flatten_arguments(args)
-    options = Options(shard_size=8)
-    plan = planning.plan_for(fn, arguments, key, restore, options).plan
-    recipe = restaging.Recipe(fn, arguments, restore, options, plan.choices)
-    return dataclasses.replace(plan, recipe=recipe), planning.bind_inputs(plan, arguments)
+    found, options = planned(fn, *args, shard_size=8), Options(shard_size=8)
+    arguments, _, restore = flatten_arguments(args)
+    recipe = restaging.Recipe(fn, arguments, restore, options, found.plan.choices)
+    plan = dataclasses.replace(found.plan, recipe=recipe)
+    return plan, planning.bind_inputs(plan, arguments)
 
 
 def elsewhere(plan, program=None):
@@ -89,11 +91,6 @@ def of_trees(point, pair):
     return mapped, pair.right, None
 
 
-@jax.jit
-def compiled(x):
-    return jax.value_and_grad(lambda w: bj.program(clients=N)(total)(w, x))(2.0)
-
-
 def total(w, x):
     @jax.custom_jvp
     def measured(v):
@@ -107,22 +104,21 @@ CASES = {
     "two passes": (two_passes, X),
     "keys and weak types": (draws, 2.0, KEYS),
     "trees": (of_trees, Point(X), Pair(X[:, 0], (None, X[0]))),
-    "jit and gradient": (compiled, X),
+    "jit and gradient": (jax.jit(jax.value_and_grad(program(total))), 2.0, X),
     "partial": (functools.partial(draws, 3), KEYS),
     "source": (two_passes, bj.from_arrays(np.asarray(X))),
     "closure over arrays": (program(lambda x: bj.map_fn(lambda v: host_sin(v + X[2]), x)), X),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_another_process_computes_the_same(name):
-    fn, *args = CASES[name]
-    plan, inputs = plan_and_inputs(fn, args)
-    near = evaluate.evaluate(plan, inputs, Options())
-    far = evaluate.evaluate(elsewhere(plan), inputs, Options())
-    assert near.keys() == far.keys()
-    for key in near:
-        assert near[key].tobytes() == far[key].tobytes()
+def results(plan, inputs):
+    return {k: value.tobytes() for k, value in evaluate.evaluate(plan, inputs, Options()).items()}
+
+
+def test_another_process_computes_the_same():
+    for name, (fn, *args) in CASES.items():
+        plan, inputs = plan_and_inputs(fn, args)
+        assert results(plan, inputs) == results(elsewhere(plan), inputs), name
 
 
 @pytest.mark.parametrize("setting", ["enable_x64", "threefry_partitionable"])
@@ -134,8 +130,8 @@ def test_settings_travel(setting):
         expected = jax.jit(draws)(np.float64(0.5), KEYS)
         far_plan = elsewhere(plan)
     (far,) = evaluate.evaluate(far_plan, inputs, Options()).values()
-    assert near.dtype == far.dtype == expected.dtype
-    assert near.tobytes() == far.tobytes()
+    assert (near.dtype, near.tobytes()) == (far.dtype, far.tobytes())
+    assert near.dtype == expected.dtype
     np.testing.assert_allclose(near, expected, rtol=1e-6)
 
 
@@ -171,35 +167,30 @@ def far_error(plan, inputs, program):
     return str(error.value)
 
 
-def test_other_versions():
-    plan, inputs = plan_and_inputs(two_passes, (X,))
-    header, _, rest = plan.recipe.pickled().partition(b"\n")
-    other = json.dumps(json.loads(header) | {"jax": "0.1"}).encode()
-    message = far_error(plan, inputs, other + b"\n" + rest)
-    assert "map_clients_0: it runs as Python, which takes the same versions" in message
-    assert "'jax': '0.1'" in message
-
-
-def test_another_program():
-    plan, inputs = plan_and_inputs(two_passes, (X,))
-    other, _ = plan_and_inputs(program(lambda x: bj.map_fn(lambda v: host_sin(v) + 1, x)), (X,))
-    message = far_error(plan, inputs, other.recipe.pickled())
-    assert "stages the function to another program" in message
-    assert "pure_callback calls back to the host at" in message
-
-
-def test_a_function_that_fails_elsewhere():
-    @program
-    def prog(x):
+def test_programs_that_another_process_refuses():
+    def fails(x):
         if missing:
             raise ImportError("no module")
         return bj.map_fn(host_sin, x)
 
     missing = []
-    plan, inputs = plan_and_inputs(prog, (X,))
+    plan, inputs = plan_and_inputs(two_passes, (X,))
+    header, _, rest = plan.recipe.pickled().partition(b"\n")
+    older = json.dumps(json.loads(header) | {"jax": "0.1"}).encode() + b"\n" + rest
+    message = far_error(plan, inputs, older)
+    assert "map_clients_0: it runs as Python, which takes the same versions" in message
+    assert "'jax': '0.1'" in message
+    other, _ = plan_and_inputs(program(lambda x: bj.map_fn(lambda v: host_sin(v) + 1, x)), (X,))
+    message = far_error(plan, inputs, other.recipe.pickled())
+    assert "stages the function to another program" in message
+    assert "pure_callback calls back to the host at" in message
+    failing, inputs = plan_and_inputs(program(fails), (X,))
     missing.append("a module")
-    message = far_error(plan, inputs, None)
+    message = far_error(failing, inputs, None)
     assert "the function can't be staged in this process: ImportError: no module" in message
+    python = restaging.PythonBody("x calls back", "0")
+    with pytest.raises(WorkerError, match="step_0: it runs as Python, but its function is neither"):
+        restaging.python_function("unheard of", Body("step_0", {}, (), python))
 
 
 def test_what_can_not_be_pickled_runs_here_and_is_named_elsewhere():
@@ -222,27 +213,18 @@ def test_what_can_not_be_pickled_runs_here_and_is_named_elsewhere():
     assert f"{__file__}:{prog.__wrapped__.__code__.co_firstlineno} " in str(error.value)
 
 
-def test_a_body_without_a_program():
-    python = restaging.PythonBody("x calls back", "0")
-    with pytest.raises(WorkerError, match="step_0: it runs as Python, but its function is neither"):
-        restaging.python_function("unheard of", Body("step_0", {}, (), python))
+# --- lifetime, and processes of Beam
 
 
-# --- lifetime
-
-
-def test_nothing_keeps_the_function():
-    def fn(x):
-        return bj.map_fn(host_sin, x)
-
-    prog = program(fn)
+def test_nothing_holds_on_to_the_function():
+    prog = program(lambda x: bj.map_fn(host_sin, x))
     bj.run(prog, X, runner="local")
-    keys = set(restaging._known)
-    dead = weakref.ref(fn)
-    del fn, prog
+    known = set(restaging._known)
+    dead = weakref.ref(prog.__wrapped__)
+    del prog
     gc.collect()
     assert dead() is None
-    assert set(restaging._known) < keys
+    assert set(restaging._known) < known
 
 
 SCRIPT = """

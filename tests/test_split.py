@@ -1,54 +1,204 @@
-"""Passes over the members: how many, and what each one holds."""
+"""Passes over the members: how many there are, and what each reads, computes and returns."""
 
-import time
+import itertools
+import os
+import re
 
+import apache_beam as beam
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from apache_beam.testing.util import assert_that
+from helpers import assert_close, plan_of
+from streams import stream
 
 import beamjax as bj
-from beamjax.interpreters import flatten, place, split, stage
-from beamjax.interpreters.pieces import GatherPiece, MapPiece, ScatterPiece, ServerPiece
 
 N = 11
+HERE = os.path.abspath(__file__)
 OPTIONS = {"shard_size": 8}
 W = jnp.asarray([0.3, -0.2, 0.9])
 X = jax.random.normal(jax.random.key(0), (N, 5, 3))
+V = X[:, 0]
+program = bj.program(clients=N)
 
 
-def cut(fn, *args):
-    arguments, _, restore = stage.flatten_arguments(args)
-    staged = stage.stage(fn, arguments, restore)
-    placed = place.place(flatten.flatten(staged.closed), {}, staged.placements)
-    return split.split(placed)
+def graph(fn, *args):
+    """One letter for each piece of the plan, and the text of each."""
+    text = str(bj.explain(fn, *args, stage="graph"))
+    pieces = re.split(r"\n(?=\S)", text)
+    letters = {"map": "M", "server": "S", "gather": "G", "scatter": "C", "loop": "L", "branch": "B"}
+    return "".join(letters[re.match(r"\w+", piece)[0]] for piece in pieces), pieces
 
 
-def passes(fn, *args):
-    return [piece for piece in cut(fn, *args) if isinstance(piece, MapPiece)]
-
-
-def shape(fn, *args):
-    letters = {MapPiece: "M", ServerPiece: "S", GatherPiece: "G", ScatterPiece: "C"}
-    return "".join(letters[type(piece)] for piece in cut(fn, *args))
+def passes(fn, *args, **options):
+    """The passes of the plan."""
+    facts = bj.explain(fn, *args, options={**OPTIONS, **options}).facts
+    found = [step for step in facts.steps if step.kind == "Map"]
+    assert facts.passes == len(found)
+    return found
 
 
 def check(fn, *args):
-    want, got = jax.jit(fn)(*args), bj.run(fn, *args, runner="local", options=OPTIONS)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(b, a, rtol=2e-4, atol=2e-5)
-
-
-def program(fn):
-    return bj.program(clients=N)(fn)
-
-
-def names(piece):
-    return [emission.eqn.primitive.name for emission in piece.emissions]
+    found = bj.run(fn, *args, runner="local", options=OPTIONS)
+    assert_close(found, jax.jit(fn)(*args), rtol=2e-4, atol=2e-5)
 
 
 def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+# --- programs: the letters of their pieces, how many maps each piece holds, and of each pass how
+# many values it reads along the members and makes
+
+PROGRAMS = {}
+
+
+def case(letters, maps, *sizes, args=(W, X)):
+    def decorate(fn):
+        PROGRAMS[fn.__name__] = program(fn), letters, maps, list(sizes), args
+        return fn
+
+    return decorate
+
+
+@case("M", [1], (1, 0))
+def all_reductions_of_one_depth(w, x):
+    y = bj.map_fn(lambda v: v @ w, x)
+    mean, low = bj.reduce_mean(y), bj.reduce_min(x)
+    return mean, low, bj.reduce_max(y), jnp.sum(y, 0), y[:, 0].T @ y, bj.reduce_any(y > 1)
+
+
+@case("M", [3], (1, 0))
+def neighbouring_maps_are_fused(w, x):
+    y = bj.map_fn(lambda v: v @ w, x)
+    y = jnp.tanh(y * 2) + bj.map_fn(jnp.sin, y)
+    return bj.reduce_sum(bj.map_fn(lambda a: a * 2, y))
+
+
+@case("M", [1], (1, 0))
+def values_that_nobody_reads(w, x):
+    dead = bj.reduce_sum(bj.map_fn(lambda v: jnp.exp(v), x))
+    bj.map_fn(lambda v: v + dead[0, 0], x)
+    return bj.reduce_sum(bj.map_fn(lambda v: v @ w, x))
+
+
+@case("MSM", [0, 0, 0], (1, 0), (1, 0))
+def cheap_values_are_computed_again(w, x):
+    y = x * 2 + 1
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean((y - mean[None]) ** 2)
+
+
+@case("MM", [1, 1], (1, 1), (1, 0))
+def maps_are_computed_once(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+
+@case("MM", [1, 2], (1, 0), (1, 0))
+def values_are_made_in_the_pass_that_reads_them(w, x):
+    early = bj.map_fn(lambda v: jnp.exp(v), x)  # Could be made in the first pass.
+    mean = bj.reduce_mean(bj.map_fn(lambda v: v @ w, x))
+    return bj.reduce_sum(bj.map_fn(lambda v: v @ W + mean, early))
+
+
+@case("MMMM", [1, 1, 1, 1], (1, 1), (1, 1), (1, 1), (1, 1))
+def state_of_members_from_round_to_round(w, x):
+    state = bj.map_fn(lambda v: v @ w, x)
+    for _ in range(3):
+        mean = bj.reduce_mean(state)
+        state = bj.map_fn(lambda s, m=mean: jnp.sin(s - m), state)
+    return state, bj.reduce_mean(state)
+
+
+@case("MGS", [1, 0, 0], (1, 1))
+def gathered_once(w, x):
+    y = bj.map_fn(lambda v: v @ w, x)
+    return y[3], jnp.sort(y, 0), y[:2]
+
+
+@case("SCM", [0, 0, 1], (1, 1))
+def scattered_once(w, x):
+    order = jnp.sort(jnp.sum(x, (1, 2)))
+    return bj.map_fn(lambda a: a + 1, order), bj.reduce_sum(order)
+
+
+STATE = {"w": V, "m": jnp.arange(N)}
+
+
+@case("MM", [1, 1], (2, 1), (0, 1), args=(STATE,))
+def a_part_of_a_state_that_is_returned_unchanged(state):
+    # The second pass makes `w` of a server value; `m` is what the first has made.
+    state = bj.map_fn(lambda s: {"w": 2 * s["w"], "m": s["m"] + 1}, state)
+    mean = bj.reduce_mean(state["w"])
+    return mean, bj.map_fn(lambda s: {**s, "w": mean}, state)
+
+
+@case("M", [1], (1, 0), args=(V, jnp.arange(N)))
+def an_operand_that_nobody_needs(x, y):
+    return bj.reduce_sum(bj.map_fn(lambda x, y: x + 1, (x, y)))
+
+
+@case("M", [1], (1, 1), args=(V, jnp.arange(N)))
+def a_result_that_nobody_needs(x, y):
+    doubled, _ = bj.map_fn(lambda x, y: (2 * x, y + 1), (x, y))
+    bj.map_fn(lambda v: v + 1, doubled)
+    return doubled
+
+
+@case("M", [2], (1, 2), args=(V,))
+def a_value_that_is_returned_twice(x):
+    doubled = bj.map_fn(lambda v: 2 * v, x)
+    again, number = bj.map_fn(lambda v: (v, 1.0), doubled)
+    return doubled, again, bj.map_fn(lambda v: v, again), number, bj.reduce_sum(again)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_pieces_of_programs(name):
+    fn, letters, maps, sizes, args = PROGRAMS[name]
+    found, texts = graph(fn, *args)
+    steps = passes(fn, *args)
+    assert (found, [text.count("bj_map") for text in texts]) == (letters, maps)
+    assert [(len(step.placed), len(step.results)) for step in steps] == sizes
+    check(fn, *args)
+    if name == "all_reductions_of_one_depth":
+        assert len(steps[0].reductions) == 6
+    elif name == "maps_are_computed_once":
+        assert steps[1].placed == steps[0].results
+    elif name == "cheap_values_are_computed_again":
+        assert [value.name for value in steps[1].placed] == ["arg1@clients"]
+
+
+def test_two_placements_have_a_pass_each():
+    total = lambda f, x, p: bj.reduce_sum(bj.map_fn(f, x, placement=p), placement=p)
+    prog = bj.program(a=N, b=N)(lambda x, y: total(jnp.sin, x, "a") + total(jnp.cos, y, "b"))
+    assert sorted(step.placement for step in passes(prog, X, X)) == ["a", "b"]
+    assert graph(prog, X, X)[0] == "MMS"
+    check(prog, X, X)
+
+
+def test_what_a_step_reads_is_made_before():
+    @program
+    def prog(w, x):
+        y = bj.map_fn(lambda v: v @ w, x)
+        total = bj.reduce_sum(y)
+        z = bj.map_fn(lambda v: v * total, y)
+        return jnp.cumsum(z, 0), bj.map_fn(jnp.sin, jnp.sort(z, 0)), total
+
+    facts = bj.explain(prog, W, X).facts
+    known = {value for fact in facts.inputs for value in fact.values}
+    for step in facts.steps:
+        assert {value.name for value in (*step.served, *step.placed)} <= known
+        known |= {value.name for value in step.results}
+        known |= {reduction.result.name for reduction in step.reductions}
+    assert {output.value for output in facts.outputs} <= known
+    check(prog, W, X)
+
+
+# --- rounds and gradients
 
 
 @program
@@ -65,183 +215,247 @@ def rounds(count):
     return fn
 
 
-def test_all_reductions_of_one_depth_are_one_pass():
-    @program
-    def prog(w, x):
-        y = bj.map_fn(lambda v: v @ w, x)
-        mean, low = bj.reduce_mean(y), bj.reduce_min(x)
-        return mean, low, bj.reduce_max(y), jnp.sum(y, 0), y[:, 0].T @ y, bj.reduce_any(y > 1)
-
-    (piece,) = passes(prog, W, X)
-    assert len(piece.folds) == 6
-    assert piece.results == []
-    check(prog, W, X)
-
-
-def test_neighbouring_maps_are_fused():
-    @program
-    def prog(w, x):
-        y = bj.map_fn(lambda v: v @ w, x)
-        y = jnp.tanh(y * 2) + bj.map_fn(jnp.sin, y)
-        return bj.reduce_sum(bj.map_fn(lambda a: a * 2, y))
-
-    (piece,) = passes(prog, W, X)
-    assert names(piece).count("bj_map") == 3
-    assert shape(prog, W, X) == "M"
-    check(prog, W, X)
-
-
-def test_dead_values_are_dropped():
-    @program
-    def prog(w, x):
-        dead = bj.reduce_sum(bj.map_fn(lambda v: jnp.exp(v), x))
-        bj.map_fn(lambda v: v + dead[0, 0], x)
-        return bj.reduce_sum(bj.map_fn(lambda v: v @ w, x))
-
-    (piece,) = passes(prog, W, X)
-    assert names(piece) == ["bj_map", "bj_reduce_sum"]
-    check(prog, W, X)
-
-
-def test_cheap_values_are_computed_again_and_not_carried():
-    @program
-    def prog(w, x):
-        y = x * 2 + 1
-        mean = bj.reduce_mean(y)
-        return bj.reduce_mean((y - mean[None]) ** 2)
-
-    first, second = passes(prog, W, X)
-    assert first.results == []
-    assert [var.name for var, _ in second.operands] == ["arg1"]
-    check(prog, W, X)
-
-
-def test_maps_are_computed_once_and_carried():
-    @program
-    def prog(w, x):
-        y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
-        mean = bj.reduce_mean(y)
-        return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
-
-    first, second = passes(prog, W, X)
-    assert len(first.results) == 1
-    assert [var for var, _ in second.operands] == first.results
-    check(prog, W, X)
-
-
-def test_values_are_made_in_the_pass_that_reads_them():
-    @program
-    def prog(w, x):
-        early = bj.map_fn(lambda v: jnp.exp(v), x)  # Could be made in the first pass.
-        mean = bj.reduce_mean(bj.map_fn(lambda v: v @ w, x))
-        return bj.reduce_sum(bj.map_fn(lambda v: v @ W + mean, early))
-
-    first, second = passes(prog, W, X)
-    assert names(first).count("bj_map") == 1
-    assert names(second).count("bj_map") == 2
-    assert first.results == []
-    check(prog, W, X)
-
-
-def test_two_placements_have_a_pass_each():
-    @bj.program(a=N, b=N)
-    def prog(x, y):
-        of_a = bj.reduce_sum(bj.map_fn(jnp.sin, x, placement="a"), placement="a")
-        of_b = bj.reduce_sum(bj.map_fn(jnp.cos, y, placement="b"), placement="b")
-        return of_a + of_b
-
-    assert sorted(piece.placement for piece in passes(prog, X, X)) == ["a", "b"]
-    assert shape(prog, X, X) == "MMS"
-    check(prog, X, X)
-
-
-def test_a_value_is_gathered_once():
-    @program
-    def prog(w, x):
-        y = bj.map_fn(lambda v: v @ w, x)
-        return y[3], jnp.sort(y, 0), y[:2]
-
-    assert shape(prog, W, X) == "MGS"
-    check(prog, W, X)
-
-
-def test_a_server_value_is_scattered_once():
-    @program
-    def prog(w, x):
-        order = jnp.sort(jnp.sum(x, (1, 2)))
-        return bj.map_fn(lambda a: a + 1, order), bj.reduce_sum(order)
-
-    assert shape(prog, W, X).count("C") == 1
-    check(prog, W, X)
+RATE = jnp.float32(0.1)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_rounds_and_their_gradients(count):
     fn = rounds(count)
-    rate = jnp.float32(0.1)
-    assert len(passes(fn, W, X, rate)) == count + 1
-    # Forward each round but the last, whose value nobody asks for, then back through each.
-    assert len(passes(jax.grad(fn), W, X, rate)) == 2 * count + 1
-    check(fn, W, X, rate)
-    check(jax.grad(fn), W, X, rate)
+    assert graph(fn, W, X, RATE)[0].count("M") == count + 1
+    # Forward each round but the last, whose value nobody reads, then back through each.
+    assert graph(jax.grad(fn), W, X, RATE)[0].count("M") == 2 * count + 1
+    check(jax.value_and_grad(fn), W, X, RATE)
 
 
-def test_hypergradients():
-    fn = jax.value_and_grad(rounds(3), argnums=2)
+def test_derivatives_share_passes():
+    assert graph(jax.value_and_grad(one_round), W, X)[0].count("M") == 1
+    assert graph(jax.hessian(one_round), W, X)[0].count("M") == 1
     # Three forward, the last one with its gradient, and back through all rounds but the first.
-    assert len(passes(fn, W, X, jnp.float32(0.1))) == 6
-    check(fn, W, X, jnp.float32(0.1))
+    fn = jax.value_and_grad(rounds(3), argnums=2)
+    assert graph(fn, W, X, RATE)[0].count("M") == 6
+    check(fn, W, X, RATE)
 
 
-def test_a_value_and_its_gradient_share_a_pass():
-    assert len(passes(jax.value_and_grad(one_round), W, X)) == 1
-    assert len(passes(jax.hessian(one_round), W, X)) == 1
+@pytest.mark.timeout(60)  # Minutes, if cubic.
+def test_many_rounds():
+    assert graph(jax.grad(rounds(100), argnums=2), W, X, RATE)[0].count("M") == 200
 
 
-def test_placed_state_from_round_to_round():
+def test_equal_rounds_share_a_body():
     @program
     def prog(w, x):
-        state = bj.map_fn(lambda v: v @ w, x)
-        for _ in range(3):
-            mean = bj.reduce_mean(state)
-            state = bj.map_fn(lambda s, m=mean: jnp.sin(s - m), state)
-        return state, bj.reduce_mean(state)
+        for _ in range(6):
+            w = w - 0.1 * bj.reduce_mean(bj.map_fn(lambda v, w=w: jnp.tanh(v @ w) * w, x[:, 0]))
+        return w
 
-    found = passes(prog, W, X)
-    assert len(found) == 4
-    assert [len(piece.results) for piece in found] == [1, 1, 1, 1]
+    plan = plan_of(prog, W, X, **OPTIONS)
+    assert (plan.passes(), len(plan.bodies)) == (6, 2)
+    assert len({step.name for step in plan.steps}) == len(plan.steps) == 12
     check(prog, W, X)
 
 
-def test_operands_of_other_passes_are_made_before():
+# --- what steps tell
+
+
+@program
+def many(w, x):
+    y = bj.map_fn(lambda v: v * w, x)
+    return {
+        "sum": bj.reduce_sum(y),
+        "mean": bj.reduce_mean(y),
+        "max": bj.reduce_max(y),
+        "count": bj.reduce_sum(y > 0),
+        "any": bj.reduce_any(y > 0),
+        "gram": y.T @ y,
+        "half": bj.reduce_sum(y.astype("bfloat16")),
+        "placed": y,
+    }
+
+
+def test_reductions_of_a_pass_share_accumulators():
+    (step,) = plan_of(many, W, V, **OPTIONS).steps
+    assert (step.name, step.placement) == ("map_clients_0", "clients")
+    lanes = {(lane.kind, lane.dtype): lane for lane in step.lanes}
+    assert set(lanes) == {("sum", "float32"), ("max", "float32"), ("sum", "int32"), ("any", "bool")}
+    floats = lanes["sum", "float32"]
+    assert sorted((r.reducer, r.dtype, r.size) for r in floats.reductions) == [
+        ("mean", "float32", 3), ("sum", "bfloat16", 3),
+        ("sum", "float32", 3), ("sum", "float32", 9),
+    ]  # fmt: skip
+    for lane in step.lanes:
+        offsets = [(r.offset, r.size) for r in lane.reductions]
+        assert offsets[0][0] == 0
+        assert all(a + b == c for (a, b), (c, _) in itertools.pairwise(offsets))
+        assert sum(offsets[-1]) == lane.size
+    check(many, W, V)
+
+
+def test_types_of_outputs():
+    facts = bj.explain(many, W, V, options=OPTIONS).facts
+    assert {fact.path: fact.type for fact in facts.outputs} == {
+        "result['any']": "bool[3]", "result['count']": "int32[3]", "result['gram']": "float32[3,3]",
+        "result['half']": "bfloat16[3]", "result['max']": "float32[3]",
+        "result['mean']": "float32[3]", "result['placed']": "float32[3]@clients",
+        "result['sum']": "float32[3]",
+    }  # fmt: skip
+    (placement,) = facts.placements
+    assert (placement.members, placement.shard_size, placement.shards) == (N, 8, 2)
+
+
+def test_outputs_of_all_kinds():
     @program
     def prog(w, x):
-        y = bj.map_fn(lambda v: v @ w, x)
-        total = bj.reduce_sum(y)
-        z = bj.map_fn(lambda v: v * total, y)
-        return jnp.cumsum(z, 0), z, total
+        y = bj.map_fn(lambda v: v * w, x)
+        return w, 3.0, np.arange(2), jnp.swapaxes(y, 0, 1), bj.reduce_sum(y)
 
-    seen = set()
-    for piece in cut(prog, W, X):
-        if isinstance(piece, MapPiece):
-            assert all(v.name.startswith("arg") or v in seen for v, _ in piece.operands)
-            assert all(v.name.startswith("arg") or v in seen for v in piece.broadcasts)
-            seen.update(piece.results, (eqn.outputs[0] for eqn in piece.folds))
-        elif isinstance(piece, ServerPiece):
-            assert all(v.name.startswith("arg") or v in seen for v in piece.inputs)
-            seen.update(piece.outputs)
-        else:
-            assert piece.var in seen
-            seen.add(piece.var)
-    check(prog, W, X)
+    plan = plan_of(prog, W, V, **OPTIONS)
+    passed, literal, _, moved, total = plan.outputs
+    assert (passed.input, literal.constant) == (0, np.float32(3.0))
+    assert (moved.axis, plan.values[moved.value].placement) == (1, "clients")
+    assert plan.values[total.value].placement is None
+    check(prog, W, V)
 
 
-def test_many_rounds_are_cut_in_linear_time():
-    fn = jax.grad(rounds(100), argnums=2)
-    arguments, _, restore = stage.flatten_arguments((W, X, jnp.float32(0.1)))
-    staged = stage.stage(fn, arguments, restore)
-    start = time.process_time()
-    placed = place.place(flatten.flatten(staged.closed), {}, staged.placements)
-    pieces = split.split(placed)
-    assert time.process_time() - start < 5  # A tenth of a second in fact; minutes if cubic.
-    assert sum(isinstance(piece, MapPiece) for piece in pieces) == 200
+def test_reasons_functions_and_lines():
+    def weigh(v):
+        return jnp.sin(v)
+
+    @program
+    def prog(x):
+        y = bj.map_fn(weigh, x)
+        ordered = jnp.sort(y, 0)
+        far = bj.map_fn(lambda v: y @ v, x)
+        return ordered, bj.reduce_sum(far), bj.map_fn(jnp.cos, jnp.cumsum(y, 0))
+
+    steps = bj.explain(prog, V, options=OPTIONS).facts.steps
+    first = prog.__wrapped__.__code__.co_firstlineno
+    lines = [f"{HERE}:{first + k} (" for k in range(6)]
+    (gathered,) = [step for step in steps if step.kind == "Gather"]
+    reasons = "(sort|cumsum) mixes members|the body .* closes over a placed value"
+    assert re.fullmatch(reasons, gathered.reason)
+    assert gathered.lines[0].startswith(tuple(lines[3:]))
+    (scattered,) = [step for step in steps if step.kind == "Scatter"]
+    assert scattered.reason == "bj_map reads it along the members"
+    assert scattered.lines[0].startswith(lines[5])
+    assert steps[0].functions == ("weigh",)
+    assert steps[0].lines[0].startswith(lines[2])
+
+
+def test_a_body_for_each_platform():
+    (step,) = passes(many, W, V, platforms=("cpu", "cuda"))
+    assert set(step.executables) == {"cpu", "cuda"}
+
+
+# --- the limit of gathers
+
+
+def sorted_members(x):
+    return jnp.sort(bj.map_fn(jnp.sin, x), axis=0)
+
+
+def test_gathers_are_refused_past_the_limit():
+    prog, nbytes = program(sorted_members), N * 3 * 4
+    found = bj.run(prog, V, runner="local", options={"gather_limit": nbytes})
+    np.testing.assert_allclose(found, jax.jit(prog)(V), rtol=1e-6)
+    with pytest.raises(bj.StagingError) as error:
+        bj.run(prog, V, runner="local", options={"gather_limit": nbytes - 1})
+    line = sorted_members.__code__.co_firstlineno + 1
+    assert str(error.value).startswith(f"{HERE}:{line} (sorted_members): sort mixes members, so ")
+    for part in (f"{nbytes} bytes of float32[3]@clients ({N} members)", f"allows {nbytes - 1}"):
+        assert part in str(error.value)
+
+
+# --- what maps return unchanged
+
+
+def test_only_what_the_body_does_not_touch_is_left_out():
+    @program
+    def swapped(w, x, y):
+        a = bj.map_fn(lambda v: v + 1, x)
+        both = bj.map_fn(
+            lambda a, b: (b, a, a[0], jax.lax.cond(b > 2, lambda: a, lambda: -a)), (a, y)
+        )
+        return both, bj.map_fn(lambda v: v, x + 1), bj.map_fn(lambda v: v, bj.broadcast(w[0]))
+
+    @program
+    def value(w, x):
+        same, scaled = bj.map_fn(lambda v: (v, v @ w), x)
+        return bj.reduce_mean(bj.map_fn(lambda k, s: jnp.sum(jnp.tanh(k * s)), (same, scaled)))
+
+    check(swapped, W, V, jnp.arange(N))
+    check(jax.grad(value, argnums=(0, 1)), W, V)
+
+
+@pytest.mark.parametrize("given", ["memory", "pipeline"])
+def test_inputs_that_are_returned_unchanged_are_placed_results(given):
+    """In a pipeline, a result is placed or not by what the program says, whatever is pruned."""
+    both = program(lambda x, y: bj.map_fn(lambda x, y: (x, y + 1), (x, y)))
+    x, y = np.asarray(V), np.arange(N, dtype=np.int32)
+
+    def check_first(elements):
+        assert sorted(index for index, _ in elements) == list(range(N))
+        for index, member in elements:
+            np.testing.assert_array_equal(member, x[index])
+
+    spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    members = [(i, y[i] if given == "memory" else (x[i], y[i])) for i in range(N)]
+    with beam.Pipeline(runner="FnApiRunner") as pipeline:
+        transform = bj.transform(
+            both, x if given == "memory" else spec, jax.ShapeDtypeStruct(y.shape, y.dtype)
+        )
+        first, _ = pipeline | beam.Create(members) | transform
+        assert_that(first, check_first)
+
+
+# --- streams of unknown length, in one pass or after they are counted
+
+opened = bj.program(placements={"clients": None})
+
+
+def sums(x):
+    return bj.reduce_mean(x) * x.shape[0]
+
+
+def variance(x):
+    center = bj.reduce_mean(x)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - center) ** 2, x))
+
+
+def descent(x):
+    step = lambda w, r: (w - r * bj.reduce_sum(bj.map_fn(lambda v: v * w, x)), None)
+    return jax.lax.scan(step, jnp.ones(3), jnp.ones(2))[0]
+
+
+def scaled(x):
+    n = x.shape[0]
+    return bj.reduce_sum(bj.map_fn(lambda v: jnp.sin(v / n), x))
+
+
+def as_it_is(x):
+    return bj.reduce_sum(x), x
+
+
+NOTES = {
+    sums: "in the one pass of the plan",
+    variance: "2 passes read them: map_clients_0, map_clients_1",
+    descent: "rounds around placed operators",
+    scaled: "map_clients_0 reads their number",
+    as_it_is: "as it is",
+}
+
+
+@pytest.mark.parametrize("fn", NOTES, ids=lambda fn: fn.__name__)
+def test_streams_are_read_once_where_one_pass_is_enough(fn):
+    x = np.arange(60, dtype=np.float32).reshape(20, 3)
+    prog = opened(fn)
+    assert NOTES[fn] in "".join(bj.explain(prog, stream(x)).facts.notes)
+    assert_close(bj.run(prog, stream(x), runner="local", options=OPTIONS), jax.jit(prog)(x), 1e-4)
+
+
+def test_streams_of_two_placements_are_counted():
+    @bj.program(placements={"a": None, "b": None})
+    def prog(x, y):
+        return bj.reduce_sum(x, placement="a") + bj.reduce_sum(y, placement="b")
+
+    notes = bj.explain(prog, stream(np.asarray(V)), stream(np.asarray(V))).facts.notes
+    assert "several placements" in "".join(notes)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.testing.util import assert_that
-from test_transforms import members, pipeline
+from helpers import assert_close, raw
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
@@ -18,7 +18,6 @@ from beamjax.pipelines.counting import joined
 
 (UNKNOWN,) = jax.export.symbolic_shape("n")
 W = np.asarray([0.5, -1.25, 2.0], np.float32)
-RNG = np.random.default_rng(0)
 OPTIONS = {"shard_size": 8}
 opened = bj.program(placements={"clients": None})
 
@@ -26,6 +25,17 @@ opened = bj.program(placements={"clients": None})
 def data(n):
     x = np.random.default_rng(n).normal(size=(n, 4, 3)).astype(np.float32)
     return {"x": x, "k": np.random.default_rng(n).integers(0, 3, size=n).astype(np.int32)}
+
+
+def members(tree):
+    """The elements of a PCollection, in no order."""
+    n = len(jax.tree.leaves(tree)[0])
+    order = np.random.default_rng(0).permutation(n).tolist()
+    return [(i, jax.tree.map(lambda x, i=i: np.asarray(x[i]), tree)) for i in order]
+
+
+def pipeline(*flags):
+    return beam.Pipeline(runner="FnApiRunner", argv=list(flags))
 
 
 def abstract(tree, n=UNKNOWN):
@@ -50,34 +60,39 @@ def same(expected, exact, is_placed):
             assert sorted(i for i, _ in found) == list(range(len(expected)))
             found = [np.stack([x for _, x in sorted(found, key=lambda pair: pair[0])])]
         (array,) = found
-        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
         assert exact is None or array.tobytes() == exact.tobytes()
-        np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
+        assert_close(array, expected, rtol=1e-5, atol=1e-6)
 
     return check
 
 
-def raw(x):
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
+def check(*cases, tree, options=OPTIONS, flags=()):
+    """Runs programs over members of unknown number, all in one pipeline.
 
-
-def check(fn, *args, tree, placed=(), options=OPTIONS, bits=True):
-    """Runs `fn` over members of unknown number.
-
+    A case is a function, its arguments, which results are placed, and whether bits are compared.
     The results are those of `jit`, and have the bits of `run` with the number known. They may not
     where that is a whole number of shards, as these need no mask then; nor where the program itself
     divides by the number: XLA multiplies by one over a constant.
     """
-    if options is not None and len(jax.tree.leaves(tree)[0]) % options["shard_size"] == 0:
-        bits = False
-    expected = jax.tree.leaves(jax.jit(fn)(*args, tree))
-    exact = jax.tree.leaves(bj.run(fn, *args, tree, runner="local", options=options))
-    with pipeline() as p:
-        results = p | beam.Create(members(tree)) | transform(fn, *args, tree=tree, options=options)
-        for i, result in enumerate(jax.tree.leaves(results)):
-            same_as = same(raw(expected[i]), raw(exact[i]) if bits else None, i in placed)
-            assert_that(result, same_as, label=f"check {i}")
+    whole = options is not None and len(jax.tree.leaves(tree)[0]) % options["shard_size"] == 0
+    checks, tagged = {}, []
+    with pipeline(*flags) as p:
+        elements = p | beam.Create(members(tree))
+        for number, (fn, args, placed, bits) in enumerate(cases):
+            expected = jax.tree.leaves(jax.jit(fn)(*args, tree))
+            exact = jax.tree.leaves(bj.run(fn, *args, tree, runner="local", options=options))
+            results = elements | f"{number}" >> transform(fn, *args, tree=tree, options=options)
+            for i, result in enumerate(jax.tree.leaves(results)):
+                exactly = raw(exact[i]) if bits and not whole else None
+                checks[number, i] = same(raw(expected[i]), exactly, i in placed)
+                tag = beam.Map(lambda value, tag: (tag, value), (number, i))
+                tagged.append(result | f"tag {number} {i}" >> tag)
+
+        def check_all(found):
+            for tag, check in checks.items():
+                check([value for key, value in found if key == tag])
+
+        assert_that(tagged | beam.Flatten(), check_all)
 
 
 # --- what works
@@ -99,28 +114,10 @@ def reductions(w, d):
     ]
 
 
-@pytest.mark.parametrize("n", [1, 7, 8, 20])
-def test_reductions(n):
-    check(reductions, W, tree=data(n))
-
-
 @opened
 def loss(w, d):
     errors = bj.map_fn(lambda e: jnp.sum(jnp.tanh(e["x"] @ w) - e["k"].astype("float32")) ** 2, d)
     return bj.reduce_mean(errors) + bj.reduce_max(errors)
-
-
-@pytest.mark.parametrize("n", [1, 8, 20])
-def test_gradients(n):
-    check(jax.value_and_grad(loss), W, tree=data(n))
-
-
-def test_the_gradient_of_a_mean_takes_no_further_pass():
-    passes = [
-        transform(jax.value_and_grad(loss), W).plan.passes(),
-        bj.transform(jax.value_and_grad(loss), W, abstract(data(9), 9)).plan.passes(),
-    ]
-    assert passes[0] == passes[1]
 
 
 @opened
@@ -129,11 +126,6 @@ def two_passes(w, d):
     mean = bj.reduce_mean(y)
     z = bj.map_fn(lambda e, v: jnp.sum(v - mean) * e["k"].astype("float32"), (d, y))
     return z, bj.reduce_max(z), y
-
-
-@pytest.mark.parametrize("n", [1, 7, 8, 20])
-def test_several_passes_and_placed_results(n):
-    check(two_passes, W, tree=data(n), placed=(0, 2))
 
 
 @opened
@@ -151,48 +143,8 @@ def numbers(w, d):
         jnp.mean(d["x"], axis=(0, 2)),
         jnp.var(d["x"], axis=0),
         scaled,
+        jnp.int32(n),
     ]
-
-
-@pytest.mark.parametrize("n", [1, 20])
-def test_the_number_as_a_value(n):
-    check(numbers, W, tree=data(n), placed=(7,), bits=False)
-
-
-def test_the_number_as_a_result():
-    prog = opened(lambda d: (jnp.int32(d["k"].shape[0]), jnp.max(d["k"])))
-    check(prog, tree=data(20))
-
-
-def test_nothing_but_the_number():
-    check(opened(lambda d: jnp.float32(d["x"].shape[0]) / 3), tree=data(20), bits=False)
-    check(opened(lambda d: bj.reduce_sum(bj.broadcast(W))), tree=data(20))
-
-
-def test_compiled_and_nested_programs():
-    @opened
-    def outer(w, d):
-        return jax.jit(loss)(w, d) + bj.reduce_mean(d["k"])
-
-    check(jax.jit(outer), W, tree=data(20))
-
-
-def test_symbols_of_one_name_are_the_same():
-    tree = data(20)
-
-    @opened
-    def prog(x, k):
-        return bj.reduce_sum(bj.map_fn(lambda x, k: x.sum() * k.astype("float32"), (x, k)))
-
-    specs = []
-    for array in (tree["x"], tree["k"]):
-        (n,) = jax.export.symbolic_shape("n")
-        specs.append(jax.ShapeDtypeStruct((n, *array.shape[1:]), array.dtype))
-    expected = np.asarray(bj.run(prog, tree["x"], tree["k"], options=OPTIONS))
-    with pipeline() as p:
-        elements = p | beam.Create(members((tree["x"], tree["k"])))
-        result = elements | bj.transform(prog, *specs, options=OPTIONS)
-        assert_that(result, same(expected, expected, False))
 
 
 @opened
@@ -207,87 +159,113 @@ def creations(key, d):
     return bj.reduce_sum(y), jnp.zeros(n) + noise, bj.reduce_sum(jnp.ones(n))
 
 
-@pytest.mark.parametrize("n", [7, 20])
-def test_what_members_make_themselves(n):
-    check(creations, jax.random.key(3), tree=data(n), placed=(1,))
+@opened
+def written(i, d):
+    x = d["x"].at[i].set(0).at[jnp.stack([i, i + 1]), 1].add(2)
+    return bj.reduce_max(x.at[3].multiply(5)), x
 
 
-def test_members_that_are_written_by_number():
-    @opened
-    def prog(i, d):
-        x = d["x"].at[i].set(0).at[jnp.stack([i, i + 1]), 1].add(2)
-        return bj.reduce_max(x.at[3].multiply(5)), x
+@opened
+def trained(w, d):
+    def one(w, rate):
+        value, gradient = jax.value_and_grad(loss)(w, d)
+        return w - rate * gradient / d["k"].shape[0], value
 
-    for index in (2, -1, 30):
-        check(prog, jnp.int8(index), tree=data(20), placed=(1,))
-
-
-def test_rounds():
-    @opened
-    def train(w, d):
-        def round_(w, rate):
-            value, gradient = jax.value_and_grad(loss)(w, d)
-            return w - rate * gradient / d["k"].shape[0], value
-
-        return jax.lax.scan(round_, w, jnp.asarray([0.1, 0.05]))
-
-    check(train, W, tree=data(20), bits=False)
+    return jax.lax.scan(one, w, jnp.asarray([0.1, 0.05]))
 
 
-def test_a_loop_on_each_member():
-    @opened
-    def prog(d):
-        def round_(i, x):
-            return x * 0.5 + i
-
-        return bj.reduce_sum(jax.lax.fori_loop(0, 3, round_, d["x"]))
-
-    check(prog, tree=data(20))
+@opened
+def looped(d):
+    return bj.reduce_sum(jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, d["x"]))
 
 
-def test_several_placements_of_which_one_is_known():
-    rows = RNG.normal(size=(5, 3)).astype(np.float32)
+@opened
+def nested(w, d):
+    return jax.jit(loss)(w, d) + bj.reduce_mean(d["k"])
 
-    @bj.program(placements={"clients": None, "rows": 5})
-    def prog(rows, d):
-        n = d["k"].shape[0]
-        sines = bj.map_fn(lambda row: jnp.sin(row) / n, rows, placement="rows")
-        w = bj.reduce_mean(sines, placement="rows")
-        y = bj.map_fn(lambda e: e["x"] @ w, d, placement="clients")
-        return bj.reduce_mean(y, placement="clients")
 
-    check(prog, rows, tree=data(20), bits=False)
-    check(lambda d: prog(rows, d), tree=data(20), bits=False)
+@opened
+def only_the_number(d):
+    return jnp.float32(d["x"].shape[0]) / 3, jnp.int32(d["k"].shape[0]), jnp.max(d["k"])
+
+
+@bj.program(placements={"clients": None, "rows": 5})
+def two_placements(rows, d):
+    n = d["k"].shape[0]
+    sines = bj.map_fn(lambda row: jnp.sin(row) / n, rows, placement="rows")
+    w = bj.reduce_mean(sines, placement="rows")
+    return bj.reduce_mean(
+        bj.map_fn(lambda e: e["x"] @ w, d, placement="clients"), placement="clients"
+    )
+
+
+KEY, ROWS = jax.random.key(3), np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+ANY_NUMBER = [
+    (reductions, (W,), (), True),
+    (jax.value_and_grad(loss), (W,), (), True),
+    (two_passes, (W,), (0, 2), True),
+    (numbers, (W,), (7,), False),
+    (creations, (KEY,), (1,), True),
+]
+MORE = [
+    *((written, (jnp.int8(i),), (1,), True) for i in (2, -1, 30)),
+    (trained, (W,), (), False),
+    (looped, (), (), True),
+    (jax.jit(nested), (W,), (), True),
+    (only_the_number, (), (), False),
+    (opened(lambda d: bj.reduce_sum(bj.broadcast(W))), (), (), True),
+    (two_placements, (ROWS,), (), False),
+    (lambda d: two_placements(ROWS, d), (), (), False),
+]
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 20])
+def test_any_number_of_members(n):
+    check(*ANY_NUMBER, tree=data(n))
+
+
+def test_more_programs():
+    check(*MORE, tree=data(20))
+
+
+def test_the_gradient_of_a_mean_takes_no_further_pass():
+    plans = (
+        transform(jax.value_and_grad(loss), W).plan,
+        bj.transform(jax.value_and_grad(loss), W, abstract(data(9), 9)).plan,
+    )
+    assert plans[0].passes() == plans[1].passes()
+
+
+def test_symbols_of_one_name_are_the_same():
+    def of(x, k):
+        return bj.reduce_sum(bj.map_fn(lambda x, k: x.sum() * k.astype("float32"), (x, k)))
+
+    tree, specs = data(20), []
+    for array in (tree["x"], tree["k"]):
+        (n,) = jax.export.symbolic_shape("n")
+        specs.append(jax.ShapeDtypeStruct((n, *array.shape[1:]), array.dtype))
+    args = tree["x"], tree["k"]
+    expected = np.asarray(bj.run(opened(of), *args, runner="local", options=OPTIONS))
+    with pipeline() as p:
+        elements = p | beam.Create(members(args))
+        symbol = bj.program(clients=UNKNOWN)(of), abstract(args)
+        for name, (prog, types) in {"open": (opened(of), specs), "symbol": symbol}.items():
+            result = elements | name >> bj.transform(prog, *types, options=OPTIONS)
+            assert_that(result, same(expected, expected, False), label=f"check {name}")
 
 
 def test_shards_of_the_size_that_suits_a_member():
     tree = {"x": data(100)["x"]}
     prog = opened(lambda d: bj.reduce_max(d["x"]))
     assert transform(prog, tree=tree, options=None).plan.shard_sizes["clients"] == 4096
-    check(prog, tree=tree, options=None)
+    check((prog, (), (), True), tree=tree, options=None)
 
 
-def test_a_decorator_with_the_same_symbol():
-    prog = bj.program(clients=UNKNOWN)(lambda d: bj.reduce_mean(d["x"]))
-    tree = data(20)
-    expected = np.asarray(bj.run(opened(lambda d: bj.reduce_mean(d["x"])), tree, options=OPTIONS))
-    with pipeline() as p:
-        result = p | beam.Create(members(tree)) | transform(prog, tree=tree)
-        assert_that(result, same(expected, expected, False))
-
-
-def test_several_workers():
-    tree = data(20)
-    flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
-    expected = np.asarray(bj.run(jax.grad(loss), W, tree, options=OPTIONS))
-    with pipeline(*flags) as p:
-        result = p | beam.Create(members(tree)) | transform(jax.grad(loss), W, tree=tree)
-        assert_that(result, same(expected, expected, False))
-
-
-def test_big_reductions_in_pieces(monkeypatch):
+def test_big_reductions_in_pieces_on_several_workers(monkeypatch):
     monkeypatch.setattr("beamjax.lane_pieces.PIECE_VALUES", 5)
-    check(opened(lambda d: bj.reduce_mean(d["x"])), tree=data(20))
+    flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
+    mean = opened(lambda d: bj.reduce_mean(d["x"]))
+    check((mean, (), (), True), (jax.grad(loss), (W,), (), True), tree=data(20), flags=flags)
 
 
 @opened
@@ -305,22 +283,19 @@ def host_sum(x):
     return np.sum(x, dtype=np.float32)
 
 
-@pytest.mark.parametrize("running", ["in_memory", "multi_processing"])
+PROCESSES = pytest.param("multi_processing", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("running", ["in_memory", PROCESSES])
 def test_calls_to_the_host(running, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # so that workers find `host_sum`
-    tree = data(20)
     flags = [f"--direct_running_mode={running}", "--direct_num_workers=2"]
-    expected = np.asarray(jax.jit(with_callbacks)(W, tree))
-    with pipeline(*flags) as p:
-        result = p | beam.Create(members(tree)) | transform(with_callbacks, W, tree=tree)
-        assert_that(result, same(expected, None, False))
+    check((with_callbacks, (W,), (), False), tree=data(20), flags=flags)
 
 
-@pytest.mark.parametrize("fn", [loss, numbers, two_passes])
-def test_wide_types(fn):
+def test_wide_types():
     with jax.enable_x64(True):
-        placed = {loss: (), numbers: (7,), two_passes: (0, 2)}[fn]
-        check(fn, W, tree=data(20), placed=placed, bits=fn is not numbers)
+        check((loss, (W,), (), True), *ANY_NUMBER[2:4], tree=data(20))
 
 
 def test_explanations_count_bytes_by_member():
@@ -346,44 +321,30 @@ def failing(elements, fn=two_passes):
     return caught
 
 
-@pytest.mark.parametrize("lost", [0, 3, 7, 8, 18])
-def test_missing_members(lost):
-    elements = [pair for pair in members(data(20)) if pair[0] != lost]
-    caught = failing(elements)
-    assert caught.type is SourceError
-    assert re.search(rf"1 members .*missing.*first one is member {lost}\b", str(caught.value))
-
-
-def test_a_missing_shard():
-    elements = [pair for pair in members(data(40)) if not 16 <= pair[0] < 32]
-    message = str(failing(elements).value)
-    assert re.search("16 members are missing.* member 16;", message)
-    message = str(failing([pair for pair in members(data(40)) if pair[0] >= 8]).value)
-    assert re.search("8 members are missing.* member 0;", message)
-
-
-def test_only_placed_results_are_checked_too():
+def test_missing_members():
+    """A member, a shard, the first shard; found also where all results are placed."""
+    cases = [(20, lambda i, lost=lost: i != lost, 1, lost) for lost in (0, 3, 7, 8, 18)]
+    cases += [(40, lambda i: not 16 <= i < 32, 16, 16), (40, lambda i: i >= 8, 8, 0)]
+    for n, is_there, count, first in cases:
+        caught = failing([pair for pair in members(data(n)) if is_there(pair[0])])
+        assert caught.type is SourceError
+        pattern = rf"{count} members .*missing.* member {first}\b"
+        assert re.search(pattern, str(caught.value)), (n, count, first)
     elements = [pair for pair in members(data(20)) if pair[0] != 15]
     caught = failing(elements, opened(lambda d: bj.map_fn(jnp.sin, d["x"])))
     assert "first one is member 15" in str(caught.value)
 
 
-def test_a_member_twice():
+def test_members_that_should_not_be_there():
     elements = members(data(20))
-    assert re.search("member 13 is in .* twice", str(failing([*elements, elements[[
-        i for i, _ in elements].index(13)]]).value))  # fmt: skip
-
-
-def test_no_members():
+    (again,) = [pair for pair in elements if pair[0] == 13]
+    assert re.search("member 13 is in .* twice", str(failing([*elements, again]).value))
+    for index in (-1, 2**31 - 1):
+        more = [*members(data(3)), (index, members(data(1))[0][1])]
+        assert f"found member {index}, expected 0 to" in str(failing(more).value)
     caught = failing([])
     assert caught.type is SourceError
     assert "PCollection is empty" in str(caught.value)
-
-
-@pytest.mark.parametrize("index", [-1, 2**31 - 1])
-def test_an_index_out_of_range(index):
-    elements = [*members(data(3)), (index, members(data(1))[0][1])]
-    assert f"found member {index}, expected 0 to" in str(failing(elements).value)
 
 
 def test_joined_ranges():
@@ -398,77 +359,45 @@ X = data(1)["x"]
 HERE = re.escape(__file__)
 
 
+# fmt: off
 def branches(x):
     return bj.reduce_sum(x) if x.shape[0] > 3 else bj.reduce_max(x)
-
-
 def python_loop(x):
     return sum(bj.reduce_sum(x) * i for i in range(x.shape[0]))
-
-
 def numpy_array(x):
     return bj.reduce_sum(bj.map_fn(jnp.sum, x) * np.zeros(x.shape[0]))
-
-
 def of_float(x):
     return bj.reduce_sum(x) / float(x.shape[0])
-
-
 def first(x):
     return x[0]
-
-
 def last(x):
     return x[-1]
-
-
 def few(x):
     return x[:2]
-
-
 def clipped(x):
     return bj.reduce_sum(x.at[2].set(0, mode="clip"))
-
-
 def updated(x):
     return bj.reduce_sum(jax.lax.dynamic_update_index_in_dim(x, W[0] * x.sum(0), 2, 0))
-
-
 def in_order(x):
     return jnp.sort(x, axis=0)
-
-
 def flat(x):
     return bj.reduce_sum(x) + jnp.sort(x.reshape(-1))[0]
-
-
 def gram(x):
     return jnp.einsum("iab,jab->ij", x, x)
-
-
 def pairs(x):
     return bj.reduce_sum(bj.map_fn(lambda v: (v[None] - x).sum(), x))
-
-
 def cumulated(x):
     return bj.reduce_sum(jnp.cumsum(x, axis=0))
-
-
 def whole(x):
     return jnp.arange(x.shape[0]), bj.reduce_sum(x)
-
-
 def scan_over_members(x):
     return jax.lax.scan(lambda c, v: (c * 0.5 + v, None), jnp.zeros((4, 3)), x)[0]
-
-
 def loop_in_body(x):
     n = x.shape[0]
     return bj.reduce_sum(bj.map_fn(lambda v: jax.lax.fori_loop(0, 2, lambda i, a: a / n, v), x))
-
-
 def scattered(x):
     return bj.reduce_sum(bj.map_fn(lambda v, i: v * i, (x, jnp.cumsum(jnp.ones(x.shape[0])))))
+# fmt: on
 
 
 NEEDING = [
@@ -501,27 +430,24 @@ def test_errors_of_the_user_are_as_they_are():
         transform(opened(lambda x: bj.reduce_sum(x) + jnp.ones(7)), tree=X)
 
 
-def test_shapes():
+def test_specifications_that_do_not_fit():
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     (m,) = jax.export.symbolic_shape("m")
     for shape in [(3, UNKNOWN), (UNKNOWN, m), (2 * UNKNOWN, 3)]:
         with pytest.raises(StructureError, match=r"args\[0\].*the first dimension"):
-            bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct(shape, "float32"))
-
-
-def test_constraints_that_nothing_would_check():
+            bj.transform(opened(bj.reduce_sum), spec(*shape))
     (n,) = jax.export.symbolic_shape("n", constraints=["n >= 1"])
-    bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
+    bj.transform(opened(bj.reduce_sum), spec(n, 3))
     (n,) = jax.export.symbolic_shape("n", constraints=["n >= 8"])
     with pytest.raises(StructureError, match=r"the constraints \['n >= 8'\], expected none"):
-        bj.transform(opened(bj.reduce_sum), jax.ShapeDtypeStruct((n, 3), "float32"))
-
-
-def test_placements_that_do_not_fit():
-    spec = jax.ShapeDtypeStruct((UNKNOWN, 3), "float32")
+        bj.transform(opened(bj.reduce_sum), spec(n, 3))
+    five = bj.program(clients=5)
     with pytest.raises(PlacementError, match="expected"):
-        bj.transform(bj.program(clients=5)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x))), spec)
+        bj.transform(five(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x))), spec(UNKNOWN, 3))
     with pytest.raises(PlacementError, match="it has n members"):
-        bj.transform(bj.program(clients=5)(lambda x: jnp.float32(3)), spec)
+        bj.transform(five(lambda x: jnp.float32(3)), spec(UNKNOWN, 3))
+    with pytest.raises(StagingError, match="expected an array or a source"):
+        bj.run(opened(bj.reduce_sum), spec(UNKNOWN, 3))
 
 
 def test_a_placement_without_members_in_the_pcollection():
@@ -532,8 +458,3 @@ def test_a_placement_without_members_in_the_pcollection():
 
     with pytest.raises(StagingError, match="'others' is unknown"), pipeline() as p:
         p | beam.Create(members(X)) | transform(prog, tree=X)
-
-
-def test_run_takes_no_unknown_sizes():
-    with pytest.raises(StagingError, match="expected an array or a source"):
-        bj.run(opened(bj.reduce_sum), jax.ShapeDtypeStruct((UNKNOWN, 3), "float32"))
