@@ -23,7 +23,6 @@ ROWS = {
 W = np.array([0.5, -1.0, 2.0], np.float32)
 SHARDS = {"shard_size": 8}
 THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
-PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 
 
 def clients(rows=ROWS, **options):
@@ -79,8 +78,7 @@ def test_shards_are_padded_to_their_bucket(program):
     expected = jax.jit(program)(W, padded(source))
     found = local(program, W, source)
     assert_close(found, expected, 2e-5, 1e-6)
-    beam = PROCESSES if program is rounds else THREADS
-    assert_same_bits(bj.run(program, W, source, options={**SHARDS, **beam}), found)
+    assert_same_bits(bj.run(program, W, source, options={**SHARDS, **THREADS}), found)
 
 
 def test_rows_that_bodies_see():
