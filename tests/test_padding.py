@@ -72,8 +72,6 @@ def test_results_agree_but_for_rounding():
 
 # --- bodies that read padding, in all runs
 
-PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
-
 
 def rows(client):
     return jnp.sum(client["mask"], dtype=jnp.float32)
@@ -151,7 +149,6 @@ def test_bodies_that_read_padding_are_refused_in_all_runs(tmp_path):
         ("mean", "one shard", "ragged", {"on_error": "drop"}),
         ("mean", "one shard", "ragged", {"member_loop": "loop"}),
         *(("mean", case, "ragged", {"runner": "DirectRunner"}) for case in FEW),
-        ("mean", "full members", "ragged", {"runner": "DirectRunner", **PROCESSES}),
     ]
     faults = []
     for name, case, kind, options in runs:

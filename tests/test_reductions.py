@@ -48,27 +48,19 @@ def by_key(op, num_keys=KEYS):
     return program(lambda x, k: bj.reduce_by_key(x, k, num_keys, op=op))
 
 
-def truth(op, x, k, num_keys=KEYS):
+def truth(op, x):
     """NumPy's answer in the widest type, key by key."""
-    x = np.asarray(x)
-    if x.dtype.kind in "fV" and op not in ("any", "all"):
-        x = x.astype("f8")
-    if x.dtype.kind in "iu":
-        empty = {"max": np.iinfo(x.dtype).min, "min": np.iinfo(x.dtype).max}
-    else:
-        empty = {"max": -np.inf, "min": np.inf}
-    if x.dtype.kind == "b":
-        empty = {"max": False, "min": True}
-    rows = []
-    for key in range(num_keys):
-        members = x[np.asarray(k) == key]
-        if op in empty and not len(members):
-            rows.append(np.full(x.shape[1:], empty[op]))
-        elif op == "mean":
-            with np.errstate(all="ignore"):
-                rows.append(members.sum(0) / np.float64(len(members)))
-        else:
-            rows.append(getattr(np, op)(members, 0))
+    x, rows = np.asarray(x), []
+    wide = x if x.dtype.kind in "biuc" else x.astype("f8")
+    ends = np.iinfo(x.dtype) if x.dtype.kind in "iu" else None
+    low, high = (ends.min, ends.max) if ends else (-np.inf, np.inf)
+    low, high = (False, True) if x.dtype == bool else (low, high)
+    more = {"max": {"initial": low}, "min": {"initial": high}}.get(op, {})
+    for key in range(KEYS):
+        members = wide[np.asarray(K) == key]
+        with np.errstate(all="ignore"):
+            mean = members.sum(0) / np.float64(len(members))
+        rows.append(mean if op == "mean" else getattr(np, op)(members, 0, **more))
     return np.stack(rows)
 
 
@@ -97,7 +89,8 @@ def test_ops_by_key_give_what_numpy_gives_for_each_dtype():
                 expected = "float32"
             if op in ("sum", "prod") and name == "bool":
                 expected = "int32"
-            want = truth(op, values[name], K)
+            want = truth(op, values[name])
+            want = want.astype(name) if name == "uint8" and op == "prod" else want  # wraps around
             rounding = {"bfloat16": 4e-3, "float16": 5e-4}.get(name, 2e-7)
             for how, found in (("jit", compiled[op][name]), ("local", ran[op][name])):
                 wide = np.asarray(found).astype("complex128")
@@ -175,7 +168,7 @@ def segments(op, x):
     return getattr(jax.ops, f"segment_{op}")(x, K, KEYS)
 
 
-def derivatives_of(fn, ops, more=lambda f, x: {}):
+def derivatives_of(fn, ops):
     """The slopes of a function of an op and members, and its tangents."""
     weights = jnp.arange(3.0 * KEYS).reshape(KEYS, 3)
 
@@ -183,8 +176,7 @@ def derivatives_of(fn, ops, more=lambda f, x: {}):
         finite = lambda x: jnp.sum(
             jnp.where(jnp.isfinite(y := fn(op, x)), weights * jnp.sin(y), 0.0)
         )
-        forward = jax.jvp(lambda x: fn(op, x), (x,), (x,))[1]
-        return {"grad": jax.grad(finite)(x), "jvp": forward, **more(finite, x)}
+        return jax.grad(finite)(x), jax.jvp(lambda x: fn(op, x), (x,), (x,))[1]
 
     return lambda x: {op: of(op, x) for op in ops}
 
@@ -205,13 +197,12 @@ def test_derivatives_by_key():
 
 @pytest.mark.table
 def test_second_derivatives_of_products_by_key():
-    more = lambda f, x: {"hessian": jax.hessian(f)(x)}
     for zeros in range(3):
         x = (1 + X).at[np.flatnonzero(np.asarray(K) == 1)[:zeros], 0].set(0.0)
-        fn = program(lambda op, x: bj.reduce_by_key(x, K, KEYS, op=op))
-        found = jax.jit(derivatives_of(fn, ["prod"], more))(x)
-        want = derivatives_of(segments, ["prod"], more)(x)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), found, want)
+        hessian = lambda fn: jax.jit(jax.hessian(lambda v: jnp.sum(jnp.sin(fn("prod", v)))))
+        ours = program(lambda op, v: bj.reduce_by_key(v, K, KEYS, op=op))
+        found, want = hessian(ours)(x), hessian(segments)(x)
+        np.testing.assert_allclose(found, want, 1e-3, 1e-4)
 
 
 def test_vmap_by_key():

@@ -35,8 +35,16 @@ def rounds_by_jit(name):
     return list(rounds(name, jax.jit(built(name)[0])))
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+NAMES = list(TRAINERS)
+SOME = [
+    *((name, "local") for name in NAMES[::3]),
+    *((name, "DirectRunner") for name in NAMES[1::6]),
+]
+REST = [(name, runner) for name in NAMES for runner in ("local", "DirectRunner")]
+REST = [pytest.param(*each, marks=pytest.mark.long) for each in REST if each not in SOME]
+
+
+@pytest.mark.parametrize(("name", "runner"), [*SOME, *REST])
 def test_rounds(name, runner):
     step = functools.partial(bj.run, built(name)[0], runner=runner)
     for found, expected in zip(rounds(name, step), rounds_by_jit(name), strict=True):
