@@ -259,6 +259,7 @@ def members(name, op):
     return values.astype(dtype_of(name))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("x64", "names"),
     [(False, USUAL), (True, ["bool", "int8", "uint32", "int64", "uint64", "float64"])],

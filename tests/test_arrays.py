@@ -68,6 +68,7 @@ def forge_one(payload=bytes(16), **changes):
 # --- round trips
 
 
+@pytest.mark.versions
 def test_every_dtype_and_shape_comes_back():
     meta = {"name": "x", "nested": {"a": [1, 2.5, None, True]}}
     for dtype in DTYPES:

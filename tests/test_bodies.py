@@ -22,6 +22,7 @@ def double(x):
     return [x * 2]
 
 
+@pytest.mark.versions
 def test_types_of_members_and_keys():
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
         keys = jax.random.split(jax.random.key(0, impl=impl), 4)
@@ -42,6 +43,7 @@ def test_types_of_members_and_keys():
 DTYPES = "float32 bfloat16 int8 uint32 bool complex64 float8_e4m3fn int4 int2 uint2".split()
 
 
+@pytest.mark.versions
 def test_a_body_survives_its_bytes():
     specs = [jax.ShapeDtypeStruct((2, 3), jnp.dtype(dtype)) for dtype in DTYPES]
     xs = [jnp.asarray(np.arange(6).reshape(2, 3) % 2, dtype) for dtype in DTYPES]
@@ -52,6 +54,7 @@ def test_a_body_survives_its_bytes():
         np.testing.assert_array_equal(np.asarray(whole), np.asarray(x))
 
 
+@pytest.mark.versions
 def test_the_key_is_the_content_and_each_platform_has_an_artefact():
     key, body = export_body("a", double, [VECTOR], ["cpu"], ["x.py:1"])
     same, other_name = export_body("b", double, [VECTOR], ["cpu"])
@@ -63,6 +66,7 @@ def test_the_key_is_the_content_and_each_platform_has_an_artefact():
     assert set(both.artefacts) == {"cpu", "tpu"}
 
 
+@pytest.mark.versions
 def test_bodies_that_can_not_be_exported_or_loaded_are_refused():
     key, body = export_body("step", double, [VECTOR], ["tpu"])
     with pytest.raises(WorkerError, match=r"step: this process computes on 'cpu', .* for tpu; add"):

@@ -203,6 +203,7 @@ def call(x, k, e):
     }
 
 
+@pytest.mark.versions
 def test_all_runners_give_the_same_bits_and_those_of_jit_but_for_rounding():
     """The integers are the same; XLA may fuse the floats that come of them in another way."""
     error, options = 0.01 * X[::-1], {"shard_size": 8}

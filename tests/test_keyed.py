@@ -133,6 +133,7 @@ def test_files_go_with_the_handle(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.versions
 def test_verify_a_job_and_a_transform(tmp_path):
     report = bj.verify(program, *ARGS)
     assert report.ok

@@ -64,6 +64,7 @@ def truth(op, x):
     return np.stack(rows)
 
 
+@pytest.mark.versions
 def test_ops_by_key_give_what_numpy_gives_for_each_dtype():
     whole = jnp.round(3 * X)
     values = {
@@ -181,6 +182,7 @@ def derivatives_of(fn, ops):
     return lambda x: {op: of(op, x) for op in ops}
 
 
+@pytest.mark.versions
 def test_derivatives_by_key():
     """Also where an extreme is had twice, and where one, two or three factors are zero."""
     ops = ["sum", "mean", "max", "min", "prod"]
@@ -274,6 +276,7 @@ EXACT = {
 }
 
 
+@pytest.mark.versions
 def test_exact_functions_give_the_value_in_order():
     start = {"s": jnp.asarray([5, 2], "int32"), "t": jnp.asarray([1, 0], "int32")}
 
@@ -404,6 +407,7 @@ def test_derivatives_by_a_function(derived, n):
     assert not gathers(forward, *args)
 
 
+@pytest.mark.versions
 def test_derivatives_beside_ints():
     """The place of the largest value has no derivative, the value itself has."""
     best = lambda a, b: jax.tree.map(lambda x, y: jnp.where(b[0] > a[0], y, x), a, b)
@@ -454,6 +458,7 @@ def test_a_reduction_that_is_not_used_is_dropped():
 # --- the place of an extreme
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("x64", [False, True])
 def test_the_first_extreme(x64):
     places = [(), (3,), (20,), (9, 17), (16, 18), (0, 20)]
@@ -581,6 +586,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.versions
 def test_calls_that_make_no_sense_are_refused():
     for call, error, message in REFUSED:
         with pytest.raises(error, match=message):

@@ -87,13 +87,18 @@ def run(fn, *args, runner="DirectRunner", **options):
     return bj.run(fn, *args, runner=runner, options={"shard_size": 8, **options})
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_the_same_as_in_memory(reduction, request):
+@pytest.mark.parametrize(
+    ("reduction", "ways"),
+    [
+        ("exact", [{"runner": "local"}, {}, THREADS]),
+        ("fast", [{"runner": "local"}, {}]),  # with threads the order of the shards is another one
+        pytest.param("exact", [PROCESSES], marks=pytest.mark.long),
+    ],
+    ids=["exact", "fast", "processes"],
+)
+def test_the_same_as_in_memory(reduction, ways, request):
     expected = run(everything, X, runner="local", reduction=reduction)
     request.getfixturevalue("in_files")
-    ways = [{"runner": "local"}, {}]
-    if reduction == "exact":  # else the order of the shards is another one
-        ways += [THREADS, PROCESSES]
     for way in ways:
         assert_same_bits(run(everything, X, **way, reduction=reduction), expected)
 
