@@ -135,7 +135,7 @@ def test_a_worker_with_too_few_devices_says_so(monkeypatch):
     ]
     monkeypatch.setattr(bodies, "_loaded", {})
     monkeypatch.setattr("beamjax.bodies.jax.local_devices", lambda: here)
-    device = SimpleNamespace(client=SimpleNamespace(local_devices=lambda: here))
-    for one in (None, device):
+    client = type("Client", (), {"local_devices": lambda self: here})()
+    for one in (None, SimpleNamespace(client=client)):
         with pytest.raises(WorkerError, match=r"a mesh of 4 devices, but this worker has 3.*t=4"):
             load_body(key, body, device=one)
