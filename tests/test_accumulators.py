@@ -23,7 +23,6 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
-from beamjax.reducers import REDUCERS
 
 FP8 = [f"float8_{e}" for e in ("e5m2", "e4m3fn", "e4m3fnuz", "e3m4")]
 FLOATS = [
@@ -301,20 +300,6 @@ def test_results_and_dtypes_are_those_of_jnp(x64, names):
                 if not (same and near):
                     faults.append((mode, op, name, left, right))
     assert faults == []
-
-
-def test_leaves_share_an_accumulator_and_no_members_have_no_mean():
-    accumulator = added("sum", np.float32([[1, 2, 10], [3, 4, 20]]))
-    total = REDUCERS["sum"].finish(accumulator, 0, 2, 2, np.float32)
-    assert total.tolist() == [4, 6]
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        mean = REDUCERS["mean"].finish(accumulator, 2, 3, 2, dtype)
-        assert (mean.dtype, mean.tolist()) == (dtype, [15])
-    empty = make_accumulator("sum", np.float32, 2)
-    assert np.isnan(REDUCERS["mean"].finish(empty, 0, 2, 0, np.float32)).all()
-    assert REDUCERS["sum"].finish(empty, 0, 2, 0, np.float32).tolist() == [0, 0]
-    assert REDUCERS["sum"].partial_dtype(dtype_of("bfloat16")) == np.float32
-    assert REDUCERS["max"].partial_dtype(dtype_of("bfloat16")) == dtype_of("bfloat16")
 
 
 # --- what is refused
