@@ -27,6 +27,9 @@ WAYS = {
     "processes": ("DirectRunner", PROCESSES),
 }
 HERE = pytest.mark.parametrize("way", ["local", "threads"])
+EVERYWHERE = pytest.mark.parametrize(
+    "way", ["local", "threads", pytest.param("processes", marks=pytest.mark.long)]
+)
 
 # The other workers are stopped where one fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -122,7 +125,7 @@ def test_reductions_of_the_members_that_are_finite(bad, fill):
     check(run(reductions, x, on_nonfinite="drop", drop_limit=1), x, without(bad))
 
 
-@pytest.mark.parametrize("way", ["threads", pytest.param("processes", marks=pytest.mark.long)])
+@EVERYWHERE
 def test_every_way_to_run_workers_drops_the_same(way, tmp_path):
     bad, path = (0, 5, 9, 20), tmp_path / "dead.jsonl"
     x = values(bad)
@@ -134,7 +137,7 @@ def test_every_way_to_run_workers_drops_the_same(way, tmp_path):
     assert set(first) == {"placement", "member", "step", "reason", "message"}
 
 
-@pytest.mark.parametrize("way", ["local", "threads", "processes"])
+@EVERYWHERE
 def test_members_for_which_a_body_raises(way, tmp_path):
     x, path, bad = numbered(), tmp_path / "raised.jsonl", {3, 4, 16}
     body = raising(bad)
