@@ -12,7 +12,7 @@ import beamjax as bj
 
 pytestmark = pytest.mark.long
 
-PROGRAMS_A_PIPELINE = 30
+PROGRAMS_A_PIPELINE = 12
 NAMES = [name for name, case in CASES.items() if case.eqns is not None]
 PARTS = -(-len(NAMES) // PROGRAMS_A_PIPELINE)
 
