@@ -119,10 +119,15 @@ def check(found, x, kept):
 
 
 @settings(max_examples=15, deadline=None)
-@given(bad=st.sets(st.integers(0, N - 1), max_size=N - 1), fill=st.sampled_from([np.nan, -np.inf]))
-def test_reductions_of_the_members_that_are_finite(bad, fill):
+@given(
+    bad=st.sets(st.integers(0, N - 1), max_size=N - 1),
+    fill=st.sampled_from([np.nan, -np.inf]),
+    mode=st.sampled_from(["exact", "fast"]),
+)
+def test_reductions_of_the_members_that_are_finite(bad, fill, mode):
     x = values(bad, fill)
-    check(run(reductions, x, on_nonfinite="drop", drop_limit=1), x, without(bad))
+    options = {"on_nonfinite": "drop", "drop_limit": 1, "reduction": mode}
+    check(run(reductions, x, **options), x, without(bad))
 
 
 @EVERYWHERE
