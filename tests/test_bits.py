@@ -6,8 +6,8 @@ Starting processes takes longer than most programs, so that many programs make o
 import functools
 
 import jax
-import numpy as np
 import pytest
+from helpers import assert_same_bits
 from programs import CASES
 
 import beamjax as bj
@@ -16,53 +16,35 @@ pytestmark = pytest.mark.long
 
 PROGRAMS_A_PIPELINE = 12
 NAMES = [name for name, case in CASES.items() if case.eqns is not None]
-GROUPS = [NAMES[i : i + PROGRAMS_A_PIPELINE] for i in range(0, len(NAMES), PROGRAMS_A_PIPELINE)]
-WORKERS = {
-    "one": [],
-    "threads": ["--direct_running_mode=multi_threading", "--direct_num_workers=2"],
-    "processes": ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
-}
+PARTS = -(-len(NAMES) // PROGRAMS_A_PIPELINE)
+
+
+MODES = ["in_memory", "multi_threading", "multi_processing"]
 
 
 @functools.cache
-def together(number):
-    """A function of the arguments of several programs, and these arguments."""
+def together(part):
+    """A function of the arguments of several programs, these arguments, and what it gives here."""
     built = {}
-    for name in GROUPS[number]:
+    for name in NAMES[part::PARTS]:
         try:
             built[name] = CASES[name].build(bj)
         except pytest.skip.Exception:  # a library that is not installed
             continue
-    functions = {name: fn for name, (fn, _) in built.items()}
 
-    def prog(args):
-        return {name: functions[name](*args[name]) for name in functions}
+    def program(args):
+        return {name: fn(*args[name]) for name, (fn, _) in built.items()}
 
-    return prog, {name: args for name, (_, args) in built.items()}
-
-
-@functools.cache
-def in_process(number):
-    prog, args = together(number)
-    return contents(bj.run(prog, args, runner="local", options={"shard_size": 8}))
+    args = {name: args for name, (_, args) in built.items()}
+    return program, args, bj.run(program, args, runner="local", options={"shard_size": 8})
 
 
-def contents(tree):
-    """Path to dtype, shape and bytes of each leaf."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        raw = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        found[jax.tree_util.keystr(path)] = str(leaf.dtype), leaf.shape, raw.tobytes()
-    return found
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("number", range(len(GROUPS)))
-def test_workers_never_show_in_the_bits(number, workers):
-    prog, args = together(number)
-    flags = ["--shard_size=8", "--rounds_per_graph=8", *WORKERS[workers]]
-    found = contents(bj.run(prog, args, options=flags))
-    expected = in_process(number)
-    assert found.keys() == expected.keys()
-    assert [path for path in found if found[path] != expected[path]] == []
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_workers_never_show_in_the_bits(part, mode):
+    program, args, expected = together(part)
+    assert jax.tree.leaves(expected)
+    workers = 1 if mode == "in_memory" else 2
+    flags = [f"--direct_running_mode={mode}", f"--direct_num_workers={workers}"]
+    flags += ["--shard_size=8", "--rounds_per_graph=8"]
+    assert_same_bits(bj.run(program, args, options=flags), expected)

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import plan_of
 
 import beamjax as bj
 from beamjax import device_memory
 from beamjax.bodies import export_body
 from beamjax.device_memory import compiled_bytes, device_estimates
-from beamjax.execution import plan_of
 from beamjax.options import parse_options
 
 KIB = 1 << 10
@@ -33,9 +33,8 @@ def args(n=100, width=16, out=256):
 
 
 def devices(fn, *values, beam=True, **options):
-    parsed = parse_options({"platforms": ["cuda"], "shard_size": 8, **options})
-    plan, _ = plan_of(fn, values, parsed)
-    return device_estimates(plan, parsed, beam)
+    options = {"platforms": ["cuda"], "shard_size": 8, **options}
+    return device_estimates(plan_of(fn, *values, **options), parse_options(options), beam)
 
 
 def parts(steps):
@@ -43,7 +42,7 @@ def parts(steps):
 
 
 @needs_cpu
-def test_what_a_device_holds():
+def test_bytes_of_a_device_grow_with_shards_and_not_with_members():
     (found,) = devices(total, *args())
     assert (found.platform, found.compiled) == ("cuda", False)
     assert [(part.what, part.nbytes) for part in found.kept] == [("broadcasts", 16 * KIB)]
@@ -52,18 +51,17 @@ def test_what_a_device_holds():
     assert of["results of the shard before"] == 256 * 256 * 4
     assert of["computing"] >= 256 * 256 * 4
     assert found.nbytes == 16 * KIB + sum(of.values())
+    assert devices(total, *args(n=1000))[0].nbytes == found.nbytes
+    assert devices(total, *args(), shard_size=64)[0].nbytes > found.nbytes
+    assert devices(total, *args(out=512))[0].nbytes > 2 * found.nbytes
+    several = devices(total, *args(), platforms=["cuda", "cpu", "tpu"])
+    assert [estimate.platform for estimate in several] == ["cuda", "tpu"]
+    assert devices(total, *args(), platforms=["cpu"]) == []  # which has no memory of its own
+    assert bj.explain(total, *args(), options={"platforms": ["cpu"]}).facts.memory.devices == ()
 
 
 @needs_cpu
-def test_the_estimate_grows_with_shards_and_not_with_members():
-    here = devices(total, *args())[0].nbytes
-    assert devices(total, *args(n=1000))[0].nbytes == here
-    assert devices(total, *args(), shard_size=64)[0].nbytes > here
-    assert devices(total, *args(out=512))[0].nbytes > 2 * here
-
-
-@needs_cpu
-def test_servers_and_placed_results():
+def test_servers_placed_results_and_broadcasts_of_several_rounds():
     (found,) = devices(placed, *args())
     steps = parts(found.steps)
     results = 8 * 256 * 4 + 256 * 4  # and the partial of the sum
@@ -71,9 +69,6 @@ def test_servers_and_placed_results():
     server = next(of for of in steps.values() if "inputs" in of)
     assert server["inputs"] == 256 * 4
 
-
-@needs_cpu
-def test_loops_keep_the_broadcasts_of_several_rounds():
     @bj.program(clients=None)
     def rounds(w, x):
         step = lambda w, _: (w + bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v @ w), x)), None)
@@ -86,32 +81,17 @@ def test_loops_keep_the_broadcasts_of_several_rounds():
     assert [of["broadcasts"] for name, of in steps.items() if "map" in name] == [16 * KIB]
 
 
-def test_a_cpu_has_no_memory_of_its_own():
-    assert devices(total, *args(), platforms=["cpu"]) == []
-    assert bj.explain(total, *args(), options={"platforms": ["cpu"]}).facts.memory.devices == ()
-
-
 @needs_cpu
-def test_several_platforms():
-    found = devices(total, *args(), platforms=["cuda", "cpu", "tpu"])
-    assert [estimate.platform for estimate in found] == ["cuda", "tpu"]
-
-
-@needs_cpu
-def test_xla_tells_where_it_compiles():
+def test_xla_tells_where_it_compiles(monkeypatch):
     """The same code on a CPU, against what JAX itself says of the function."""
     function = lambda x: jnp.sort(x @ x.T, axis=0)
     spec = jax.ShapeDtypeStruct((64, 64), np.float32)
     _, body = export_body("f", lambda x: [function(x)], [spec], ["cpu"])
-    told = jax.jit(lambda x: [function(x)]).lower(spec).compile().memory_analysis()
-    expected = told.temp_size_in_bytes + told.output_size_in_bytes
+    of_jax = jax.jit(lambda x: [function(x)]).lower(spec).compile().memory_analysis()
+    expected = of_jax.temp_size_in_bytes + of_jax.output_size_in_bytes
     found = compiled_bytes(body, "cpu", False)
-    assert expected <= found <= expected + told.generated_code_size_in_bytes + 64 * KIB
+    assert expected <= found <= expected + of_jax.generated_code_size_in_bytes + 64 * KIB
     assert compiled_bytes(body, "cuda", False) is None
-
-
-@needs_cpu
-def test_compiled_bodies_are_told_as_such(monkeypatch):
     monkeypatch.setattr(device_memory, "compiled_bytes", lambda body, platform, x64: 12345)
     (found,) = devices(total, *args())
     assert found.compiled

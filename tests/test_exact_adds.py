@@ -1,4 +1,4 @@
-"""Additions that tell whether they have rounded, against fractions."""
+"""Additions that tell whether they have rounded, against fractions; parts on several threads."""
 
 import ctypes
 import threading
@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from beamjax import exact_adds
+from beamjax import exact_adds, side_by_side
 from beamjax.exact_adds import PROBED, add_and_take_apart, add_exactly
+from beamjax.side_by_side import LONG, in_parts
 
 SHARED = [HealthCheck.function_scoped_fixture]  # of a way to add, for all examples
-WHOLE = st.integers(-(2**24), 2**24)
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
-DYADIC = st.builds(lambda whole, exponent: whole * 2.0**exponent,
-                   st.integers(-(2**24), 2**24), st.integers(-60, 60))  # fmt: skip
+WHOLE = st.integers(-(2**24), 2**24)
+DYADIC = st.builds(lambda whole, exponent: whole * 2.0**exponent, WHOLE, st.integers(-60, 60))
 
 
 @pytest.fixture(params=["flag", "taken apart"])
@@ -70,50 +70,38 @@ def test_infinities_and_nan_are_added_as_numpy_does_or_not_at_all(way, values, b
     row[1] = bad
     ones = np.ones(3, np.float32)
     for rows in ([ones, row], [row, ones], [row, -row], row[None], np.stack([row, -row])):
-        total = np.array([1.0, 2.0, 3.0])
+        total, expected = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0])
         with np.errstate(all="ignore"):
-            added = add_exactly(total, rows)
-            expected = np.array([1.0, 2.0, 3.0])
-            for each in rows[:added]:
+            for each in rows[: add_exactly(total, rows)]:
                 expected += each
         np.testing.assert_array_equal(total, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [1, 7, 4096, PROBED, 3 * PROBED + 5])
-def test_one_sum_that_rounds_is_noticed_wherever_it_is(way, dtype, size):
-    total, ones = np.ones(size), np.ones(size, dtype)
-    for place in {0, size // 3, size // 2, size - 1}:
-        for odd in (2.0**-52, 2.0**-53, -(2.0**-54), 2.0**-149, 3e-39):
-            row = ones.copy()
-            row[place] = odd
-            exact = is_double(1 + Fraction(float(row[place])))
-            rows = [row] if exact else [row, ones]
-            assert (add_exactly(total.copy(), rows) > 0) == exact
-    assert add_exactly(total, [ones, ones])
-    assert (total == 3).all()
+def test_one_sum_that_rounds_is_noticed_wherever_it_is(way, dtype):
+    for size in (1, 7, 4096, PROBED, 3 * PROBED + 5):
+        total, ones = np.ones(size), np.ones(size, dtype)
+        for place in {0, size // 3, size // 2, size - 1}:
+            for odd in (2.0**-52, 2.0**-53, -(2.0**-54), 2.0**-149, 3e-39):
+                row = ones.copy()
+                row[place] = odd
+                exact = is_double(1 + Fraction(float(row[place])))
+                rows = [row] if exact else [row, ones]
+                assert (add_exactly(total.copy(), rows) > 0) == exact
+        assert add_exactly(total, [ones, ones])
+        assert (total == 3).all()
 
 
-def test_zeros_are_positive(way):
+def test_zeros_subnormals_and_overflow(way):
     total = np.zeros(3)
-    assert add_exactly(total, [np.array([-0.0, 1, -1], np.float32), np.float32([-0.0, -1, 1])])
+    assert add_exactly(total, [np.float32([-0.0, 1, -1]), np.float32([-0.0, -1, 1])])
     assert not np.signbit(total).any()
-
-
-def test_subnormals_are_added(way):
-    total = np.zeros(2)
-    row = np.array([1e-45, -1e-40], np.float32)
+    total, row = np.zeros(2), np.float32([1e-45, -1e-40])
     assert add_exactly(total, [row, row])
     assert total.tolist() == [2 * float(row[0]), 2 * float(row[1])]
-
-
-def test_a_flag_that_is_raised_before_does_not_matter(way):
     total = np.ones(3)
-    assert np.float64(1) + np.float64(2.0**-60) == 1
+    assert np.float64(1) + np.float64(2.0**-60) == 1  # raises the flag before
     assert add_exactly(total, [np.ones(3, np.float32)])
-
-
-def test_doubles_that_overflow(way):
     total = np.full(2, np.finfo(np.float64).max)
     with np.errstate(all="ignore"):
         assert not add_exactly(total, [total.copy()])
@@ -160,10 +148,47 @@ def test_a_flag_that_misses_anything_is_not_used(monkeypatch, misses):
         exact_adds._adder.cache_clear()
 
 
-@pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
-def test_no_library_with_flags(monkeypatch, error):
-    def fail(name):
-        raise error(name)
+def test_no_library_with_flags(monkeypatch):
+    for error in (OSError, AttributeError, TypeError):
 
-    monkeypatch.setattr(ctypes, "PyDLL", fail)
-    assert exact_adds._with_flag() is None
+        def fail(name, error=error):
+            raise error(name)
+
+        monkeypatch.setattr(ctypes, "PyDLL", fail)
+        assert exact_adds._with_flag() is None
+
+
+# --- parts of long vectors
+
+
+@given(st.integers(0, 40), st.sampled_from([1, LONG]), st.integers(1, 6))
+def test_every_part_is_worked_on_once(count, values, threads):
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "_threads", lambda: threads)
+        in_parts(count, values, lambda first, last: seen.extend(range(first, last)))
+    assert sorted(seen) == list(range(count))
+
+
+def test_only_long_vectors_are_on_several_threads(monkeypatch):
+    monkeypatch.setattr(side_by_side, "_threads", lambda: 2)
+    together = threading.Barrier(2, timeout=60)
+    in_parts(2, LONG, lambda first, last: together.wait())
+    seen = []
+    in_parts(2, LONG - 1, lambda first, last: seen.append(threading.get_ident()))
+    assert seen == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_errors_of_any_thread_are_raised(monkeypatch, bad):
+    monkeypatch.setattr(side_by_side, "_threads", lambda: 4)
+    done = []
+
+    def work(first, last):
+        if first == bad:
+            raise ValueError(f"part {first}")
+        done.append(first)
+
+    with pytest.raises(ValueError, match=f"part {bad}"):
+        in_parts(4, LONG, work)
+    assert sorted([*done, bad]) == [0, 1, 2, 3]

@@ -1,12 +1,10 @@
 """Exact sums against whole-number arithmetic, in any order, bundling and tree of merges."""
 
-from __future__ import annotations
-
+import ctypes
 import math
 import mmap
 import platform
 import random
-from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 import ml_dtypes
@@ -24,9 +22,13 @@ from beamjax.rounding import divide_to_float32
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
-FP8 = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e5m2", "float8_e4m3fn")]
-WIDTHS = (20, 28, 44, 50)
+NARROW = [BF16, F16, *(np.dtype(getattr(ml_dtypes, f"float8_{e}")) for e in ("e5m2", "e4m3fn"))]
+BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+MANY = settings(max_examples=400, deadline=None)
+RNG = st.randoms(use_true_random=False)
 COUNTS = (1, 2, 3, 7, 10, 1000, 65537, 2**26 - 1, 2**26, 2**40 + 1)
+LARGE = BLOCK // 2 + 3
+"""Partials of this size wait as they are."""
 
 SPECIAL = {
     F32: [0x0, 0x80000000, 0x1, 0x80000001, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x3F800000],
@@ -37,7 +39,7 @@ SPECIAL = {
 }
 
 
-def exact(values: Sequence[float]) -> Fraction | float:
+def exact(values):
     """The sum as a fraction, or as an infinity or NaN."""
     values = [float(value) for value in values]
     if all(math.isfinite(value) for value in values):
@@ -46,7 +48,7 @@ def exact(values: Sequence[float]) -> Fraction | float:
     return total if math.isinf(total) else math.nan
 
 
-def rounded(value: Fraction | float, dtype: np.dtype) -> np.generic:
+def rounded(value, dtype):
     """Rounds to nearest even in whole numbers, without any float on the way."""
     if isinstance(value, float) or value == 0:
         return np.float32(value).astype(dtype)
@@ -67,14 +69,27 @@ def rounded(value: Fraction | float, dtype: np.dtype) -> np.generic:
     return result
 
 
-def assert_bits(found: np.ndarray, expected: Sequence[np.generic]) -> None:
+def assert_bits(found, expected):
     wanted = np.array(expected, found.dtype)
     assert found.tobytes() == wanted.tobytes(), (found, wanted)
 
 
-def in_any_tree(
-    vectors: Sequence[np.ndarray], make: Callable[[], ExactSum], rng: random.Random
-) -> ExactSum:
+def summed(rows, dtype=F32, total=None):
+    """An exact sum of rows, or of numbers as rows of one."""
+    rows = [np.atleast_1d(np.asarray(row, dtype)) for row in rows]
+    total = ExactSum(np.dtype(dtype), rows[0].size) if total is None else total
+    for row in rows:
+        total.add(row)
+    return total
+
+
+def read_only(row):
+    row = np.array(row)
+    row.flags.writeable = False
+    return row
+
+
+def in_any_tree(vectors, make, rng):
     """The vectors in a random order, in random bundles, merged and encoded at random."""
     order = list(enumerate(vectors))
     rng.shuffle(order)
@@ -92,12 +107,12 @@ def in_any_tree(
         sums[0].merge(sums.pop())
 
 
-def from_bits(bits: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def from_bits(bits, dtype):
     return np.array(bits, f"u{dtype.itemsize}").view(dtype)
 
 
 @st.composite
-def bit_patterns(draw: st.DrawFn, dtype: np.dtype, max_terms: int = 14) -> np.ndarray:
+def bit_patterns(draw, dtype, max_terms=14):
     """(terms, 3) of floats of any bits, with a liking for the ends and for cancellation."""
     bits = 8 * dtype.itemsize
     word = st.sampled_from(SPECIAL[dtype]) | st.integers(0, 2**bits - 1)
@@ -114,68 +129,101 @@ def bit_patterns(draw: st.DrawFn, dtype: np.dtype, max_terms: int = 14) -> np.nd
     return values
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), width=st.sampled_from(WIDTHS), rng=st.randoms(use_true_random=False))
-def test_sum_is_correctly_rounded_in_any_tree(
-    dtype: np.dtype, data: st.DataObject, width: int, rng: random.Random
-) -> None:
+# --- any terms, in any tree
+
+
+@BOTH
+@MANY
+@given(data=st.data(), width=st.sampled_from((20, 28, 44, 50)), rng=RNG)
+def test_sum_is_correctly_rounded_in_any_tree(dtype, data, width, rng):
     values = data.draw(bit_patterns(dtype))
     sums = [exact(column) for column in values.T]
     total = in_any_tree(values, lambda: ExactSum(dtype, 3, width=width), rng)
-    assert_bits(total.total(0, 3, dtype), [rounded(each, dtype) for each in sums])
-    if dtype == F32:
-        for narrow in (BF16, F16, *FP8):
-            assert_bits(total.total(0, 3, narrow), [rounded(each, narrow) for each in sums])
+    for result in (F32, *NARROW) if dtype == F32 else (F64,):
+        assert_bits(total.total(0, 3, result), [rounded(each, result) for each in sums])
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), count=st.sampled_from(COUNTS), rng=st.randoms(use_true_random=False))
-def test_mean_is_correctly_rounded_in_any_tree(
-    dtype: np.dtype, data: st.DataObject, count: int, rng: random.Random
-) -> None:
+@BOTH
+@MANY
+@given(data=st.data(), count=st.sampled_from(COUNTS), rng=RNG)
+def test_mean_is_correctly_rounded_in_any_tree(dtype, data, count, rng):
     values = data.draw(bit_patterns(dtype))
     means = [each if isinstance(each, float) else each / count for each in map(exact, values.T)]
     total = in_any_tree(values, lambda: ExactSum(dtype, 3), rng)
     for result in (F32, BF16) if dtype == F32 else (F64,):
-        wanted = [rounded(mean, result) for mean in means]
-        assert_bits(total.mean(0, 3, count, result), wanted)
+        assert_bits(total.mean(0, 3, count, result), [rounded(mean, result) for mean in means])
 
 
-def pieces(value: Fraction, dtype: np.dtype) -> np.ndarray:
+@pytest.fixture(params=["flag", "taken apart"])
+def adds(request, monkeypatch):
+    """Each way to find out whether additions are exact."""
+    exact_adds._adder.cache_clear()
+    if request.param != "flag":
+        monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
+    yield
+    exact_adds._adder.cache_clear()
+
+
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data(), rng=RNG)
+def test_partials_that_wait_are_added_in_any_tree(adds, data, rng):
+    """Values of any bits at the ends of vectors that are long enough to wait as they are."""
+    values = data.draw(bit_patterns(F32))
+    rows = np.zeros((len(values), LARGE), np.float32)
+    rows[:, :2], rows[:, -1:] = values[:, :2], values[:, 2:]
+    rows[:, 2:-1] = np.linspace(-1, 1, LARGE - 3, dtype=np.float32)
+    views = [row[:] if rng.random() < 0.3 else read_only(row) for row in rows]
+    total = in_any_tree(views, lambda: ExactSum(F32, LARGE), rng)
+    sums = [exact(column) for column in values.T]
+    for result in (F32, BF16, F16):
+        found = total.total(0, LARGE, result)
+        assert_bits(found[[0, 1, -1]], [rounded(each, result) for each in sums])
+    means = [each if isinstance(each, float) else each / 7 for each in sums]
+    assert_bits(total.mean(0, LARGE, 7, F32)[[0, 1, -1]], [rounded(mean, F32) for mean in means])
+    assert summed(rows[::-1]).encode() == total.encode()
+
+
+# --- next to the middle of two floats
+
+
+def pieces(value, dtype):
     """Floats whose exact sum is `value`."""
     parts = []
     while value != 0:
         parts.append(rounded(value, dtype))
         value -= Fraction(float(parts[-1]))
-    return np.array(parts, dtype)
+    return parts
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@settings(max_examples=400, deadline=None)
+@BOTH
+@MANY
 @given(data=st.data())
-def test_mean_next_to_the_middle_of_two_floats(dtype: np.dtype, data: st.DataObject) -> None:
+def test_mean_next_to_the_middle_of_two_floats(dtype, data):
     bits = 24 if dtype == F32 else 53
     count = data.draw(st.integers(1, 2**26 - 1) | st.sampled_from(COUNTS))
     odd = 2 * data.draw(st.integers(2 ** (bits - 1), 2**bits - 1)) + 1
     middle = Fraction(odd) * Fraction(2) ** data.draw(st.integers(-60, 40))
     offset = data.draw(st.sampled_from([-1, 0, 1])) * Fraction(2) ** -(100 if dtype == F32 else 900)
-    total = ExactSum(dtype, 1)
-    for piece in pieces(middle * count + offset, dtype):
-        total.add(piece[None])
+    total = summed(pieces(middle * count + offset, dtype), dtype)
     assert_bits(total.mean(0, 1, count, dtype), [rounded(middle + offset / count, dtype)])
 
 
-@settings(max_examples=400, deadline=None)
+@MANY
 @given(data=st.data())
-def test_quotients_of_doubles_next_to_the_middle_of_two_floats(data: st.DataObject) -> None:
+def test_quotients_of_doubles_next_to_the_middle_of_two_floats(data):
+    """Normal and subnormal ones."""
     count = data.draw(st.integers(2, 2**26 - 1) | st.sampled_from([2, 3, 63, 1000]))
-    odd = st.integers(2**23, 2**24 - 1).map(lambda whole: 2 * whole + 1)
-    exponent = data.draw(st.integers(-60, 100))
-    values = []
-    for middle in data.draw(st.lists(odd, min_size=1, max_size=4)):
-        near = float(middle * count) * 2.0**exponent
+    if data.draw(st.booleans()):
+        odd, exponent = st.integers(2**23, 2**24 - 1), data.draw(st.integers(-60, 100))
+    else:
+        odd, exponent = st.integers(1, 24).flatmap(lambda n: st.integers(2**n // 2, 2**n - 1)), -150
+    values = [0.0]
+    for half in data.draw(st.lists(odd, min_size=1, max_size=4)):
+        near = float((2 * half + 1) * count) * 2.0**exponent
         for _ in range(data.draw(st.integers(0, 2))):
             near = math.nextafter(near, data.draw(st.sampled_from([-math.inf, math.inf])))
         values.append(near * data.draw(st.sampled_from([1, -1])))
@@ -184,19 +232,17 @@ def test_quotients_of_doubles_next_to_the_middle_of_two_floats(data: st.DataObje
         assert_bits(divide_to_float32(np.array(values), count), wanted)
 
 
-@pytest.mark.parametrize("narrow", [BF16, F16, *FP8], ids=str)
-def test_narrow_results_are_rounded_once(narrow: np.dtype) -> None:
-    half_unit = 2.0 ** -(int(ml_dtypes.finfo(narrow).nmant) + 1)
-    for base, tiny in [(1.0, 2.0**-40), (1.0, -(2.0**-40)), (-1.0, -(2.0**-100))]:
-        total = ExactSum(F32, 1)
-        for value in (base, math.copysign(half_unit, base), tiny):
-            total.add(np.float32([value]))
-        wanted = Fraction(base) + Fraction(math.copysign(half_unit, base)) + Fraction(tiny)
-        assert_bits(total.total(0, 1, narrow), [rounded(wanted, narrow)])
-        assert_bits(total.mean(0, 1, 1, narrow), [rounded(wanted, narrow)])
+def test_narrow_results_are_rounded_once():
+    for narrow in NARROW:
+        half_unit = 2.0 ** -(int(ml_dtypes.finfo(narrow).nmant) + 1)
+        for base, tiny in [(1.0, 2.0**-40), (1.0, -(2.0**-40)), (-1.0, -(2.0**-100))]:
+            terms = base, math.copysign(half_unit, base), tiny
+            total, wanted = summed(terms), [rounded(exact(terms), narrow)]
+            assert_bits(total.total(0, 1, narrow), wanted)
+            assert_bits(total.mean(0, 1, 1, narrow), wanted)
 
 
-def test_largest_doubles_overflow_only_if_the_sum_does() -> None:
+def test_the_ends_of_float64():
     top, half_unit = np.finfo(np.float64).max, 2.0**970
     cases = {
         (top, top, -top): top,
@@ -204,57 +250,46 @@ def test_largest_doubles_overflow_only_if_the_sum_does() -> None:
         (top, half_unit, -5e-324): top,
         (-top, -half_unit): -np.inf,
         (top, top, top, -top, -top): top,
+        (5e-324, top, 3e-310, -top): 3e-310 + 5e-324,
+        (1.0, 5e-324, 2.0**-53): 1 + 2.0**-52,
     }
     for values, wanted in cases.items():
-        total = ExactSum(F64, 1)
-        for value in values:
-            total.add(np.array([value]))
-        assert total.total(0, 1, F64)[0] == wanted
-    total = ExactSum(F64, 1)
-    for _ in range(9):
-        total.add(np.array([top]))
+        assert summed(values, F64).total(0, 1, F64)[0] == wanted
+    assert summed((1.0, 5e-324, 2.0**-53), F64).mean(0, 1, 1, F64)[0] == 1 + 2.0**-52
+    total = summed([top] * 9, F64)
     assert (total.total(0, 1, F64)[0], total.mean(0, 1, 9, F64)[0]) == (np.inf, top)
     assert total.mean(0, 1, 10, F64)[0] == rounded(Fraction(top) * 9 / 10, F64)
 
 
-def test_small_doubles_beside_large_ones() -> None:
-    total = ExactSum(F64, 2)
-    for value in (5e-324, np.finfo(np.float64).max, 3e-310, -np.finfo(np.float64).max):
-        total.add(np.array([value, value / 2]))
-    assert total.total(0, 2, F64).tolist() == [3e-310 + 5e-324, 3e-310 / 2]
-    one = ExactSum(F64, 1)
-    for value in (1.0, 5e-324, 2.0**-53):
-        one.add(np.array([value]))
-    assert one.total(0, 1, F64)[0] == one.mean(0, 1, 1, F64)[0] == 1 + 2.0**-52
+# --- carries
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("width", [44, 50])
-@pytest.mark.parametrize("size", [1, BLOCK])
-def test_digits_are_carried_before_they_are_full(dtype: np.dtype, width: int, size: int) -> None:
+@BOTH
+def test_digits_are_carried_before_they_are_full(dtype):
     lowest, bits = (-149, 24) if dtype == F32 else (-1074, 53)
-    unit = 2.0 ** (-lowest // width * width + lowest)
-    largest = (1 - 2.0**-bits) * 2.0 ** (width - 1) * unit  # fills a digit as no other number
-    vectors = [np.full(size, value, dtype) for value in (largest, unit, largest / 3)]
-    adds = 2500 if width == 44 else 60
-    sums = [ExactSum(dtype, size, width=width) for _ in range(3)]
-    terms: list[list[float]] = [[], [], []]
-    for number in range(adds):
-        vector = vectors[2 if number % 7 == 0 else number % 5 == 0]
-        target = number % 3 if number > adds // 2 else 0
-        sums[target].add(vector)
-        terms[target].append(float(vector[0]))
-    held = [sums[1].total(0, 1, dtype), sums[2].total(0, 1, dtype)]
-    for other in (1, 2, 1):
-        sums[0].merge(sums[other])
-    value = exact([*terms[0], *terms[1], *terms[2], *terms[1]])
-    for place in (0, size // 2, size - 1):
-        assert sums[0].total(place, place + 1, dtype)[0] == rounded(value, dtype)
-    assert sums[0].mean(0, 1, adds, dtype)[0] == rounded(value / adds, dtype)
-    assert [sums[1].total(0, 1, dtype), sums[2].total(0, 1, dtype)] == held
+    for width, size in ((44, 1), (44, BLOCK), (50, 1), (50, 3)):
+        unit = 2.0 ** (-lowest // width * width + lowest)
+        largest = (1 - 2.0**-bits) * 2.0 ** (width - 1) * unit  # fills a digit as no other number
+        vectors = [np.full(size, value, dtype) for value in (largest, unit, largest / 3)]
+        adds = {1: 2500, 3: 60}.get(size, 1100) if width == 44 else 60
+        sums = [ExactSum(dtype, size, width=width) for _ in range(3)]
+        terms = [[], [], []]
+        for number in range(adds):
+            vector = vectors[2 if number % 7 == 0 else number % 5 == 0]
+            target = number % 3 if number > adds // 2 else 0
+            sums[target].add(vector)
+            terms[target].append(float(vector[0]))
+        held = [sums[1].total(0, 1, dtype), sums[2].total(0, 1, dtype)]
+        for other in (1, 2, 1):
+            sums[0].merge(sums[other])
+        value = exact([*terms[0], *terms[1], *terms[2], *terms[1]])
+        for place in (0, size // 2, size - 1):
+            assert sums[0].total(place, place + 1, dtype)[0] == rounded(value, dtype)
+        assert sums[0].mean(0, 1, adds, dtype)[0] == rounded(value / adds, dtype)
+        assert [sums[1].total(0, 1, dtype), sums[2].total(0, 1, dtype)] == held
 
 
-def test_digits_are_carried_in_a_copy_of_what_is_merged() -> None:
+def test_digits_are_carried_in_a_copy_of_what_is_merged():
     full = [ExactSum(F64, BLOCK) for _ in range(2)]
     row = np.full(BLOCK, 1.75)
     adds = full[0]._block(0).capacity // 2
@@ -269,10 +304,8 @@ def test_digits_are_carried_in_a_copy_of_what_is_merged() -> None:
     assert {key: each.tobytes() for key, each in digits.vectors.items()} == before
 
 
-def test_decoded_digits_are_carried_too() -> None:
-    one = ExactSum(F64, 1)
-    for key in range(10):  # digits of 2^43 - 1
-        one.add(np.array([(2.0**43 - 1) * 2.0 ** (44 * (key + 20) - 1074)]))
+def test_decoded_digits_are_carried_too():
+    one = summed([(2.0**43 - 1) * 2.0 ** (44 * (key + 20) - 1074) for key in range(10)], F64)
     one.compact()
     value = one._blocks[0].integer(0)
     again, total = decode_accumulator(one.encode()), ExactSum(F64, 1)
@@ -282,41 +315,19 @@ def test_decoded_digits_are_carried_too() -> None:
     assert total._blocks[0].integer(0) == 1500 * value
 
 
-def test_many_terms_without_a_carry() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.uniform(1, 2, (250, 400)) * 2.0 ** rng.integers(-60, 60, (250, 1))
-    total = ExactSum(F64, 400)
-    for row in values:
-        total.add(row)
-    wanted = [math.fsum(column) for column in values.T]
-    assert_bits(total.total(0, 400, F64), wanted)
-
-
-def test_bytes_depend_on_the_sum_alone() -> None:
-    rng = np.random.default_rng(1)
-    values = rng.standard_normal((40, 300)).astype(np.float32)
-    values[3, 5], values[7, 5], values[9, 6] = np.inf, -np.inf, np.nan
-    shuffle = random.Random(2)
-    encoded = {in_any_tree(values, lambda: ExactSum(F32, 300), shuffle).encode() for _ in range(20)}
-    assert len(encoded) == 1
-    halves = ExactSum(F32, 300)
-    for row in values:
-        halves.add(row / 2)
-        halves.add(row / 2)
-    assert halves.encode() in encoded
+# --- vectors, complex numbers, infinities
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
-def test_long_vectors_have_digits_where_they_need_them(dtype: str) -> None:
+def test_long_vectors_have_digits_where_they_need_them(dtype):
     size = 2 * BLOCK + 77
     rng = np.random.default_rng(3)
     values = rng.standard_normal((5, size)).astype(dtype)
     values[:, BLOCK:] *= 1e-30
     values[:, 2 * BLOCK :] = 0
     total = in_any_tree(values, lambda: ExactSum(np.dtype(dtype), size), random.Random(4))
-    places = [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, size - 1]
     real = values.real.dtype
-    for place in places:
+    for place in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, size - 1):
         found = total.total(place, place + 1, values.dtype)[0]
         assert found.real == rounded(exact(values[:, place].real), real)
         assert found.imag == rounded(exact(values[:, place].imag), real)
@@ -326,43 +337,86 @@ def test_long_vectors_have_digits_where_they_need_them(dtype: str) -> None:
     assert total.nbytes <= 3 * 8 * 2 * BLOCK * (2 if values.dtype.kind == "c" else 1)
 
 
-def test_complex_parts_are_summed_apart() -> None:
-    total = ExactSum(np.dtype(np.complex64), 2)
-    for value in ([1 + 2j, complex(np.inf, 1)], [1e10 + 0j, complex(1, -np.inf)], [-1e10 + 1j, 0]):
-        total.add(np.complex64(value))
+def test_complex_parts_are_summed_apart():
+    rows = [1 + 2j, complex(np.inf, 1)], [1e10 + 0j, complex(1, -np.inf)], [-1e10 + 1j, 0]
+    total = summed(rows, np.complex64)
     assert total.total(0, 2, np.complex64).tolist() == [1 + 3j, complex(np.inf, -np.inf)]
     assert total.mean(0, 1, 2, np.complex64).tolist() == [0.5 + 1.5j]
 
 
-def test_infinities_and_nan() -> None:
+def test_infinities_nan_and_zeros():
+    inf, nan = np.inf, np.nan
     columns = {
-        (np.inf, 1): np.inf,
-        (-np.inf, 1): -np.inf,
-        (np.inf, -np.inf): np.nan,
-        (np.nan, 1): np.nan,
-        (np.inf, np.nan): np.nan,
+        (inf, 1): inf, (-inf, 1): -inf, (inf, -inf): nan, (nan, 1): nan, (inf, nan): nan,
         (-0.0, -0.0): 0.0,
-    }
+    }  # fmt: skip
     values = np.array(list(columns), np.float32).T.copy()
     values[:, 3].view(np.uint32)[0] = 0xFFC01234  # a NaN with a sign and a payload
-    total = ExactSum(F32, 6)
-    for row in values:
-        total.add(row)
+    total = summed(values)
     for dtype in (F32, BF16, F16):
         wanted = np.array(list(columns.values()), np.float32).astype(dtype)
         assert_bits(total.total(0, 6, dtype), wanted)
         assert_bits(total.mean(0, 6, 2, dtype), wanted)
     assert np.isnan(total.mean(0, 6, 0, F32)).all()
+    assert_bits(ExactSum(F32, 3).total(0, 3, F32), np.zeros(3, np.float32))
+    nothing = decode_accumulator(summed([[]]).encode())
+    assert nothing.total(0, 0, BF16).shape == (0,)
 
 
-def test_partials_and_merged_accumulators_stay_as_they_are() -> None:
+def test_infinities_are_the_same_bytes_however_they_were_added(monkeypatch):
+    """In doubles as IEEE 754 adds them, or as flags beside numbers."""
+    rows = np.ones((6, LARGE), np.float32)
+    rows[1, 3], rows[2, 4], rows[4, 4], rows[5, 5] = np.inf, np.inf, -np.inf, np.nan
+    rows[3, 6] = 2.0**-100  # which no double holds beside the others
+    found = set()
+    for use_flag in (True, False):
+        exact_adds._adder.cache_clear()
+        if not use_flag:
+            monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
+        for order in (range(6), range(5, -1, -1), (3, 1, 0, 2, 5, 4)):
+            total = ExactSum(F32, LARGE)
+            for row in order:
+                total.add(read_only(rows[row]))
+            found.add(total.encode())
+            assert_bits(total.total(3, 6, F32), [np.inf, np.nan, np.nan])
+    exact_adds._adder.cache_clear()
+    assert len(found) == 1
+
+
+# --- bytes, and the ways to hold a sum
+
+
+def test_bytes_depend_on_the_sum_alone():
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((40, 300)).astype(np.float32)
+    values[3, 5], values[7, 5], values[9, 6] = np.inf, -np.inf, np.nan
+    shuffle = random.Random(2)
+    encoded = {in_any_tree(values, lambda: ExactSum(F32, 300), shuffle).encode() for _ in range(20)}
+    encoded.add(summed(row / 2 for row in values.repeat(2, 0)).encode())
+    assert len(encoded) == 1
+    terms = {
+        "few bits": np.float32([1.5, -2.0, 0.0, 1024.0]),
+        "one bit far down": np.float32([1.5, -2.0, 2.0**-149, 1024.0]),
+        "infinity": np.float32([1.5, -np.inf, 0.0, 1024.0]),
+    }
+    for first in terms.values():
+        for second in terms.values():
+            finite = np.isfinite(second).all()
+            rows = first, second, -second if finite else np.zeros(4, np.float32)
+            plain, other = summed(rows), ExactSum(F32, 4)
+            for row in rows:
+                other.merge(decode_accumulator(summed([row]).encode()))
+            assert plain.encode() == other.encode()
+            assert plain.total(0, 4, F32).tobytes() == other.total(0, 4, F32).tobytes()
+            assert not finite or plain.encode() == summed([first]).encode()
+
+
+def test_partials_and_merged_accumulators_stay_as_they_are():
     for size in (3, BLOCK + 1):
         partial = np.linspace(-1, 1, size, dtype=np.float32)
         partial[0] = np.inf
         before = partial.copy()
-        first, second = ExactSum(F32, size), ExactSum(F32, size)
-        first.add(partial)
-        second.add(partial)
+        first, second = summed([partial]), summed([partial])
         partial[:] = 7
         first.merge(second)
         first.add(partial)
@@ -374,33 +428,89 @@ def test_partials_and_merged_accumulators_stay_as_they_are() -> None:
         assert first.total(1, 2, F32)[0] == rounded(2 * exact([before[1], before[1], 7]), F32)
 
 
-def test_empty_sums() -> None:
-    assert_bits(ExactSum(F32, 3).total(0, 3, F32), np.zeros(3, np.float32))
-    nothing = ExactSum(F32, 0)
-    nothing.add(np.empty(0, np.float32))
-    assert decode_accumulator(nothing.encode()).total(0, 0, BF16).shape == (0,)
+def test_sums_are_held_in_doubles_as_long_as_these_are_exact():
+    row = np.full(BLOCK + 1, 1.0, np.float32)
+    total = summed([row] * 9)
+    assert total.nbytes == 8 * (BLOCK + 1)
+    row[0] = 2.0**-60
+    total.add(row)
+    assert total.nbytes > 8 * (BLOCK + 1)
+    assert total.total(0, 1, F64)[0] == 9.0 + 2.0**-60
+    wanted = [(9.0 + 2.0**-60) / (1 << 27), 10.0 / (1 << 27)]
+    assert total.mean(0, 2, 1 << 27, F64).tolist() == wanted
+    assert total.total(1, 2, F32)[0] == 10.0
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_sums_leave_the_doubles_and_come_back(adds):
+    total = ExactSum(F32, LARGE)
+    rows = [2.0**100, 1.0, 2.0**-149, -(2.0**100), 3.0, -(2.0**-149), 5.0, 2.0**127, 2.0**127]
+    terms = np.zeros(LARGE, np.float32)
+    for value in rows:
+        terms[::2], terms[1::2] = value, 1.0
+        total.add(read_only(terms))
+    assert_bits(total.total(0, 2, F32), [np.inf, np.float32(9)])
+    for value in (-(2.0**127), -(2.0**127)):
+        terms[::2], terms[1::2] = value, 0.0
+        total.add(read_only(terms))
+    assert_bits(total.total(0, 2, F32), [np.float32(9), np.float32(9)])
+    total.compact()
+    assert total.nbytes == 8 * LARGE
+
+
+def test_zeros_are_merged_with_numbers_of_any_size():
+    total = summed([[2.0**-149, 2.0**127, 1.0]])
+    zeros = summed(np.full(3, value) for value in (2.0**-149, 0.0, -(2.0**-149)))
+    zeros, total = (decode_accumulator(each.encode()) for each in (zeros, total))
+    total.merge(zeros)
+    zeros.merge(total)
+    for found in (total, zeros):
+        assert found.total(0, 3, F32).tolist() == [2.0**-149, 2.0**127, 1.0]
+
+
+def test_only_vectors_that_cannot_change_wait_and_merging_adds_them(adds):
+    total = ExactSum(F32, LARGE)
+    row = np.ones(LARGE, np.float32)
+    total.add(row)
+    row[:] = 7
+    total.add(read_only(row))
+    assert total.nbytes == 12 * LARGE
+    for _ in range(2):
+        total.add(read_only(row))
+    row[:] = -2
+    total.add(row)
+    assert total.nbytes == 8 * LARGE
+    assert (total.total(0, LARGE, F32) == 20).all()
+    first, second = ExactSum(F32, LARGE), ExactSum(F32, LARGE)
+    row = read_only(np.full(LARGE, 2.0**-30, np.float32))
+    for total in (first, second, second):
+        total.add(row)
+    first.merge(second)
+    first.merge(first)
+    assert (first.total(0, LARGE, F32) == 6 * 2.0**-30).all()
+    assert (second.total(0, LARGE, F32) == 2 * 2.0**-30).all()
+
+
+# --- what is refused
+
+
+def test_partials_that_do_not_fit_are_refused():
     total = ExactSum(F32, 3)
-    with pytest.raises(
-        StructureError, match=r"found a partial float64\[3\], expected float32\[3\]"
-    ):
-        total.add(np.zeros(3))
-    with pytest.raises(StructureError, match=r"float32\[3, 1\]"):
-        total.add(np.zeros((3, 1), np.float32))
+    for partial, message in [
+        (np.zeros(3), r"found a partial float64\[3\], expected float32\[3\]"),
+        (np.zeros((3, 1), np.float32), r"float32\[3, 1\]"),
+        (np.zeros(4, np.float32), r"float32\[4\]"),
+    ]:
+        with pytest.raises(StructureError, match=message):
+            total.add(partial)
     with pytest.raises(StructureError, match="float16"):
         ExactSum(F16, 3)
-    with pytest.raises(StructureError, match="expected"):
-        total.merge(ExactSum(F32, 4))
-    with pytest.raises(StructureError, match="digits of 28 bits"):
-        total.merge(ExactSum(F32, 3, width=28))
+    for other, message in [(ExactSum(F32, 4), "expected"), (ExactSum(F32, 3, width=28), "28 bits")]:
+        with pytest.raises(StructureError, match=message):
+            total.merge(other)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
-def test_flushing_of_subnormals_is_noticed() -> None:
-    import ctypes
-
+def test_flushing_of_subnormals_is_noticed():
     try:
         page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except PermissionError:
@@ -417,187 +527,3 @@ def test_flushing_of_subnormals_is_noticed() -> None:
         finally:
             set_mxcsr(ctypes.c_uint32(usual))
     check_subnormals()
-
-
-HELD = {
-    "few bits": np.array([1.5, -2.0, 0.0, 1024.0], np.float32),
-    "one bit far down": np.array([1.5, -2.0, 2.0**-149, 1024.0], np.float32),
-    "infinity": np.array([1.5, -np.inf, 0.0, 1024.0], np.float32),
-}
-
-
-@pytest.mark.parametrize("first", HELD)
-@pytest.mark.parametrize("second", HELD)
-def test_the_bytes_do_not_tell_how_sums_were_held(first: str, second: str) -> None:
-    back = {"infinity": np.array([0, 0, 0, 0], np.float32)}.get(second, -HELD[second])
-    plain, other = ExactSum(F32, 4), ExactSum(F32, 4)
-    for row in (HELD[first], HELD[second], back):
-        plain.add(row)
-        one = ExactSum(F32, 4)
-        one.add(row)
-        other.merge(decode_accumulator(one.encode()))
-    assert plain.encode() == other.encode()
-    assert plain.total(0, 4, F32).tobytes() == other.total(0, 4, F32).tobytes()
-    if second != "infinity":
-        straight = ExactSum(F32, 4)
-        straight.add(HELD[first])
-        assert plain.encode() == straight.encode()
-
-
-def test_sums_are_held_in_doubles_as_long_as_these_are_exact() -> None:
-    total = ExactSum(F32, BLOCK + 1)
-    row = np.full(BLOCK + 1, 1.0, np.float32)
-    for _ in range(9):
-        total.add(row)
-    assert total.nbytes == 8 * (BLOCK + 1)
-    row[0] = 2.0**-60
-    total.add(row)
-    assert total.nbytes > 8 * (BLOCK + 1)
-    assert total.total(0, 1, np.dtype(np.float64))[0] == 9.0 + 2.0**-60
-    assert total.mean(0, 2, 1 << 27, np.dtype(np.float64)).tolist() == [
-        (9.0 + 2.0**-60) / (1 << 27), 10.0 / (1 << 27)
-    ]  # fmt: skip
-    assert total.total(1, 2, F32)[0] == 10.0
-
-
-def test_zeros_are_merged_with_numbers_of_any_size() -> None:
-    total, zeros = ExactSum(F32, 3), ExactSum(F32, 3)
-    total.add(np.array([2.0**-149, 2.0**127, 1.0], np.float32))
-    for value in (2.0**-149, 0.0, -(2.0**-149)):
-        zeros.add(np.full(3, value, np.float32))
-    zeros = decode_accumulator(zeros.encode())
-    total = decode_accumulator(total.encode())
-    total.merge(zeros)
-    zeros.merge(total)
-    for found in (total, zeros):
-        assert found.total(0, 3, F32).tolist() == [2.0**-149, 2.0**127, 1.0]
-
-
-@pytest.fixture(params=["flag", "taken apart"])
-def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each way to find out whether additions are exact."""
-    exact_adds._adder.cache_clear()
-    if request.param != "flag":
-        monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
-    yield
-    exact_adds._adder.cache_clear()
-
-
-LARGE = BLOCK // 2 + 3
-"""Partials of this size wait as they are."""
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(data=st.data(), rng=st.randoms(use_true_random=False))
-def test_partials_that_wait_are_added_in_any_tree(
-    adds: None, data: st.DataObject, rng: random.Random
-) -> None:
-    """Values of any bits at the ends of vectors that are long enough to be kept as they are."""
-    values = data.draw(bit_patterns(F32))
-    rows = np.zeros((len(values), LARGE), np.float32)
-    rows[:, :2], rows[:, -1:] = values[:, :2], values[:, 2:]
-    rows[:, 2:-1] = np.linspace(-1, 1, LARGE - 3, dtype=np.float32)
-    for row in rows:
-        row.flags.writeable = rng.random() < 0.3
-    views = [row[:] if row.flags.writeable else _read_only(row) for row in rows]
-    total = in_any_tree(views, lambda: ExactSum(F32, LARGE), rng)
-    sums = [exact(column) for column in values.T]
-    for result in (F32, BF16, F16):
-        found = total.total(0, LARGE, result)
-        assert_bits(found[[0, 1, -1]], [rounded(each, result) for each in sums])
-    means = [each if isinstance(each, float) else each / 7 for each in sums]
-    assert_bits(total.mean(0, LARGE, 7, F32)[[0, 1, -1]], [rounded(mean, F32) for mean in means])
-    straight = ExactSum(F32, LARGE)
-    for row in reversed(rows):
-        straight.add(row)
-    assert straight.encode() == total.encode()
-
-
-def _read_only(row: np.ndarray) -> np.ndarray:
-    row = row.copy()
-    row.flags.writeable = False
-    return row
-
-
-def test_only_what_nobody_can_change_is_kept() -> None:
-    total = ExactSum(F32, LARGE)
-    row = np.ones(LARGE, np.float32)
-    total.add(row)
-    row[:] = 7
-    total.add(_read_only(row))
-    assert total.nbytes == 12 * LARGE
-    for _ in range(2):
-        total.add(_read_only(row))
-    row[:] = -2
-    total.add(row)
-    assert total.nbytes == 8 * LARGE
-    assert (total.total(0, LARGE, F32) == 20).all()
-
-
-def test_merging_adds_what_waits_in_the_other(adds: None) -> None:
-    first, second = ExactSum(F32, LARGE), ExactSum(F32, LARGE)
-    row = _read_only(np.full(LARGE, 2.0**-30, np.float32))
-    for total in (first, second, second):
-        total.add(row)
-    first.merge(second)
-    first.merge(first)
-    assert (first.total(0, LARGE, F32) == 6 * 2.0**-30).all()
-    assert (second.total(0, LARGE, F32) == 2 * 2.0**-30).all()
-
-
-def test_infinities_are_the_same_bytes_however_they_were_added(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In doubles as IEEE 754 adds them, or as flags beside numbers."""
-    rows = np.ones((6, LARGE), np.float32)
-    rows[1, 3], rows[2, 4], rows[4, 4], rows[5, 5] = np.inf, np.inf, -np.inf, np.nan
-    rows[3, 6] = 2.0**-100  # which no double holds beside the others
-    found = set()
-    for use_flag in (True, False):
-        exact_adds._adder.cache_clear()
-        if not use_flag:
-            monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
-        for order in (range(6), range(5, -1, -1), (3, 1, 0, 2, 5, 4)):
-            total = ExactSum(F32, LARGE)
-            for row in order:
-                total.add(_read_only(rows[row]))
-            found.add(total.encode())
-            assert_bits(total.total(3, 6, F32), [np.inf, np.nan, np.nan])
-    exact_adds._adder.cache_clear()
-    assert len(found) == 1
-
-
-def test_ranges_that_no_double_holds_half_way(adds: None) -> None:
-    """Sums leave the doubles, come back, and are held again."""
-    total = ExactSum(F32, LARGE)
-    rows = [2.0**100, 1.0, 2.0**-149, -(2.0**100), 3.0, -(2.0**-149), 5.0, 2.0**127, 2.0**127]
-    terms = np.zeros(LARGE, np.float32)
-    for value in rows:
-        terms[::2], terms[1::2] = value, 1.0
-        total.add(_read_only(terms))
-    wanted = rounded(exact(rows), F32)
-    assert wanted == np.inf
-    assert_bits(total.total(0, 2, F32), [wanted, np.float32(9)])
-    for value in (-(2.0**127), -(2.0**127)):
-        terms[::2], terms[1::2] = value, 0.0
-        total.add(_read_only(terms))
-    assert_bits(total.total(0, 2, F32), [np.float32(9), np.float32(9)])
-    total.compact()
-    assert total.nbytes == 8 * LARGE
-
-
-@settings(max_examples=400, deadline=None)
-@given(data=st.data())
-def test_quotients_that_are_subnormal(data: st.DataObject) -> None:
-    count = data.draw(st.integers(2, 2**26 - 1))
-    bits = data.draw(st.integers(1, 24))
-    middle = Fraction(2 * data.draw(st.integers(2 ** (bits - 1), 2**bits - 1)) + 1) / 2**150
-    near = float(middle * count)
-    near = math.nextafter(near, data.draw(st.sampled_from([near, -math.inf, math.inf])))
-    values = [near, -near, 0.0]
-    wanted = [rounded(Fraction(value) / count, F32) for value in values]
-    assert_bits(divide_to_float32(np.array(values), count), wanted)

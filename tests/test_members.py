@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from beamjax.arrays import encode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines import files
-from beamjax.pipelines.members import (
-    EntrySource,
-    MembersSource,
-    ScatteredSource,
-    StackedSource,
-)
+from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
 from beamjax.pipelines.store import Store
 from beamjax.sources import from_arrays, from_npy
 from beamjax.sources.live_sources import live_spec, register, release
@@ -37,39 +32,36 @@ def leaf(array):
     return LeafSpec(array.shape[1:], array.dtype)
 
 
-def reopened(source):
-    """The source as another process opens it."""
-    return open_spec(json.loads(json.dumps(source.to_spec())))
+def stack(folder, sources, size, expected):
+    name = StackedSource.write(str(folder), [(source.to_spec(), 0) for source in sources])
+    return StackedSource(files.join(str(folder), name), leaf(expected), size)
 
 
 def check(source, expected):
+    """The source gives these members, also where another process opens it."""
     assert len(source) == len(expected)
-    again = reopened(source)
+    again = open_spec(json.loads(json.dumps(source.to_spec())))
     assert again.to_spec() == source.to_spec() == json.loads(json.dumps(source.to_spec()))
     assert [(x.shape, x.dtype) for x in again.leaves] == [(expected.shape[1:], expected.dtype)]
     for start, stop in [(0, len(expected)), (3, 4), (5, 13), (7, 7)]:
         (found,) = again.read(start, stop)
-        assert found.dtype == expected.dtype
-        assert found.shape == expected[start:stop].shape
+        assert (found.dtype, found.shape) == (expected.dtype, expected[start:stop].shape)
         assert found.tobytes() == expected[start:stop].tobytes()
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [(0, 20)],
-        [(16, 4), (0, 8), (8, 8)],
-        [(0, 8), (0, 16), (8, 8), (12, 8)],
-        [(0, 20), (8, 8)],
-    ],
-    ids=["one", "three", "overlapping", "retried"],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "uint8"])
-def test_members_in_files(parts, dtype, tmp_path):
-    x = (X % 7).astype(np.dtype(dtype))
-    source = written(tmp_path, x, parts)
-    assert source.missing() == []
-    check(source, x)
+def test_members_in_files(tmp_path):
+    overlapping = [(0, 8), (0, 16), (8, 8), (12, 8)]
+    parts = [[(0, 20)], [(16, 4), (0, 8), (8, 8)], overlapping, [(0, 20), (8, 8)]]
+    for number, cut in enumerate(parts):
+        for dtype in ("float32", "bfloat16", "bool", "uint8"):
+            x = (X % 7).astype(np.dtype(dtype))
+            source = written(tmp_path, x, cut, f"{dtype}{number}")
+            assert source.missing() == []
+            check(source, x)
+    check(written(tmp_path, X[:, :0], [(0, 20)]), X[:, :0])
+    assert written(tmp_path, X, [(0, 4), (6, 10)]).missing() == [4, 5, 16, 17, 18, 19]
+    names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
+    assert MembersSource.members_in(names, "v-1") == [(0, 8), (8, 4)]
 
 
 @settings(deadline=None, derandomize=True, database=None)
@@ -86,20 +78,6 @@ def test_any_cover_gives_any_range(tmp_path_factory, data):
     assert set(source.files) <= {MembersSource.file_name("v", *part) for part in parts}
 
 
-def test_members_without_bytes(tmp_path):
-    check(written(tmp_path, X[:, :0], [(0, 20)]), X[:, :0])
-
-
-def test_missing_members_are_told(tmp_path):
-    source = written(tmp_path, X, [(0, 4), (6, 10)])
-    assert source.missing() == [4, 5, 16, 17, 18, 19]
-
-
-def test_names_of_other_values_are_not_taken():
-    names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
-    assert MembersSource.members_in(names, "v-1") == [(0, 8), (8, 4)]
-
-
 def test_damaged_files_are_named(tmp_path):
     source = written(tmp_path, X, [(0, 8), (8, 12)])
     file = tmp_path / "v-8-12.members"
@@ -114,7 +92,7 @@ def test_damaged_files_are_named(tmp_path):
         np.testing.assert_array_equal(source.read(0, 8)[0], X[:8])
         with pytest.raises(ArrayFormatError, match=rf"v-8-12\.members: .*{message}"):
             source.read(0, 20)
-    (tmp_path / "v-8-12.members").unlink()
+    file.unlink()
     with pytest.raises(SourceError, match=r"v-8-12\.members: cannot read members"):
         source.read(9, 10)
     with pytest.raises(SourceError, match="members 3 to 21 were asked for"):
@@ -124,76 +102,53 @@ def test_damaged_files_are_named(tmp_path):
 # --- views
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_entry_of_each_member(index, tmp_path):
-    check(EntrySource(written(tmp_path, X, [(0, 20)]).to_spec(), index), X[:, index])
-
-
-def test_an_entry_of_a_file_is_not_copied(tmp_path):
+def test_an_entry_of_each_member(tmp_path):
+    for index in (0, 1):
+        check(EntrySource(written(tmp_path, X, [(0, 20)]).to_spec(), index), X[:, index])
     np.save(tmp_path / "x.npy", X)
-    source = EntrySource(from_npy(tmp_path / "x.npy").to_spec(), 1)
-    (found,) = source.read(2, 9)
+    (found,) = EntrySource(from_npy(tmp_path / "x.npy").to_spec(), 1).read(2, 9)
     np.testing.assert_array_equal(found, X[2:9, 1])
-    assert not found.flags.owndata
-
-
-def test_leaves_without_such_an_entry_are_left():
+    assert not found.flags.owndata  # it is not copied
     token = register(from_arrays({"a": X, "b": X[:, 0, 0], "c": X[:, :1]}))
-    try:
+    try:  # leaves without such an entry are left as they are
         source = EntrySource(live_spec(token), 1)
         assert [x.shape for x in source.leaves] == [(3,), (), (1, 3)]
-        for found, expected in zip(
-            source.read(1, 5), [X[1:5, 1], X[1:5, 0, 0], X[1:5, :1]], strict=True
-        ):
+        wanted = X[1:5, 1], X[1:5, 0, 0], X[1:5, :1]
+        for found, expected in zip(source.read(1, 5), wanted, strict=True):
             np.testing.assert_array_equal(found, expected)
     finally:
         release(token)
 
 
-def stack(folder, sources, size, expected):
-    name = StackedSource.write(str(folder), [(source.to_spec(), 0) for source in sources])
-    return StackedSource(files.join(str(folder), name), leaf(expected), size)
-
-
-def test_a_stack(tmp_path):
+def test_stacks(tmp_path):
     parts = [written(tmp_path, X[:, 0] * i, [(0, 8), (8, 12)], f"v{i}") for i in range(3)]
-    expected = np.stack([X[:, 0] * i for i in range(3)], axis=1)
-    check(stack(tmp_path, parts, N, expected), expected)
+    for sources, expected in [
+        (parts, np.stack([X[:, 0] * i for i in range(3)], axis=1)),
+        ([], np.empty((N, 0, 3), ml_dtypes.bfloat16)),
+    ]:
+        check(stack(tmp_path, sources, N, expected), expected)
+    name = StackedSource.write(str(tmp_path), [])
+    huge = LeafSpec((2**47,), np.dtype("float32"))  # takes no memory
+    with pytest.raises(ArrayFormatError, match=r"found a stack of \[\], expected float32"):
+        StackedSource(str(tmp_path / name), huge, 6).read(0, 1)
 
 
-def test_an_empty_stack(tmp_path):
-    expected = np.empty((N, 0, 3), ml_dtypes.bfloat16)
-    check(stack(tmp_path, [], N, expected), expected)
+def test_a_server_value_in_members(tmp_path, monkeypatch):
+    for inline in (0, 1 << 16):
+        monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", inline)
+        for axis in (0, 1):
+            store = Store(str(tmp_path))
+            check(ScatteredSource(store, store.put([np.moveaxis(X, 0, axis)]), axis), X)
 
 
-@pytest.mark.parametrize("inline", [0, 1 << 16], ids=["file", "inline"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_server_value_in_members(inline, axis, tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", inline)
-    store = Store(str(tmp_path))
-    source = ScatteredSource(store, store.put([np.moveaxis(X, 0, axis)]), axis)
-    check(source, X)
-
-
-@pytest.mark.parametrize("kind", [MembersSource, EntrySource, StackedSource, ScatteredSource])
-def test_every_kind_is_found_by_other_processes(kind):
-    assert issubclass(kind, Source)
-    with pytest.raises(SourceError, match=f"source of kind '{kind.kind}': found the spec"):
-        open_spec({"kind": kind.kind, "module": kind.__module__})
-
-
-def test_views_open_nothing_until_they_are_read(tmp_path):
+def test_every_kind_is_found_by_other_processes_and_opens_nothing_until_it_is_read(tmp_path):
+    for kind in (MembersSource, EntrySource, StackedSource, ScatteredSource):
+        assert issubclass(kind, Source)
+        with pytest.raises(SourceError, match=f"source of kind '{kind.kind}': found the spec"):
+            open_spec({"kind": kind.kind, "module": kind.__module__})
     missing = {"kind": "nowhere", "module": ""}
-    entry = EntrySource(missing, 0)
     stacked = StackedSource(str(tmp_path / "none"), leaf(X), N)
-    for source in (entry, stacked):
+    for source in (EntrySource(missing, 0), stacked):
         source.to_spec()
         with pytest.raises((SourceError, OSError), match=r"nowhere|No such file"):
             source.read(0, 1)
-
-
-def test_a_stack_that_is_said_to_be_huge_takes_no_memory(tmp_path):
-    name = StackedSource.write(str(tmp_path), [])
-    leaf = LeafSpec((2**47,), np.dtype("float32"))
-    with pytest.raises(ArrayFormatError, match=r"found a stack of \[\], expected float32"):
-        StackedSource(str(tmp_path / name), leaf, 6).read(0, 1)

@@ -48,30 +48,23 @@ def test_results_have_the_order_of_the_jobs(pauses, threads):
     assert list(results(jobs, threads)) == list(range(len(pauses)))
 
 
-def test_jobs_are_done_side_by_side():
+def test_jobs_are_done_side_by_side_and_no_more_are_taken_than_there_may_be():
     meeting = threading.Barrier(3, timeout=20)
     assert sorted(results([meeting.wait] * 6, 3)) == [0, 0, 1, 1, 2, 2]
-
-
-@pytest.mark.parametrize(("threads", "most"), [(1, 1), (2, 4), (3, 6)])
-def test_no_more_jobs_are_taken_than_there_may_be(threads, most):
-    taken, given, worst = 0, 0, 0
-
-    def jobs():
-        nonlocal taken, worst
-        for i in range(20):
-            worst = max(worst, taken - given)
-            taken += 1
-            yield functools.partial(after, 0.001 * (i % 3), i)
-
-    for _ in results(jobs(), threads):
-        given += 1
-    assert most_jobs(threads) == most
-    assert worst == most - 1  # before one more is taken
+    for threads, most in ((1, 1), (2, 4), (3, 6)):
+        taken, given, worst = [], 0, 0
+        for i in results(
+            (taken.append(i) or functools.partial(after, 0.001 * (i % 3), i) for i in range(20)),
+            threads,
+        ):
+            assert i == given
+            worst, given = max(worst, len(taken) - given), given + 1
+        assert most_jobs(threads) == worst == most
+    assert 2 <= usual_threads() <= ordered_pool.MAX_THREADS
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_the_first_job_that_fails_is_told_of(threads):
+def test_the_error_is_that_of_the_first_job_that_fails(threads):
     jobs = [functools.partial(after, 0.0, i) for i in range(3)]
     slow = lambda: after(0.05, None) or failing(KeyError("first"))
     found = []
@@ -81,7 +74,7 @@ def test_the_first_job_that_fails_is_told_of(threads):
     assert found == [0, 1, 2]
 
 
-def test_jobs_that_nobody_began_are_forgotten():
+def test_jobs_that_have_not_begun_are_forgotten():
     begun = []
     job = lambda i: [begun.append(i), time.sleep(0.02)]
     pool = OrderedPool(1, jobs=50)
@@ -90,8 +83,6 @@ def test_jobs_that_nobody_began_are_forgotten():
     pool.close()
     assert len(begun) <= 2
 
-
-def test_an_error_of_who_adds_jobs_ends_the_threads():
     def jobs():
         yield lambda: 1
         raise ZeroDivisionError
@@ -115,7 +106,7 @@ def test_waiting_ends_when_it_is_in_vain(monkeypatch):
     assert len(looks) == 4
 
 
-def test_threads_have_the_settings_and_variables_of_who_makes_them():
+def test_threads_have_the_settings_and_variables_of_the_thread_that_makes_them():
     variable = contextvars.ContextVar("variable", default=0)
     device = jax.devices()[-1]
     look = lambda: (
@@ -127,7 +118,3 @@ def test_threads_have_the_settings_and_variables_of_who_makes_them():
         (found,) = results([look], 1)
     variable.reset(token)
     assert found == (3, True, device, "warn")
-
-
-def test_usual_threads_are_few():
-    assert 2 <= usual_threads() <= ordered_pool.MAX_THREADS

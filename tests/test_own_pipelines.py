@@ -21,7 +21,7 @@ PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 
 
 @pytest.mark.parametrize("options", [None, PROCESSES], ids=["one", "processes"])
-def test_a_program_in_it_gives_what_run_gives(options, tmp_path):
+def test_a_program_in_a_pipeline_gives_the_bits_of_run(options, tmp_path):
     program = bj.program(clients=N)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sin, x)))
     with Watch() as watch, bj.pipeline(options=options) as pipeline:
         members = pipeline | beam.Create(list(enumerate(MEMBERS)))
@@ -64,17 +64,11 @@ def test_runner_and_flags_are_those_that_are_given():
         made = bj.pipeline("DirectRunner", given)
         assert isinstance(made.runner, FnApiRunner)
         assert made.options.view_as(DirectOptions).direct_num_workers == 3
-
-
-@pytest.mark.parametrize(
-    ("runner", "options", "message"),
-    [
+    for runner, options, message in [
         ("local", None, "found 'local', which is without Beam"),
         ("Nobody", None, "found 'Nobody', expected"),
         ("DirectRunner", {"shard_size": 8}, "shard_size: found in the options of a pipeline"),
         ("DirectRunner", {"direct_num_wokers": 2}, "did you mean 'direct_num_workers'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(runner, options, message):
-    with pytest.raises(bj.OptionsError, match=message):
-        bj.pipeline(runner, options)
+    ]:
+        with pytest.raises(bj.OptionsError, match=message):
+            bj.pipeline(runner, options)

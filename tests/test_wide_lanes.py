@@ -1,36 +1,64 @@
 """Reductions in files: the same bits as in memory, on every runner, however they are cut."""
 
 import json
+import math
+import os
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax import fan_out, lane_pieces, wide_lanes
+from beamjax.lane_pieces import Piece, key_of, step_pieces, step_sections
+from beamjax.pipelines import wide
+from beamjax.pipelines.combiners import AssignGroups
+from beamjax.pipelines.store import Store
+from beamjax.pipelines.tasks import Task
 from beamjax.plan import Lane, Map, Plan, Reduction, ValueType
 from beamjax.scratch import Scratch
 from beamjax.shards import new_accumulator
 from beamjax.wide_lanes import Terms, WideLanes, decoded_terms, encoded_terms
 
-N = 40
-SIZE = 700
+N, SIZE = 40, 700
 RNG = np.random.default_rng(5)
 X = (RNG.normal(size=(N, SIZE)) * 10.0 ** RNG.integers(-20, 20, (N, SIZE))).astype(np.float32)
-RUNNERS = {
-    "local": {"runner": "local"},
-    "DirectRunner": {"runner": "DirectRunner"},
-    "threads": {
-        "runner": "DirectRunner",
-        "options": {"direct_running_mode": "multi_threading", "direct_num_workers": 3},
-    },
-    "processes": {
-        "runner": "DirectRunner",
-        "options": {"direct_running_mode": "multi_processing", "direct_num_workers": 2},
-    },
-}
+THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 3}
+PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
+
+
+def step(*lanes):
+    return Map("m", "clients", "body", (), (), (), lanes)
+
+
+# --- lanes are cut to pieces, without a gap
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 20))
+def test_cuts_cover_a_piece(start, size, limit):
+    cut = list(Piece(3, start, start + size).cut(limit))
+    assert [piece.start for piece in cut[1:]] == [piece.stop for piece in cut[:-1]]
+    assert (cut[0].start, cut[-1].stop) == (start, start + size)
+    assert all(piece.lane == 3 and piece.stop - piece.start <= limit for piece in cut)
+
+
+def test_sections_have_the_bytes_of_a_file_and_keys_of_their_own(monkeypatch):
+    lanes = step(Lane("sum", "float32", 3 << 20, ()), Lane("max", "int8", 2, ()))
+    pieces = [*step_pieces(lanes), *step_sections(lanes)]
+    assert [Piece.from_key(key_of(piece)) for piece in pieces] == pieces
+    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
+    for dtype, values in (("float32", 250), ("float64", 125), ("int8", 1000)):
+        sections = step_sections(step(Lane("sum", dtype, 2100, ()), Lane("max", dtype, 1, ())))
+        assert sections[0] == Piece(0, 0, values)
+        assert sections[-1] == Piece(1, 0, 1)
+
+
+# --- whole runs
 
 
 @pytest.fixture
@@ -56,43 +84,56 @@ def everything(x):
     }
 
 
-def run(fn, *args, runner, options=None, **more):
-    return bj.run(fn, *args, runner=runner, options={"shard_size": 8, **(options or {}), **more})
+def run(fn, *args, runner="DirectRunner", **options):
+    return bj.run(fn, *args, runner=runner, options={"shard_size": 8, **options})
 
 
-def bits(tree):
-    return {key: (x.dtype, x.shape, np.asarray(x).tobytes()) for key, x in tree.items()}
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_the_same_as_in_memory(runner, reduction, monkeypatch, request):
-    if reduction == "fast" and runner in ("threads", "processes"):
-        pytest.skip("the order of the shards is another one")
-    expected = bits(run(everything, X, runner="local", reduction=reduction))
+@pytest.mark.parametrize(
+    ("reduction", "ways"),
+    [
+        ("exact", [{"runner": "local"}, {}, THREADS]),
+        ("fast", [{"runner": "local"}, {}]),  # with threads the order of the shards is another one
+        pytest.param("exact", [PROCESSES], marks=pytest.mark.long),
+    ],
+    ids=["exact", "fast", "processes"],
+)
+def test_the_same_as_in_memory(reduction, ways, request):
+    expected = run(everything, X, runner="local", reduction=reduction)
     request.getfixturevalue("in_files")
-    found = run(everything, X, **RUNNERS[runner], reduction=reduction)
-    assert bits(found) == expected
+    for way in ways:
+        assert_same_bits(run(everything, X, **way, reduction=reduction), expected)
 
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
-def test_means_leave_out_who_is_dropped(runner, in_files):
-    @bj.program(m=N)
-    def mean(x):
-        return bj.reduce_mean(x), bj.reduce_max(x)
-
+def test_means_leave_out_members_that_are_dropped(runner, in_files):
+    mean = bj.program(m=N)(lambda x: (bj.reduce_mean(x), bj.reduce_max(x)))
     x = np.random.default_rng(2).normal(size=X.shape).astype(np.float32)
     gone = [*range(8), 13, 39]
     x[gone, 0] = np.nan
-    how = {**RUNNERS[runner], "on_nonfinite": "drop", "drop_limit": 1.0}
-    found, largest = run(mean, x, **how)
+    found, largest = run(mean, x, runner=runner, on_nonfinite="drop", drop_limit=1.0)
     kept = np.delete(x.astype(np.float64), gone, axis=0)
     np.testing.assert_allclose(found, kept.mean(0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(largest, kept.max(0).astype(np.float32))
 
 
+def test_groups_in_a_pipeline(monkeypatch):
+    monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
+    monkeypatch.setattr(fan_out, "MERGE_RATE", 1.0)
+    flags = {"direct_running_mode": "multi_threading", "direct_num_workers": 4}
+    total = bj.program(m=64)(lambda x: (bj.reduce_sum(x), bj.reduce_max(x)))
+    x = np.random.default_rng(0).normal(size=(64, 50)).astype(np.float32)
+    workers = fan_out.workers_of(PipelineOptions.from_dictionary(flags))
+    found = fan_out.fan_out(step(Lane("sum", "float32", 50, ())), 8, workers, "exact")
+    assert found.groups == 2
+    found, expected = run(total, x, **flags), run(total, x, runner="local")
+    assert_same_bits(found, expected)
+    monkeypatch.setattr(fan_out, "HELD_BYTES", 1 << 30)
+    assert_same_bits(run(total, x, **flags), expected)
+
+
+# --- parts of runs
+
 LANE = Lane("sum", "float32", 30, (Reduction("y", "mean", "float32", 0, 30),))
-STEP = Map("m", "clients", "body", (), (), (), (LANE,))
 
 
 @given(
@@ -100,13 +141,13 @@ STEP = Map("m", "clients", "body", (), (), (), (LANE,))
     st.integers(1, 4),
     st.integers(1, 8),
 )
-def test_any_partials_give_what_an_accumulator_does(added, rows, piece):
+def test_any_partials_give_the_bits_of_an_accumulator(added, rows, piece):
     whole = new_accumulator(LANE, 30, "exact")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide_lanes, "MAX_ROWS", rows)
         patch.setattr(lane_pieces, "PIECE_VALUES", piece)
         patch.setattr(lane_pieces, "SECTION_BYTES", 40)
-        lanes = WideLanes(STEP, "exact", Scratch())
+        lanes = WideLanes(step(LANE), "exact", Scratch())
         for row, left_out in added:
             partial = X[row, :30] if left_out else None
             lanes.add(row, [partial], left_out)
@@ -124,3 +165,77 @@ def test_terms_as_text():
     terms = Terms([(3, "a"), (5, "b")], [["c", "d"], ["e", "f"]], 7)
     again = decoded_terms(json.loads(json.dumps(encoded_terms(terms, str.upper))), str.lower)
     assert again == terms
+
+
+STEP = step(Lane("sum", "float32", 500, (Reduction("y", "sum", "float32", 0, 500),)))
+ROWS = X[:9, :500]
+
+
+def nearest(column):
+    """The float32 next to the exact sum; rounding twice, by float64, may give another one."""
+    exact, near = sum(map(Fraction, column.tolist())), np.float32(math.fsum(column))
+    ways = near, *(np.nextafter(near, np.float32(end)) for end in (-np.inf, np.inf))
+    return min(ways, key=lambda way: abs(Fraction(float(way)) - exact))
+
+
+EXACT = np.array([nearest(column) for column in ROWS.T])
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 800)
+    monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 64)
+    monkeypatch.setattr(wide, "MAX_OPEN", 2)
+    values = {"y": ValueType((500,), "float32")}
+    plan = Plan("p", {"clients": 9}, {"clients": 1}, values, (), (STEP,), (), {}, False, "")
+    return Task(plan, STEP, {}, {}, Store(str(tmp_path / "store")))
+
+
+def bundle(task, rows):
+    lanes = WideLanes(STEP, "exact", Scratch())
+    for shard in rows:
+        lanes.add(shard, [ROWS[shard]], 0)
+    return list(wide.terms_of_bundle(lanes, task.store))
+
+
+def grouped(elements):
+    found = {}
+    for key, data in elements:
+        found.setdefault(key, []).append(data)
+    return found.items()
+
+
+def finished(task, elements):
+    fn, found = wide.FinishSections(task, "exact"), np.full(500, np.nan, np.float32)
+    for element in grouped(elements):
+        for environment in fn.process(element):
+            for name, ref in environment.values.items():
+                start = int(name.removeprefix("y|"))
+                (part,) = task.store.get(ref)
+                found[start : start + part.size] = part
+    return found
+
+
+@pytest.mark.parametrize("cuts", [[9], [1, 8], [4, 5], [1] * 9])
+def test_any_bundles_and_groups_give_the_rounded_sum(task, cuts):
+    for groups in (1, 2, 3):
+        elements, start = [], 0
+        for count in cuts:
+            elements += bundle(task, range(start, start + count))
+            start += count
+        assert all(len(data) < 5000 for _, data in elements)
+        if groups > 1:
+            deal = AssignGroups(groups)
+            deal.start_bundle()
+            merge = wide.MergeSectionGroup(task, "exact")
+            dealt = grouped(out for element in elements for out in deal.process(element))
+            elements = [out for element in dealt for out in merge.process(element)]
+        assert finished(task, elements).tobytes() == EXACT.tobytes()
+
+
+def test_keys_are_those_of_sections_and_no_file_is_larger_than_one(task):
+    keys = [key for key, _ in bundle(task, range(2))]
+    assert keys == [key_of(Piece(0, i, min(i + 200, 500))) for i in range(0, 500, 200)]
+    sizes = [entry.stat().st_size for entry in os.scandir(task.store.root)]
+    assert sizes
+    assert max(sizes) < 800 + 512
