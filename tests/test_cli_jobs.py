@@ -60,6 +60,10 @@ def test_a_job_that_is_done(folder, capsys):
     assert "job_folder: found a job that is done" in refused(capsys, *argv)
     assert cli.main([*argv, "--overwrite=true"]) == 0
     assert read_command(JobFolder("jobs/7")) == ([*argv, "--overwrite=true"], str(folder))
+    total = beamjax.program(rows=3)(beamjax.reduce_sum)
+    options = {"job_folder": "jobs/7", "overwrite": True}
+    beamjax.run(total, jnp.arange(3.0), runner="local", options=options)
+    assert read_command(JobFolder("jobs/7")) is None
 
 
 def test_a_job_that_failed(folder, capsys, monkeypatch):
