@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import beamjax as bj
@@ -67,19 +66,22 @@ def test_pins_are_of_all_that_has_a_bound():
 
 
 def test_a_record_of_a_step(tmp_path, monkeypatch):
-    page, log = tmp_path / "support.md", tmp_path / "log"
+    page, log, environment = (tmp_path / name for name in ("support.md", "log", "venv"))
+    installed = environment / "lib" / "python3.12" / "site-packages" / "jax-9.8.7.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 9.8.7\n")
+    (environment / "pyvenv.cfg").write_text("home = /usr\nversion_info = 3.12.1\n")
     page.write_text("# Versions\n\n| step | old |\n| --- | --- |\n| gone | 1 |\n\nThe end.\n")
     monkeypatch.setattr(SUPPORT, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(SUPPORT, "PAGE", page)
     log.write_text("3 passed in 1 s\n=== 7 passed, 1 skipped in 90 s ===\nbye\n")
-    SUPPORT.record("newest", 90.0, log, Path(sys.prefix))
+    SUPPORT.record("newest", 90.0, log, environment)
     record = json.loads((tmp_path / "records" / "newest.json").read_text())
     assert (record["result"], record["minutes"]) == ("7 passed", 1.5)
     assert set(SUPPORT.PACKAGES) < set(record)
-    assert (record["python"], record["jax"]) == (sys.version.split()[0], jax.__version__)
-    row = f"| newest | {record['python']} | {record['jax']} | "
+    assert (record["python"], record["jax"], record["numpy"]) == ("3.12.1", "9.8.7", "none")
     text = page.read_text()
-    assert row in text
+    assert "\n| newest | 3.12.1 | 9.8.7 | none | " in text
     assert "gone" not in text
     assert text.startswith("# Versions\n\n| step | python | jax | ")
     assert text.endswith("|\n\nThe end.\n")
