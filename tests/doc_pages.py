@@ -87,19 +87,12 @@ def same(shown: str, printed: str, vary: bool) -> bool:
 
     lines = [plain(line) for line in shown.strip("\n").splitlines()]
     found = [plain(line) for line in printed.strip("\n").splitlines()]
-    return (
-        re.fullmatch("".join(map(pattern, lines)), "".join(f"{line}\n" for line in found))
-        is not None
-    )
+    text = "".join(f"{line}\n" for line in found)
+    return re.fullmatch("".join(map(pattern, lines)), text) is not None
 
 
 def run_page(page: Path, folder: Path) -> None:
-    """Runs the blocks of a page in a folder, which is the current one.
-
-    Raises:
-      AssertionError: a block prints something else than the page shows.
-      Exception: what a block raises.
-    """
+    """Runs the blocks of a page in a folder, which is the current one."""
     module = types.ModuleType(f"page_{page.stem}")
     sys.modules[module.__name__] = module
     printed = None

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -69,34 +68,6 @@ def test_each_way_answers_what_jit_answers(job_of, case, way):
     found = leaves(WAYS[way].call(job, None)())
     assert [leaf.shape for leaf in found] == [leaf.shape for leaf in expected]
     assert difference(found, expected) < 2e-5
-
-
-@pytest.mark.long
-def test_derivatives_by_hand_are_those_of_the_program_in_float64(job_of):
-    """The hypergradient against differences of the loss itself."""
-    import jax
-
-    from benchmarks.suite.sums import opened
-
-    job, expected = job_of("H")
-    problem = opened(job)
-    members, step = problem.whole(), 1e-2
-
-    def loss(rates):
-        weights = np.zeros((job.size["features"], 10), np.float32)
-        each = jax.vmap(problem.change, (None, 0))
-        for _ in range(job.size["rounds"]):
-            change = each((rates["client"], weights), members).mean(axis=0)
-            weights = weights + np.exp(rates["server"]) * change
-        values, _ = jax.vmap(problem.last, (None, 0))(weights, members)
-        return float(values.mean())
-
-    for leaf, name in zip(expected[1:], ("client", "server"), strict=True):
-        up, down = (
-            loss(problem.server | {name: np.float32(problem.server[name] + s)})
-            for s in (step, -step)
-        )
-        assert leaf == pytest.approx((up - down) / (2 * step), rel=1e-2)
 
 
 @pytest.mark.long
@@ -194,71 +165,5 @@ def test_the_bar_on_numbers_that_are_known():
     }  # fmt: skip
     standings = {(case, way): ratio for case, way, ratio in bar.standings(cases)}
     assert standings["G", "dask-2"] == pytest.approx(1 / 9)
-    assert bar.exact_over_plain(cases) == {"G": {"local": (9.0, 7.0), "direct": (9.0, 6.0)}}
-
-
-def test_reasons_are_read_by_key(tmp_path):
-    from benchmarks.suite import bar
-
     assert all(bar.reasons().values())
-    path = tmp_path / "reasons.txt"
-    path.write_text("# a remark\n\nA local: threads: two of them\n")
-    assert bar.reasons(path) == {"A local": "threads: two of them"}
-    lines = bar.lines({"A": rows_of(loop=0.1, local=0.2, direct=9.0)})
-    assert bar.untold(lines, bar.reasons(path)) == ["A direct"]
-    path.write_text("no colon\n")
-    with pytest.raises(ValueError, match="line 1: found 'no colon', expected 'A direct: reason'"):
-        bar.reasons(path)
-
-
-# --- the model on paper
-
-
-def costs(**changed):
-    from benchmarks.suite.model import Costs
-
-    usual = {"shards": 64, "passes": 1, "shard": 0.5, "merge": 0.0, "round": 0.0}
-    return Costs(**usual | {"broadcast": 0.0, "partial": 0.0} | changed)
-
-
-def test_the_model_on_paper():
-    from benchmarks.suite import model
-
-    for workers in (1, 2, 64):
-        assert sum(model.seconds(costs(), workers).values()) == pytest.approx(32 / workers)
-    assert sum(model.seconds(costs(), 1000).values()) == 0.5
-    assert sum(model.seconds(costs(passes=3), 1, times_larger=10).values()) == 960.0
-    # 32 workers: two levels of merges of 16, each of 10 ms and 2 s to send; six of broadcasts.
-    parts = model.seconds(costs(merge=0.01, partial=2.5e9, broadcast=1.25e9, round=3.0), 32)
-    found = [parts[name] for name in ("merges", "broadcast", "round")]
-    assert found == pytest.approx([64.34, 6.0, 3.0])
-    assert model.seconds(costs(broadcast=1.25e9), 1)["broadcast"] == 0.0
-    assert model.seconds(costs(merge=1.0, shards=0), 16)["merges"] == 16.0
-
-
-# --- processes
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
-def test_memory_of_a_process_and_its_children_is_seen():
-    from benchmarks.suite.processes import Peak, end, known, memory_mib, tree
-
-    code = "import subprocess, sys; x = b'1' * (64 << 20)\n"
-    inner = "x = b'1' * (32 << 20); print(1, flush=True); input()"
-    code += f"subprocess.run([sys.executable, '-c', {inner!r}])"
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe)
-    try:
-        process.stdout.readline()
-        members, peak = tree(process.pid), Peak(process.pid, 0.01)
-        with peak.watched():
-            pass
-        assert len(members) == 2
-        assert 96 < memory_mib(members) < 200
-        assert peak.mib > 96
-    finally:
-        end({process.pid: 0})  # another process of that number
-        assert process.poll() is None
-        end(known(tree(process.pid)))
-        process.communicate()
-    assert memory_mib(members) == 0.0
+    assert bar.exact_over_plain(cases) == {"G": {"local": (9.0, 7.0), "direct": (9.0, 6.0)}}
