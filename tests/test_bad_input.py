@@ -76,26 +76,8 @@ def faults_of(calls, kind, *parts):
 
 
 @bj.program(clients=N)
-def unknown_placement(x):
-    return bj.reduce_sum(x, placement="server")
-
-
-@bj.program(clients=N, silos=3)
-def ambiguous(x):
-    return bj.reduce_sum(x)
-
-
-@bj.program(clients=N)
 def raises(x):
     return bj.map_fn(lambda v: v @ jnp.ones((2, 2)), x)
-
-
-def none_of_the_members(x):
-    return bj.program(clients=0)(lambda x: bj.reduce_sum(x))(x)
-
-
-def branches_of_two_kinds(v):
-    return jax.lax.cond(v[0] > 0, lambda: (v, v), lambda: (v,))
 
 
 BAD = {
@@ -103,28 +85,18 @@ BAD = {
                 r"reduce_sum is only defined inside a program"),
     "other n": (total, X[1:], PlacementError,
                 r"map_fn: arg has shape \(19, 3\), expected \(20, ...\)"),
-    "other axis": (total, X.T, PlacementError, r"arg has shape \(3, 20\), expected \(20"),
     "scalar": (total, 1.0, PlacementError, r"arg has shape \(\), expected \(20, ...\)"),
     "ragged": (total, (X, X[:5]), PlacementError, r"arg\[1\] has shape \(5, 3\), expected \(20"),
     "text": (total, {"a": X, "b": "text"}, StructureError,
              r"args\[0\]\['b'\]: found a str .*'text'.* expected an array"),
-    "object": (total, object(), StructureError, r"args\[0\]: found a object"),
     "object array": (total, np.array([None, 1]), StructureError, r"args\[0\]: found a ndarray"),
-    "unknown placement": (unknown_placement, X, PlacementError,
-                          r"unknown placement 'server'; the program has 'clients'"),
-    "ambiguous": (ambiguous, X, PlacementError, r"more than one placement, 'clients', 'silos'"),
-    "no members": (none_of_the_members, X, PlacementError,
-                   r"x has shape \(20, 3\), expected \(0, ...\)"),
     "text result": (program_of(lambda v: {"a": v, "b": "text"}), X, StructureError,
                     r"the result of <lambda>\['b'\] is of type str"),
-    "object result": (program_of(lambda v: object()), X, StructureError,
-                      r"the result of <lambda> is of type object"),
     "source of other n": (total, bj.from_arrays(X[1:]), PlacementError,
                           r"map_fn: arg has shape \(19, 3\), expected \(20"),
     "callback": (program_of(lambda v: jax.pure_callback(np.sin, v, v)), X, StagingError,
                  r"test_bad_input\.py:\d+"),
     "error in the body": (raises, X, TypeError, r"dot|matmul|shapes"),
-    "branches": (program_of(branches_of_two_kinds), X, TypeError, "structure"),
 }  # fmt: skip
 
 
@@ -307,6 +279,8 @@ def test_arguments_that_are_no_data_yet():
 
 OPTIONS = [
     ({"shard_size": 12}, "shard_size: found 12, expected a positive multiple of 8"),
+    ({"shard_size": -8}, "shard_size: found -8"),
+    ({"shard_size": 0}, "shard_size: found 0"),
     (["--shard_size=many"], "shard_size: found 'many', expected a number"),
     ({"reduction": "quick"}, "reduction: found 'quick', expected one of exact, fast"),
     ("--shard_size=8", "options: found a str, expected a dict"),
@@ -410,32 +384,26 @@ WHERE = r"step 'map_clients_0' \(<lambda>\), shard 1 of placement 'clients', mem
 EIGHT = {"shard_size": 8}
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_source_that_fails(runner):
+@pytest.mark.parametrize("where", ["local", "one", "threads"])
+def test_a_source_that_fails(where, monkeypatch):
+    runner, flags = WAYS[where]
     for how, error, message in [
         ("raises", WorkerError, f"^{WHERE}OSError: the disk is gone$"),
         ("refuses", SourceError, "file.npy is not what it was"),
         ("lacks one", SourceError, "asked for members 8 to 15, found 7 of them"),
     ]:
-        with pytest.raises(error, match=message) as caught:
-            bj.run(total, Broken(how), runner=runner, options=EIGHT)
-        assert caught.type is error
-        if (how, runner) == ("raises", "DirectRunner"):
-            assert "[while running 'map_clients_0" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize("how", ["raises", "refuses"])
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "in the text of the runner"])
-def test_errors_that_come_as_text_keep_their_type(how, recorded, monkeypatch):
-    error, message = (WorkerError, WHERE)
-    if how == "refuses":
-        error, message = (SourceError, WHERE if recorded else r"file\.npy")
-    if not recorded:
-        monkeypatch.setattr("beamjax.pipelines.failures.recorded_error", lambda store: None)
-    with pytest.raises(error, match=f"^{message}") as caught:
-        bj.run(total, Broken(how), options=EIGHT | WAYS["threads"][1])
-    assert caught.type is error
-    assert len(str(caught.value)) < 250
+        # Workers record their errors; the runner has the text of those that were not recorded.
+        for recorded in (True, False) if where == "threads" and how != "lacks one" else (True,):
+            with monkeypatch.context() as patch:
+                if not recorded:
+                    patch.setattr("beamjax.pipelines.failures.recorded_error", lambda store: None)
+                    message = message.rstrip("$")
+                with pytest.raises(error, match=message) as caught:
+                    bj.run(total, Broken(how), runner=runner, options=EIGHT | flags)
+            assert caught.type is error
+            assert len(str(caught.value)) < 250
+            if (how, where) == ("raises", "one"):
+                assert "[while running 'map_clients_0" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("where", WAYS)

@@ -74,9 +74,10 @@ def test_arguments_and_factories(folder, capsys):
 
     argv = ["programs_here.py:loss", "--arg", "0=[1.0, 1.0, 1.0]", "--arg", "2=npy:y.npy"]
     argv += ["--arg", "1=parts/*.npy", "--arg", "scale=2.5", "--static", "power=1"]
+    found = result_of(*argv)
     loss, *data = call_of_loss()
     expected = loss(*data, power=1, scale=2.5)["loss"]
-    assert result_of(*argv)[0]["value"] == pytest.approx(float(expected), rel=1e-6)
+    assert found[0]["value"] == pytest.approx(float(expected), rel=1e-6)
     found = result_of("programs_here.py:total", "--arg=1=range:4", "--arg=0=range:4")
     assert [leaf["value"] for leaf in found] == [6, 6]
     assert result_of("programs_here:Model.mean", "--arg", "x=range:5")[0]["value"] == 2

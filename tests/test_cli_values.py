@@ -168,9 +168,9 @@ def test_results_in_files(tmp_path):
 
 
 def test_calls(folder):
+    call = find_call("programs_here:embed", ["x=range:3", "w=2"], [])
     import programs_here
 
-    call = find_call("programs_here:embed", ["x=range:3", "w=2"], [])
     assert call.fn is programs_here.embed
     assert (call.args[0], call.name) == (2, "embed")
     (folder / "named_here.py").write_text(

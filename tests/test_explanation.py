@@ -315,7 +315,7 @@ def test_loops_and_branches():
 def test_gathers_and_scatters_of_loops():
     @beamjax.program(clients=N)
     def flipped(x):
-        one = lambda x, _: (x[::-1] + beamjax.reduce_sum(x), None)
+        one = lambda x, _: (x[::-1] + beamjax.reduce_sum(x)[None], None)
         return jax.lax.scan(one, x, None, length=3)[0]
 
     explanation = explain(flipped, X)

@@ -172,7 +172,7 @@ def test_elements():
 def test_words():
     expected = {
         0: "0 s", 2e-6: "2 µs", 0.0123: "12.3 ms", 0.9999: "1 s", 12.345: "12.3 s",
-        59.96: "1 min 0 s", 99.96: "1 min 40 s", 310: "5 min 10 s", 7500: "2 h 5 min",
+        99.96: "1 min 40 s", 310: "5 min 10 s", 7500: "2 h 5 min",
     }  # fmt: skip
     assert {seconds: words.human_seconds(seconds) for seconds in expected} == expected
     assert words.shortened("a  b\nc") == "a b c"
