@@ -162,8 +162,15 @@ def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenan
       ArrayFormatError: a file is not what was written.
     """
     names = (name for name in written if name.startswith(f"{stem}-provenance-"))
-    metas = (decode_arrays(files.read(files.join(store.root, name)))[1] for name in names)
-    return merged(Provenance.from_json(meta.get("provenance")) for meta in metas)
+    return merged(_read_provenance(files.join(store.root, name)) for name in names)
+
+
+def _read_provenance(path: str) -> Provenance:
+    try:
+        _, meta = decode_arrays(files.read(path))
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
+    return Provenance.from_json(meta.get("provenance"))
 
 
 class WriteDropped(StepFn):
