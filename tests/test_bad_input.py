@@ -406,7 +406,9 @@ def test_a_source_that_fails(where, monkeypatch):
                 assert "[while running 'map_clients_0" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize(
+    "where", ["local", "one", "threads", pytest.param("processes", marks=pytest.mark.long)]
+)
 def test_what_jax_is_asked_to_check(where, monkeypatch):
     """Wherever a shard is computed: in other threads of this process, or in other processes."""
     monkeypatch.setattr("beamjax.pace.pays_in_bundle", lambda body: True)

@@ -176,6 +176,7 @@ def test_bench(folder, capsys):
     assert {seconds: in_units(seconds) for seconds in units} == units
 
 
+@pytest.mark.long
 def test_as_a_process_of_its_own_with_workers(folder):
     """The function calls back to Python, so it travels to the processes of the workers by value."""
     argv = ["run", "programs_here.py:told", "--arg", "x=range:30", "--direct_num_workers", "2"]
