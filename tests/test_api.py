@@ -20,6 +20,8 @@ from helpers import assert_close, assert_same_bits, raw
 
 import beamjax as bj
 
+pytestmark = pytest.mark.versions
+
 N = 5
 REDUCTIONS = ["sum", "mean", "max", "min", "prod", "any", "all"]
 X = jnp.arange(10.0).reshape(N, 2)

@@ -33,16 +33,6 @@ def case(*placements, **sizes):
 
 
 @case(clients=N)
-def joined(x):
-    first = bj.map_fn(jnp.sin, x)
-    mean = bj.reduce_mean(first)
-    second = bj.map_fn(lambda v: v * mean, x)
-    largest = bj.reduce_max(second)
-    third = bj.map_fn(lambda a, b: a * b * largest, (first, second))
-    return bj.reduce_sum(third), third
-
-
-@case(clients=N)
 def outputs_only(x):
     first = bj.map_fn(jnp.sin, x)
     mean = bj.reduce_mean(first)
