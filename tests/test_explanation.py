@@ -15,7 +15,8 @@ from programs import CASES, N, W, X, Y
 import beamjax
 from beamjax import sources
 from beamjax.errors import OptionsError, StagingError
-from beamjax.explanation import STAGES, explain, human_bytes
+from beamjax.explanation import STAGES, explain
+from beamjax.fact_types import MemberBytes, human_bytes
 from beamjax.facts import exactness
 from beamjax.mermaid import _escaped
 
@@ -64,7 +65,8 @@ def test_passes_over_the_members():
 
 
 def test_bytes_of_a_plain_sum():
-    facts = explain(total, W, X, options={"platforms": ["cpu", "cuda"]}).facts
+    explanation = explain(total, W, X, options={"platforms": ["cpu", "cuda"]})
+    facts = explanation.facts
     (step,) = facts.steps
     assert (step.read_bytes, step.broadcast_bytes, step.partial_bytes) == (7 * 60, 12, 20)
     (value,) = step.placed
@@ -81,6 +83,18 @@ def test_bytes_of_a_plain_sum():
     assert [(e.source, e.target, e.nbytes) for e in facts.edges] == [
         ("args[0]", step.name, 12), ("args[1]", step.name, 420), (step.name, "result", 20),
     ]  # fmt: skip
+    rows = [line.split() for line in section(explanation, "totals").splitlines()]
+    assert ["read", "by", "all", "passes", "420", "B"] in rows
+    for row in (["broadcast", "12", "B"], ["gathered", "0", "B"], ["reduced", "20", "B"]):
+        assert row in [words[:3] for words in rows]
+    memory = section(
+        explanation, "memory at most, DirectRunner, 2 threads of the launching process"
+    )
+    assert re.search(r"in memory 444 B, results 50 B, .* 40 B, .* 12 B, broadcasts 12 B\n", memory)
+    assert ("a worker process" in memory, "the same process" in memory) == (True, True)
+    device = section(explanation, "memory of a device, cuda, about")
+    assert re.search(r"in any case +12 B +broadcasts 12 B\n", device)
+    assert re.search(r"shard, twice 960 B, .* results of the shard before 20 B\n", device)
 
 
 def test_the_last_shard_is_counted():
@@ -97,6 +111,8 @@ def test_human_bytes():
         3 * 2**20: "3.0 MiB", 5 * 2**30: "5.0 GiB", 2**50: "1024.0 TiB",
     }  # fmt: skip
     assert {count: human_bytes(count) for count in expected} == expected
+    unknown = sum([MemberBytes(4), 8, MemberBytes(2044, 2)])
+    assert human_bytes(unknown) == "n x 2.0 KiB + 10 B"
 
 
 def test_exactness():
