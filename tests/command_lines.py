@@ -74,14 +74,6 @@ class Model:
     @bj.program(placements={"rows": None})
     def mean(x):
         return bj.reduce_mean(x)
-
-
-@bj.program(placements={"rows": 4})
-def rounds(x):
-    def one(total, _):
-        return total + bj.reduce_sum(bj.map_fn(lambda v: v + total, x)), total
-
-    return jax.lax.scan(one, jnp.float32(0), None, length=6)
 '''
 
 

@@ -38,6 +38,11 @@ _BLOCK = re.compile(
 _VARYING = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d*)*(?:e[-+]?\d+)?|\b(?:equal|differ)\b")
 
 
+def _shown_name(page: Path) -> str:
+    inside = page.is_relative_to(DOCS.parent)
+    return page.relative_to(DOCS.parent).as_posix() if inside else page.name
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block of a page; `line` is that of its fence, `not_run` why it is shown only."""
@@ -51,7 +56,7 @@ class Block:
 
     @property
     def where(self) -> str:
-        return f"{self.page.relative_to(DOCS.parent)}:{self.line}"
+        return f"{_shown_name(self.page)}:{self.line}"
 
 
 def blocks(page: Path) -> list[Block]:
@@ -82,19 +87,12 @@ def same(shown: str, printed: str, vary: bool) -> bool:
 
     lines = [plain(line) for line in shown.strip("\n").splitlines()]
     found = [plain(line) for line in printed.strip("\n").splitlines()]
-    return (
-        re.fullmatch("".join(map(pattern, lines)), "".join(f"{line}\n" for line in found))
-        is not None
-    )
+    text = "".join(f"{line}\n" for line in found)
+    return re.fullmatch("".join(map(pattern, lines)), text) is not None
 
 
 def run_page(page: Path, folder: Path) -> None:
-    """Runs the blocks of a page in a folder, which is the current one.
-
-    Raises:
-      AssertionError: a block prints something else than the page shows.
-      Exception: what a block raises.
-    """
+    """Runs the blocks of a page in a folder, which is the current one."""
     module = types.ModuleType(f"page_{page.stem}")
     sys.modules[module.__name__] = module
     printed = None
@@ -127,7 +125,7 @@ def _printed(block: Block, folder: Path, module: types.ModuleType) -> str:
             (folder / named.group(1)).write_text(block.text, encoding="utf-8")
         else:
             # As many lines before it as in the page, so that errors name the line there.
-            page = block.page.relative_to(DOCS.parent).as_posix()
+            page = _shown_name(block.page)
             exec(compile("\n" * block.line + block.text, page, "exec"), module.__dict__)
     return out.getvalue()
 

@@ -1,30 +1,143 @@
-"""The command `beamjax`."""
+# ruff: noqa: F811
+"""The command `beamjax`: command lines, functions by their names, answers and completion."""
 
+import argparse
 import json
+import math
+import shutil
 import subprocess
 import sys
+import warnings
 
+import jax
+import numpy as np
 import pytest
+from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
-import beamjax
 from beamjax import cli
+from beamjax.commands import answers, completion, flags
+from beamjax.commands.answers import Answer, give
+from beamjax.commands.target import find_target, functions_of
+from beamjax.errors import Failure, JobCancelledError, OptionsError, WorkerError
+from beamjax.options import OWN, beam_flags
 from beamjax.pipelines import flink_cluster
+from beamjax.suggestions import closest, hint, listed
+
+HERE = "programs_here.py:"
+
+# --- command lines
+
+WRONG = [
+    ([], 2, "the following arguments are required: COMMAND"),
+    (["rnu"], 2, "found no command 'rnu'; did you mean 'run'?"),
+    (["flink"], 2, "usage: beamjax"),
+    (["flink", "up", "--slots=x"], 2, "usage: beamjax"),
+    (["run"], 2, "the following arguments are required: TARGET"),
+    (["jobs"], 2, "the following arguments are required: list|show|cancel|resume"),
+    (["jobs", "lst"], 2, "invalid choice: 'lst'"),
+    (["jobs", "show"], 2, "the following arguments are required: JOB"),
+    (["jobs", "list", "--jsn"], 2, "unrecognized arguments: --jsn"),
+    (["run", *LOSS, "--arg"], 2, "argument --arg: expected one argument"),
+    (["run", *LOSS, "--runner", "DirctRunner"], 2, "found 'DirctRunner', expected 'local'"),
+    (["run", *LOSS, "--shard_sise=8"], 2, "did you mean --shard_size?"),
+    (["run", *LOSS, "--runner=local", "--sharde-size=8"], 2, "did you mean --shard_size?"),
+    (["run", *LOSS, "--direct_num_worker=2"], 2, "did you mean --direct_num_workers?"),
+    (["run", *LOSS, "--otu=x.npz"], 2, "did you mean --out?"),
+    (["run", *LOSS, "--direct_num_workers=x"], 2, "Beam does not take these flags"),
+    (["run", *LOSS, "--qqqqq=8"], 2, "which is no option of beamjax, nor one of Beam\n"),
+    (["run", *LOSS, "--shard_size=x"], 2, "shard_size: found 'x', expected a number"),
+    (["run", *LOSS, "w.npz"], 2, "found 'w.npz', which belongs to no flag"),
+    (["run", *LOSS, "--out=x.txt"], 2, "expected a name that ends in .npz, or in .npy"),
+    (["run", *LOSS, "--out=there/x.npz"], 2, "there is no folder"),
+    (["run", *LOSS, "--out=x.npz", "--keep=placed"], 2, "with --keep placed it is a folder"),
+    (["run", *LOSS, "--out=x.npy", "--runner=local"], 2, "found 2 leaves, expected one"),
+    (["run", *LOSS, "--results_folder=x"], 2, "add keep='placed'"),
+    (["run", f"{HERE}los"], 2, "did you mean 'loss'?"),
+    (["run", "--direct_num_workers", "2", *LOSS], 2, "found '2' as TARGET, which comes before"),
+    (["verify", *LOSS, "--rtol=x"], 2, "argument --rtol: invalid float value: 'x'"),
+    (["verify", *LOSS, "--rtol=-1"], 2, "rtol: found -1.0, expected a number >= 0"),
+    (["verify", *LOSS, "--out=x.npz"], 2, "found --out, which is no option"),
+    (["explain", *LOSS, "--stage=plna"], 2, "expected one of staged, flat, placed, graph"),
+    (["explain", *LOSS, "--stage=flat", "--mermaid"], 2, "expected stage 'plan'"),
+    (["explain", *LOSS, "--html=there/x.html"], 2, "--html there/x.html: cannot write it"),
+    (["bench", *LOSS, "--repeat=0"], 2, "argument --repeat: found 0, expected a number from 1"),
+    (["bench", *LOSS, "--checkpoint=c"], 2, "found a folder of a job or of checkpoints"),
+    (["jobs", "show", "none"], 2, "found no job; expected a folder that was given as"),
+    (["jobs", "list", "none"], 2, "none: found no such folder"),
+    (["jobs", "list", "gs://bucket/jobs"], 2, "folders at URLs can't be listed"),
+    (["run", f"{HERE}broken", "--arg=x=1"], 1, "KeyError: 'nobody'"),
+    (["run", f"{HERE}embed", "--arg=w=1", "--arg=x=w.npz"], 1, "beamjax: "),
+    (["run", *LOSS[:-1], "y=range:3"], 1, "beamjax: "),
+]
 
 
-def test_help_names_all_commands_and_imports_none(capsys):
-    assert cli.main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert all(name in told for name in cli.COMMANDS)
-    code = "import sys; from beamjax import cli; cli.main(['--version']);"
-    code += "print('apache_beam' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["beamjax", beamjax.__version__, "False"]
+def test_wrong_command_lines(folder, capsys):
+    faults = []
+    for argv, status, message in WRONG:
+        found = cli.main(argv)
+        captured = capsys.readouterr()
+        right = (found, message in captured.err, captured.out) == (status, True, "")
+        if not right or "beamjax/commands" in captured.err:
+            faults.append((argv, found, captured))
+    assert faults == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["flink"], ["flink", "up", "--slots=x"]])
-def test_wrong_arguments(arguments, capsys):
-    assert cli.main(arguments) == 2
-    assert "usage: beamjax" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["run", "verify", "explain", "bench"])
+def test_errors_as_json_and_help(folder, command, capsys):
+    status, found, _ = json_of(capsys, command, f"{HERE}broken", "--arg=x=1")
+    assert (status, found["ok"], found["error"]["type"]) == (1, False, "KeyError")
+    status, found, _ = json_of(capsys, command, f"{HERE}loss")
+    assert (status, found["error"]["type"]) == (2, "OptionsError")
+    assert "add --arg weights=... --arg x=... --arg y=..." in found["error"]["message"]
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    choices = {"reduction": "exact,fast", "on_error": "raise,drop", "probe": "true,false"}
+    choices |= {"on_nonfinite": "keep,raise,drop", "member_loop": "vmap,batches,loop"}
+    assert [name for name in OWN if f"--{name}" not in text] == []
+    assert [name for name, them in choices.items() if f"--{name} {{{them}}}" not in text] == []
+    assert "exit codes: 0 done; 1 a run failed" in text
+    assert "key:0" in text
+
+
+def test_options_with_underscores_or_dashes_and_those_of_beam(folder):
+    def parsed(*argv, after=()):
+        parser = argparse.ArgumentParser()
+        flags.add_call(parser)
+        arguments, left = parser.parse_known_args(["m:f", *argv])
+        arguments.flags, arguments.beam_flags = left, list(after)
+        return flags.options_of(arguments)
+
+    found = parsed("--shard-size", "64", "--callbacks=false", "--direct_num_workers", "2")
+    assert (found.shard_size, found.callbacks) == (64, False)
+    assert found.beam == ("--direct_num_workers", "2")
+    found = parsed("--shard-size", "64", "--direct_num_workers", "2", after=["--beam_only=1"])
+    assert found.shard_size == 64
+    assert beam_flags(found.beam) == {"direct_num_workers": 2, "beam_only": "1"}
+    # What comes after two dashes is not looked at.
+    assert cli.main(["run", *LOSS, "--runner=local", "--", "--shard_sise=9"]) == 0
+    help_of = flags.option_help()
+    assert set(help_of) == set(OWN)
+    assert all(help_of.values())
+    assert max(map(len, help_of.values())) < 400
+
+
+def test_flags_that_only_a_server_may_know(capsys):
+    for known in (
+        ["--direct_num_workers=2", "--streaming"],
+        ["--experiments=a", "--experiments", "b"],
+        ["--flink_cluster=folder"],
+    ):
+        flags.check_flags(known, "local")
+        flags.check_flags(known, "FlinkRunner")
+    assert capsys.readouterr().err == ""
+    flags.check_flags(["--qqqqq", "3", "--zzzzz=4"], "FlinkRunner")
+    text = capsys.readouterr().err
+    assert "--qqqqq is handed to FlinkRunner as it is" in text
+    assert "--zzzzz is handed to" in text
+    with pytest.raises(OptionsError, match="did you mean --parallelism"):
+        flags.check_flags(["--paralelism=3"], "FlinkRunner")
+    with pytest.raises(OptionsError, match="found '3', which belongs to no flag"):
+        flags.check_flags(["--zzzzz=4", "3"], "FlinkRunner")
 
 
 def test_a_reader_that_has_enough():
@@ -38,29 +151,225 @@ def test_a_reader_that_has_enough():
     assert process.wait() == 1
 
 
-def test_errors_are_one_line_without_a_traceback(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-    assert cli.main(["prism", "install"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("beamjax: beamjax prism install: found no `go` on PATH; install Go")
-
-
-def test_flink_where_nothing_runs(tmp_path, capsys):
-    folder = str(tmp_path / "cluster")
-    assert cli.main(["flink", "status", "--folder", folder]) == 1
+def test_clusters_where_nothing_runs_or_is_installed(monkeypatch, tmp_path, capsys):
+    place = str(tmp_path / "cluster")
+    assert cli.main(["flink", "status", "--folder", place]) == 1
     assert "not ready" in capsys.readouterr().out
-    assert cli.main(["flink", "status", "--json", "--folder", folder]) == 1
+    assert cli.main(["flink", "status", "--json", "--folder", place]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found == {"folder": folder, "healthy": False, "processes": {}}
-    assert cli.main(["flink", "down", "--folder", folder]) == 0
+    assert found == {"folder": place, "healthy": False, "processes": {}}
+    assert cli.main(["flink", "down", "--folder", place]) == 0
     assert "nothing ran" in capsys.readouterr().out
-
-
-def test_flink_up_says_what_is_missing(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    assert cli.main(["flink", "up", "--folder", str(tmp_path / "cluster")]) == 1
+    assert cli.main(["flink", "up", "--folder", place]) == 1
     assert "found no `mvn` on PATH; install Apache Maven" in capsys.readouterr().err
-    assert flink_cluster.read(tmp_path / "cluster") is None
+    assert flink_cluster.read(place) is None
+    assert cli.main(["prism", "install"]) == 1
+    assert capsys.readouterr().err.startswith("beamjax: beamjax prism install: found no `go` on")
+
+
+# --- functions by their names
+
+
+def test_functions_by_their_names(folder):
+    for text in ("programs_here:{}", f"{HERE}{{}}", f"./{HERE}{{}}", f"{folder}/{HERE}{{}}"):
+        assert find_target(text.format("loss")).__name__ == "loss"
+        assert find_target(text.format("Model.mean")).__name__ == "mean"
+    assert find_target("json.decoder:JSONDecoder.decode").__name__ == "decode"
+    (folder / "json.py").write_text("def fn():\n    return 1\n")  # The name of another module.
+    assert find_target("json.py:fn")() == 1
+    assert sys.modules["json"] is json
+    assert hasattr(json, "dumps")
+    for number in (1, 20):  # A file is read again.
+        (folder / "json.py").write_text(f"def fn():\n    return {number}\n")
+        assert find_target("json.py:fn")() == number
+    assert "dumps" in functions_of(json)
+    # Its own come before those that it imports, such as `closest`.
+    assert functions_of(sys.modules[__name__])[0] == "completed"
+
+
+ABSENT = [
+    ("programs_here:los", "found no 'los', expected one of: Model, broken, chosen, embed, "),
+    ("programs_here:los", "did you mean 'loss'?"),
+    ("programs_here:Model.mea", "found no 'mea', expected one of: mean; did you mean 'mean'?"),
+    ("programs_here:NUMBER", "found an int, expected a function; those there: Model, broken"),
+    ("programs_her:loss", "programs_her: found no such module; did you mean 'programs_here'?"),
+    ("nobody_knows:loss", "found no such module, here or among what is installed; files here"),
+    ("programs_her.py:loss", "found no such file; did you mean 'programs_here.py'?"),
+    ("programs_here", "found no function, expected module:function or file.py:function; funct"),
+    ("programs_here.py", "functions there: Model, broken"),
+    ("programs_here.py:", "functions there: Model, broken"),
+    (":loss", "found no function, expected module:function"),
+    ("2", "2: found no function, expected module:function or file.py:function"),
+    ("a b:loss", "a b: found no such module"),
+    ("..:loss", "found no name of a module"),
+    ("json.nothing:loss", "json.nothing: found no such module"),
+]
+
+
+def test_functions_that_are_not_there(folder, capsys):
+    for text, message in ABSENT:
+        with pytest.raises(OptionsError) as raised:
+            find_target(text)
+        assert message in str(raised.value)
+    (folder / "bad_here.py").write_text("import json\nimport nobody_knows_this\n")
+    with pytest.raises(ModuleNotFoundError, match="nobody_knows_this"):
+        find_target("bad_here:fn")
+    assert cli.main(["run", "bad_here.py:fn"]) == 1
+    text = capsys.readouterr().err
+    assert 'bad_here.py", line 2, in <module>' in text
+    assert "ModuleNotFoundError: No module named 'nobody_knows_this'" in text
+    assert "importlib" not in text
+
+
+def test_suggestions():
+    for name, names, found in (
+        ("wieghts", ["weights", "x"], "weights"),
+        ("Weights", ["weights"], "weights"),
+        ("zzz", ["weights"], None),
+        ("a", [], None),
+    ):
+        assert closest(name, names) == found
+        assert hint(name, names) == (f"; did you mean {found!r}?" if found else "")
+    assert listed([]) == "none"
+    assert listed("ab") == "a, b"
+    twelve = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
+    assert listed(map(str, range(12))) == twelve
+    assert listed(map(str, range(14))) == f"{twelve} and 2 more"
+
+
+# --- answers
+
+JSON, TEXT = argparse.Namespace(json=True), argparse.Namespace(json=False)
+
+
+def failing(error):
+    def work():
+        raise error
+
+    return work
+
+
+def test_an_answer_as_text_or_json(capsys):
+    def work():
+        print("by the program")
+        warnings.showwarning(UserWarning("careful"), UserWarning, "file", 1)
+        return Answer({"numbers": (1, math.nan, [math.inf])}, "the answer", 1)
+
+    with pytest.warns(UserWarning, match="careful"):
+        assert give(TEXT, work) == 1
+    assert capsys.readouterr().out == "by the program\nthe answer\n"
+    with pytest.warns(UserWarning, match="careful"):
+        assert give(JSON, work) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out, parse_constant=pytest.fail)
+    assert found == {"ok": False, "numbers": [1, "nan", ["inf"]], "warnings": ["careful"]}
+    assert "by the program" in captured.err
+
+
+def test_errors(capsys):
+    for error, status, message in (
+        (OptionsError("no such option"), 2, "beamjax: no such option\n"),
+        (WorkerError("it broke"), 1, "beamjax: it broke\n"),
+        (JobCancelledError("cancelled"), 1, "beamjax: cancelled\n"),
+        (KeyboardInterrupt(), 130, "beamjax: interrupted\n"),
+        (KeyError("x"), 1, "KeyError: 'x'"),
+    ):
+        assert give(TEXT, failing(error)) == status
+        captured = capsys.readouterr()
+        assert (message in captured.err, captured.out) == (True, "")
+        assert give(JSON, failing(error)) == status
+        found = json.loads(capsys.readouterr().out)["error"]
+        assert (found["type"], found["message"]) == (type(error).__name__, str(error))
+
+    error = WorkerError("it broke")
+    error.failure = Failure("map_0", 3, (24, 31), "here")
+    error.add_note("The folder is kept")
+    give(JSON, failing(error))
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)["error"]
+    assert (found["failure"]["step"], found["failure"]["members"]) == ("map_0", [24, 31])
+    assert found["notes"] == ["The folder is kept"]
+    assert captured.err == "beamjax: it broke\nThe folder is kept\n"
+    assert give(argparse.Namespace(json=False, traceback=True), failing(OptionsError("no"))) == 2
+    text = capsys.readouterr().err
+    assert "answers.py" in text
+    assert "beamjax.errors.OptionsError: no" in text
+
+
+def users(x):
+    return np.linalg.inv(x) + jax.numpy.ones(3) @ jax.numpy.ones(4)
+
+
+def test_tracebacks_have_frames_of_the_user_alone():
+    def error_of(fn):
+        try:
+            fn()
+        except Exception as error:
+            return "".join(answers.users_frames(error))
+
+    def caused():
+        try:
+            jax.numpy.ones(3) @ jax.numpy.ones(4)
+        except TypeError as error:
+            raise ValueError("mine") from error
+
+    inner = error_of(lambda: jax.jit(users)(np.eye(3, dtype="float32")))
+    outer = error_of(caused)
+    for text, *parts in (
+        (inner, "test_cli.py", "return np.linalg.inv(x)"),
+        (outer, "ValueError: mine", "direct cause"),
+    ):
+        assert [part for part in parts if part not in text] == []
+        assert "/jax/" not in text
+        assert "removed its internal frames" not in text
+
+
+# --- completion
+
+
+def completed(script, *words):
+    """What bash offers for the last of the words of a command line."""
+    code = f"""
+        source {script}
+        name=$(complete -p beamjax | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${{#COMP_LINE}}
+        compopt() {{ :; }}
+        $name beamjax "${{@: -1}}" "${{@: -2:1}}"
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", code, "bash", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_completion(tmp_path, monkeypatch, capsys):
+    for shell in completion.SHELLS:
+        assert cli.main(["completion", shell]) == 0
+        text = capsys.readouterr().out
+        (tmp_path / shell).write_text(text, encoding="utf-8")
+        assert all(name in text for name in cli.COMMANDS)
+        assert "shard-size" not in text  # Not offered in two spellings.
+        if shutil.which(shell):
+            subprocess.run([shell, "-n", tmp_path / shell], check=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clinics.py").touch()
+    if shutil.which("bash"):
+        offers = lambda *words: completed(tmp_path / "bash", "beamjax", *words)
+        assert offers("") >= set(cli.COMMANDS)
+        assert offers("ex") == {"explain"}
+        assert offers("run", "--shard") >= {"--shard_size", "--shard_timeout"}
+        assert offers("run", "--runner", "") >= {"local", "FlinkRunner"}
+        assert offers("run", "--runner", "Pri") == {"PrismRunner"}
+        assert offers("run", "--on_error", "") == {"raise", "drop"}
+        assert offers("run", "--keep_folder", "") == {"failed", "always"}
+        assert offers("jobs", "") >= {"list", "show", "cancel", "resume"}
+        assert offers("completion", "z") == {"zsh"}
+        assert "clinics.py" in offers("run", "clin")
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 1
+    assert "pip install 'beamjax[completion]'" in capsys.readouterr().err

@@ -22,58 +22,63 @@ from beamjax.job_folder import JobFolder
 RUN = ["run", *LOSS, "--runner=local"]
 
 
-def test_a_job_that_is_done(folder, capsys):
-    assert cli.main([*RUN, "--job_folder=jobs/7"]) == 0
-    ran = capsys.readouterr().out.splitlines()[:2]
-    status, found, _ = json_of(capsys, "jobs", "show", "jobs/7")
+def show(capsys, job):
+    """What `jobs show` gives as JSON, and as text."""
+    status, found, _ = json_of(capsys, "jobs", "show", job)
     assert status == 0
-    job = found["job"]
+    assert cli.main(["jobs", "show", job]) == 0
+    return found["job"], capsys.readouterr().out
+
+
+def refused(capsys, *argv):
+    """What a command that is refused says."""
+    assert cli.main(list(argv)) == 2
+    return capsys.readouterr().err
+
+
+def test_a_job_that_is_done(folder, capsys):
+    argv = [*RUN, "--job_folder=jobs/7"]
+    assert cli.main(argv) == 0
+    result = capsys.readouterr().out.splitlines()[:2]
+    job, text = show(capsys, "jobs/7")
     assert (job["state"], job["program"], job["runner"]) == ("done", "loss", "local")
-    assert job["command"] == ["beamjax", *RUN, "--job_folder=jobs/7"]
+    assert job["command"] == ["beamjax", *argv]
+    assert read_command(JobFolder("jobs/7")) == (argv, str(folder))
     assert job["progress"]["done"]["members"] == 40
     assert [leaf["name"] for leaf in job["result"]] == ["loss", "weights"]
-    assert cli.main(["jobs", "show", "jobs/7"]) == 0
-    told = capsys.readouterr().out
-    assert "state     done" in told
-    assert told.splitlines()[-2:] == ran
+    assert "state     done" in text
+    assert text.splitlines()[-2:] == result
     assert cli.main(["jobs", "show", "jobs/7", "--html=job.html"]) == 0
     assert "page      job.html" in capsys.readouterr().out
     page = html_checks.parsed((folder / "job.html").read_text(encoding="utf-8"))
     assert page.data["run"]["state"] == "done"
-    assert cli.main(["jobs", "show", "jobs/7", "--html=none/job.html"]) == 2
-    assert "--html none/job.html: cannot write it" in capsys.readouterr().err
-    assert cli.main(["jobs", "resume", "jobs/7"]) == 2
-    assert "the job is done" in capsys.readouterr().err
+    wrong = refused(capsys, "jobs", "show", "jobs/7", "--html=none/job.html")
+    assert "--html none/job.html: cannot write it" in wrong
+    assert "the job is done" in refused(capsys, "jobs", "resume", "jobs/7")
     assert cli.main(["jobs", "cancel", "jobs/7"]) == 0
     assert capsys.readouterr().out == f"{folder}/jobs/7: done\n"
+    assert "job_folder: found a job that is done" in refused(capsys, *argv)
+    assert cli.main([*argv, "--overwrite=true"]) == 0
+    assert read_command(JobFolder("jobs/7")) == ([*argv, "--overwrite=true"], str(folder))
+    total = beamjax.program(rows=3)(beamjax.reduce_sum)
+    options = {"job_folder": "jobs/7", "overwrite": True}
+    beamjax.run(total, jnp.arange(3.0), runner="local", options=options)
+    assert read_command(JobFolder("jobs/7")) is None
 
 
-def test_a_job_that_failed(folder, capsys):
-    argv = [
-        "run",
-        "programs_here.py:total",
-        "--arg=0=npy:y.npy",
-        "--runner=local",
-        "--job_folder=j",
-    ]
-    (folder / "y.npy").write_bytes((folder / "y.npy").read_bytes())
-    run = beamjax.jobs.write_result
-    beamjax.jobs.write_result = lambda *_: 1 / 0
-    try:
-        assert cli.main(argv) == 1
-    finally:
-        beamjax.jobs.write_result = run
+def test_a_job_that_failed(folder, capsys, monkeypatch):
+    argv = ["run", "programs_here.py:total", "--arg=0=npy:y.npy", "--job_folder=j"]
+    with monkeypatch.context() as patch:
+        patch.setattr(beamjax.jobs, "write_result", lambda *_: 1 / 0)
+        assert cli.main([*argv, "--runner=local"]) == 1
     capsys.readouterr()
-    status, found, _ = json_of(capsys, "jobs", "show", "j")
-    assert status == 0
-    assert found["job"]["state"] == "failed"
-    assert found["job"]["error"]["type"] == "ZeroDivisionError"
-    assert cli.main(["jobs", "show", "j"]) == 0
-    assert "error     ZeroDivisionError: division by zero" in capsys.readouterr().out
-    status, found, told = json_of(capsys, "jobs", "resume", "j")
+    job, text = show(capsys, "j")
+    assert (job["state"], job["error"]["type"]) == ("failed", "ZeroDivisionError")
+    assert "error     ZeroDivisionError: division by zero" in text
+    status, found, text = json_of(capsys, "jobs", "resume", "j")
     assert (status, found["ok"], found["program"]) == (0, True, "total")
-    assert f"beamjax: in {folder}: beamjax run programs_here.py:total" in told
-    assert json_of(capsys, "jobs", "show", "j")[1]["job"]["state"] == "done"
+    assert f"beamjax: in {folder}: beamjax run programs_here.py:total" in text
+    assert show(capsys, "j")[0]["state"] == "done"
 
 
 def test_lists(folder, capsys, monkeypatch):
@@ -87,53 +92,29 @@ def test_lists(folder, capsys, monkeypatch):
     capsys.readouterr()
     status, found, _ = json_of(capsys, "jobs", "list", "all")
     assert status == 0
-    names = [os.path.basename(job["folder"]) for job in found["jobs"]]
-    assert sorted(names) == ["1", "2", "damaged"]
-    assert {job["state"] for job in found["jobs"]} == {"done", "damaged"}
+    states = {os.path.basename(job["folder"]): job["state"] for job in found["jobs"]}
+    assert states == {"1": "done", "2": "done", "damaged": "damaged"}
     monkeypatch.setenv("BEAMJAX_JOBS", "all")
     assert cli.main(["jobs", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["JOB", "STATE", "PROGRAM", "RUNNER", "STARTED", "PROGRESS"]
     assert len(lines) == 4
-    assert json_of(capsys, "jobs", "show", "2")[1]["job"]["folder"] == f"{folder}/all/2"
-    assert cli.main(["jobs", "show", "3"]) == 2
-    assert "jobs nearby: all/1, all/2, all/damaged" in capsys.readouterr().err
+    assert show(capsys, "2")[0]["folder"] == f"{folder}/all/2"
+    assert "jobs nearby: all/1, all/2, all/damaged" in refused(capsys, "jobs", "show", "3")
 
 
-def test_a_job_of_python(folder, capsys):
+def test_jobs_that_cannot_be_resumed(folder, capsys):
     total = beamjax.program(rows=3)(beamjax.reduce_sum)
     beamjax.run(total, jnp.arange(3.0), runner="local", options={"job_folder": "j"})
     assert read_command(JobFolder("j")) is None
-    found = json_of(capsys, "jobs", "show", "j")[1]["job"]
-    assert found["command"] is None
-    assert found["result"][0]["value"] == 3
+    job, _ = show(capsys, "j")
+    assert (job["command"], job["result"][0]["value"]) == (None, 3)
     JobFolder("j").end("failed", ValueError("x"))
-    assert cli.main(["jobs", "resume", "j"]) == 2
-    assert "the job was not started by `beamjax run`" in capsys.readouterr().err
-
-
-def test_the_command_line_goes_with_the_job(folder, capsys):
-    assert cli.main([*RUN, "--job_folder=j"]) == 0
-    assert read_command(JobFolder("j")) == ([*RUN, "--job_folder=j"], str(folder))
-    assert cli.main([*RUN, "--job_folder=j"]) == 2
-    assert "job_folder: found a job that is done" in capsys.readouterr().err
-    again = [*RUN, "--job_folder=j", "--overwrite=true"]
-    assert cli.main(again) == 0
-    assert read_command(JobFolder("j")) == (again, str(folder))
-    total = beamjax.program(rows=3)(beamjax.reduce_sum)
-    options = {"job_folder": "j", "overwrite": True}
-    beamjax.run(total, jnp.arange(3.0), runner="local", options=options)
-    assert read_command(JobFolder("j")) is None
-
-
-def test_where_the_folder_of_the_command_line_is_gone(folder, capsys):
-    assert cli.main([*RUN, "--job_folder=j"]) == 0
+    wrong = refused(capsys, "jobs", "resume", "j")
+    assert "the job was not started by `beamjax run`" in wrong
     JobFolder("j").write("command", {"argv": RUN, "cwd": "/nowhere/at/all"})
-    JobFolder("j").end("failed", ValueError("x"))
-    assert cli.main(["jobs", "resume", "j"]) == 2
-    assert "/nowhere/at/all: the folder in which the job was started is gone" in (
-        capsys.readouterr().err
-    )
+    wrong = refused(capsys, "jobs", "resume", "j")
+    assert "/nowhere/at/all: the folder in which the job was started is gone" in wrong
 
 
 # --- other processes

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from command_lines import LOSS, N, folder, json_of  # noqa: F401 (a fixture)
+from helpers import assert_same_bits
 
 import beamjax
 from beamjax import cli, execution
@@ -17,145 +18,113 @@ from beamjax.commands import arguments as command_arguments
 from beamjax.commands.bench import in_units
 
 
-def programs(folder):
+def call_of_loss():
+    """The function of LOSS and its arguments."""
     import programs_here
 
-    return programs_here
+    return programs_here.loss, np.ones(3, np.float32), np.load("x.npy"), np.load("y.npy")
+
+
+def values(found):
+    return [leaf["value"] for leaf in found["result"]]
 
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_the_same_bits_as_run(folder, runner, capsys):
     argv = ["run", *LOSS, "--runner", runner, "--shard_size=16", "--out", "out.npz"]
-    assert cli.main(argv) == 0
-    told = capsys.readouterr().out
-    assert "result['weights']  float32[3]  [1. 1. 1.]" in told
-    assert f"loss on {runner}" in told
-    fn = programs(folder).loss
-    data = [np.ones(3, np.float32), np.load("x.npy"), np.load("y.npy")]
-    expected = beamjax.run(fn, *data, runner=runner, options={"shard_size": 16})
+    assert cli.main([*argv, "--report=run.html"]) == 0
+    text = capsys.readouterr().out
+    assert "result['weights']  float32[3]  [1. 1. 1.]" in text
+    assert f"loss on {runner}" in text
+    expected = beamjax.run(*call_of_loss(), runner=runner, options={"shard_size": 16})
     with np.load("out.npz") as found:
-        assert set(found) == {"loss", "weights"}
-        for name, leaf in expected.items():
-            assert found[name].dtype == leaf.dtype
-            assert found[name].tobytes() == np.asarray(leaf).tobytes()
-
-
-def test_a_report_of_a_run(folder, capsys):
-    assert cli.main(["run", *LOSS, "--runner=local", "--report=run.html"]) == 0
+        assert_same_bits(dict(found), expected)
     page = html_checks.parsed((folder / "run.html").read_text(encoding="utf-8"))
     assert page.data["run"]["program"] == "loss"
     assert page.data["run"]["progress"]["done"]["members"] == N
 
 
 def test_json_is_all_there_is_on_stdout(folder, capsys):
-    argv = ["run", *LOSS, "--runner=local", "--shard-size=8"]
-    status, found, _ = json_of(capsys, *argv)
+    status, found, _ = json_of(capsys, "run", *LOSS, "--runner=local", "--shard-size=8")
     assert status == 0
-    assert found["ok"]
-    assert found["program"] == "loss"
-    assert found["runner"] == "local"
+    assert (found["ok"], found["program"], found["runner"]) == (True, "loss", "local")
     assert found["progress"]["done"]["members"] == N
     assert found["progress"]["done"]["shards"] == 5
-    assert [leaf["name"] for leaf in found["result"]] == ["loss", "weights"]
+    assert found["result"][0]["name"] == "loss"
     assert found["result"][1] == {
         "name": "weights", "dtype": "float32", "shape": [3], "value": [1, 1, 1],
     }  # fmt: skip
 
 
 def test_what_programs_print_and_warn(folder, capsys, recwarn):
-    argv = ["run", "programs_here:told", "--arg", "x=range:3", "--runner=local"]
-    status, found, told = json_of(capsys, *argv)
-    assert status == 0
-    assert found["warnings"] == ["be told"]
-    assert "printed" in told
-    argv = ["run", "programs_here:chosen", "--factory", "--static=name=told", "--runner=local",
-            "--arg=x=range:3"]  # fmt: skip
+    argv = ["--arg", "x=range:3", "--runner=local"]
+    status, found, text = json_of(capsys, "run", "programs_here:told", *argv)
+    assert (status, found["warnings"]) == (0, ["be told"])
+    assert "printed" in text
+    argv = ["run", "programs_here:chosen", "--factory", "--static=name=told", *argv]
     assert cli.main(argv) == 0
     assert capsys.readouterr().out.startswith("chosen told\nprinted\nresult  int32[]  3\n")
 
 
-def test_arguments_by_position_and_by_name_alone(folder, capsys):
-    argv = ["run", "programs_here.py:loss", "--arg", "0=[1.0, 1.0, 1.0]", "--arg", "2=npy:y.npy"]
+def test_arguments_and_factories(folder, capsys):
+    def result_of(*argv):
+        status, found, _ = json_of(capsys, "run", *argv, "--runner=local")
+        assert status == 0
+        return found["result"]
+
+    argv = ["programs_here.py:loss", "--arg", "0=[1.0, 1.0, 1.0]", "--arg", "2=npy:y.npy"]
     argv += ["--arg", "1=parts/*.npy", "--arg", "scale=2.5", "--static", "power=1"]
-    status, found, _ = json_of(capsys, *argv, "--runner=local")
-    assert status == 0
-    expected = programs(folder).loss(
-        np.ones(3, np.float32), np.load("x.npy"), np.load("y.npy"), power=1, scale=2.5
-    )
-    np.testing.assert_allclose(found["result"][0]["value"], expected["loss"], rtol=1e-6)
-    argv = ["run", "programs_here.py:total", "--arg=1=range:4", "--arg=0=range:4", "--runner=local"]
-    status, found, _ = json_of(capsys, *argv)
-    assert [leaf["value"] for leaf in found["result"]] == [6, 6]
-
-
-def test_methods_and_factories(folder, capsys):
-    argv = ["run", "programs_here:Model.mean", "--arg", "x=range:5", "--runner=local"]
-    assert json_of(capsys, *argv)[1]["result"][0]["value"] == 2
-    argv = ["run", "programs_here:prepared", "--factory", "--runner=local"]
-    found = json_of(capsys, *argv)[1]["result"]
+    found = result_of(*argv)
+    loss, *data = call_of_loss()
+    expected = loss(*data, power=1, scale=2.5)["loss"]
+    assert found[0]["value"] == pytest.approx(float(expected), rel=1e-6)
+    found = result_of("programs_here.py:total", "--arg=1=range:4", "--arg=0=range:4")
+    assert [leaf["value"] for leaf in found] == [6, 6]
+    assert result_of("programs_here:Model.mean", "--arg", "x=range:5")[0]["value"] == 2
+    found = result_of("programs_here:prepared", "--factory")
     assert [leaf["name"] for leaf in found] == ["0", "1"]
     assert found[1]["value"] == 9
 
-
-def test_placed_results_in_a_folder(folder, capsys):
-    argv = ["run", "programs_here:prepared", "--factory", "--keep=placed", "--out=kept"]
-    status, found, _ = json_of(capsys, *argv, "--runner=local")
-    assert status == 0
-    kept = beamjax.open_placed(found["result"][0]["folder"])
+    found = result_of("programs_here:prepared", "--factory", "--keep=placed", "--out=kept")
+    kept = beamjax.open_placed(found[0]["folder"])
     assert np.asarray(kept).tolist() == list(range(0, 20, 2))
     assert np.load("kept/1.npy") == 9
-    argv = ["run", "programs_here:embed", "--arg", 'w={"scale": 3}', "--arg", "x=kept/0"]
-    status, found, _ = json_of(capsys, *argv, "--runner=local")
-    assert found["result"][1]["value"] == 18
-
-
-def test_a_result_is_an_argument_of_the_next_run(folder, capsys):
-    assert cli.main(["run", *LOSS, "--runner=local", "--out=out.npz"]) == 0
-    argv = ["run", "programs_here:total", "--arg", "0=out.npz#at=weights", "--runner=local"]
-    capsys.readouterr()
-    assert json_of(capsys, *argv)[1]["result"][0]["value"] == 3
-    assert cli.main(["run", *argv[1:], "--out=one.npy"]) == 0
+    # A result is an argument of the next run.
+    found = result_of("programs_here:embed", "--arg", 'w={"scale": 3}', "--arg", "x=kept/0")
+    assert found[1]["value"] == 18
+    result_of(*LOSS, "--out=out.npz")
+    argv = ["programs_here:total", "--arg", "0=out.npz#at=weights"]
+    assert result_of(*argv, "--out=one.npy")[0]["value"] == 3
     assert np.load("one.npy") == np.float32(3)
 
 
 def test_workers_read_big_files_by_themselves(folder, capsys, monkeypatch):
-    monkeypatch.setattr(command_arguments, "MAP_BYTES", 1)
     expected = json_of(capsys, "run", *LOSS, "--runner=local")[1]["result"]
+    monkeypatch.setattr(command_arguments, "MAP_BYTES", 1)
     sources = []
     from_npy = beamjax.from_npy
     monkeypatch.setattr(beamjax, "from_npy", lambda path: sources.append(path) or from_npy(path))
-    found = json_of(capsys, "run", *LOSS, "--runner=local")[1]["result"]
-    assert [str(path).rpartition("/")[2] for path in sources] == ["x.npy", "y.npy"]
-    assert found == expected
-    # As a server value it stays an array.
-    sources.clear()
-    np.save("weights.npy", np.ones(3, np.float32))
-    argv = [word.replace("w.npz#at=model/weights", "weights.npy") for word in LOSS]
-    assert json_of(capsys, "run", *argv, "--runner=local")[1]["result"] == expected
-    assert [str(path).rpartition("/")[2] for path in sources] == ["x.npy", "y.npy"]
+    np.save("weights.npy", np.ones(3, np.float32))  # A server value: it stays an array.
+    small = [word.replace("w.npz#at=model/weights", "weights.npy") for word in LOSS]
+    for argv in (LOSS, small):
+        sources.clear()
+        assert json_of(capsys, "run", *argv, "--runner=local")[1]["result"] == expected
+        assert [str(path).rpartition("/")[2] for path in sources] == ["x.npy", "y.npy"]
 
 
-def test_verify(folder, capsys):
+def test_verify(folder, capsys, monkeypatch):
     status, found, _ = json_of(capsys, "verify", *LOSS)
     assert status == 0
     assert [leaf["path"] for leaf in found["leaves"]] == ["['loss']", "['weights']"]
     assert all(leaf["passed"] for leaf in found["leaves"])
-    assert cli.main(["verify", *LOSS, "--runner=local"]) == 0
-    assert "loss on local against jit: 2 leaves" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # As a table in a terminal.
+        patch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        assert cli.main(["verify", *LOSS, "--runner=local"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("loss on local against jit: 2 leaves")
+    rows = [line.split()[0] for line in text.splitlines()[2:]]
+    assert rows == ["result['loss']", "result['weights']"]
 
-
-def test_a_table_in_a_terminal(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert cli.main(["verify", *LOSS, "--runner=local"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("loss on local against jit: 2 leaves")
-    assert [line.split()[0] for line in told.splitlines()[2:]] == [
-        "result['loss']",
-        "result['weights']",
-    ]
-
-
-def test_verify_past_the_tolerance(folder, capsys, monkeypatch):
     run = execution.run
     wrong = lambda fn, *args, **rest: jax.tree.map(lambda x: x + 1, run(fn, *args, **rest))
     monkeypatch.setattr(execution, "run", wrong)
@@ -164,20 +133,19 @@ def test_verify_past_the_tolerance(folder, capsys, monkeypatch):
     assert not any(leaf["passed"] for leaf in found["leaves"])
     assert cli.main(["verify", *LOSS, "--runner=local", "--atol=2"]) == 0
     assert cli.main(["verify", *LOSS, "--runner=local"]) == 1
-    told = capsys.readouterr().out
-    assert "2 past the tolerance" in told
-    assert "found 2.0, expected 1.0" in told
+    text = capsys.readouterr().out
+    assert "2 past the tolerance" in text
+    assert "found 2.0, expected 1.0" in text
 
 
 def test_explain(folder, capsys):
-    data = [np.ones(3, np.float32), np.load("x.npy"), np.load("y.npy")]
     assert cli.main(["explain", *LOSS]) == 0
-    expected = beamjax.explain(programs(folder).loss, *data)
+    expected = beamjax.explain(*call_of_loss())
     assert capsys.readouterr().out == f"{expected}\n"
     _, found, _ = json_of(capsys, "explain", *LOSS)
     plan = expected.to_json()
-    told = ("program", "passes", "placements", "inputs", "edges", "outputs")
-    assert {name: found["plan"][name] for name in told} == {name: plan[name] for name in told}
+    names = ("program", "passes", "placements", "inputs", "edges", "outputs")
+    assert {name: found["plan"][name] for name in names} == {name: plan[name] for name in names}
     assert cli.main(["explain", *LOSS, "--mermaid"]) == 0
     assert capsys.readouterr().out == f"{expected.to_mermaid()}\n"
     _, found, _ = json_of(capsys, "explain", *LOSS, "--runner=Dataflow")
@@ -201,19 +169,14 @@ def test_bench(folder, capsys):
     assert found["runs"][0]["times_jit"] == 1
     argv = ["bench", *LOSS, "--runner=local", "--runner=DirectRunner", "--repeat=1", "--no-jit"]
     assert cli.main(argv) == 0
-    told = capsys.readouterr().out
-    assert "without jit: --no-jit" in told
-    assert all(f"\n  {name}" in told for name in ("local", "DirectRunner"))
+    text = capsys.readouterr().out
+    assert "without jit: --no-jit" in text
+    assert all(f"\n  {name}" in text for name in ("local", "DirectRunner"))
+    units = {12.345: "12.3 s", 1: "1.00 s", 0.04567: "45.7 ms", 12e-6: "12.0 us", 123: "123 s"}
+    assert {seconds: in_units(seconds) for seconds in units} == units
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(12.345, "12.3 s"), (1, "1.00 s"), (0.04567, "45.7 ms"), (12e-6, "12.0 us"), (123, "123 s")],
-)
-def test_units(seconds, text):
-    assert in_units(seconds) == text
-
-
+@pytest.mark.long
 def test_as_a_process_of_its_own_with_workers(folder):
     """The function calls back to Python, so it travels to the processes of the workers by value."""
     argv = ["run", "programs_here.py:told", "--arg", "x=range:30", "--direct_num_workers", "2"]

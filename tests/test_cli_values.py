@@ -1,8 +1,6 @@
 # ruff: noqa: F811
 """Values of arguments, by their text, and the parameters that they go to."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,8 @@ from tfrecords import example, write
 import beamjax
 from beamjax.commands.arguments import find_call
 from beamjax.commands.output import named_leaves, plain, write_out
-from beamjax.commands.values import nested, read_value, static_value
+from beamjax.commands.value_help import VALUES
+from beamjax.commands.values import KINDS, nested, read_value, static_value
 from beamjax.errors import BeamjaxError, OptionsError, SourceError
 
 
@@ -29,9 +28,8 @@ def same(found, expected):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_literals_keys_and_ranges():
+    for text, expected in (
         ("3", 3),
         ("-0.5", -0.5),
         ("true", True),
@@ -46,17 +44,15 @@ def same(found, expected):
         ("uint8:[1, 2]", jnp.array([1, 2], "uint8")),
         ("bfloat16:[1, 2]", jnp.array([1, 2], "bfloat16")),
         ("bool:[true, false]", jnp.array([True, False])),
-    ],
-)
-def test_literals(text, expected):
-    same(read_value(text, "x"), expected)
-
-
-def test_keys_and_ranges():
+    ):
+        same(read_value(text, "x"), expected)
     key = read_value("key:7", "x")
     assert key.dtype == jax.random.key(7).dtype
-    assert (jax.random.key_data(key) == jax.random.key_data(jax.random.key(7))).all()
+    same(jax.random.key_data(key), jax.random.key_data(jax.random.key(7)))
     assert len(read_value("range:1_000_000", "x")) == 10**6
+    static = {"3": 3, "true": True, "mean": "mean", "[1]": [1], '"3"': "3"}
+    assert {text: static_value(text) for text in static} == static
+    assert not [name for name in KINDS if name not in VALUES]
 
 
 def test_files_of_numpy_and_json(folder):
@@ -81,13 +77,10 @@ def test_files_whose_rows_are_members(folder):
     table = pa.table({"x": np.arange(9, dtype="float32"), "label": np.arange(9)})
     pyarrow.parquet.write_table(table, "rows.parquet")
     assert read_value("rows.parquet", "x").read(2, 3)[1] == 2
-    (source,) = [read_value("*.parquet#columns=label", "x")]
+    source = read_value("*.parquet#columns=label", "x")
     assert [leaf.path for leaf in source.leaves] == ["['label']"]
     np.savez("rows.npz", a=x, b=x[:, 0])
     assert len(read_value("npz:rows.npz", "x").leaves) == 2
-
-
-def test_records_with_features(folder):
     records = [example({"image": bytes([i, 0, 1, 2]), "label": np.array([i])}) for i in range(5)]
     write("r.tfrecord", records)
     source = read_value("r.tfrecord#image=uint8[2,2]&label=int32[]", "x")
@@ -97,43 +90,42 @@ def test_records_with_features(folder):
     assert source.read(3, 4)[0].tolist() == [[[3, 0], [1, 2]]]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("wx.npz", "wx.npz: found no such file; did you mean 'w.npz'?"),
-        ("partz/x.npy", "the folder 'partz' is not there"),
-        ("x.json", "found no such file"),
-        ("programs_here.py", "expected a name that ends in .npy, .npz, .json"),
-        ("parts", "parts is a folder with none of placed.json"),
-        ("rnage:5", "found the kind 'rnage'; did you mean 'range'?"),
-        ("float23:5", "did you mean 'float32'?"),
-        ("range:x", "found 'x', expected a whole number"),
-        ("key:", "found '', expected a whole number"),
-        ("float32:x", "found 'x', expected a number or a list of numbers"),
-        ("npy:", "found no path in 'npy:', expected npy:PATH"),
-        ("hello", "expected a number, JSON, or a file that is there"),
-        ('"hello"', "a value that is no data is given as --static name=value"),
-        ('{"a": ["b"]}', "x['a'][0]: found the text 'b'"),
-        ("w.npz#at=modle", "found no 'modle' of 'modle', expected one of: model; did you mean 'mo"),
-        ("w.npz#att=model", "found 'att' after '#' in 'w.npz#att=model', expected for array: at"),
-        ("r.parquet#colums=x", "columns, text_bytes, buckets, group_by, folder; did you mean 'col"),
-        ("r.tfrecord#x=uint[3]", "found the type 'uint[3]', expected one such as float32[28,28]"),
-        ("nothing/*.npy", "nothing/*.npy"),
-    ],
-)
-def test_what_is_no_value(folder, text, message):
-    with pytest.raises(BeamjaxError) as raised:
-        read_value(text, "x")
-    assert message in str(raised.value)
+NO_VALUES = [
+    ("wx.npz", "wx.npz: found no such file; did you mean 'w.npz'?"),
+    ("partz/x.npy", "the folder 'partz' is not there"),
+    ("x.json", "found no such file"),
+    ("programs_here.py", "expected a name that ends in .npy, .npz, .json"),
+    ("parts", "parts is a folder with none of placed.json"),
+    ("rnage:5", "found the kind 'rnage'; did you mean 'range'?"),
+    ("float23:5", "did you mean 'float32'?"),
+    ("range:x", "found 'x', expected a whole number"),
+    ("key:", "found '', expected a whole number"),
+    ("float32:x", "found 'x', expected a number or a list of numbers"),
+    ("npy:", "found no path in 'npy:', expected npy:PATH"),
+    ("hello", "expected a number, JSON, or a file that is there"),
+    ('"hello"', "a value that is no data is given as --static name=value"),
+    ('{"a": ["b"]}', "x['a'][0]: found the text 'b'"),
+    ("w.npz#at=modle", "found no 'modle' of 'modle', expected one of: model; did you mean 'mo"),
+    ("w.npz#att=model", "found 'att' after '#' in 'w.npz#att=model', expected for array: at"),
+    ("r.parquet#colums=x", "columns, text_bytes, buckets, group_by, folder; did you mean 'col"),
+    ("r.tfrecord#x=uint[3]", "found the type 'uint[3]', expected one such as float32[28,28]"),
+    ("nothing/*.npy", "nothing/*.npy"),
+    ("bad.npy", "bad.npy"),
+    ("bad.json", "bad.json"),
+    ("objects.npy", "objects.npy"),
+]
 
 
-def test_damaged_files(folder):
+def test_what_is_no_value(folder):
     (folder / "bad.npy").write_bytes(b"nothing")
     (folder / "bad.json").write_text("{")
     np.save("objects.npy", np.array([{}], dtype=object), allow_pickle=True)
-    for text in ("bad.npy", "bad.json", "objects.npy"):
-        with pytest.raises(SourceError, match=text):
+    for text, message in NO_VALUES:
+        with pytest.raises(BeamjaxError) as raised:
             read_value(text, "x")
+        assert message in str(raised.value)
+        if message == text and "*" not in text:
+            assert isinstance(raised.value, SourceError)
 
 
 _trees = st.recursive(
@@ -151,114 +143,69 @@ def test_names_of_leaves_make_the_tree_again(tree):
     assert nested(flat) == ({"result": tree} if isinstance(tree, int) else tree)
 
 
-def test_a_name_in_another():
-    with pytest.raises(SourceError, match="one is in the other"):
-        nested({"a": 1, "a/b": 2})
-
-
-@pytest.mark.parametrize(
-    ("leaf", "expected"),
-    [
+def test_results_in_files(tmp_path):
+    for leaf, expected in (
         (jnp.array([1, 2], "bfloat16"), np.array([1, 2], "float32")),
         (jnp.array([1, 2], "float8_e4m3fn"), np.array([1, 2], "float32")),
         (jnp.array([1, -2], "int4"), np.array([1, -2], "int8")),
         (jnp.array([1, 2], "uint16"), np.array([1, 2], "uint16")),
         (jax.random.key(3), np.array([0, 3], "uint32")),
         (np.zeros((2,), jax.dtypes.float0), np.zeros(2, bool)),
-    ],
-)
-def test_dtypes_in_files(leaf, expected, tmp_path):
-    same(plain(leaf), expected)
-    write_out(leaf, str(tmp_path / "a.npy"))
-    same(np.load(tmp_path / "a.npy"), expected)
-
-
-def test_any_names_in_a_file(tmp_path):
+    ):
+        same(plain(leaf), expected)
+        write_out(leaf, str(tmp_path / "a.npy"))
+        same(np.load(tmp_path / "a.npy"), expected)
     tree = {"file": jnp.arange(3), "self": {"args": jnp.float32(1)}, "": [jnp.zeros((0, 2))]}
     path = str(tmp_path / "a.npz")
     write_out(tree, path)
     same(read_value(path, "x"), jax.tree.map(np.asarray, tree))
     assert not list(tmp_path.glob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("3", 3), ("true", True), ("mean", "mean"), ("[1]", [1]), ('"3"', "3")]
-)
-def test_static_values(text, value):
-    assert static_value(text) == value
+    with pytest.raises(SourceError, match="one is in the other"):
+        nested({"a": 1, "a/b": 2})
 
 
 # --- parameters
 
 
-def test_the_call_itself_where_no_name_is_needed(folder):
+def test_calls(folder):
     call = find_call("programs_here:embed", ["x=range:3", "w=2"], [])
     import programs_here
 
     assert call.fn is programs_here.embed
-    assert call.args[0] == 2
-    assert call.name == "embed"
-
-
-def test_a_call_with_names(folder):
+    assert (call.args[0], call.name) == (2, "embed")
     (folder / "named_here.py").write_text(
         "def fn(a, b=2, c=3, *, d, e=5, **more):\n    return a, b, c, d, e, more\n"
     )
     call = find_call("named_here.py:fn", ["d=40", "a=1", "c=30", "z=7"], ["e=mean"])
-    assert call.args == (1, 30, 40, 7)
+    assert (call.args, call.name) == ((1, 30, 40, 7), "fn")
     assert call.fn(*call.args) == (1, 2, 30, 40, "mean", {"z": 7})
-    assert call.name == "fn"
 
 
-@pytest.mark.parametrize(
-    ("given", "static", "message"),
-    [
-        (["w=1"], [], "embed(w, x): add --arg x=..."),
-        ([], [], "embed(w, x): add --arg w=... --arg x=..."),
-        (["w=1", "x=1", "y=1"], [], "--arg y: there is no such parameter in embed(w, x)"),
-        (
-            ["w=1", "X=1"],
-            [],
-            "--arg X: there is no such parameter in embed(w, x); did you mean 'x'",
-        ),
-        (["w=1", "w=2"], [], "--arg w: found twice: '1' and '2'"),
-        (["w=1", "0=2"], [], "w of embed(w, x) is given twice"),
-        (["w=1", "2=2"], [], "--arg 2: there is no such parameter in embed(w, x)"),
-        (["w"], [], "--arg w: expected name=value"),
-        (["=3"], [], "--arg =3: expected name=value"),
-        (["w=1", "x=1"], ["x=2"], "x: found both as --arg and as --static"),
-        (["x=1"], ["v=2"], "--static v: there is no such parameter"),
-        (["w=1", "x=hello"], [], "--arg x: found 'hello'"),
-    ],
-)
-def test_what_does_not_fit_the_signature(folder, given, static, message):
-    with pytest.raises(OptionsError) as raised:
-        find_call("programs_here:embed", given, static)
-    assert message in str(raised.value)
+NO_CALLS = [
+    ("embed", ["w=1"], [], "embed(w, x): add --arg x=..."),
+    ("embed", [], [], "embed(w, x): add --arg w=... --arg x=..."),
+    ("embed", ["w=1", "x=1", "y=1"], [], "--arg y: there is no such parameter in embed(w, x)"),
+    ("embed", ["w=1", "X=1"], [], "no such parameter in embed(w, x); did you mean 'x'"),
+    ("embed", ["w=1", "w=2"], [], "--arg w: found twice: '1' and '2'"),
+    ("embed", ["w=1", "0=2"], [], "w of embed(w, x) is given twice"),
+    ("embed", ["w=1", "2=2"], [], "--arg 2: there is no such parameter in embed(w, x)"),
+    ("embed", ["w"], [], "--arg w: expected name=value"),
+    ("embed", ["=3"], [], "--arg =3: expected name=value"),
+    ("embed", ["w=1", "x=1"], ["x=2"], "x: found both as --arg and as --static"),
+    ("embed", ["x=1"], ["v=2"], "--static v: there is no such parameter"),
+    ("embed", ["w=1", "x=hello"], [], "--arg x: found 'hello'"),
+    ("total", ["0=1", "2=1"], [], "found the positions [0, 2], expected no gaps"),
+]
+NO_FACTORIES = [
+    ("nothing", [], [], "as a factory it returned 3, expected a function, or a tuple"),
+    ("prepared", ["x=1"], [], "--arg x=1: the arguments come with the function"),
+    ("chosen", [], ["nam=loss"], "--static nam: there is no such parameter in programs_here:"),
+]
 
 
-@pytest.mark.parametrize(
-    ("target", "given", "static", "message"),
-    [
-        ("nothing", [], [], "as a factory it returned 3, expected a function, or a tuple"),
-        ("prepared", ["x=1"], [], "--arg x=1: the arguments come with the function"),
-        ("chosen", [], ["nam=loss"], "--static nam: there is no such parameter in programs_here:"),
-    ],
-)
-def test_what_is_no_factory(folder, target, given, static, message):
-    with pytest.raises(OptionsError) as raised:
-        find_call(f"programs_here:{target}", given, static, factory=True)
-    assert message in str(raised.value)
-
-
-def test_positions_without_gaps(folder):
-    with pytest.raises(OptionsError, match=r"found the positions \[0, 2\], expected no gaps"):
-        find_call("programs_here:total", ["0=1", "2=1"], [])
-
-
-def test_help_tells_of_all_kinds():
-    from beamjax.commands.value_help import VALUES
-    from beamjax.commands.values import KINDS
-
-    assert not [name for name in KINDS if name not in VALUES]
-    assert json.loads("[[1, 2], [3, 4]]")
+def test_what_does_not_fit_the_signature(folder):
+    for factory, rows in ((False, NO_CALLS), (True, NO_FACTORIES)):
+        for target, arguments, static, message in rows:
+            with pytest.raises(OptionsError) as raised:
+                find_call(f"programs_here:{target}", arguments, static, factory=factory)
+            assert message in str(raised.value)

@@ -48,30 +48,32 @@ def test_progress_in_words():
     assert in_words(Progress()) == "starting: 0 members, 0/s"
 
 
-@pytest.mark.parametrize("launched", [False, True])
-@pytest.mark.parametrize("wish", [None, False, True])
-def test_who_is_shown_what(wish, launched, in_terminal, monkeypatch):
+def test_displays(in_terminal, monkeypatch):
     in_terminal()
-    found = display_for(Options(progress=wish), launched)
-    shown = wish is True or (wish is None and not launched)
-    assert type(found) is (Bar if shown else type(None))
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert type(display_for(Options(progress=wish), launched)) is (Lines if wish else type(None))
-    monkeypatch.setattr(sys, "stderr", None)
-    assert display_for(Options(), launched) is None
+    for wish, launched, bar in (
+        (None, False, True), (None, True, False), (False, False, False),
+        (False, True, False), (True, False, True), (True, True, True),
+    ):  # fmt: skip
+        found = type(display_for(Options(progress=wish), launched))
+        assert found is (Bar if bar else type(None)), (wish, launched)
+    for stream in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert display_for(Options(), launched=False) is None
+        assert type(display_for(Options(progress=True), launched=True)) is Lines
 
 
 def test_lines_come_every_ten_seconds(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
     lines = Lines()
+    found = []
     for second in range(25):
         now[0] = float(second)
         lines.update(HALF)
+        found += [second] * bool(capsys.readouterr().err)
+    assert found == [10, 20]
     lines.close()
-    out = capsys.readouterr()
-    assert out.out == ""
-    assert out.err.splitlines() == [f"beamjax: {TEXT}"] * 3
+    assert capsys.readouterr() == ("", f"beamjax: {TEXT}\n")
 
 
 def test_a_bar_appears_after_its_delay(in_terminal, monkeypatch):
@@ -85,9 +87,12 @@ def test_a_bar_appears_after_its_delay(in_terminal, monkeypatch):
     now[0] = 2.5
     bar.update(HALF)
     bar.close()
-    assert "map_clients_0" in terminal.getvalue()
-    assert "50%" in terminal.getvalue()
-    assert "1,500 of 3,000 members" in terminal.getvalue()
+    for part in ("map_clients_0", "50%", "1,500 of 3,000 members"):
+        assert part in terminal.getvalue()
+    bar = Bar(0.0)  # Of unknown length, and a name that looks like markup.
+    bar.update(Progress(done=Tally(members=7), step="a[b]"))
+    bar.close()
+    assert "a[b]" in terminal.getvalue()
 
 
 class Outputs:
@@ -134,23 +139,10 @@ def test_a_notebook_has_one_output_that_changes(in_notebook, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_short_run_in_a_notebook_is_silent(in_notebook):
-    bj.run(total, np.ones((20, 3), np.float32), runner="local")
-    assert in_notebook.shown == []
-
-
 def test_ipython_in_a_terminal_is_no_notebook(in_notebook, in_terminal, monkeypatch):
     in_terminal()
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
     assert type(display_for(Options(), launched=False)) is Bar
-
-
-def test_a_bar_of_unknown_length(in_terminal):
-    terminal = in_terminal()
-    bar = Bar(0.0)
-    bar.update(Progress(done=Tally(members=7), step="a[b]"))
-    bar.close()
-    assert "a[b]" in terminal.getvalue()
 
 
 @bj.program(clients=20)
@@ -158,19 +150,24 @@ def total(x):
     return bj.reduce_sum(x)
 
 
+X = np.ones((20, 3), np.float32)
+
+
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_a_run_is_silent_unless_it_is_asked(runner, capfd):
-    x = np.ones((20, 3), np.float32)
-    bj.run(total, x, runner=runner)
+    bj.run(total, X, runner=runner)
     assert capfd.readouterr() == ("", "")
-    bj.run(total, x, runner=runner, options={"progress": True})
+    bj.run(total, X, runner=runner, options={"progress": True})
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("beamjax: map_clients_0: 20 of 20 members")
     assert err.count("\n") == 1
 
 
-def test_a_short_run_in_a_terminal_is_silent(in_terminal):
+def test_a_short_run_is_silent_in_a_terminal_and_in_a_notebook(in_terminal, request):
     terminal = in_terminal()
-    bj.run(total, np.ones((20, 3), np.float32), runner="local")
+    bj.run(total, X, runner="local")
     assert terminal.getvalue() == ""
+    outputs = request.getfixturevalue("in_notebook")
+    bj.run(total, X, runner="local")
+    assert (outputs.shown, terminal.getvalue()) == ([], "")

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import lines_of
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import CASES, N, X
+from programs import N, X
+from test_explanation import W, rounds
 
 import beamjax as bj
 from beamjax.errors import SourceError
-from beamjax.fact_types import ChoiceFact, walk_facts
+from beamjax.fact_types import ChoiceFact
 from beamjax.pages import drawing, graph, markup, words
 from beamjax.pages.plan_page import plan_page, seconds_of
 from beamjax.pages.shell import document, fragment
@@ -31,51 +33,8 @@ def trimmed(x):
     return jnp.mean(jnp.sort(scores)[1:-1])  # <sorts & "gathers">
 
 
-@bj.program(clients=N)
-def rounds(w, x):
-    """A loop with a branch in each round, and then a loop of unknown length."""
-
-    def one(carry, rate):
-        w, total = carry
-        norm = bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(v @ w), x))
-        step = lambda w: w - rate * bj.reduce_sum(bj.map_fn(lambda v: v[0], x))
-        w = jax.lax.cond(norm > 0, step, lambda w: w, w)
-        return (w, total + norm), norm
-
-    (w, total), norms = jax.lax.scan(one, (w, jnp.float32(0)), jnp.ones(4))
-    more = lambda s: s / 2 + 0 * bj.reduce_sum(x[:, 0, 0])
-    return {"w": w, "norms": norms, "last": jax.lax.while_loop(lambda s: s > 1, more, total)}
-
-
-W = np.ones(3, np.float32)
-
-
-def boxes_of(area):
-    for item in area.items:
-        yield item
-        for inner in item.areas:
-            yield from boxes_of(inner)
-
-
-def lines_of(area):
-    yield from area.lines
-    for item in area.items:
-        for inner in item.areas:
-            yield from lines_of(inner)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].eqns is not None])
-def test_every_step_is_drawn_once_and_every_value_goes_somewhere(name):
-    fn, args = CASES[name].build(bj)
-    facts = bj.explain(fn, *args).facts
-    area = graph.plan_area(facts)
-    steps = [step.name for step in walk_facts(facts.steps)]
-    kinds = ("server", "map", "gather", "scatter", "loop", "branch")
-    drawn = [box.names[0] for box in boxes_of(area) if box.kind in kinds]
-    assert sorted(drawn) == sorted(steps)
-    drawn = {value for line in lines_of(area) for value in line.values}
-    assert drawn == {edge.value for edge in facts.edges}
-    html_checks.parsed(document(plan_page(facts, {})))
+def text_of(facts):
+    return html_checks.parsed(document(plan_page(facts, {}))).text
 
 
 def test_a_gather_is_red_and_says_where():
@@ -93,8 +52,7 @@ def test_a_gather_is_red_and_says_where():
 
 def test_loops_and_branches_are_boxes_in_boxes():
     facts = bj.explain(rounds, W, X).facts
-    area = graph.plan_area(facts)
-    kinds = {item.key: item for item in area.items}
+    kinds = {item.key: item for item in graph.plan_area(facts).items}
     (round_,) = kinds["loop_0"].areas
     assert round_.title == "each round"
     (branch,) = [item for item in round_.items if item.kind == "branch"]
@@ -103,26 +61,23 @@ def test_loops_and_branches_are_boxes_in_boxes():
     ends = {(line.source, line.target) for line in round_.lines}
     assert ("in", branch.key) in ends
     assert any(target == "out" for _, target in ends)
-    text = html_checks.parsed(document(plan_page(facts, {}))).text
-    assert "Loop, 4 rounds" in text
-    assert "Loop, rounds while a condition holds" in text
-    assert "goes on?" in text
+    text = text_of(facts)
+    for part in ("Loop, 4 rounds", "Loop, rounds while a condition holds", "goes on?"):
+        assert part in text
 
 
-def test_edges_have_bytes_and_those_of_a_member():
-    facts = bj.explain(trimmed, X).facts
-    lines = list(lines_of(graph.plan_area(facts)))
-    told = [[word.rpartition(", ")[2] for word in line.words] for line in lines]
-    assert told == [["420 B", "60 B a member"], ["28 B", "4 B a member"], ["28 B"], ["4 B"]]
+def test_lines_have_bytes_and_those_of_a_member():
+    lines = list(lines_of(graph.plan_area(bj.explain(trimmed, X).facts)))
+    words_of = [[word.rpartition(", ")[2] for word in line.words] for line in lines]
+    assert words_of == [["420 B", "60 B a member"], ["28 B", "4 B a member"], ["28 B"], ["4 B"]]
     assert [line.kind for line in lines] == ["placed", "gathered", "served", "served"]
-
-
-def test_an_unknown_number_of_members():
+    found = [drawing.thickness(n) for n in (0, 1000, 10**6, 10**12)]
+    assert found == sorted(found)
+    assert found[0] == 1 <= found[-1] < 8
     (n,) = jax.export.symbolic_shape("n")
     total = bj.program(clients=None)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: v * 2, x)))
-    members = jax.ShapeDtypeStruct((n, 3), "float32")
-    found = bj.explain(total, members)
-    assert "n x 12 B" in html_checks.parsed(found.to_html()).text
+    unknown = bj.explain(total, jax.ShapeDtypeStruct((n, 3), "float32"))
+    assert "n x 12 B" in html_checks.parsed(unknown.to_html()).text
 
 
 def test_many_inputs_are_one_box():
@@ -147,14 +102,13 @@ def test_predicted_and_measured_seconds():
     assert "2.5 s" in found.text
     seconds = found.data["seconds"]["server_0"]
     assert (seconds["measured"], seconds["share"]) == (0.5, 0.25)
-    told = {step.step: step.read + step.compute + step.merge for step in facts.predicted.steps}
-    assert seconds["predicted"] == pytest.approx(told["server_0"])
+    sums = {step.step: step.read + step.compute + step.merge for step in facts.predicted.steps}
+    assert seconds["predicted"] == pytest.approx(sums["server_0"])
     assert seconds_of(dataclasses.replace(facts, predicted=None), None) == {}
 
     choices = (ChoiceFact("shard size", "64", "a reason", "shard_size=64"),)
     predicted = dataclasses.replace(facts.predicted, seconds=9.0)
-    facts = dataclasses.replace(facts, choices=choices, predicted=predicted)
-    text = html_checks.parsed(document(plan_page(facts, {}))).text
+    text = text_of(dataclasses.replace(facts, choices=choices, predicted=predicted))
     assert "9 s" in text
     assert "a reason" in text
 
@@ -165,8 +119,7 @@ def test_a_run_measures_the_steps_of_a_plan(runner):
         job.result()
         for run in (job, job.report()):
             found = html_checks.parsed(bj.explain(trimmed, X).to_html(run=run))
-            told = found.data["seconds"]
-            assert told["map_clients_0"]["measured"] > 0
+            assert found.data["seconds"]["map_clients_0"]["measured"] > 0
             assert found.text.count("measured ") >= 2
 
 
@@ -216,41 +169,28 @@ def test_elements():
     assert "1,234" in markup.table([[1234, "x" * 50]])
 
 
-# --- words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (2e-6, "2 µs"), (0.0123, "12.3 ms"), (0.9999, "1 s"), (12.345, "12.3 s"),
-     (99.96, "1 min 40 s"), (310, "5 min 10 s"), (7500, "2 h 5 min")],
-)  # fmt: skip
-def test_seconds(seconds, text):
-    assert words.human_seconds(seconds) == text
-
-
-def test_long_lines_are_short():
+def test_words():
+    expected = {
+        0: "0 s", 2e-6: "2 µs", 0.0123: "12.3 ms", 0.9999: "1 s", 12.345: "12.3 s",
+        99.96: "1 min 40 s", 310: "5 min 10 s", 7500: "2 h 5 min",
+    }  # fmt: skip
+    assert {seconds: words.human_seconds(seconds) for seconds in expected} == expected
     assert words.shortened("a  b\nc") == "a b c"
-    assert words.shortened("x" * 60, 10) == "x" * 9 + "…"
+    assert words.shortened("x" * 10, 10) == "x" * 10
+    assert words.shortened("x" * 11, 10) == "x" * 9 + "…"
     assert words.letters(words.shortened("漢" * 60, 10)) <= 10
     assert words.letters("é" + "e\u0301") == 2
-
-
-def test_lines_are_thicker_for_more_bytes():
-    found = [drawing.thickness(n) for n in (0, 1000, 10**6, 10**12)]
-    assert found == sorted(found)
-    assert found[0] == 1 <= found[-1] < 8
 
 
 # --- files and notebooks
 
 
 def test_a_page_is_one_file_with_its_data(tmp_path):
-    explanation = bj.explain(rounds, W, X)
+    explanation = bj.explain(trimmed, X)
     explanation.save(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert text == explanation.to_html()
-    found = html_checks.parsed(text)
-    assert found.data["plan"] == explanation.to_json()
+    assert html_checks.parsed(text).data["plan"] == explanation.to_json()
     assert text.startswith("<!DOCTYPE html>\n<html")
     with pytest.raises(SourceError, match=r"there/plan\.html: cannot write it"):
         explanation.save(str(tmp_path / "there" / "plan.html"))
@@ -259,7 +199,7 @@ def test_a_page_is_one_file_with_its_data(tmp_path):
 def test_parts_of_a_notebook_have_ids_and_styles_of_their_own():
     explanation = bj.explain(trimmed, X)
     both = explanation._repr_html_() + explanation._repr_html_()
-    found = html_checks.parsed(both)
+    found = html_checks.parsed(both)  # Which finds ids that are there twice.
     assert not [name for name, _ in found.tags if name in ("html", "head", "body", "main")]
     style = both.split("<style>")[1].split("</style>")[0]
     depth, selector = 0, ""
@@ -280,9 +220,7 @@ def test_parts_of_a_notebook_have_ids_and_styles_of_their_own():
 
 
 def test_lines_are_read_where_they_are():
-    facts = bj.explain(trimmed, X).facts
-    lines = source_lines(facts)
+    lines = source_lines(bj.explain(trimmed, X).facts)
     assert any("jnp.sort(scores)" in text for text in lines.values())
     assert all("test_plan_page.py" in line for line in lines)
-    gone = types.SimpleNamespace(steps=())
-    assert source_lines(gone) == {}
+    assert source_lines(types.SimpleNamespace(steps=())) == {}
