@@ -5,6 +5,7 @@ same with `jax.vmap` and `jax.numpy`. It returns a function and its arguments. `
 primitives of beamjax the jaxpr of that function holds, how many of each.
 """
 
+import collections
 import dataclasses
 import functools
 import types
@@ -14,6 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, assert_same_types
+
+import beamjax as bj
+from beamjax.fact_types import walk_facts
 
 N, M = 7, 11  # Sizes of placements; no other axis in this file has one of these sizes.
 
@@ -714,3 +719,28 @@ def exported(ops):
         return jax.export.deserialize(jax.export.export(fn)(*args).serialize()).call(*args)
 
     return run, (W, X, Y)
+
+
+# --- checks
+
+
+def step_kinds(fn, *args, **options):
+    """How many steps of each kind the plan has, as `bj.explain` shows it."""
+    facts = bj.explain(fn, *args, options=options).facts
+    return collections.Counter(step.kind for step in walk_facts(facts.steps))
+
+
+def run_everywhere(fn, *args, rtol=5e-5, atol=5e-5, beam=True, **options):
+    """Runs a program once with `jit`, runner "local" and Beam, and returns the result of "local".
+
+    Asserts the types and values of `jit`, and that Beam gives the same bits as "local".
+    """
+    expected = jax.jit(fn)(*args)
+    local = bj.run(fn, *args, runner="local", options=options)
+    assert_same_types(local, expected)
+    assert_close(local, expected, rtol, atol)
+    if beam:
+        found = bj.run(fn, *args, options=options)
+        assert_same_types(found, expected)
+        assert_same_bits(found, local)
+    return local
