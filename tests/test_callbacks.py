@@ -296,10 +296,11 @@ def test_settings_of_the_launching_thread():
 def test_inside_of_a_users_pipeline():
     SEEN.clear()
     total = program(lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: notes(w, v), x)))
+    expected = np.asarray(X * W[None]).sum(axis=0)
     with beam.Pipeline(runner="FnApiRunner", options=PipelineOptions([])) as pipeline:
         members = pipeline | beam.Create(list(enumerate(np.asarray(X))))
         found = members | bj.transform(total, W, spec(X), options=OPTIONS)
-        _ = found | beam.Map(lambda sums: np.testing.assert_allclose(sums, (X * W[None]).sum(0)))
+        _ = found | beam.Map(functools.partial(np.testing.assert_allclose, expected))
     assert SEEN == ONCE
 
 
@@ -373,6 +374,7 @@ def test_calls_that_appear_at_lowering():
         bj.run(prog, W, X, runner="local", options={"callbacks": False})
 
 
+@pytest.mark.long
 def test_calls_that_appear_at_lowering_in_other_processes(tmp_path):
     (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
     (tmp_path / "script.py").write_text(textwrap.dedent(ELSEWHERE))

@@ -63,15 +63,6 @@ def jacobian_of_scan(x):
     return jax.jacfwd(last)(x)
 
 
-@case(W, X)
-@program
-def scan_over_placed_values(w, x):
-    def one(c, xi):
-        return c + bj.reduce_sum(bj.map_fn(lambda v: v * w, xi)), bj.map_fn(lambda v: v + c, xi)
-
-    return lax.scan(one, w, jnp.stack([x, x * 2, x * 3]), reverse=True)
-
-
 @case(X, gathers=1)
 @program
 def scan_over_the_members(x):
@@ -89,21 +80,16 @@ def fori_that_swaps(w, x):
 
 @case(W, X)
 @program
-def scan_without_rounds(w, x):
-    return lax.scan(lambda c, i: (c + bj.reduce_mean(x), (c, x)), w, jnp.zeros((0,)))
-
-
-@case(W, X)
-@program
-def scan_of_one_round(w, x):
-    return lax.scan(lambda c, i: (c + bj.reduce_mean(x), (c, i)), w, jnp.ones((1, 2)))
+def scans_of_no_round_and_of_one(w, x):
+    one = lambda c, i: (c + bj.reduce_mean(x), (c, x, i))
+    return [lax.scan(one, w, jnp.ones((rounds, 2))) for rounds in (0, 1)]
 
 
 @case(W, X)
 @program
 def constants_as_first_values(w, x):
     one = lambda c, _: ((c[0] + 1, bj.reduce_mean(x) + c[1]), c[0] * 2)
-    return lax.scan(one, (0, w), None, length=3)
+    return lax.scan(one, (0, w), None, length=3, reverse=True)
 
 
 @case(W, X)
@@ -207,20 +193,15 @@ def page_rank(links):
 # --- branches
 
 
-@case(W, X, True)
 @program
 def cond_of_server_and_placed(w, x, flag):
-    return lax.cond(
-        flag,
-        lambda: (bj.reduce_sum(x), bj.map_fn(lambda v: v + w, x)),
-        lambda: (w * 2, bj.broadcast(w)),
-    )
+    both = lambda: (bj.reduce_sum(x), bj.map_fn(lambda v: v + w, x))
+    return lax.cond(flag, both, lambda: (w * 2, bj.broadcast(w)))
 
 
-@case(W, X, False)
-@program
-def cond_not_taken(w, x, flag):
-    return cond_of_server_and_placed(w, x, flag)
+@case(W, X, True, False)
+def cond_either_way(w, x, *flags):
+    return [cond_of_server_and_placed(w, x, flag) for flag in flags]
 
 
 @case(W, X, False)
@@ -284,24 +265,9 @@ def grad_of_placed_state(w, x):
     return jax.grad(loss, (0, 1))(w, x)
 
 
-@case(W, X, True)
-def grad_of_a_branch(w, x, flag):
-    @program
-    def loss(w, x):
-        squares = lambda: bj.reduce_sum(bj.map_fn(lambda v: (v * w) ** 2, x)).sum()
-        return lax.cond(flag, squares, lambda: w.sum())
-
-    return jax.grad(loss, (0, 1))(w, x)
-
-
 @case(W, X)
 def jvp_of_a_while(w, x):
     return jax.jvp(lambda w: while_on_a_reduced_value(w, x)[0], (w,), (w,))
-
-
-@case(W, X)
-def jacobian_of_rounds(w, x):
-    return jax.jacfwd(lambda w: scan_over_rounds(w, x)[0])(w)
 
 
 @case(jnp.stack([W, W * 2]), X)
@@ -330,7 +296,6 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", CASES)
 def test_as_under_jit_with_the_same_bits_on_beam(name):
     fn, args, gathers, scatters = CASES[name]

@@ -78,7 +78,6 @@ def values_of(name):
     assert_close(found, jax.jit(prog)(*values), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", IN_GATE)
 def test_values(name):
     jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
