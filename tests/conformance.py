@@ -15,10 +15,11 @@ from pathlib import Path
 import conformance_programs as more
 import jax
 import jax.numpy as jnp
+import numpy as np
 from conformance_programs import in_body, of_dtype, outside, program, reducing, transformed
 from helpers import assert_close, assert_same_bits, assert_same_types
 from jax import lax
-from programs import CASES, KEY, WS, N, W, X, Y, reference
+from programs import CASES, KEY, WS, N, W, X, Y, reference, sum_over
 
 import beamjax as bj
 from beamjax.explanation import human_bytes
@@ -47,7 +48,9 @@ TABLE: dict[str, dict[str, Row]] = {
     "Operators": {
         "`broadcast`": case("broadcast_then_map"),
         "`map_fn`": Row(in_body(jnp.sin, X)),
-        "`map_fn` that closes over server values": Row(more.sums_of_squares),
+        "`map_fn` that closes over server values": Row(
+            lambda ops: (sum_over(ops, lambda w, x: (x @ w) ** 2), (W, X))
+        ),
         "`map_fn` without operands": case("map_without_operands"),
         "`reduce_sum`": Row(reducing("sum")),
         "`reduce_mean`": Row(reducing("mean")),
@@ -171,12 +174,16 @@ TABLE: dict[str, dict[str, Row]] = {
         "typed keys as results": case("keys_as_results"),
         "`float0` (gradients of integers)": case("float0_of_placed_ints"),
         "arrays of size zero": Row(more.summed(jnp.zeros((N, 0, 3)))),
-        "Python scalars as arguments": Row(more.python_scalars),
-        "NumPy arrays as arguments": Row(more.numpy_arguments),
+        "Python scalars as arguments": Row(
+            program(lambda ops, s, x: ops.reduce_sum(ops.map_fn(lambda v: v * s, x)), 0.5, X)
+        ),
+        "NumPy arrays as arguments": Row(program(lambda ops, x: ops.reduce_mean(x), np.asarray(X))),
         "NaN and infinity": Row(more.summed(X.at[2, 0].set(jnp.nan).at[3, 1].set(jnp.inf))),
     },
     "Random numbers": {
-        "`jax.random.split(key, n)` outside": Row(more.split_outside),
+        "`jax.random.split(key, n)` outside": Row(
+            program(lambda ops, key: ops.map_fn(more.noise, jax.random.split(key, N)), KEY)
+        ),
         "`fold_in(key, i)` in a body": case("keys_broadcast"),
         "keys that a body closes over": case("keys_closed_over"),
         "`jax.vmap` over keys": case("keys_batched"),
