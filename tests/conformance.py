@@ -1,15 +1,13 @@
 """What of JAX works on which runner, as a table that running it makes: docs/conformance.md.
 
-`python tests/conformance.py --write` runs every row and writes the table.
+`python tests/conformance.py` runs every row and writes the table.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import io
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +15,18 @@ from pathlib import Path
 import conformance_programs as more
 import jax
 import jax.numpy as jnp
+import numpy as np
 from conformance_programs import in_body, of_dtype, outside, program, reducing, transformed
+from helpers import assert_same_bits, assert_same_types
 from jax import lax
-from programs import CASES, KEY, WS, N, W, X, Y, reference
+from programs import CASES, KEY, WS, N, W, X, Y, reference, sum_over
 
 import beamjax as bj
 from beamjax.explanation import human_bytes
 from beamjax.verification import compare
 
 PATH = Path(__file__).parents[1] / "docs" / "conformance.md"
+TEXT = PATH.read_text(encoding="utf-8")
 RUNNERS = ("local", "DirectRunner")
 COLUMNS = ("", "in-process (`jit`)", *(f"`{runner}`" for runner in RUNNERS))
 OPTIONS = {"shard_size": 8}
@@ -48,7 +49,9 @@ TABLE: dict[str, dict[str, Row]] = {
     "Operators": {
         "`broadcast`": case("broadcast_then_map"),
         "`map_fn`": Row(in_body(jnp.sin, X)),
-        "`map_fn` that closes over server values": Row(more.sums_of_squares),
+        "`map_fn` that closes over server values": Row(
+            lambda ops: (sum_over(ops, lambda w, x: (x @ w) ** 2), (W, X))
+        ),
         "`map_fn` without operands": case("map_without_operands"),
         "`reduce_sum`": Row(reducing("sum")),
         "`reduce_mean`": Row(reducing("mean")),
@@ -172,12 +175,16 @@ TABLE: dict[str, dict[str, Row]] = {
         "typed keys as results": case("keys_as_results"),
         "`float0` (gradients of integers)": case("float0_of_placed_ints"),
         "arrays of size zero": Row(more.summed(jnp.zeros((N, 0, 3)))),
-        "Python scalars as arguments": Row(more.python_scalars),
-        "NumPy arrays as arguments": Row(more.numpy_arguments),
+        "Python scalars as arguments": Row(
+            program(lambda ops, s, x: ops.reduce_sum(ops.map_fn(lambda v: v * s, x)), 0.5, X)
+        ),
+        "NumPy arrays as arguments": Row(program(lambda ops, x: ops.reduce_mean(x), np.asarray(X))),
         "NaN and infinity": Row(more.summed(X.at[2, 0].set(jnp.nan).at[3, 1].set(jnp.inf))),
     },
     "Random numbers": {
-        "`jax.random.split(key, n)` outside": Row(more.split_outside),
+        "`jax.random.split(key, n)` outside": Row(
+            program(lambda ops, key: ops.map_fn(more.noise, jax.random.split(key, N)), KEY)
+        ),
         "`fold_in(key, i)` in a body": case("keys_broadcast"),
         "keys that a body closes over": case("keys_closed_over"),
         "`jax.vmap` over keys": case("keys_batched"),
@@ -228,24 +235,25 @@ def cells(row: Row) -> list[str]:
             check(want, expected(*arguments))
         except Exception as error:
             return [f"fails: {reason(error)}", *["" for _ in RUNNERS]]
-        return ["passed", *(on_runner(fn, args, want, runner) for runner in RUNNERS)]
-
-
-def on_runner(fn, args, want, runner: str) -> str:
-    try:
-        found = bj.run(fn, *args, runner=runner, options=OPTIONS)
-        check(found, want)
-    except Exception as error:
-        kind = "refused" if isinstance(error, bj.StagingError) else "fails"
-        return f"{kind}: {reason(error)}"
-    gathered = bj.explain(fn, *args, options=OPTIONS).facts.gathered_bytes
-    return f"gathered {human_bytes(gathered)}" if gathered else "passed"
+        texts, results = ["passed"], []
+        for runner in RUNNERS:
+            try:
+                results.append(bj.run(fn, *args, runner=runner, options=OPTIONS))
+                assert_same_types(results[-1], want)
+                check(results[-1], want)
+                assert_same_bits(results[-1], results[0])
+            except Exception as error:
+                kind = "refused" if isinstance(error, bj.StagingError) else "fails"
+                texts.append(f"{kind}: {reason(error)}")
+            else:
+                gathered = bj.explain(fn, *args, options=OPTIONS).facts.gathered_bytes
+                texts.append(f"gathered {human_bytes(gathered)}" if gathered else "passed")
+        return texts
 
 
 def check(found, expected) -> None:
     wrong = [row.failure() for row in compare(found, expected) if not row.passed]
-    if wrong:
-        raise AssertionError(wrong[0])
+    assert not wrong, wrong[0]
 
 
 def reason(error: Exception) -> str:
@@ -260,13 +268,13 @@ def markdown(texts: dict[tuple[str, str], list[str]]) -> str:
     lines = [
         "# Conformance",
         "",
-        "What of JAX works where. Made by `python tests/conformance.py --write`, which runs each "
-        "row as a",
-        f"small program of {N} members (see `tests/conformance.py`), with JAX {VERSION}.",
+        "What of JAX works where. Made by `python tests/conformance.py`, which runs each row as a "
+        "small",
+        f"program of {N} members, with JAX {VERSION}.",
         "",
         "- *passed*: tree, shapes, dtypes and values are right: in this process against the same "
         "program by",
-        "  `jax.vmap` and `jnp`, on a runner against `jax.jit`.",
+        "  `jax.vmap` and `jnp`, on a runner against `jax.jit`. Both runners give the same bits.",
         "- *gathered*: passed, but members had to be brought together on one machine: the bytes "
         "of all.",
         "- *refused*: an error that says so, before any work starts.",
@@ -284,7 +292,7 @@ def _line(row) -> str:
 def read() -> dict[tuple[str, str], list[str]]:
     """The cells of the table that is kept in the repository."""
     found, section = {}, ""
-    for line in PATH.read_text(encoding="utf-8").splitlines():
+    for line in TEXT.splitlines():
         if line.startswith("## "):
             section = line[3:]
         elif line.startswith("| ") and not line.startswith(("|  |", "| ---")):
@@ -293,18 +301,6 @@ def read() -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {PATH.name}")
-    args = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    text = markdown({key: cells(row) for key, row in ROWS.items()})
-    if args.write:
-        PATH.parent.mkdir(exist_ok=True)
-        PATH.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    warnings.simplefilter("ignore")
+    PATH.write_text(markdown({key: cells(row) for key, row in ROWS.items()}), encoding="utf-8")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import KEY, N, W, X, Y, rnd, step_loss, sum_over
+from programs import KEY, N, W, X, Y, rnd, step_loss
 
 State = collections.namedtuple("State", "weights momentum step")
 IDS = jnp.arange(N)
@@ -109,11 +109,6 @@ def fori_around(ops):
 
 def noise(key):
     return jax.random.normal(key, (2,))
-
-
-def split_outside(ops):
-    draw = lambda ops, key: ops.map_fn(noise, jax.random.split(key, N))
-    return program(draw, KEY)(ops)
 
 
 def rbg_in_body(ops):
@@ -282,20 +277,6 @@ def pure_callback(ops):
         lambda v: np.asarray(v) * 2, v, v, vmap_method="sequential"
     )
     return in_body(double, X)(ops)
-
-
-def python_scalars(ops):
-    return program(lambda ops, rate, x: ops.reduce_sum(ops.map_fn(lambda v: v * rate, x)), 0.5, X)(
-        ops
-    )
-
-
-def numpy_arguments(ops):
-    return program(lambda ops, x: ops.reduce_mean(x), np.asarray(X))(ops)
-
-
-def sums_of_squares(ops):
-    return sum_over(ops, lambda w, x: (x @ w) ** 2), (W, X)
 
 
 def matrices(x):

@@ -5,6 +5,7 @@ same with `jax.vmap` and `jax.numpy`. It returns a function and its arguments. `
 primitives of beamjax the jaxpr of that function holds, how many of each.
 """
 
+import collections
 import dataclasses
 import functools
 import types
@@ -14,6 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, assert_same_types
+
+import beamjax as bj
+from beamjax.fact_types import walk_facts
 
 N, M = 7, 11  # Sizes of placements; no other axis in this file has one of these sizes.
 
@@ -144,10 +149,10 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(strays=(), **eqns):
+def case(strays=(), called=None, **eqns):
     def add(build):
         counts = {f"bj_{name}": count for name, count in eqns.items()}
-        CASES[build.__name__] = Case(build, counts or None, frozenset(strays))
+        CASES[called or build.__name__] = Case(build, counts or None, frozenset(strays))
         return build
 
     return add
@@ -158,129 +163,110 @@ GRAD = {"map": 2, "reduce_mean": 1, "size": 1, "broadcast": 1, "reduce_sum": 1}
 GRAD_SUM = {"map": 2, "reduce_sum": 2, "broadcast": 1}
 
 
-@case(**FORWARD)
-def plain(ops):
-    return step_loss(ops), (W, X, Y)
+vmap = functools.partial(functools.partial, jax.vmap)
+summed = lambda fn: lambda *args: jnp.sum(fn(*args))
+saves_dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+over_models = vmap(in_axes=(0, None, None))
+better = lambda fn: lambda w, x, y: fn(w - 0.1 * jax.grad(fn)(w, x, y), x, y)
+tangent = lambda fn: lambda *args: jax.jvp(fn, args, (jnp.ones_like(W), X, Y))
+linear = lambda fn: lambda w, x, y: jax.linearize(lambda w: fn(w, x, y), w)[1](w)
+BATCHED_FIRST = W, rnd(4, N, 5, 3), rnd(4, N, 5)
+BATCHED_SECOND = WS, rnd(N, 4, 5, 3), rnd(N, 5, 4)
+
+# name: what the jaxpr holds, the transformation of `step_loss`, its arguments if not W, X, Y
+OF_LOSS = {
+    "plain": (FORWARD, lambda fn: fn),
+    "grad_server": (GRAD, jax.grad),
+    "grad_placed": (GRAD, lambda fn: jax.grad(fn, argnums=(0, 1, 2))),
+    "value_and_grad": (GRAD, jax.value_and_grad),
+    "jvp": ({"map": 2, "reduce_mean": 2}, tangent),
+    "linearize": ({"map": 2, "reduce_mean": 2}, linear),
+    "vmap_server": (FORWARD, over_models, WS, X, Y),
+    "vmap_placed_first": (FORWARD, vmap(in_axes=(None, 0, 0)), *BATCHED_FIRST),
+    "vmap_placed_second": (FORWARD, vmap(in_axes=(0, 1, 2)), *BATCHED_SECOND),
+    "vmap_grad": (GRAD, lambda fn: over_models(jax.grad(fn)), WS, X, Y),
+    "grad_vmap": (GRAD, lambda fn: jax.grad(summed(over_models(fn))), WS, X, Y),
+    "hessian": (GRAD | {"map": 4, "reduce_mean": 2, "reduce_sum": 2}, jax.hessian),
+    "maml": (
+        {"map": 5, "reduce_mean": 2, "size": 2, "broadcast": 3, "reduce_sum": 3},
+        lambda fn: jax.grad(better(fn)),
+    ),
+    "jit_around": (GRAD, lambda fn: jax.grad(lambda *args: jax.jit(fn)(*args) ** 2)),
+    "checkpoint_around": (GRAD, lambda fn: jax.grad(jax.checkpoint(fn))),
+    "checkpoint_with_policy": (GRAD, lambda fn: jax.grad(saves_dots(fn))),
+}
 
 
-@case(**GRAD)
-def grad_server(ops):
-    return jax.grad(step_loss(ops)), (W, X, Y)
+def of_loss(transform, args):
+    return lambda ops: (transform(step_loss(ops)), args)
 
 
-@case(**GRAD)
-def grad_placed(ops):
-    return jax.grad(step_loss(ops), argnums=(0, 1, 2)), (W, X, Y)
+for name, (counts, transform, *args) in OF_LOSS.items():
+    strays = ["transpose"] if name == "vmap_placed_first" else []
+    case(strays, name, **counts)(of_loss(transform, tuple(args) or (W, X, Y)))
 
 
-@case(**GRAD)
-def value_and_grad(ops):
-    return jax.value_and_grad(step_loss(ops)), (W, X, Y)
+def local_steps(w, x):
+    one = lambda w, _: (w - 0.1 * jax.grad(loss)(w, x, x[:, 0]), None)
+    return jax.lax.scan(one, w, None, length=4)[0]
 
 
-@case(map=2, reduce_mean=2)
-def jvp(ops):
-    fn = step_loss(ops)
-    return lambda *args: jax.jvp(fn, args, (jnp.ones_like(W), X, Y)), (W, X, Y)
+def halvings(w, x):
+    return jax.lax.while_loop(lambda c: jnp.sum(jnp.abs(c)) > 0.5, lambda c: c * 0.7, x @ w)
 
 
-@case(map=2, reduce_mean=2)
-def linearize(ops):
-    fn = step_loss(ops)
-    return lambda w, x, y: jax.linearize(lambda w: fn(w, x, y), w)[1](w), (W, X, Y)
+def branches(w, x):
+    squares = lambda v: jnp.sum(v * v)
+    return jax.lax.cond(x[0, 0] > 0, lambda v: jnp.sum(jnp.sin(v)), squares, x @ w)
 
 
-@case(**FORWARD)
-def vmap_server(ops):
-    return jax.vmap(step_loss(ops), in_axes=(0, None, None)), (WS, X, Y)
+def solved(w, x):
+    gram = x.T @ x + jnp.eye(3)
+    return jnp.sum(jnp.linalg.solve(gram, w) + jnp.linalg.cholesky(gram)[0])
 
 
-@case(strays=["transpose"], **FORWARD)
-def vmap_placed_first(ops):
-    fn = jax.vmap(step_loss(ops), in_axes=(None, 0, 0))
-    return fn, (W, rnd(4, N, 5, 3), rnd(4, N, 5))
+def doubled(w, x):
+    ref = jax.new_ref(x @ w)
+    ref[...] = ref[...] * 2.0
+    return ref[...]
 
 
-@case(**FORWARD)
-def vmap_placed_second(ops):
-    fn = jax.vmap(step_loss(ops), in_axes=(0, 1, 2))
-    return fn, (WS, rnd(N, 4, 5, 3), rnd(N, 5, 4))
+tanh_sum = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+sines = lambda w, x: jnp.sum(jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x @ w))
+
+# name: what the jaxpr holds, a body, the transformation of the sum over clients of it
+IN_BODY = {
+    "jacrev": (GRAD_SUM, lambda w, x: jnp.tanh(x @ w), jax.jacrev),
+    "jacfwd": ({"map": 2, "reduce_sum": 2}, lambda w, x: jnp.tanh(x @ w), jax.jacfwd),
+    "jit_in_body": (GRAD_SUM, jax.jit(tanh_sum), jax.grad),
+    "checkpoint_in_body": (GRAD_SUM, jax.checkpoint(tanh_sum), jax.grad),
+    "custom_vjp_in_body": (GRAD_SUM, lambda w, x: jnp.sum(sin_vjp(x @ w)), jax.grad),
+    "custom_jvp_in_body": (GRAD_SUM, lambda w, x: jnp.sum(jax.nn.relu(sin_jvp(x @ w))), jax.grad),
+    "grad_of_custom_vjp_in_body": (
+        {"map": 1, "reduce_sum": 1},
+        lambda w, x: jax.grad(lambda w: jnp.sum(sin_vjp(x @ w)))(w),
+        lambda fn: fn,
+    ),
+    "scan_in_body": (GRAD_SUM, local_steps, jax.jacrev),
+    "while_in_body": ({"map": 2, "reduce_sum": 2}, halvings, jax.jacfwd),
+    "cond_in_body": (GRAD_SUM, branches, jax.grad),
+    "fori_in_body": (GRAD_SUM, sines, jax.grad),
+    "reference_in_body": ({"map": 1, "reduce_sum": 1}, doubled, lambda fn: fn),
+    "linear_algebra": (GRAD_SUM, solved, jax.grad),
+    "stop_gradient": (
+        GRAD_SUM,
+        lambda w, x: jnp.sum(jax.lax.stop_gradient(x @ w) * jnp.sum(w)),
+        jax.grad,
+    ),
+}
 
 
-@case(**GRAD)
-def vmap_grad(ops):
-    return jax.vmap(jax.grad(step_loss(ops)), in_axes=(0, None, None)), (WS, X, Y)
+def in_body(body, transform):
+    return lambda ops: (transform(sum_over(ops, body)), (W, X))
 
 
-@case(**GRAD)
-def grad_vmap(ops):
-    fn = jax.vmap(step_loss(ops), in_axes=(0, None, None))
-    return jax.grad(lambda w, x, y: jnp.sum(fn(w, x, y))), (WS, X, Y)
-
-
-@case(map=4, reduce_mean=2, size=1, broadcast=1, reduce_sum=2)
-def hessian(ops):
-    return jax.hessian(step_loss(ops)), (W, X, Y)
-
-
-@case(**GRAD_SUM)
-def jacrev(ops):
-    return jax.jacrev(sum_over(ops, lambda w, x: jnp.tanh(x @ w))), (W, X)
-
-
-@case(map=2, reduce_sum=2)
-def jacfwd(ops):
-    return jax.jacfwd(sum_over(ops, lambda w, x: jnp.tanh(x @ w))), (W, X)
-
-
-@case(map=5, reduce_mean=2, size=2, broadcast=3, reduce_sum=3)
-def maml(ops):
-    fn = step_loss(ops)
-    return jax.grad(lambda w, x, y: fn(w - 0.1 * jax.grad(fn)(w, x, y), x, y)), (W, X, Y)
-
-
-@case(**GRAD)
-def jit_around(ops):
-    fn = jax.jit(step_loss(ops))
-    return jax.grad(lambda w, x, y: fn(w, x, y) ** 2), (W, X, Y)
-
-
-@case(**GRAD_SUM)
-def jit_in_body(ops):
-    body = jax.jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
-    return jax.grad(sum_over(ops, body)), (W, X)
-
-
-@case(**GRAD)
-def checkpoint_around(ops):
-    return jax.grad(jax.checkpoint(step_loss(ops))), (W, X, Y)
-
-
-@case(**GRAD)
-def checkpoint_with_policy(ops):
-    policy = jax.checkpoint_policies.dots_saveable
-    return jax.grad(jax.checkpoint(step_loss(ops), policy=policy)), (W, X, Y)
-
-
-@case(**GRAD_SUM)
-def checkpoint_in_body(ops):
-    body = jax.checkpoint(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
-    return jax.grad(sum_over(ops, body)), (W, X)
-
-
-@case(**GRAD_SUM)
-def custom_vjp_in_body(ops):
-    return jax.grad(sum_over(ops, lambda w, x: jnp.sum(sin_vjp(x @ w)))), (W, X)
-
-
-@case(**GRAD_SUM)
-def custom_jvp_in_body(ops):
-    return jax.grad(sum_over(ops, lambda w, x: jnp.sum(jax.nn.relu(sin_jvp(x @ w))))), (W, X)
-
-
-@case(map=1, reduce_sum=1)
-def grad_of_custom_vjp_in_body(ops):
-    return sum_over(ops, lambda w, x: jax.grad(lambda w: jnp.sum(sin_vjp(x @ w)))(w)), (W, X)
+for name, (counts, body, transform) in IN_BODY.items():
+    case((), name, **counts)(in_body(body, transform))
 
 
 @case(map=2, reduce_sum=2)
@@ -357,52 +343,6 @@ def grad_of_cond_around(ops):
         return jax.lax.cond(w[0] > 0, lambda w: fn(w, x, y), lambda w: jnp.sum(w), w)
 
     return jax.grad(run), (W, X, Y)
-
-
-@case(**GRAD_SUM)
-def scan_in_body(ops):
-    def body(w, x):
-        one = lambda w, _: (w - 0.1 * jax.grad(loss)(w, x, x[:, 0]), None)
-        return jax.lax.scan(one, w, None, length=4)[0]
-
-    return jax.jacrev(sum_over(ops, body)), (W, X)
-
-
-@case(map=2, reduce_sum=2)
-def while_in_body(ops):
-    def body(w, x):
-        more = lambda c: jnp.sum(jnp.abs(c)) > 0.5
-        return jax.lax.while_loop(more, lambda c: c * 0.7, x @ w)
-
-    return jax.jacfwd(sum_over(ops, body)), (W, X)
-
-
-@case(**GRAD_SUM)
-def cond_in_body(ops):
-    def body(w, x):
-        return jax.lax.cond(
-            x[0, 0] > 0, lambda v: jnp.sum(jnp.sin(v)), lambda v: jnp.sum(v * v), x @ w
-        )
-
-    return jax.grad(sum_over(ops, body)), (W, X)
-
-
-@case(**GRAD_SUM)
-def fori_in_body(ops):
-    def body(w, x):
-        return jnp.sum(jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x @ w))
-
-    return jax.grad(sum_over(ops, body)), (W, X)
-
-
-@case(map=1, reduce_sum=1)
-def reference_in_body(ops):
-    def body(w, x):
-        ref = jax.new_ref(x @ w)
-        ref[...] = ref[...] * 2.0
-        return ref[...]
-
-    return sum_over(ops, body), (W, X)
 
 
 @case(**GRAD_SUM)
@@ -589,12 +529,6 @@ def bfloat16(ops):
     return jax.grad(prog), (W.astype("bfloat16"), X.astype("bfloat16"))
 
 
-@case(**GRAD_SUM)
-def stop_gradient(ops):
-    prog = sum_over(ops, lambda w, x: jnp.sum(jax.lax.stop_gradient(x @ w) * jnp.sum(w)))
-    return jax.grad(prog), (W, X)
-
-
 @case(map=1, reduce_sum=4)
 def constant_results(ops):
     return sum_over(ops, lambda w, x: (jnp.sum(w), jnp.ones(2), 3.0, np.arange(3.0))), (W, X)
@@ -638,15 +572,6 @@ def vjp_of_placed_result(ops):
 def linear_transpose(ops):
     prog = sum_over(ops, lambda w, x: x @ w)
     return lambda w, x, ct: jax.linear_transpose(lambda w: prog(w, x), w)(ct), (W, X, rnd(5))
-
-
-@case(**GRAD_SUM)
-def linear_algebra(ops):
-    def body(w, x):
-        gram = x.T @ x + jnp.eye(3)
-        return jnp.sum(jnp.linalg.solve(gram, w) + jnp.linalg.cholesky(gram)[0])
-
-    return jax.grad(sum_over(ops, body)), (W, X)
 
 
 @case(map=1, reduce_sum=1)
@@ -714,3 +639,28 @@ def exported(ops):
         return jax.export.deserialize(jax.export.export(fn)(*args).serialize()).call(*args)
 
     return run, (W, X, Y)
+
+
+# --- checks
+
+
+def step_kinds(fn, *args, **options):
+    """How many steps of each kind the plan has, as `bj.explain` shows it."""
+    facts = bj.explain(fn, *args, options=options).facts
+    return collections.Counter(step.kind for step in walk_facts(facts.steps))
+
+
+def run_everywhere(fn, *args, rtol=5e-5, atol=5e-5, beam=True, **options):
+    """Runs a program once with `jit`, runner "local" and Beam, and returns the result of "local".
+
+    Asserts the types and values of `jit`, and that Beam gives the same bits as "local".
+    """
+    expected = jax.jit(fn)(*args)
+    local = bj.run(fn, *args, runner="local", options=options)
+    assert_same_types(local, expected)
+    assert_close(local, expected, rtol, atol)
+    if beam:
+        found = bj.run(fn, *args, options=options)
+        assert_same_types(found, expected)
+        assert_same_bits(found, local)
+    return local

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
+from helpers import assert_close
+from programs import run_everywhere
 
 import beamjax as bj
 from beamjax.errors import StagingError
@@ -37,6 +39,10 @@ class Seen(collections.Counter):
     def note(self, x):
         for value in np.asarray(x).reshape(-1, 2)[:, 0]:
             self[float(value)] += 1
+
+    def counted(self, x):
+        self[float(x)] += 1
+        return np.float32(self.total())
 
     def noted(self, x):
         self.note(x)
@@ -116,21 +122,19 @@ def count(run):
     return result, dict(SEEN)
 
 
-def assert_close(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape)
-        np.testing.assert_allclose(left, right, rtol=1e-6)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("body", BODIES, ids=lambda fn: fn.__name__)
-def test_a_body_calls_once_a_member(body, runner):
-    prog = mapped(body)
-    expected, by_jit = count(lambda: jax.jit(prog)(W, X))
-    found, seen = count(lambda: bj.run(prog, W, X, runner=runner, options=OPTIONS))
-    assert_close(found, expected)
-    assert seen == by_jit == ONCE
+@pytest.mark.versions
+def test_a_body_calls_once_a_member():
+    faults = []
+    for body in BODIES:
+        prog = mapped(body)
+        expected, by_jit = count(lambda prog=prog: jax.jit(prog)(W, X))
+        assert by_jit == ONCE
+        for runner in RUNNERS:
+            run = functools.partial(bj.run, prog, W, X, runner=runner, options=OPTIONS)
+            found, seen = count(run)
+            assert_close(found, expected)
+            faults += [] if seen == ONCE else [(body.__name__, runner, seen)]
+    assert faults == []
 
 
 def line_of(fn):
@@ -157,16 +161,14 @@ PLACES = {mapped(body): (call, body) for body, call in BODIES.items()} | {
 }
 
 
-@pytest.mark.parametrize("prog", PLACES, ids=lambda prog: PLACES[prog][1].__name__)
-def test_it_is_told_and_can_be_refused(prog):
-    call, fn = PLACES[prog]
-    line = line_of(fn)
-    told = f"{call} calls back to the host at {re.escape(HERE)}:{line} "
-    text = str(bj.explain(prog, W, X))
-    assert re.search(f"code +runs from cloudpickle of {prog.__name__}: {told}", text)
-    with pytest.raises(StagingError, match=f"{call} calls back to this process") as error:
-        bj.run(prog, W, X, runner="local", options={"callbacks": False})
-    assert str(error.value).startswith(f"{HERE}:{line} ")
+def test_explain_names_the_call_which_can_be_refused():
+    for prog, (call, fn) in PLACES.items():
+        place = f"{HERE}:{line_of(fn)} "
+        text = str(bj.explain(prog, W, X))
+        assert re.search(rf"code .*{call} calls back to the host at {re.escape(place)}", text)
+        with pytest.raises(StagingError, match=f"{call} calls back") as error:
+            bj.run(prog, W, X, runner="local", options={"callbacks": False})
+        assert str(error.value).startswith(place)
 
 
 def test_other_steps_are_exported():
@@ -178,7 +180,6 @@ def test_other_steps_are_exported():
     code = re.findall("code .*", str(bj.explain(prog, W, X)))
     assert sum("cloudpickle" in line for line in code) == 1
     assert sum(" for cpu" in line for line in code) >= 1
-    assert_close(bj.run(prog, W, X, runner="local"), jax.jit(prog)(W, X))
 
 
 def test_ordered_calls_in_a_body_are_errors_as_under_jit():
@@ -228,47 +229,38 @@ def ordered_on_server(x):
     return spread
 
 
-def ordered_io_on_server(x):
-    step = functools.partial(_append, [])
-    one = jax.experimental.io_callback(step, jax.ShapeDtypeStruct((), "float32"), 1.0, ordered=True)
+def ordered_io(x):
+    number = jax.ShapeDtypeStruct((), "float32")
+    one = jax.experimental.io_callback(SEEN.counted, number, 1.0, ordered=True)
     mean = bj.reduce_mean(bj.map_fn(lambda v: v * one, x))
-    two = jax.experimental.io_callback(
-        step, jax.ShapeDtypeStruct((), "float32"), mean[0], ordered=True
-    )
+    two = jax.experimental.io_callback(SEEN.counted, number, mean[0], ordered=True)
     jax.debug.print("io {} {}", one, two, ordered=True)
     return mean, one, two
 
 
-def _append(state, value):
-    state.append(float(value))
-    return np.float32(len(state))
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(
-    "fn", [unused_prints, unused_results, used_late, whole], ids=lambda fn: fn.__name__
-)
-def test_effects_happen_once(fn, runner, capsys):
+@pytest.mark.parametrize("fn", [unused_prints, unused_results, used_late, whole])
+def test_effects_happen_once(fn, capsys):
     prog = program(fn)
     expected, by_jit = count(lambda: jax.jit(prog)(X))
     lines = sorted(capsys.readouterr().out.splitlines())
-    found, seen = count(lambda: bj.run(prog, X, runner=runner, options=OPTIONS))
-    assert_close(found, expected)
-    assert seen == by_jit
-    assert sorted(capsys.readouterr().out.splitlines()) == lines
-    assert len(lines) + len(seen) >= 1
+    assert len(lines) + len(by_jit) >= 1
+    for runner in RUNNERS:
+        found, seen = count(lambda r=runner: bj.run(prog, X, runner=r, options=OPTIONS))
+        assert_close(found, expected)
+        assert seen == by_jit
+        assert sorted(capsys.readouterr().out.splitlines()) == lines
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("fn", [ordered_on_server, ordered_io_on_server])
-def test_ordered_effects_on_the_server(fn, runner, capsys):
+@pytest.mark.parametrize(("fn", "count_of_lines"), [(ordered_on_server, 4), (ordered_io, 1)])
+def test_ordered_effects_on_the_server(fn, count_of_lines, capsys):
     prog = program(fn)
     expected, _ = count(lambda: jax.jit(prog)(X))
     lines = capsys.readouterr().out.splitlines()
-    found, _ = count(lambda: bj.run(prog, X, runner=runner, options=OPTIONS))
-    assert_close(found, expected)
-    assert len(lines) == (4 if fn is ordered_on_server else 1)
-    assert capsys.readouterr().out.splitlines() == lines
+    assert len(lines) == count_of_lines
+    for runner in RUNNERS:
+        found, _ = count(lambda r=runner: bj.run(prog, X, runner=r, options=OPTIONS))
+        assert_close(found, expected)
+        assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_a_gradient_calls_once_a_member():
@@ -301,18 +293,12 @@ def test_settings_of_the_launching_thread():
 
 def test_inside_of_a_users_pipeline():
     SEEN.clear()
+    total = program(lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: notes(w, v), x)))
+    expected = np.asarray(X * W[None]).sum(axis=0)
     with beam.Pipeline(runner="FnApiRunner", options=PipelineOptions([])) as pipeline:
         members = pipeline | beam.Create(list(enumerate(np.asarray(X))))
-        spec_of_all = jax.ShapeDtypeStruct(X.shape, X.dtype)
-        total = members | bj.transform(
-            program(lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: notes(w, v), x))),
-            W, spec_of_all, options=OPTIONS,
-        )  # fmt: skip
-        total | beam.Map(
-            lambda found: np.testing.assert_allclose(
-                found, np.sum(np.asarray(X) * np.asarray(W), 0)
-            )
-        )
+        found = members | bj.transform(total, W, spec(X), options=OPTIONS)
+        _ = found | beam.Map(functools.partial(np.testing.assert_allclose, expected))
     assert SEEN == ONCE
 
 
@@ -375,15 +361,9 @@ def test_calls_that_appear_at_lowering():
         spread = bj.reduce_sum(bj.map_fn(lambda v: (v - mean) ** 2, x))
         return sin_p.bind(mean), y, spread, jnp.sort(y, axis=0)
 
-    expected = jax.jit(prog)(W, X)
-    for runner in RUNNERS:
-        assert_close(bj.run(prog, W, X, runner=runner, options=OPTIONS), expected)
-        for name in ("on_error", "on_nonfinite"):
-            options = OPTIONS | {name: "raise"}
-            assert_close(bj.run(prog, W, X, runner=runner, options=options), expected)
-    assert_close(
-        bj.run(jax.jit(prog), W, X, runner="local", options={"member_loop": "loop"}), expected
-    )
+    run_everywhere(prog, W, X, **OPTIONS)
+    for options in ({"on_error": "raise"}, {"on_nonfinite": "raise"}, {"member_loop": "loop"}):
+        run_everywhere(prog, W, X, beam="member_loop" not in options, **OPTIONS, **options)
     code = re.findall("code .*", str(bj.explain(prog, W, X)))
     told = f"prog: JAX can't export host_sin at {re.escape(HERE)}:"
     assert sum(bool(re.search(told, line)) for line in code) == 2
@@ -392,6 +372,7 @@ def test_calls_that_appear_at_lowering():
         bj.run(prog, W, X, runner="local", options={"callbacks": False})
 
 
+@pytest.mark.long
 def test_calls_that_appear_at_lowering_in_other_processes(tmp_path):
     (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
     (tmp_path / "script.py").write_text(textwrap.dedent(ELSEWHERE))
@@ -422,5 +403,5 @@ def test_custom_calls_of_the_user_run_as_python():
     def prog(x):
         return bj.map_fn(lambda v: pivots(jnp.stack([v, -v])), x)
 
-    assert_close(bj.run(prog, X, runner="local"), jax.jit(prog)(X))
+    run_everywhere(prog, X, beam=False)
     assert re.search(r"code .*JAX can't export ffi_call at ", str(bj.explain(prog, X)))

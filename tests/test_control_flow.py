@@ -1,18 +1,15 @@
 """Loops and branches around placed operators: what `jit` gives, and the same bits everywhere."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from jax import lax
+from programs import run_everywhere, step_kinds
 
 import beamjax as bj
-from beamjax import planning
-from beamjax.interpreters.stage import flatten_arguments
-from beamjax.options import parse_options
-from beamjax.plan import Branch, Gather, Loop, Map, Scatter, walk
+from beamjax.fact_types import walk_facts
 
 N = 20
 RNG = np.random.default_rng(0)
@@ -66,15 +63,6 @@ def jacobian_of_scan(x):
     return jax.jacfwd(last)(x)
 
 
-@case(W, X)
-@program
-def scan_over_placed_values(w, x):
-    def one(c, xi):
-        return c + bj.reduce_sum(bj.map_fn(lambda v: v * w, xi)), bj.map_fn(lambda v: v + c, xi)
-
-    return lax.scan(one, w, jnp.stack([x, x * 2, x * 3]), reverse=True)
-
-
 @case(X, gathers=1)
 @program
 def scan_over_the_members(x):
@@ -92,21 +80,16 @@ def fori_that_swaps(w, x):
 
 @case(W, X)
 @program
-def scan_without_rounds(w, x):
-    return lax.scan(lambda c, i: (c + bj.reduce_mean(x), (c, x)), w, jnp.zeros((0,)))
-
-
-@case(W, X)
-@program
-def scan_of_one_round(w, x):
-    return lax.scan(lambda c, i: (c + bj.reduce_mean(x), (c, i)), w, jnp.ones((1, 2)))
+def scans_of_no_round_and_of_one(w, x):
+    one = lambda c, i: (c + bj.reduce_mean(x), (c, x, i))
+    return [lax.scan(one, w, jnp.ones((rounds, 2))) for rounds in (0, 1)]
 
 
 @case(W, X)
 @program
 def constants_as_first_values(w, x):
     one = lambda c, _: ((c[0] + 1, bj.reduce_mean(x) + c[1]), c[0] * 2)
-    return lax.scan(one, (0, w), None, length=3)
+    return lax.scan(one, (0, w), None, length=3, reverse=True)
 
 
 @case(W, X)
@@ -210,20 +193,15 @@ def page_rank(links):
 # --- branches
 
 
-@case(W, X, True)
 @program
 def cond_of_server_and_placed(w, x, flag):
-    return lax.cond(
-        flag,
-        lambda: (bj.reduce_sum(x), bj.map_fn(lambda v: v + w, x)),
-        lambda: (w * 2, bj.broadcast(w)),
-    )
+    both = lambda: (bj.reduce_sum(x), bj.map_fn(lambda v: v + w, x))
+    return lax.cond(flag, both, lambda: (w * 2, bj.broadcast(w)))
 
 
-@case(W, X, False)
-@program
-def cond_not_taken(w, x, flag):
-    return cond_of_server_and_placed(w, x, flag)
+@case(W, X, True, False)
+def cond_either_way(w, x, *flags):
+    return [cond_of_server_and_placed(w, x, flag) for flag in flags]
 
 
 @case(W, X, False)
@@ -287,24 +265,9 @@ def grad_of_placed_state(w, x):
     return jax.grad(loss, (0, 1))(w, x)
 
 
-@case(W, X, True)
-def grad_of_a_branch(w, x, flag):
-    @program
-    def loss(w, x):
-        squares = lambda: bj.reduce_sum(bj.map_fn(lambda v: (v * w) ** 2, x)).sum()
-        return lax.cond(flag, squares, lambda: w.sum())
-
-    return jax.grad(loss, (0, 1))(w, x)
-
-
 @case(W, X)
 def jvp_of_a_while(w, x):
     return jax.jvp(lambda w: while_on_a_reduced_value(w, x)[0], (w,), (w,))
-
-
-@case(W, X)
-def jacobian_of_rounds(w, x):
-    return jax.jacfwd(lambda w: scan_over_rounds(w, x)[0])(w)
 
 
 @case(jnp.stack([W, W * 2]), X)
@@ -327,49 +290,26 @@ def vmap_of_a_branch(w, x, flags):
     return jax.vmap(cond_of_server_and_placed, (None, None, 0))(w, x, flags)
 
 
-@functools.cache
-def by(name, runner):
-    fn, args, *_ = CASES[name]
-    return bj.run(fn, *args, runner=runner, options=OPTIONS)
-
-
-def arrays(tree):
-    keys = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return [np.asarray(jax.random.key_data(x) if keys(x) else x) for x in jax.tree.leaves(tree)]
-
-
-def types(tree):
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
-def steps(fn, args, kind):
-    arguments, key, restore = flatten_arguments(args)
-    plan = planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
-    return [step for step in walk(plan.steps) if isinstance(step, kind)]
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Compiles in half of the time; settings are those of all tests again before the next one."""
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_in_this_process_gives_what_jit_gives(name):
-    fn, args, *_ = CASES[name]
-    expected, found = jax.jit(fn)(*args), by(name, "local")
-    assert types(found) == types(expected)
-    for left, right in zip(arrays(found), arrays(expected), strict=True):
-        np.testing.assert_allclose(left, right, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_beam_gives_the_bits_of_the_plan_in_this_process(name):
-    expected, found = by(name, "local"), by(name, "DirectRunner")
-    assert types(found) == types(expected)
-    for left, right in zip(arrays(found), arrays(expected), strict=True):
-        assert left.tobytes() == right.tobytes()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_placed_values_stay_where_they_are(name):
+def test_as_under_jit_with_the_same_bits_on_beam(name):
     fn, args, gathers, scatters = CASES[name]
-    assert len(steps(fn, args, Gather)) == gathers
-    assert len(steps(fn, args, Scatter)) == scatters
+    run_everywhere(fn, *args, rtol=2e-5, atol=2e-6, **OPTIONS)
+    kinds = step_kinds(fn, *args, **OPTIONS)
+    assert (kinds["Gather"], kinds["Scatter"]) == (gathers, scatters)
+
+
+def facts_of(fn, *args):
+    return bj.explain(fn, *args, options=OPTIONS).facts
+
+
+def kinds_in(block):
+    return [step.kind for step in walk_facts(block.steps)]
 
 
 def test_what_a_round_reads_from_around_the_loop_is_gathered_once():
@@ -379,9 +319,8 @@ def test_what_a_round_reads_from_around_the_loop_is_gathered_once():
         one = lambda c, i: (c + jnp.sort(y, 0)[i] + bj.reduce_sum(bj.map_fn(jnp.cos, y)), None)
         return lax.scan(one, w, jnp.arange(4))[0]
 
-    (loop,) = steps(fn, (W, X), Loop)
-    assert not [step for step in walk(loop.block.steps) if isinstance(step, Gather)]
-    assert len(steps(fn, (W, X), Gather)) == 1
+    steps = [step.kind for step in facts_of(fn, W, X).steps]  # Without those in the loop.
+    assert steps.count("Gather") == step_kinds(fn, W, X, **OPTIONS)["Gather"] == 1
 
 
 def test_a_loop_that_nothing_reads_is_not_run():
@@ -390,13 +329,17 @@ def test_a_loop_that_nothing_reads_is_not_run():
         lax.scan(lambda c, _: (c + bj.reduce_sum(x), None), w, None, length=3)
         return w + bj.reduce_mean(x)
 
-    assert not steps(fn, (W, X), Loop)
+    assert "Loop" not in step_kinds(fn, W, X, **OPTIONS)
 
 
-def test_one_pass_a_round():
-    (loop,) = steps(*CASES["scan_over_rounds"][:2], Loop)
+def test_a_loop_makes_one_pass_a_round_and_has_its_line():
+    steps = facts_of(CASES["scan_over_rounds"][0], W, X).steps
+    (loop,) = [step for step in steps if step.kind == "Loop"]
     assert loop.rounds == 5
-    assert sum(isinstance(step, Map) for step in loop.block.steps) == 1
+    (block,) = loop.blocks
+    assert kinds_in(block).count("Map") == 1
+    assert "test_control_flow.py:" in loop.lines[0]
+    assert "(scan_over_rounds)" in loop.lines[0]
 
 
 def test_only_the_branch_that_is_taken_is_computed():
@@ -405,42 +348,37 @@ def test_only_the_branch_that_is_taken_is_computed():
         bad = lambda: bj.reduce_sum(bj.map_fn(lambda v: v[0] + w.sum(), x))
         return lax.cond(flag, bad, lambda: w.sum())
 
-    (branch,) = steps(fn, (W, X, True), Branch)
-    passes = [sum(isinstance(s, Map) for s in walk(block.steps)) for block in branch.blocks]
-    assert sorted(passes) == [0, 1]
+    (branch,) = [step for step in facts_of(fn, W, X, True).steps if step.kind == "Branch"]
+    assert sorted(kinds_in(block).count("Map") for block in branch.blocks) == [0, 1]
 
 
-def test_plans_name_the_line_of_a_loop():
-    (loop,) = steps(*CASES["scan_over_rounds"][:2], Loop)
-    assert "test_control_flow.py:" in loop.line
-    assert "(scan_over_rounds)" in loop.line
+# --- other ways to run
 
 
-SEVERAL_WORKERS = {
-    "threads": ["--direct_running_mode=multi_threading", "--direct_num_workers=2"],
-    "processes": ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
-}
+THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
+PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
-# Each pipeline starts its processes anew, which takes seconds.
-ALONE = ["k_means", "switch_in_rounds", "grad_of_placed_state", "keys_as_state"]
-MODES = [("scan_with_placed_state", mode) for mode in SEVERAL_WORKERS]
-
-
-@pytest.mark.parametrize(("name", "mode"), MODES + [(name, "threads") for name in ALONE])
-def test_several_workers_give_the_same_bits(name, mode):
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("scan_with_placed_state", PROCESSES),
+        ("scan_with_placed_state", THREADS),
+        ("switch_in_rounds", THREADS),
+        ("keys_as_state", THREADS),
+        pytest.param("k_means", THREADS, marks=pytest.mark.long),
+        pytest.param("grad_of_placed_state", THREADS, marks=pytest.mark.long),
+    ],
+)
+def test_several_workers_give_the_same_bits(name, workers):
     fn, args, *_ = CASES[name]
-    options = [*SEVERAL_WORKERS[mode], "--shard_size=8"]
-    found = bj.run(fn, *args, options=options)
-    for left, right in zip(arrays(found), arrays(by(name, "local")), strict=True):
-        assert left.tobytes() == right.tobytes()
+    found = bj.run(fn, *args, options=[*workers, "--shard_size=8"])
+    assert_same_bits(found, bj.run(fn, *args, runner="local", options=OPTIONS))
 
 
 def test_rounds_a_graph_do_not_change_the_bits():
     fn, args, *_ = CASES["scan_with_placed_state"]
+    local = bj.run(fn, *args, runner="local", options=OPTIONS)
     for rounds in (1, 3):
         found = bj.run(fn, *args, options={**OPTIONS, "rounds_per_graph": rounds})
-        for left, right in zip(
-            arrays(found), arrays(by("scan_with_placed_state", "local")), strict=True
-        ):
-            assert left.tobytes() == right.tobytes()
+        assert_same_bits(found, local)

@@ -6,26 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from helpers import assert_close, assert_same_bits
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from programs import run_everywhere
 
 import beamjax as bj
-from beamjax.bodies import with_x64
-from beamjax.errors import WorkerError
-from beamjax.inputs import Inputs
-from beamjax.interpreters import stage
-from beamjax.interpreters.evaluate import evaluate
-from beamjax.options import Options
-from beamjax.planning import bind_inputs, plan_for
 
-QUICK = functools.partial(
-    settings,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+exactly = functools.partial(assert_close, rtol=0, atol=0)
 
 
 def program(n, fn):
@@ -34,26 +23,6 @@ def program(n, fn):
 
 def run(fn, *args, size=8, **options):
     return bj.run(fn, *args, runner="local", options={"shard_size": size, **options})
-
-
-def planned(fn, *args, size=8):
-    arguments, key, restore = stage.flatten_arguments(args)
-    plan = plan_for(fn, arguments, key, restore, Options(shard_size=size)).plan
-    return plan, bind_inputs(plan, arguments)
-
-
-def assert_equal(want, got):
-    assert jax.tree.structure(want) == jax.tree.structure(got)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_array_equal(np.asarray(b), np.asarray(a))
-
-
-def assert_close(want, got, tolerance=1e-5):
-    assert jax.tree.structure(want) == jax.tree.structure(got)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=tolerance, atol=tolerance)
 
 
 # --- any split
@@ -77,7 +46,7 @@ def reductions(scale, x):
     }
 
 
-@QUICK(max_examples=8)
+@settings(max_examples=8)
 @given(
     n=st.sampled_from([1, 7, 8, 9, 64, 65, 130]),
     sizes=st.lists(st.integers(1, 8).map(lambda k: 8 * k), min_size=2, max_size=2, unique=True),
@@ -91,7 +60,7 @@ def test_no_split_shows(n, sizes, seed):
     for size in sizes:
         got = run(prog, jnp.float32(0.5), x, size=size)
         np.testing.assert_allclose(got.pop("mean"), want["mean"], rtol=3e-7)
-        assert_equal({k: v for k, v in want.items() if k != "mean"}, got)
+        exactly(got, {k: v for k, v in want.items() if k != "mean"})
 
 
 @functools.cache
@@ -100,7 +69,7 @@ def sums_of_floats():
     return program(n, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x), jnp.sum(x)))
 
 
-@QUICK(max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), size=st.sampled_from([8, 32, 64]))
 def test_sums_of_floats_are_close_whatever_the_split(seed, size):
     rng = np.random.default_rng(seed)
@@ -113,25 +82,14 @@ def test_sums_of_floats_are_close_whatever_the_split(seed, size):
     assert abs(found[2] - exact.sum()) <= bound.sum()
 
 
-def test_the_order_of_shards_is_irrelevant(monkeypatch):
-    from beamjax.interpreters import evaluate as module
-
-    x = jax.random.normal(jax.random.key(0), (61, 3)) * 1e3
-    prog = program(61, lambda x: (bj.reduce_sum(x), bj.reduce_mean(jnp.sin(x)), x.T @ x, x * 2))
-    forward = run(prog, x)
-    real = module.shards
-    monkeypatch.setattr(module, "shards", lambda n, size: reversed(list(real(n, size))))
-    assert_equal(forward, run(prog, x))
-
-
 def test_members_are_the_same_in_any_company():
     x = jax.random.normal(jax.random.key(0), (30, 5, 3))
     body = lambda v: jax.grad(lambda w: jnp.sum(jnp.tanh(v @ w) ** 2))(v[0])
     prog = program(30, lambda x: bj.map_fn(body, x))
     others = x.at[:20].set(jnp.nan)
-    assert_equal(run(prog, x)[20:], run(prog, others)[20:])
+    assert_same_bits(run(prog, x)[20:], run(prog, others)[20:])
     first = program(17, lambda x: bj.map_fn(body, x))
-    assert_equal(run(prog, x)[:17], run(first, x[:17]))
+    assert_same_bits(run(prog, x)[:17], run(first, x[:17]))
 
 
 # --- compositions of operations
@@ -167,7 +125,7 @@ STEPS = {
 }  # fmt: skip
 
 
-@QUICK(max_examples=40)
+@settings(max_examples=40)
 @given(
     n=st.sampled_from([1, 3, 8, 11]),
     dims=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=2),
@@ -185,63 +143,55 @@ def test_any_composition(n, dims, steps):
         return y, bj.reduce_sum(x)
 
     prog = program(n, chain)
-    assert_equal(jax.jit(prog)(x), run(prog, x))
+    exactly(run(prog, x), jax.jit(prog)(x))
 
 
 # --- types
 
 
+@pytest.mark.versions
 def test_64_bit_numbers():
-    with with_x64(True):
-        x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 3)))
-        ids = jnp.arange(11)
+    with jax.enable_x64(True):
+        x, ids = jnp.asarray(np.random.default_rng(0).normal(size=(11, 3))), jnp.arange(11)
         assert (x.dtype, ids.dtype) == ("float64", "int64")
 
-        def fn(w, x, ids):
+        @bj.program(clients=11)
+        def prog(w, x, ids):
             keys = jax.random.split(jax.random.key(0), 11)
-            y = bj.map_fn(
-                lambda v, i, k: v * w + i.astype(v.dtype) + jax.random.normal(k), (x, ids, keys)
-            )
+            body = lambda v, i, k: v * w + i.astype(v.dtype) + jax.random.normal(k)
+            y = bj.map_fn(body, (x, ids, keys))
             big = bj.map_fn(lambda i: i + 2**40, ids)
             return (
                 bj.reduce_mean(y), bj.reduce_sum(big), y[2], jnp.sum(ids.astype("float32"), 0),
                 y.at[:, 1].add(1.0), jnp.take_along_axis(y, (ids % 3)[:, None], 1),
-                jnp.arange(11) + ids,
-                jax.ops.segment_sum(y, ids % 3, 4), lax.reduce_sum(ids.astype("int32"), (0,)),
-                y.T @ y, jnp.cumsum(y, 0), lax.dynamic_slice(y, (0, 1), (11, 2)),
+                jnp.arange(11) + ids, jax.ops.segment_sum(y, ids % 3, 4), y.T @ y,
+                lax.reduce_sum(ids.astype("int32"), (0,)), jnp.cumsum(y, 0),
+                lax.dynamic_slice(y, (0, 1), (11, 2)),
             )  # fmt: skip
 
-        prog = program(11, fn)
-        assert_close(jax.jit(prog)(jnp.ones(3), x, ids), run(prog, jnp.ones(3), x, ids), 1e-12)
-        assert planned(prog, jnp.ones(3), x, ids)[0].x64
+        run_everywhere(prog, jnp.ones(3), x, ids, rtol=1e-12, atol=1e-12, beam=False, shard_size=8)
 
 
 def test_one_program_at_both_widths():
     prog = program(9, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x), bj.map_fn(jnp.sin, x)))
     x = np.arange(9.0)
     assert {y.dtype.name for y in run(prog, x)} == {"float32"}
-    with with_x64(True):
+    with jax.enable_x64(True):
         assert {y.dtype.name for y in run(prog, x)} == {"float64"}
     assert {y.dtype.name for y in run(prog, x)} == {"float32"}
 
 
 def test_python_scalars_as_arguments():
-    fn = lambda rate, x: (bj.map_fn(lambda v: v * rate, x), rate * 2, bj.reduce_sum(x) + rate)
-    prog = program(9, fn)
+    prog = program(9, lambda rate, x: (bj.map_fn(lambda v: v * rate, x), rate * 2, rate + x[0]))
     for x in (np.arange(9.0, dtype="float32"), jnp.arange(9, dtype="bfloat16")):
-        assert_close(jax.jit(prog)(0.5, x), run(prog, 0.5, x), 1e-2)
+        run_everywhere(prog, 0.5, x, beam=False, shard_size=8)
 
 
 def test_keys_of_the_older_kind():
     with jax.threefry_partitionable(False):
-        prog = program(
-            11,
-            lambda x: bj.map_fn(
-                lambda k, v: v + jax.random.normal(k), (jax.random.split(jax.random.key(3), 11), x)
-            ),
-        )
-        x = jnp.arange(11.0)
-        assert_close(jax.jit(prog)(x), run(prog, x))
+        keys = lambda: jax.random.split(jax.random.key(3), 11)
+        body = lambda k, v: v + jax.random.normal(k)
+        run_everywhere(program(11, lambda x: bj.map_fn(body, (keys(), x))), jnp.arange(11.0))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -255,17 +205,7 @@ def test_a_mesh_at_home_does_not_matter(kind):
     want = jax.jit(prog)(w, x)
     with jax.set_mesh(mesh):
         again = program(16, prog.__wrapped__)
-        assert_close(want, run(again, w, x))
-
-
-# --- the parts of the evaluator
-
-
-def test_only_outputs_that_are_values_come_back():
-    prog = program(9, lambda w, x: (bj.reduce_sum(x * w), x, jnp.float32(3.0)))
-    plan, inputs = planned(prog, jnp.float32(2.0), jnp.arange(9.0))
-    values = evaluate(plan, inputs, Options())
-    assert {name: array.shape for name, array in values.items()} == {plan.outputs[0].value: ()}
+        assert_close(run(again, w, x), want)
 
 
 def test_gathered_and_placed_results_side_by_side():
@@ -273,32 +213,25 @@ def test_gathered_and_placed_results_side_by_side():
         y = bj.map_fn(jnp.sin, x)
         return jnp.swapaxes(y, 0, 1), y[3], jnp.cumsum(y.T, 1)
 
-    prog, x = program(11, fn), jnp.arange(33.0).reshape(11, 3)
-    assert_close(jax.jit(prog)(x), run(prog, x))
+    run_everywhere(program(11, fn), jnp.arange(33.0).reshape(11, 3), beam=False, shard_size=8)
 
 
-def test_a_body_that_fails_names_step_and_shard():
+def test_a_shard_that_can_not_be_read_is_named():
+    class Broken:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            if index >= 8:
+                raise OSError("no such disk")
+            return np.float32(index)
+
     prog = program(20, lambda x: bj.map_fn(jnp.sin, x))
-    plan, inputs = planned(prog, jnp.arange(20.0))
-
-    class Broken(Inputs):
-        def reader(self):
-            class Reader:
-                def read(self, names, start, stop):
-                    if start == 8:
-                        raise OSError("no such disk")
-                    return inputs.reader().read(names, start, stop)
-
-            return Reader()
-
-    broken = Broken(plan, inputs.values)
-    with pytest.raises(
-        WorkerError, match=r"shard 1 of placement 'clients', members 8 to 15: OSErr"
-    ):
-        evaluate(plan, broken, Options())
+    with pytest.raises(bj.errors.BeamjaxError, match=r"shard 1 .*members 8 to 15[^$]*no such disk"):
+        run(prog, bj.from_random_access(Broken()))
 
 
 def test_fast_reductions():
     x = jax.random.normal(jax.random.key(0), (50, 3))
     prog = program(50, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x)))
-    assert_close(run(prog, x), run(prog, x, reduction="fast"), 1e-6)
+    assert_close(run(prog, x, reduction="fast"), run(prog, x), 1e-6)

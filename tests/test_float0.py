@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close
 
 import beamjax as bj
 
@@ -102,25 +103,22 @@ def custom_vjp(x, k):
 
 
 @case(X)
-def broadcast(x):
-    return program(lambda x: (bj.broadcast(zeros(3)), bj.reduce_sum(x)))(x)
-
-
-@case(X)
-def closed_over(x):
+def made_in_programs(x):
     t = zeros(2)
-    return program(lambda x: bj.map_fn(lambda v: (v * 2, t), x))(x)
-
-
-@case(X)
-def made_in_a_body(x):
-    return program(lambda x: bj.map_fn(lambda v: (v * 2, zeros(2)), x))(x)
+    return program(
+        lambda x: (
+            bj.broadcast(zeros(3)),
+            bj.reduce_sum(x),
+            bj.map_fn(lambda v: (v * 2, t), x),
+            bj.map_fn(lambda v: (v * 2, zeros(2)), x),
+        )
+    )(x)
 
 
 @case(X)
 def batched(x):
-    return jax.vmap(program(lambda x: bj.map_fn(lambda v: (v, zeros(2)), x)), axis_size=3,
-                    in_axes=None)(x)  # fmt: skip
+    fn = program(lambda x: bj.map_fn(lambda v: (v, zeros(2)), x))
+    return jax.vmap(fn, axis_size=3, in_axes=None)(x)
 
 
 @case(X)
@@ -179,32 +177,19 @@ def outside_of_bodies(x, t):
     return fn(x, t)
 
 
-def faults(name, found, expected):
-    if jax.tree.structure(found) != jax.tree.structure(expected):
-        return [f"{name}: {jax.tree.structure(found)}"]
-    told = []
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            told.append(f"{name}: {a.dtype}{a.shape} != {b.dtype}{b.shape}")
-        elif a.dtype != jax.dtypes.float0:
-            told += [] if np.allclose(a, b) else [f"{name}: {a} != {b}"]
-    return told
-
-
-@pytest.mark.parametrize(("runner", "options"), [("local", {}), ("local", GUARDS),
-                                                 ("DirectRunner", {})], ids=str)  # fmt: skip
-def test_as_under_jit(runner, options):
-    told = []
+@pytest.mark.versions
+def test_as_under_jit():
+    faults = []
     for name, (fn, args) in CASES.items():
         expected = jax.jit(fn)(*args)
         assert any(leaf.dtype == jax.dtypes.float0 for leaf in jax.tree.leaves(expected)), name
-        try:
-            found = bj.run(fn, *args, runner=runner, options={"shard_size": 8, **options})
-        except Exception as error:  # of any kind: all cases are reported
-            told.append(f"{name}: {error!r:.200}")
-        else:
-            told += faults(name, found, expected)
-    assert told == []
+        for runner, options in (("local", {}), ("local", GUARDS), ("DirectRunner", {})):
+            try:
+                found = bj.run(fn, *args, runner=runner, options={"shard_size": 8, **options})
+                assert_close(found, expected)
+            except Exception as error:  # Of any kind: all cases are reported.
+                faults.append(f"{name} by {runner} {options}: {error!r:.200}")
+    assert faults == []
 
 
 def test_verify_compares_them():

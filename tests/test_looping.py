@@ -4,16 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, plan_of
 from jax import export
 from jax.custom_batching import custom_vmap
-from test_run import assert_close, assert_same_bits
+from programs import run_everywhere
 
 import beamjax as bj
-from beamjax.choices import Looping
-from beamjax.interpreters import stage
-from beamjax.options import parse_options
+from beamjax.fact_types import walk_facts
 from beamjax.plan import Map, walk
-from beamjax.planning import plan_for
 
 N = 45
 RNG = np.random.default_rng(0)
@@ -55,26 +53,17 @@ def two_passes(w, x):
     return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
 
 
-def plan_of(fn, *args, **options):
-    arguments, key, restore = stage.flatten_arguments(args)
-    return plan_for(fn, arguments, key, restore, parse_options(options)).plan
+def ways_of(fn, *args, **options):
+    """What `bj.explain` says of each pass: "in batches of 8", "one after the other", or nothing."""
+    facts = bj.explain(fn, *args, options=options).facts
+    reasons = [step.reason for step in walk_facts(facts.steps) if step.kind == "Map"]
+    return [r.partition(":")[0].removeprefix("members ") for r in reasons]
 
 
-def loopings(plan):
-    return [step.looping for step in walk(plan.steps) if isinstance(step, Map)]
-
-
-PROGRAMS = {"everything": everything, "reduced": reduced_only, "two passes": two_passes}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("way", WAYS)
-def test_any_way_gives_what_jit_gives_with_the_same_bits_on_beam(name, way):
-    program = PROGRAMS[name]
-    expected = jax.jit(program)(W, X)
-    local = bj.run(program, W, X, runner="local", options=WAYS[way])
-    assert_close(local, expected)
-    assert_same_bits(bj.run(program, W, X, options=WAYS[way]), local)
+def test_any_way_gives_what_jit_gives_with_the_same_bits_on_beam(way):
+    for program in (everything, reduced_only, two_passes):
+        run_everywhere(program, W, X, **WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,25 +84,26 @@ def test_members_that_are_dropped(way, on_error):
     x = X.copy()
     x[[3, 17, 44]] = np.nan
     options = {**WAYS[way], "on_nonfinite": "drop", "on_error": on_error}
-    told = bj.run(reduced_only, W, x, runner="local", options=options)
-    kept = np.delete(X, [3, 17, 44], axis=0)
-    np.testing.assert_allclose(told, np.tanh(kept.astype(np.float64) @ W).mean(0), rtol=1e-5)
-    assert_same_bits(bj.run(reduced_only, W, x, options=options), told)
+    found = bj.run(reduced_only, W, x, runner="local", options=options)
+    left = np.delete(X, [3, 17, 44], axis=0).astype(np.float64)
+    np.testing.assert_allclose(found, np.tanh(left @ W).mean(0), rtol=1e-5)
+    assert_same_bits(bj.run(reduced_only, W, x, options=options), found)
 
 
-def test_the_plan_holds_the_way_and_explain_says_so():
-    plan = plan_of(two_passes, W, X, **WAYS["batches of 16"])
-    assert loopings(plan) == [Looping("batches", 16)] * 2
-    told = str(bj.explain(two_passes, W, X, options=WAYS["batches of 16"]))
-    assert "members in batches of 16: the option member_loop='batches'" in told
-    told = str(bj.explain(two_passes, W, X, options=WAYS["loop"]))
-    assert "members one after the other: the option member_loop='loop'" in told
+def test_explain_says_how_members_are_computed():
+    assert ways_of(two_passes, W, X, **WAYS["batches of 16"]) == ["in batches of 16"] * 2
+    assert ways_of(two_passes, W, X, member_loop="loop") == ["one after the other"] * 2
+    # A shard of 8 has no batches; all members are a shard of 48, of which 32 is no divisor.
+    for options in ({"shard_size": 8}, {"member_batch": 32}):
+        (way,) = ways_of(reduced_only, W, X, member_loop="batches", **options)
+        assert "batches" not in way
+    large = np.zeros((32, 300_000), np.float32)  # The cache holds not one of them.
 
+    @bj.program(clients=32)
+    def total(x):
+        return bj.reduce_sum(bj.map_fn(lambda v: v + 1, x))
 
-def test_batches_that_do_not_fit_a_shard_are_none():
-    assert loopings(plan_of(reduced_only, W, X, member_loop="batches", shard_size=8)) == [Looping()]
-    plan = plan_of(reduced_only, W, X, member_loop="batches", member_batch=32)
-    assert loopings(plan) == [Looping()]  # all members are a shard of 48
+    assert ways_of(total, large, member_loop="batches", shard_size=32) == ["in batches of 8"]
 
 
 def test_shards_that_are_short_are_computed_in_batches():
@@ -126,15 +116,12 @@ def test_shards_that_are_short_are_computed_in_batches():
         return bj.reduce_mean(ws), ws
 
     w, x = np.ones(16, np.float32), RNG.normal(size=(3001, 8, 16)).astype(np.float32)
-    plan = plan_of(trained, w, x)
-    (looping,) = loopings(plan)
-    assert looping.kind == "batches"
-    assert plan.shard_sizes["clients"] >= 2 * looping.batch
-    local = bj.run(trained, w, x, runner="local")
-    assert_close(local, jax.jit(trained)(w, x))
-    assert_same_bits(bj.run(trained, w, x), local)
+    (way,) = ways_of(trained, w, x)
+    (placement,) = bj.explain(trained, w, x).facts.placements
+    assert placement.shard_size >= 2 * int(way.removeprefix("in batches of "))
     assert "the cache holds no more of them" in str(bj.explain(trained, w, x))
-    assert loopings(plan_of(trained, w, x, shard_size=128)) == [Looping()]
+    assert "batches" not in str(ways_of(trained, w, x, shard_size=128))
+    run_everywhere(trained, w, x)
 
 
 def test_no_batches_without_a_number_of_members_or_on_other_devices():
@@ -153,63 +140,31 @@ def test_no_batches_without_a_number_of_members_or_on_other_devices():
     def sums(data):
         return bj.reduce_sum(bj.map_fn(lambda c: c["rows"].sum(where=c["mask"][:, None]), data))
 
-    for platforms, kinds in (("cpu", {"batches"}), ("cuda", {"vmap"})):
-        plan = plan_of(sums, source, platforms=platforms)
-        assert {looping.kind for looping in loopings(plan)} == kinds
+    for platforms, batches in (("cpu", True), ("cuda", False)):
+        ways = ways_of(sums, source, platforms=platforms)
+        assert ways
+        assert all(("in batches" in way) == batches for way in ways)
 
 
-def test_batches_of_members_of_which_the_cache_holds_none():
-    @bj.program(clients=32)
-    def total(x):
-        return bj.reduce_sum(bj.map_fn(lambda v: v + 1, x))
-
-    plan = plan_of(total, np.zeros((32, 300_000), np.float32), member_loop="batches", shard_size=32)
-    assert loopings(plan) == [Looping("batches", 8)]
-
-
-def test_batches_of_what_calls_back():
+@pytest.mark.parametrize("loop", [{"member_loop": "loop", "shard_size": 48}, WAYS["batches of 16"]])
+def test_callbacks_are_called_once_a_member(loop):
     """The last shard is not padded then, and has no whole number of batches."""
     seen = []
 
-    @bj.program(clients=N)
-    def told(x):
-        def body(v):
-            jax.debug.callback(lambda v: seen.append(float(v)), v[0])
-            return v * 2
+    def body(v):
+        jax.debug.callback(lambda v: seen.append(float(v)), v[0])
+        return v * 2
 
-        return bj.reduce_sum(bj.map_fn(body, x))
-
-    options = {"member_loop": "batches", "member_batch": 8, "shard_size": 32}
-    found = bj.run(told, X, runner="local", options=options)
+    calls = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    found = bj.run(calls, X, runner="local", options=loop)
     np.testing.assert_allclose(found, 2 * X.sum(axis=0), rtol=1e-6)
     assert sorted(seen) == sorted(X[:, 0].tolist())
 
 
 def test_what_has_an_order_is_computed_together():
-    @bj.program(clients=N)
-    def ordered(x):
-        return bj.reduce(lambda a, b: a + b, bj.map_fn(jnp.sin, x))
-
-    plan = plan_of(ordered, X, member_loop="loop")
-    assert loopings(plan) == [Looping()]
-    assert_close(
-        bj.run(ordered, X, runner="local", options={"member_loop": "loop"}), jax.jit(ordered)(X)
-    )
-
-
-def test_callbacks_are_called_once_a_member_in_a_loop():
-    seen = []
-
-    @bj.program(clients=N)
-    def tells(x):
-        def body(v):
-            jax.debug.callback(lambda s: seen.append(float(s)), v[0])
-            return v.sum()
-
-        return bj.reduce_sum(bj.map_fn(body, x))
-
-    bj.run(tells, X, runner="local", options={"member_loop": "loop", "shard_size": 48})
-    assert sorted(set(seen)) == sorted(X[:, 0].tolist())
+    ordered = bj.program(clients=N)(lambda x: bj.reduce(lambda a, b: a + b, bj.map_fn(jnp.sin, x)))
+    assert "one after" not in str(ways_of(ordered, X, member_loop="loop"))
+    run_everywhere(ordered, X, beam=False, member_loop="loop")
 
 
 def code_of(fn, *args, **options):

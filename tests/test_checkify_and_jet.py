@@ -1,4 +1,4 @@
-"""`jax.experimental.checkify` around programs: the error that it finds with `vmap` for `map_fn`."""
+"""`checkify` and `jet` of `jax.experimental` around programs: as with `vmap` for `map_fn`."""
 
 import functools
 
@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 from jax.experimental.checkify import all_checks, check, float_checks, index_checks, user_checks
+from jax.experimental.jet import jet
+from programs import step_kinds
 
 import beamjax as bj
 
-N = 11  # the last shard holds three members
+N = 11  # One full shard of 8 and a short one.
 X = jnp.arange(2.0 * N).reshape(N, 2)
 
 
 class Operators:
     """What a program is without beamjax."""
 
-    map_fn = staticmethod(lambda fn, x: jax.vmap(fn)(x))
+    map_fn = staticmethod(lambda fn, x: jax.vmap(fn)(*(x if isinstance(x, tuple) else (x,))))
     reduce_sum = staticmethod(lambda x: jnp.sum(x, axis=0))
     reduce_mean = staticmethod(lambda x: jnp.mean(x, axis=0))
     reduce_max = staticmethod(lambda x: jnp.max(x, axis=0))
@@ -82,9 +84,8 @@ def closing_over(ops, x):
 
 
 def gradient(ops, x):
-    return jax.grad(lambda w: jnp.sum(ops.reduce_sum(ops.map_fn(lambda v: jnp.sqrt(w * v), x))))(
-        0.0 * x[0, 0]
-    )
+    roots = lambda w: ops.reduce_sum(ops.map_fn(lambda v: jnp.sqrt(w * v), x))
+    return jax.grad(lambda w: jnp.sum(roots(w)))(0.0 * x[0, 0])
 
 
 def both_infinite(ops, x):
@@ -121,40 +122,49 @@ CASES = {
 }
 
 
-def told(error):
+def ways(program):
+    """All ways to run a transformed program."""
+    options = {"shard_size": 8}
+    return {
+        "jit": jax.jit(program),
+        "local": lambda *args: bj.run(program, *args, runner="local", options=options),
+        "DirectRunner": lambda *args: bj.run(program, *args, options=options),
+    }
+
+
+def differences(found, expected, **tolerance):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    close = functools.partial(np.allclose, **tolerance, equal_nan=True)
+    return [f"{a} != {b}" for a, b in pairs if a.dtype != b.dtype or not close(a, b)]
+
+
+def first_line(error):
     """The message, without the places in the user's code."""
     return None if error is None else error.splitlines()[0]
 
 
-def runs(program):
-    """The error and the result, in all ways to run a checked program."""
-    return {
-        "jit": jax.jit(program),
-        "local": lambda x: bj.run(program, x, runner="local", options={"shard_size": 8}),
-        "DirectRunner": lambda x: bj.run(program, x, options={"shard_size": 8}),
-    }
-
-
-@pytest.mark.parametrize("way", ["jit", "local", "DirectRunner"])
-def test_the_error_that_vmap_gives(way):
-    faults, seen = [], set()
+@pytest.mark.versions
+def test_the_error_that_vmap_gives():
+    faults, messages = [], set()
     for name, (fn, errors) in CASES.items():
         plain = checkify.checkify(functools.partial(fn, Operators), errors=errors)
-        expected, values = jax.jit(plain)(X)
+        error, expected = jax.jit(plain)(X)
+        message = first_line(error.get())
+        messages.add(message)
         program = bj.program(clients=N)(functools.partial(fn, bj))
-        try:
-            error, found = runs(checkify.checkify(program, errors=errors))[way](X)
-        except Exception as failure:  # of any kind: all cases are reported
-            faults.append(f"{name}: {failure!r:.300}")
-            continue
-        seen.add(told(expected.get()))
-        if told(error.get()) != told(expected.get()):
-            faults.append(f"{name}: {told(error.get())}, expected {told(expected.get())}")
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(values), strict=True):
-            if a.dtype != b.dtype or not np.allclose(a, b, rtol=1e-4, equal_nan=True):
-                faults.append(f"{name}: {a} != {b}")
+        for way, run in ways(checkify.checkify(program, errors=errors)).items():
+            try:
+                error, found = run(X)
+            except Exception as failure:  # Of any kind: all cases are reported.
+                faults.append(f"{name} by {way}: {failure!r:.300}")
+                continue
+            if first_line(error.get()) != message:
+                faults.append(f"{name} by {way}: {error.get()}, expected {message}")
+            wrong = differences(found, expected, rtol=1e-4)
+            faults += [f"{name} by {way}: {difference}" for difference in wrong]
     assert faults == []
-    assert len(seen) > 9, seen
+    assert len(messages) > 9, messages
 
 
 def test_indices_of_a_member():
@@ -172,7 +182,59 @@ def test_without_checkify_a_check_is_an_error_as_with_vmap():
 
 
 def test_no_member_is_gathered():
-    """A program of sums stays one pass over its shards."""
     program = bj.program(clients=N)(functools.partial(total(two_checks), bj))
-    plan = bj.explain(checkify.checkify(program, errors=user_checks), X)
-    assert "Gather" not in str(plan)
+    assert "Gather" not in step_kinds(checkify.checkify(program, errors=user_checks), X)
+
+
+# --- jet: Taylor series
+
+U = jnp.linspace(0.1, 0.9, 2 * N).reshape(N, 2)
+K = jnp.arange(N)
+W = jnp.asarray([0.3, 0.7])
+SERIES = [[jnp.cos(x * (k + 1)) for k in range(3)] for x in (W, U)]
+
+
+def mapped(ops, w, x):
+    return ops.map_fn(lambda v: jnp.sin(v * w) + jnp.exp(v), x)
+
+
+def summed(ops, w, x):
+    y = ops.map_fn(lambda v: jnp.tanh(v) @ w, x)
+    return {"sum": ops.reduce_sum(y), "mean": ops.reduce_mean(y), "max": ops.reduce_max(y)}
+
+
+def with_ints(ops, w, x):
+    body = lambda v, k: (jnp.where(k % 2 == 0, v * w, v**2), k + 1)
+    y, k = ops.map_fn(body, (x * 2, K))
+    return ops.reduce_sum(y), ops.reduce_sum(k)
+
+
+def broadcast(ops, w, x):
+    mean = ops.reduce_mean(x)
+    return ops.reduce_sum(ops.map_fn(lambda v, u: v / u, (x, ops.broadcast(mean * w))))
+
+
+def constant_members(ops, w, x):
+    del x
+    return ops.reduce_sum(ops.map_fn(lambda k: k.astype(w.dtype) * jnp.log(w), K))
+
+
+def through_jit(ops, w, x):
+    return jax.jit(lambda w, x: mapped(ops, w, x))(w, x)
+
+
+@pytest.mark.versions
+def test_the_series_that_vmap_gives():
+    faults = []
+    with jax.numpy_dtype_promotion("standard"):  # `jet` multiplies terms of integers by floats.
+        for fn in (mapped, summed, with_ints, broadcast, constant_members, through_jit):
+            plain = lambda w, x, fn=fn: jet(functools.partial(fn, Operators), (w, x), SERIES)
+            program = bj.program(clients=N)(functools.partial(fn, bj))
+            series = lambda w, x, program=program: jet(program, (w, x), SERIES)
+            expected = jax.jit(plain)(W, U)
+            for way, run in {"eager": series, **ways(series)}.items():
+                wrong = differences(run(W, U), expected, rtol=1e-4, atol=1e-5)
+                faults += [f"{fn.__name__} by {way}: {difference}" for difference in wrong]
+        total = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
+        assert "Gather" not in step_kinds(lambda x: jet(total, (x,), (SERIES[1],)), U)
+    assert faults == []
