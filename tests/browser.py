@@ -1,6 +1,6 @@
 """Chromium without a screen, driven by its own protocol over a pipe: no server, no port, no driver.
 
-`open_page` gives a page of a file. What Chromium lacks to be tested with is told by `missing`.
+`open_page` opens a tab. `missing` says what the tests lack.
 """
 
 from __future__ import annotations
@@ -234,20 +234,14 @@ class Page:
                 "Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **typed
             )
 
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """A picture of the page, in a file of PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole,
-                          **({"clip": self._whole()} if whole else {}))  # fmt: skip
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def pdf(self, path: Path) -> None:
-        """The page as it is printed."""
-        found = self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def _whole(self) -> dict[str, float]:
+    def screenshot(self, path: Path) -> None:
+        """Writes a picture of the whole page to a PNG file."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        found = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+        )
+        path.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:
         """Closes the tab."""

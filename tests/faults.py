@@ -79,9 +79,8 @@ def in_body(name, folder):
 
 def in_source(name, folder):
     """The same where it is the input that can't be read."""
-    return bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: v * 1, x))), Faulty(
-        name, str(folder)
-    )
+    program = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: v * 1, x)))
+    return program, Faulty(name, str(folder))
 
 
 class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
@@ -111,9 +110,8 @@ class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
 def main(name, way, folder, options="{}"):
     runner, flags = WAYS[way]
     program, x = in_body(name, folder)
-    found = bj.run(
-        program, x, runner=runner, options={"shard_size": 8, **flags, **json.loads(options)}
-    )
+    options = {"shard_size": 8, **flags, **json.loads(options)}
+    found = bj.run(program, x, runner=runner, options=options)
     np.save(Path(folder, "out.npy"), np.asarray(found))
 
 

@@ -24,23 +24,23 @@ def faults():
     del sys.modules["faults"]
 
 
-@pytest.mark.parametrize(
-    ("told", "ended", "saved", "outcome"),
-    [
-        ({"bits": "right"}, True, 7, "same bits"),
+def test_how_a_run_ended(faults, tmp_path):
+    right = {"bits": "right"}
+    for number, (output, ended, saved, outcome) in enumerate((
+        (right, True, 7, "same bits"),
         ({"bits": "other"}, True, 7, "WRONG"),
-        ({"bits": "right"}, True, 9, "ROUNDS RUN AGAIN"),
+        (right, True, 9, "ROUNDS RUN AGAIN"),
         ({"error": "WorkerError: it says why"}, True, 3, "named error"),
         ({"begins": True}, True, 3, "UNNAMED ERROR"),
         ({}, True, 3, "UNNAMED ERROR"),
-        ({"bits": "right"}, False, 7, "HUNG"),
-    ],
-)
-def test_how_a_run_ended(faults, tmp_path, told, ended, saved, outcome):
-    soak = faults.Soak(None, tmp_path, 1, 1.0, bits="right", saved=7)
-    (tmp_path / f"{saved:08}.checkpoint").touch()
-    run = types.SimpleNamespace(told=lambda: told)
-    assert soak.judge(run, ended, tmp_path)[0] == outcome
+        (right, False, 7, "HUNG"),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / f"{saved:08}.checkpoint").touch()
+        soak = faults.Soak(None, folder, 1, 1.0, bits="right", saved=7)
+        run = types.SimpleNamespace(told=lambda output=output: output)
+        assert soak.judge(run, ended, folder)[0] == outcome
 
 
 def test_kinds_and_moments_come_from_the_seed(faults):
@@ -74,6 +74,7 @@ def test_a_process_that_was_left_is_found(faults, tmp_path):
         process.communicate()
 
 
+@pytest.mark.long
 def test_the_run_is_right_without_any_kill():
     command = [sys.executable, "-c", "import faults_job; faults_job.launch(2, 'local', {})"]
     path = {"PYTHONPATH": str(SCRIPT.parent), "JAX_PLATFORMS": "cpu"}

@@ -1,33 +1,32 @@
-"""Who was dropped, handed on through the steps of a plan."""
+"""Steps of a plan hand on which members were dropped."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from helpers import plan_of
 
 import beamjax as bj
-from beamjax.interpreters import stage
-from beamjax.options import parse_options
 from beamjax.plan import Branch, Loop, Map, walk
-from beamjax.planning import plan_for
 
 N = 12
 X = np.ones((N, 2), np.float32)
-
-
-def planned(fn, *args, **options):
-    arguments, key, restore = stage.flatten_arguments(args)
-    fn = bj.program(placements={"clients": N})(fn)
-    return plan_for(fn, arguments, key, restore, parse_options(options)).plan
 
 
 def passes(plan):
     return [step for step in walk(plan.steps) if isinstance(step, Map)]
 
 
-def is_told(plan, name):
-    value = plan.values[name]
-    return (value.shape, value.dtype, value.placement) == ((), "bool", "clients")
+def guards(fn, **options):
+    """The plan of a function, and whether each pass reads what was dropped, and hands it on."""
+    plan = plan_of(bj.program(placements={"clients": N})(fn), X, **options)
+    found = [step.guard for step in passes(plan)]
+    return plan, [guard and (guard.reads, guard.tells) for guard in found]
+
+
+def is_kept(plan, *names):
+    """Whether these values say of each member whether it is kept."""
+    found = [plan.values[name] for name in names]
+    return all((v.shape, v.dtype, v.placement) == ((), "bool", "clients") for v in found)
 
 
 def one_pass(x):
@@ -48,46 +47,40 @@ def branched(x):
     return jax.lax.cond(mean[0] > 0, one_pass, lambda x: mean, x)
 
 
-@pytest.mark.parametrize("fn", [one_pass, two_passes, looped, branched])
-def test_plans_of_runs_that_drop_nobody_are_as_ever(fn):
-    plan = planned(fn, X)
-    assert all(step.guard is None for step in passes(plan))
-    assert not any(name.startswith("kept") for name in plan.values)
-    strict = planned(fn, X, on_nonfinite="raise")
-    assert {(s.guard.reads, s.guard.tells) for s in passes(strict)} == {(False, False)}
+def test_plans_hand_on_nothing_that_nothing_reads():
+    for fn in (one_pass, two_passes, looped, branched):
+        plan, found = guards(fn)
+        assert set(found) == {None}
+        assert not any(name.startswith("kept") for name in plan.values)
+        assert set(guards(fn, on_nonfinite="raise")[1]) == {(False, False)}
+    plan, found = guards(one_pass, on_error="drop")
+    assert found == [(False, False)]
+    assert passes(plan)[0].results == ()
 
 
-def test_nobody_is_told_where_nobody_asks():
-    (step,) = passes(planned(one_pass, X, on_error="drop"))
-    assert (step.guard.reads, step.guard.tells, step.results) == (False, False, ())
-
-
-def test_one_pass_tells_the_next():
-    plan = planned(two_passes, X, on_error="drop")
+def test_one_pass_hands_on_to_the_next():
+    plan, found = guards(two_passes, on_error="drop")
+    assert found == [(False, True), (True, False)]
     first, second = passes(plan)
-    assert (first.guard.reads, first.guard.tells) == (False, True)
-    assert (second.guard.reads, second.guard.tells) == (True, False)
     assert first.results[-1] == second.operands[-1]
-    assert is_told(plan, first.results[-1])
+    assert is_kept(plan, first.results[-1])
 
 
 def test_a_loop_carries_it():
-    plan = planned(looped, X, on_error="drop")
+    plan, _ = guards(looped, on_error="drop")
     before, inside = passes(plan)
     (loop,) = [step for step in plan.steps if isinstance(step, Loop)]
     carried = loop.carried[-1]
     assert before.results == (carried.init,)
     assert inside.operands[-1] == carried.param
     assert inside.results[-1] == loop.block.outputs[len(loop.carried) - 1]
-    assert is_told(plan, carried.param)
-    assert is_told(plan, carried.result)
+    assert is_kept(plan, carried.param, carried.result)
 
 
-def test_blocks_of_a_branch_return_it():
-    plan = planned(branched, X, on_error="drop")
+def test_both_blocks_of_a_branch_return_it():
+    plan, _ = guards(branched, on_error="drop")
     (branch,) = [step for step in plan.steps if isinstance(step, Branch)]
-    first = passes(plan)[0]
-    told = {block.outputs[-1] for block in branch.blocks}
-    assert first.results[-1] in told
-    assert len(told) == 2
-    assert is_told(plan, branch.results[-1])
+    results = {block.outputs[-1] for block in branch.blocks}
+    assert passes(plan)[0].results[-1] in results
+    assert len(results) == 2
+    assert is_kept(plan, branch.results[-1])
