@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import tracemalloc
 
 import ml_dtypes
@@ -216,25 +215,3 @@ def test_huge_claims_cost_no_memory():
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 1e6
-
-
-@QUICK
-@given(st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from("kind format plan inputs position finished values stacks array w".split()),
-        inner, max_size=4,
-    ),
-    max_leaves=12,
-))  # fmt: skip
-def test_any_json_is_refused_or_read(meta):
-    base = {"kind": checkpoints.KIND, "format": 1, "plan": {}, "inputs": {}, "position": []}
-    base |= {"finished": False, "values": {}, "stacks": {}}
-    data = encode_arrays(
-        [np.ones(2)], base | (meta if isinstance(meta, dict) else {"values": meta})
-    )
-    try:
-        read = decode(data)
-    except ArrayFormatError:
-        return
-    assert json.loads(json.dumps(dict(read.plan))) == read.plan

@@ -153,7 +153,9 @@ def all_as_files(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_either_runner_goes_on_from_any_round(name, tmp_path):
+def test_either_runner_goes_on_from_any_round(name, tmp_path, monkeypatch):
+    if name in ("reverse", "nested", "exchange"):
+        monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)  # All values are in files.
     fn, args = PROGRAMS[name]
     expected = run(fn, args)
     total = go_on(fn, args, expected, checkpoint=str(tmp_path / "whole"))
@@ -171,22 +173,6 @@ def test_either_runner_goes_on_from_any_round(name, tmp_path):
                 if left != total - after:
                     wrong.append((after, writer, reader, left, total))
     assert wrong == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["history", pytest.param("nested", marks=pytest.mark.long),
-     pytest.param("exchange", marks=pytest.mark.long)],
-)  # fmt: skip
-@pytest.mark.parametrize("writer", RUNNERS)
-def test_values_in_files(name, writer, tmp_path, all_as_files):
-    fn, args = PROGRAMS[name]
-    expected = run(fn, args)
-    for reader in RUNNERS:
-        folder = str(tmp_path / reader)
-        stop(fn, args, 2, writer, checkpoint=folder)
-        assert go_on(fn, args, expected, reader, checkpoint=folder) > 0
-        assert go_on(fn, args, expected, reader, checkpoint=folder) == 0
 
 
 @pytest.mark.long
@@ -251,10 +237,9 @@ def test_the_folder_holds_two_checkpoints_and_their_files(tmp_path, all_as_files
         "save",
         lambda self, found: (save(self, found), listed.append(sorted(os.listdir(folder)))),
     )
-    stop_after = 4
-    with stopped(stop_after, CheckpointFolder.save), contextlib.suppress(KeyboardInterrupt):
+    with stopped(4, CheckpointFolder.save), contextlib.suppress(KeyboardInterrupt):
         run(history, (W, X), "DirectRunner", checkpoint=str(folder))
-    assert len(listed) == stop_after
+    assert len(listed) == 4
     for number, names in enumerate(listed, 1):
         manifests = [name for name in names if name.endswith(".checkpoint")]
         assert manifests == [f"{i:08d}.checkpoint" for i in range(max(1, number - 1), number + 1)]

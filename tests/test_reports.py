@@ -72,8 +72,8 @@ def test_what_a_report_says_of_a_run(runner, tmp_path):
     assert total.members == done.members
     assert total.compute == pytest.approx(done.compute)
     assert found.samples["members"][-1] == done.members
-    assert len(found.round_ends) in ((5,) if runner == "local" else (1, 3, 5))
-    assert len(found.checkpoints) == 3 - (runner == "local")
+    assert len(found.round_ends) in ((5,) if runner == "local" else range(1, 6))
+    assert len(found.checkpoints) >= 2
     assert list(found.checkpoints) == sorted(found.checkpoints)
     (curve,) = found.curves
     assert (curve.path, curve.rounds, curve.of) == ("result[1]['loss']", (0, 1, 2, 3, 4), 5)
