@@ -120,7 +120,7 @@ FAINT = """(() => {
       const c = getComputedStyle(e).backgroundColor;
       if (c && !/rgba\\(.*, 0\\)|transparent/.test(c)) return c; } return 'rgb(255, 255, 255)'; };
   const found = [];
-  for (const e of document.querySelectorAll('h1, h2, p, td, th, summary, .tile b, .key'))
+  for (const e of document.querySelectorAll('h1, h2, p, td, th, summary, .tile *, .key'))
     found.push([e.tagName + ' ' + e.className, ratio(getComputedStyle(e).color, under(e))]);
   for (const t of document.querySelectorAll('.graph text')) {
     const shape = (t.closest('.box') || t.parentNode).querySelector('.shape, .under-label');
