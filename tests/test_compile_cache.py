@@ -62,8 +62,8 @@ def in_a_process(way, folder, job):
 @pytest.mark.parametrize(
     "way",
     [
-        "DirectRunner",
-        pytest.param("local", marks=pytest.mark.long),
+        "local",
+        pytest.param("DirectRunner", marks=pytest.mark.long),
         pytest.param("workers", marks=pytest.mark.long),
     ],
 )

@@ -59,9 +59,8 @@ def test_all_is_looked_at_in_order(monkeypatch, tmp_path):
     assert {"jaxlib", "JAX", "NVIDIA driver", "temporary folder"} <= set(names)
 
 
-@pytest.mark.parametrize(
-    ("platform", "status"), [("tpu", 1), pytest.param("cpu", 0, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("platform", "status"), [("cpu", 0), ("tpu", 1)])
 def test_this_machine(platform, status):
     command = [sys.executable, "-m", "beamjax.doctor", "--json", f"--require-platform={platform}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -54,6 +54,6 @@ def test_the_run_is_right_without_any_kill():
     path = {"PYTHONPATH": str(SCRIPT.parent), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | path)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert len(told["bits"]) == 64
-    assert told["differs"] < 1e-5
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["bits"]) == 64
+    assert found["differs"] < 1e-5

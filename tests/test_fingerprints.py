@@ -99,8 +99,8 @@ def test_what_a_plan_depends_on():
         (total, {}, ["its steps", "what its steps compute"]),
     ):
         found, _ = prints(fn, W, X, **{"shard_size": 8} | options)
-        told = differences(found, small)
-        assert told == expected or ("shard_size" in options and expected[0] in told)
+        words = differences(found, small)
+        assert words == expected or ("shard_size" in options and expected[0] in words)
 
 
 def test_inputs_by_content(monkeypatch):

@@ -159,6 +159,7 @@ def test_workers_that_live_or_ended_well_are_not_lost(store):
     assert lost_worker(store, [STEP]) is None
 
 
+@pytest.mark.long
 def test_workers_are_ended(store):
     worker = start(store, "hangs")
     assert worker.stdout.readline() == b"ready\n"
@@ -184,6 +185,7 @@ def test_processes_that_are_not_ours_are_left_alone(store):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_worker_that_takes_too_long_leaves_a_record_and_ends(store):
     worker = finish(store, "hangs", 0.5)
     assert worker.returncode == 1

@@ -151,7 +151,7 @@ import jax, os
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options as options
-def told():
+def show():
     print(options().get("memory_fraction"), options().get("preallocate"), jax.config.jax_platforms)
 """
 
@@ -170,19 +170,19 @@ def in_a_new_process(code, data=b"", **environment):
 
 def test_a_worker_makes_its_settings_before_jax_starts():
     wanted = pickle.dumps(Machine("cpu", device_memory_fraction=0.4, preallocate=False))
-    code = OPEN + "told(); print(machine.check())"
+    code = OPEN + "show(); print(machine.check())"
     found = in_a_new_process(code, wanted, XLA_PYTHON_CLIENT_MEM_FRACTION="0.9")
     assert found == ["0.4 False cpu", "(CpuDevice(id=0),)"]
 
 
 @pytest.mark.long
 def test_a_worker_opens_no_other_platform_and_changes_no_other_setting():
-    code = OPEN + "told()\ntry: machine.check()\nexcept Exception as error: print(error)"
+    code = OPEN + "show()\ntry: machine.check()\nexcept Exception as error: print(error)"
     found = in_a_new_process(code, pickle.dumps(Machine("cuda")))
     assert found[0] == "None None cuda,cpu"
     assert "require_platform='cuda'" in found[-1]
     wanted = pickle.dumps(Machine(require_platform="gpu"))
-    code = OPEN + "told()"
+    code = OPEN + "show()"
     found = in_a_new_process(code, wanted, XLA_PYTHON_CLIENT_MEM_FRACTION="0.9")
     assert found == ["0.9 None None"]
     assert in_a_new_process(code, wanted, JAX_PLATFORMS="cpu") == ["None None cpu"]

@@ -388,7 +388,7 @@ def test_a_plan_that_just_fits_runs():
     assert BLOCKS.lasting.limit == 2**29
 
 
-# --- what is told, and what passes hand on
+# --- what explain shows, and what passes hand on
 
 
 def test_explain_shows_memory():

@@ -1,4 +1,4 @@
-"""Progress: each shard counts once, whoever computes it and however often, and time is measured."""
+"""Progress: each shard counts once, however often it is computed, and time is measured."""
 
 import collections
 import itertools
@@ -104,7 +104,7 @@ def test_merged_ranges_hold_the_same_members(given):
     rng=st.randoms(use_true_random=False),
     again=st.integers(0, 5),
 )
-def test_members_count_once_whoever_computes_them(n, size, count, rng, again):
+def test_members_count_once_wherever_they_are_computed(n, size, count, rng, again):
     whole = list(shards(n, size))
     done = rng.sample(whole, len(whole)) + rng.choices(whole, k=again)
     recorders = [Recorder(Reports("/no such folder", "p")) for _ in range(count)]
