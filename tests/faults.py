@@ -5,7 +5,6 @@ What they call on workers is made within functions, so that it travels by value 
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -111,8 +110,7 @@ def main(name, way, folder, options="{}"):
     runner, flags = WAYS[way]
     program, x = in_body(name, folder)
     options = {"shard_size": 8, **flags, **json.loads(options)}
-    found = bj.run(program, x, runner=runner, options=options)
-    np.save(Path(folder, "out.npy"), np.asarray(found))
+    bj.run(program, x, runner=runner, options=options)
 
 
 if __name__ == "__main__":

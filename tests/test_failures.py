@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -219,16 +218,6 @@ def test_a_failure_names_its_cause(fault, place, message, way, tmp_path, monkeyp
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("way", faults.WAYS)
-def test_a_limit_that_nothing_exceeds_changes_nothing(way, tmp_path):
-    runner, flags = faults.WAYS[way]
-    program, x = faults.in_body("none", tmp_path)
-    options = {"shard_size": 8, **flags, "shard_timeout": 3}
-    np.testing.assert_array_equal(bj.run(program, x, runner=runner, options=options), faults.TOTAL)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("way", faults.WAYS)
 def test_a_process_with_a_body_that_hangs_ends(way, tmp_path):
     limit = json.dumps({"shard_timeout": 3})
@@ -236,15 +225,6 @@ def test_a_process_with_a_body_that_hangs_ends(way, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert f"computing {LATE}" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["local", "one", "threads"])
-def test_a_crash_in_the_launching_process_ends_it(way, tmp_path):
-    command = [sys.executable, faults.__file__, "segfaults", way, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGSEGV
-    assert not (tmp_path / "out.npy").exists()
 
 
 @pytest.mark.long

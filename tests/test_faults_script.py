@@ -41,13 +41,6 @@ def test_how_a_run_ended(faults, tmp_path):
         assert soak.judge(run, ended, folder)[0] == outcome
 
 
-def test_what_a_run_left_is_found_but_for_the_empty_folders_of_beam(faults, tmp_path):
-    (tmp_path / "tmp").mkdir()
-    assert faults.leftovers(tmp_path) == []
-    (tmp_path / "tmp" / "x").touch()
-    assert faults.leftovers(tmp_path) == ["tmp"]
-
-
 @pytest.mark.long
 def test_the_run_is_right_without_any_kill():
     command = [sys.executable, "-c", "import faults_job; faults_job.launch(2, 'local', {})"]

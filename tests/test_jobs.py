@@ -167,24 +167,6 @@ def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
         assert job.state is JobState.CANCELLED
 
 
-def test_a_run_is_cancelled_through_its_folder(tmp_path, gate, monkeypatch):
-    monkeypatch.setattr("beamjax.meters.EVERY", 0.0)
-    monkeypatch.setattr("beamjax.watching.LOOK", 0.02)
-
-    def cancel():
-        assert gate.reached.wait(60)
-        bj.open_job(tmp_path / "job").cancel()
-        time.sleep(0.3)
-        gate.open.set()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    with pytest.raises(JobCancelledError):
-        bj.run(gate.program, X, options={"shard_size": 8, "job_folder": tmp_path / "job"})
-    thread.join()
-    assert bj.open_job(tmp_path / "job").state is JobState.CANCELLED
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_interrupted_run_is_cancelled(runner, tmp_path, monkeypatch):
     def interrupt(self):
@@ -455,13 +437,11 @@ def test_a_job_of_another_process_is_cancelled(runner, tmp_path):
     [
         ("launch", "DirectRunner", {}),
         pytest.param("run", "local", {}, marks=pytest.mark.long),
-        pytest.param("run", "DirectRunner", {}, marks=pytest.mark.long),
         pytest.param(
             "run", "DirectRunner",
             {"direct_running_mode": "multi_processing", "direct_num_workers": 2},
             marks=pytest.mark.long,
         ),
-        pytest.param("launch", "local", {}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_sigterm_cancels_the_job_and_ends_the_process(call, runner, flags, tmp_path):

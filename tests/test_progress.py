@@ -62,11 +62,11 @@ def until(x):
     return jax.lax.while_loop(lambda c: c[0] < 100, lambda c: c + two_passes(x), two_passes(x))
 
 
-def branches(x):
-    first = bj.program(clients=N)(bj.reduce_sum)
-    return jax.lax.cond(x[0, 0] > 0, two_passes, first, x), jax.lax.cond(
-        x[0, 0] > 0, two_passes, rounds, x
-    )
+def branches(other):
+    def program(x):
+        return jax.lax.cond(bj.reduce_max(x)[0] > 0, two_passes, other, x)
+
+    return bj.program(clients=N)(program)
 
 
 def slow(monkeypatch, name, seconds, *modules):
@@ -153,17 +153,16 @@ def test_what_progress_says_of_time():
 
 
 def test_what_there_is_to_do():
-    found = {}
-    for fn in (two_passes, rounds, until, branches):
-        plan = expected(plan_of(fn, X, shard_size=8))
-        assert plan.done == Tally()
-        found[fn.__name__] = (plan.members, plan.shards, plan.rounds_total)
-    assert found == {
-        "two_passes": (2 * N, 6, 0),
-        "rounds": (6 * N, 18, 3),
-        "until": (None, None, None),
-        "branches": (None, None, None),
-    }
+    for fn, members, number, total in (
+        (two_passes, 2 * N, 6, 0),
+        (rounds, 6 * N, 18, 3),
+        (until, None, None, None),
+        (branches(lambda x: -two_passes(2 * x)), 3 * N, 9, 0),
+        (branches(bj.reduce_sum), None, None, 0),
+    ):
+        found = expected(plan_of(fn, X, shard_size=8))
+        assert found.done == Tally()
+        assert (found.members, found.shards, found.rounds_total) == (members, number, total)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
