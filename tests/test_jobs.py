@@ -456,16 +456,11 @@ def test_sigterm_cancels_the_job_and_ends_the_process(call, runner, flags, tmp_p
     assert [path.name for path in (tmp_path / "job").iterdir() if path.is_dir()] == ["records"]
 
 
+@pytest.mark.long
 def test_a_job_whose_process_was_killed_is_lost(tmp_path):
     with launcher(tmp_path, "local") as process:
-        job = bj.open_job(tmp_path)
         process.send_signal(signal.SIGKILL)
-        assert job.wait(60) is JobState.LOST
-        with pytest.raises(JobError, match=rf"launching process {process.pid} on .* is gone"):
-            job.result()
-    assert bj.open_job(tmp_path).state is JobState.LOST
-    bj.run(total, X, runner="local", options={"job_folder": tmp_path})  # The folder is free.
-    assert bj.open_job(tmp_path).state is JobState.DONE
+        assert bj.open_job(tmp_path).wait(60) is JobState.LOST
 
 
 def handle_sigterm(folder):
@@ -515,10 +510,21 @@ def test_processes_are_told_apart(tmp_path):
         assert process_ids.is_alive(here | change) is alive, change
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     assert wait_until(lambda: process_ids.started(child.pid) is None, 60)  # It is a zombie.
-    assert process_ids.is_alive(here | {"pid": child.pid}) is False
-    child.wait()
-    # A process on another machine counts as lost once it is silent for a minute.
+    dead = here | {"pid": child.pid}
+    assert process_ids.is_alive(dead) is False
     folder = JobFolder(str(tmp_path))
+    folder.begin({"name": "f", "runner": "local"})
+    folder.write("job", folder.describe() | {"process": dead})
+    job = bj.open_job(tmp_path)
+    assert job.wait(60) is JobState.LOST
+    with pytest.raises(JobError, match=rf"launching process {child.pid} on .* is gone"):
+        job.result()
+    child.wait()
+    assert job.state is JobState.LOST
+    bj.run(total, X, runner="local", options={"job_folder": tmp_path})  # The folder is free.
+    assert bj.open_job(tmp_path).state is JobState.DONE
+    # A process on another machine counts as lost once it is silent for a minute.
+    folder = JobFolder(str(tmp_path / "elsewhere"))
     folder.begin({"name": "f", "runner": "local"})
     for age, state in ((55, JobState.RUNNING), (65, JobState.LOST)):
         folder.write(
@@ -526,4 +532,4 @@ def test_processes_are_told_apart(tmp_path):
             folder.describe()
             | {"process": here | {"host": "elsewhere"}, "time": time.time() - age},
         )
-        assert bj.open_job(tmp_path).state is state
+        assert bj.open_job(tmp_path / "elsewhere").state is state

@@ -143,29 +143,22 @@ def test_a_worker_that_dies_between_two_shards(store):
     assert error.failure.step == ""
 
 
-@pytest.mark.long
-def test_workers_that_live_or_ended_well_are_not_lost(store):
-    worker = start(store, "hangs")
-    try:
-        assert worker.stdout.readline() == b"ready\n"
-        assert lost_worker(store, [STEP]) is None
-    finally:
-        worker.terminate()
-        worker.communicate(timeout=60)
-    assert lost_worker(store, [STEP]) is not None
-    begin_pipeline(store, here=False)  # of the next one it is no worker
-    assert lost_worker(store, [STEP]) is None
-    assert finish(store, "ends").returncode == 0
-    assert lost_worker(store, [STEP]) is None
-
-
-@pytest.mark.long
-def test_workers_are_ended(store):
+def test_only_workers_of_this_pipeline_are_lost_or_ended(store):
     worker = start(store, "hangs")
     assert worker.stdout.readline() == b"ready\n"
+    assert lost_worker(store, [STEP]) is None
     end_workers(store)
     worker.communicate(timeout=20)
     assert worker.returncode == -signal.SIGKILL
+    assert lost_worker(store, [STEP]) is not None
+    begin_pipeline(store, here=False)  # Of the next one it is no worker.
+    assert lost_worker(store, [STEP]) is None
+
+
+@pytest.mark.long
+def test_a_worker_that_ends_well_is_not_lost(store):
+    assert finish(store, "ends").returncode == 0
+    assert lost_worker(store, [STEP]) is None
 
 
 @pytest.mark.long
