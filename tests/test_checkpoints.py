@@ -144,6 +144,7 @@ def test_changed_manifests_are_refused(monkeypatch):
         decode(whole + b"\0")
     monkeypatch.setattr(checkpoints, "MAX_BYTES", len(whole))
     assert plain(decode(whole)) == plain(example())
+    assert encode(example()) == whole
     monkeypatch.setattr(checkpoints, "MAX_BYTES", len(whole) - 1)
     with pytest.raises(ArrayFormatError, match=f"found {len(whole)} bytes, expected at most"):
         decode(whole)
