@@ -5,7 +5,6 @@ What they call on workers is made within functions, so that it travels by value 
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -79,9 +78,8 @@ def in_body(name, folder):
 
 def in_source(name, folder):
     """The same where it is the input that can't be read."""
-    return bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: v * 1, x))), Faulty(
-        name, str(folder)
-    )
+    program = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: v * 1, x)))
+    return program, Faulty(name, str(folder))
 
 
 class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
@@ -111,10 +109,8 @@ class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
 def main(name, way, folder, options="{}"):
     runner, flags = WAYS[way]
     program, x = in_body(name, folder)
-    found = bj.run(
-        program, x, runner=runner, options={"shard_size": 8, **flags, **json.loads(options)}
-    )
-    np.save(Path(folder, "out.npy"), np.asarray(found))
+    options = {"shard_size": 8, **flags, **json.loads(options)}
+    bj.run(program, x, runner=runner, options=options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A run in a process of its own, for tests that kill it: `python killed_run.py folder runner out`.
 
 With `-` as the folder nothing is saved. `FlinkRunner=folder` is the runner on the cluster there. It
-tells on stdout of every round that is saved. A fourth argument, `name:count`, has the process kill
+prints every round that is saved. A fourth argument, `name:count`, has the process kill
 itself in that function of `pipelines.files`, before it does its work for the count-th time.
 """
 
@@ -83,11 +83,11 @@ def main():
         die_in(name, int(number))
     save = CheckpointFolder.save
 
-    def told(self, checkpoint):
+    def reported(self, checkpoint):
         save(self, checkpoint)
         print(checkpoint.position, flush=True)
 
-    CheckpointFolder.save = told
+    CheckpointFolder.save = reported
     runner, _, cluster = runner.partition("=")
     options = {} if folder == "-" else {"checkpoint": folder}
     options |= {"flink_cluster": cluster} if cluster else {}

@@ -1,8 +1,7 @@
-"""Manifests: what was written is read back, and whatever else is there is refused."""
+"""Manifests of checkpoints: they come back as they were, and all else is refused."""
 
 import dataclasses
 import itertools
-import json
 import tracemalloc
 
 import ml_dtypes
@@ -130,23 +129,27 @@ def test_files_of_a_checkpoint():
     }
 
 
-@QUICK
-@given(st.data())
-def test_a_flipped_byte_is_detected(data):
-    whole = bytearray(encode(example()))
-    index = data.draw(st.integers(0, len(whole) - 1))
-    whole[index] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(ArrayFormatError):
-        decode(bytes(whole))
-
-
-def test_a_truncation_is_detected():
+def test_changed_manifests_are_refused(monkeypatch):
     whole = encode(example())
+    rng = np.random.default_rng(0)
+    for index in rng.permutation(len(whole))[:200]:
+        changed = bytearray(whole)
+        changed[index] ^= rng.integers(1, 256)
+        with pytest.raises(ArrayFormatError):
+            decode(bytes(changed))
     for length in range(len(whole)):
         with pytest.raises(ArrayFormatError):
             decode(whole[:length])
     with pytest.raises(ArrayFormatError, match="trailing bytes"):
         decode(whole + b"\0")
+    monkeypatch.setattr(checkpoints, "MAX_BYTES", len(whole))
+    assert plain(decode(whole)) == plain(example())
+    assert encode(example()) == whole
+    monkeypatch.setattr(checkpoints, "MAX_BYTES", len(whole) - 1)
+    with pytest.raises(ArrayFormatError, match=f"found {len(whole)} bytes, expected at most"):
+        decode(whole)
+    with pytest.raises(ArrayFormatError, match="too many small values"):
+        encode(example())
 
 
 def lying(change):
@@ -165,89 +168,51 @@ def put(value, *path):
     return change
 
 
-DEEP = {"given": "a"}
-for _ in range(60):
-    DEEP = {"entry": 0, "size": 1, "of": DEEP}
+def nested(levels):
+    value = {"given": "a"}
+    for _ in range(levels - 1):
+        value = {"entry": 0, "size": 1, "of": value}
+    return value
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (put("other", "kind"), "found the kind 'other' in format 1, expected 'beamjax checkpoint'"),
-        (put(2, "format"), "in format 2, expected"),
-        (put([], "values"), r"values: found \[\], expected a dict"),
-        (put({"w": 3}, "values"), "value: found 3, expected a dict"),
-        (put({"w": {}}, "values"), r"found \[\], expected one of array, stored"),
-        (put(9, "values", "w", "array"), "found 9, expected one from 0 to 1"),
-        (put(-1, "values", "w", "array"), "found -1, expected one from 0"),
-        (put(True, "values", "w", "array"), "found True, expected a int"),
-        (put("../../etc/passwd", "values", "z", "members"), "name: found '../../etc/passwd'"),
-        (
-            put([[0, 8], [9, 3]], "values", "z", "parts"),
-            "a file from member 9 on', expected one from",
-        ),
-        (put([[0, -8]], "values", "z", "parts"), "found -8, expected one from 0"),
-        (put([[0]], "values", "z", "parts"), r"found \[0\], expected a list of pairs"),
-        (put([["/tmp/x.arrays", 3]], "values", "big", "files"), "name: found '/tmp/x.arrays'"),
-        (put("object", "values", "big", "dtype"), "found the dtype 'object'"),
-        (put([2**70], "values", "big", "shape"), "expected one from 0 to"),
-        (put("a/" * 20, "values", "big", "stored"), "expected one that fits"),
-        (put([["loop_0", "3"]], "position"), "found '3', expected a int"),
-        (put(1, "finished"), "finished: found 1, expected a bool"),
-        (put({"a": 3}, "plan"), "found 3, expected a str"),
-        (put(DEEP, "values", "w"), "expected at most 32 levels"),
-    ],
-    ids=lambda value: value[:30] if isinstance(value, str) else "",
-)
-def test_a_lying_manifest_is_refused(change, message):
-    with pytest.raises(ArrayFormatError, match=message):
-        decode(lying(change))
+def test_a_lying_manifest_is_refused():
+    for message, value, *path in (
+        ("found the kind 'other' in format 1, expected 'beamjax checkpoint'", "other", "kind"),
+        ("in format 2, expected", 2, "format"),
+        (r"values: found \[\], expected a dict", [], "values"),
+        ("value: found 3, expected a dict", {"w": 3}, "values"),
+        (r"found \[\], expected one of array, stored", {"w": {}}, "values"),
+        ("found 9, expected one from 0 to 1", 9, "values", "w", "array"),
+        ("found 2, expected one from 0 to 1", 2, "values", "w", "array"),
+        ("found -1, expected one from 0", -1, "values", "w", "array"),
+        ("found True, expected a int", True, "values", "w", "array"),
+        ("name: found '../../etc/passwd'", "../../etc/passwd", "values", "z", "members"),
+        ("file from member 9 on', expected", [[0, 8], [9, 3]], "values", "z", "parts"),
+        ("found -8, expected one from 0", [[0, -8]], "values", "z", "parts"),
+        (r"found \[0\], expected a list of pairs", [[0]], "values", "z", "parts"),
+        ("name: found '/tmp/x.arrays'", [["/tmp/x.arrays", 3]], "values", "big", "files"),
+        ("found the dtype 'object'", "object", "values", "big", "dtype"),
+        ("expected one from 0 to", [2**70], "values", "big", "shape"),
+        ("expected one that fits", "a/" * 20, "values", "big", "stored"),
+        ("found '3', expected a int", [["loop_0", "3"]], "position"),
+        ("finished: found 1, expected a bool", 1, "finished"),
+        ("found 3, expected a str", {"a": 3}, "plan"),
+        ("expected at most 32 levels", nested(60), "values", "w"),
+    ):
+        with pytest.raises(ArrayFormatError, match=message):
+            decode(lying(put(value, *path)))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        put([2**40, 2**20], "values", "big", "shape"),
-        put([[0, 2**62]], "values", "z", "parts"),
-        put([["loop_0", 2**62]], "position"),
-        put({"entry": 2**62, "size": 2**62, "of": {"given": "a"}}, "values", "w"),
-    ],
-)
-def test_huge_claims_cost_no_memory(change):
-    data = lying(change)
-    tracemalloc.start()
-    decode(data)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1e6
-
-
-def test_too_long_manifests_are_refused(monkeypatch):
-    data = encode(example())
-    monkeypatch.setattr(checkpoints, "MAX_BYTES", len(data) - 1)
-    with pytest.raises(ArrayFormatError, match=f"found {len(data)} bytes, expected at most"):
+def test_huge_claims_cost_no_memory():
+    for value, *path in (
+        ([2**40, 2**20], "values", "big", "shape"),
+        ([[0, 2**62]], "values", "z", "parts"),
+        ([["loop_0", 2**62]], "position"),
+        ({"entry": 2**62, "size": 2**62, "of": {"given": "a"}}, "values", "w"),
+    ):
+        data = lying(put(value, *path))
+        tracemalloc.start()
         decode(data)
-    with pytest.raises(ArrayFormatError, match="too many small values"):
-        encode(example())
-
-
-@QUICK
-@given(st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from("kind format plan inputs position finished values stacks array w".split()),
-        inner, max_size=4,
-    ),
-    max_leaves=12,
-))  # fmt: skip
-def test_any_json_is_refused_or_read(meta):
-    base = {"kind": checkpoints.KIND, "format": 1, "plan": {}, "inputs": {}, "position": []}
-    base |= {"finished": False, "values": {}, "stacks": {}}
-    data = encode_arrays(
-        [np.ones(2)], base | (meta if isinstance(meta, dict) else {"values": meta})
-    )
-    try:
-        read = decode(data)
-    except ArrayFormatError:
-        return
-    assert json.loads(json.dumps(dict(read.plan))) == read.plan
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1e6

@@ -1,4 +1,4 @@
-"""What is compiled, loaded and put on devices: once a process, and not at all in later ones."""
+"""A process compiles, loads and puts on devices each thing once; later ones compile nothing."""
 
 import json
 import os
@@ -60,7 +60,12 @@ def in_a_process(way, folder, job):
 
 
 @pytest.mark.parametrize(
-    "way", ["local", "DirectRunner", pytest.param("workers", marks=pytest.mark.long)]
+    "way",
+    [
+        "local",
+        pytest.param("DirectRunner", marks=pytest.mark.long),
+        pytest.param("workers", marks=pytest.mark.long),
+    ],
 )
 def test_a_second_process_compiles_nothing(way, tmp_path):
     first, second = (in_a_process(way, tmp_path / "cache", tmp_path / name) for name in "ab")
@@ -69,7 +74,6 @@ def test_a_second_process_compiles_nothing(way, tmp_path):
     assert (second["cache_misses"], second["cache_hits"]) == (0, first["executables"])
     assert second["asked"] == second["hits"]  # whatever JAX compiled besides
     assert second["bits"] == first["bits"]
-    assert list((tmp_path / "cache").iterdir())
     answer = commands._show(type("Arguments", (), {"job": str(tmp_path / "b"), "html": None}))
     assert f"0 executables compiled, {second['cache_hits']:,} found on disk" in answer.text
 
@@ -85,7 +89,7 @@ def rounds(w, table, x):
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_bodies_and_broadcasts_are_there_once(runner):
-    arguments = np.ones(3, np.float32), RNG.normal(size=(7, 3)).astype(np.float32), X
+    arguments = np.ones(3, np.float32), np.ones((7, 3), np.float32), X
     options = {"shard_size": 8, "rounds_per_graph": 1}
     found = []
     for _ in range(2):
@@ -100,18 +104,13 @@ def test_bodies_and_broadcasts_are_there_once(runner):
     assert again.broadcasts <= 4 + 1  # or fewer, where some are still there
 
 
-RNG = np.random.default_rng(1)
-
-
-def test_the_option(tmp_path, monkeypatch):
+def test_the_option_and_what_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_options({"compile_cache": "here"}).compile_cache == str(tmp_path / "here")
     assert parse_options(["--compile_cache=gs://b/c"]).compile_cache == "gs://b/c"
     with pytest.raises(OptionsError, match="compile_cache: found '', expected the path or URL"):
         parse_options({"compile_cache": ""})
 
-
-def test_words():
     assert made_in_words(Tally()) == ""
     done = Tally(executables=3, cache_hits=1, bodies_loaded=2, bodies_reused=5, broadcasts=4)
     assert made_in_words(done) == (

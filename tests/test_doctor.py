@@ -9,46 +9,36 @@ import pytest
 from beamjax import checks, doctor
 from beamjax.checks import ABSENT, FAILED, OK, WARNING, Finding
 
-
-@pytest.fixture
-def findings(monkeypatch):
-    """What is found."""
-    found = [
-        Finding("Python", OK, "3.12.1"),
-        Finding("jaxlib", WARNING, "0.11", "pip install jaxlib"),
-        Finding("FlinkRunner", ABSENT, "can't be used from here", "install Java"),
-    ]
-    monkeypatch.setattr(doctor, "examine", lambda *required: iter(found))
-    return found
+FOUND = [
+    Finding("Python", OK, "3.12.1"),
+    Finding("jaxlib", WARNING, "0.11", "pip install jaxlib"),
+    Finding("FlinkRunner", ABSENT, "can't be used from here", "install Java"),
+]
+MISSING = Finding("devices", FAILED, "cpu, expected gpu", "install a driver")
 
 
-def test_what_is_fine(findings, capsys):
+def test_what_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda *required: iter(FOUND))
     assert doctor.main([]) == 0
-    assert capsys.readouterr().out == (
+    lines = (
         "ok       Python: 3.12.1\n"
         "warning  jaxlib: 0.11\n"
         "         -> pip install jaxlib\n"
         "-        FlinkRunner: can't be used from here\n"
         "         -> install Java\n"
-        "\nall that is needed is there\n"
     )
+    assert capsys.readouterr().out == lines + "\nall that is needed is there\n"
+    assert doctor.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert [Finding(**record) for record in found["findings"]] == FOUND
 
-
-def test_what_is_missing(findings, capsys):
-    findings.append(Finding("devices", FAILED, "cpu, expected gpu", "install a driver"))
+    monkeypatch.setattr(doctor, "examine", lambda *required: iter([*FOUND, MISSING]))
     assert doctor.main([]) == 1
-    shown = capsys.readouterr().out
-    assert "FAILED   devices: cpu, expected gpu\n         -> install a driver\n" in shown
-    assert shown.endswith("\n1 to mend: devices\n")
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_json(ok, findings, capsys):
-    findings += [] if ok else [Finding("devices", FAILED, "cpu", "mend")]
-    assert doctor.main(["--json"]) == (0 if ok else 1)
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is ok
-    assert [Finding(**record) for record in told["findings"]] == findings
+    mend = "FAILED   devices: cpu, expected gpu\n         -> install a driver\n"
+    assert capsys.readouterr().out == f"{lines}{mend}\n1 to mend: devices\n"
+    assert doctor.main(["--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["ok"]
 
 
 def test_arguments_are_what_is_required(monkeypatch):
@@ -69,6 +59,7 @@ def test_all_is_looked_at_in_order(monkeypatch, tmp_path):
     assert {"jaxlib", "JAX", "NVIDIA driver", "temporary folder"} <= set(names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("platform", "status"), [("cpu", 0), ("tpu", 1)])
 def test_this_machine(platform, status):
     command = [sys.executable, "-m", "beamjax.doctor", "--json", f"--require-platform={platform}"]

@@ -1,33 +1,22 @@
-"""Who was dropped, handed on through the steps of a plan."""
+"""Steps of a plan hand on which members were dropped, but only to steps that read it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from helpers import plan_of
 
 import beamjax as bj
-from beamjax.interpreters import stage
-from beamjax.options import parse_options
-from beamjax.plan import Branch, Loop, Map, walk
-from beamjax.planning import plan_for
+from beamjax.plan import Map, walk
 
 N = 12
 X = np.ones((N, 2), np.float32)
 
 
-def planned(fn, *args, **options):
-    arguments, key, restore = stage.flatten_arguments(args)
-    fn = bj.program(placements={"clients": N})(fn)
-    return plan_for(fn, arguments, key, restore, parse_options(options)).plan
-
-
-def passes(plan):
-    return [step for step in walk(plan.steps) if isinstance(step, Map)]
-
-
-def is_told(plan, name):
-    value = plan.values[name]
-    return (value.shape, value.dtype, value.placement) == ((), "bool", "clients")
+def guards(fn, **options):
+    """The plan of a function, and whether each pass reads what was dropped, and hands it on."""
+    plan = plan_of(bj.program(placements={"clients": N})(fn), X, **options)
+    passes = [step for step in walk(plan.steps) if isinstance(step, Map)]
+    return plan, [step.guard and (step.guard.reads, step.guard.tells) for step in passes]
 
 
 def one_pass(x):
@@ -48,46 +37,16 @@ def branched(x):
     return jax.lax.cond(mean[0] > 0, one_pass, lambda x: mean, x)
 
 
-@pytest.mark.parametrize("fn", [one_pass, two_passes, looped, branched])
-def test_plans_of_runs_that_drop_nobody_are_as_ever(fn):
-    plan = planned(fn, X)
-    assert all(step.guard is None for step in passes(plan))
-    assert not any(name.startswith("kept") for name in plan.values)
-    strict = planned(fn, X, on_nonfinite="raise")
-    assert {(s.guard.reads, s.guard.tells) for s in passes(strict)} == {(False, False)}
-
-
-def test_nobody_is_told_where_nobody_asks():
-    (step,) = passes(planned(one_pass, X, on_error="drop"))
-    assert (step.guard.reads, step.guard.tells, step.results) == (False, False, ())
-
-
-def test_one_pass_tells_the_next():
-    plan = planned(two_passes, X, on_error="drop")
-    first, second = passes(plan)
-    assert (first.guard.reads, first.guard.tells) == (False, True)
-    assert (second.guard.reads, second.guard.tells) == (True, False)
-    assert first.results[-1] == second.operands[-1]
-    assert is_told(plan, first.results[-1])
-
-
-def test_a_loop_carries_it():
-    plan = planned(looped, X, on_error="drop")
-    before, inside = passes(plan)
-    (loop,) = [step for step in plan.steps if isinstance(step, Loop)]
-    carried = loop.carried[-1]
-    assert before.results == (carried.init,)
-    assert inside.operands[-1] == carried.param
-    assert inside.results[-1] == loop.block.outputs[len(loop.carried) - 1]
-    assert is_told(plan, carried.param)
-    assert is_told(plan, carried.result)
-
-
-def test_blocks_of_a_branch_return_it():
-    plan = planned(branched, X, on_error="drop")
-    (branch,) = [step for step in plan.steps if isinstance(step, Branch)]
-    first = passes(plan)[0]
-    told = {block.outputs[-1] for block in branch.blocks}
-    assert first.results[-1] in told
-    assert len(told) == 2
-    assert is_told(plan, branch.results[-1])
+def test_plans_hand_on_what_a_later_pass_reads_and_nothing_else():
+    for fn in (one_pass, two_passes, looped, branched):
+        plan, found = guards(fn)
+        assert set(found) == {None}
+        assert not any(name.startswith("kept") for name in plan.values)
+        assert set(guards(fn, on_nonfinite="raise")[1]) == {(False, False)}
+    dropping = {fn: guards(fn, on_error="drop")[1] for fn in (one_pass, two_passes, looped)}
+    assert dropping[one_pass] == [(False, False)]
+    assert dropping[two_passes] == [(False, True), (True, False)]
+    assert dropping[looped] == [(False, True), (True, True)]
+    plan, _ = guards(two_passes, on_error="drop")
+    kept = [value for name, value in plan.values.items() if name.startswith("kept")]
+    assert {(v.shape, v.dtype, v.placement) for v in kept} == {((), "bool", "clients")}

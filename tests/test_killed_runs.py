@@ -24,7 +24,7 @@ def start(folder, runner, out, *fault):
 
 
 def finish(process, killed=False):
-    """What a process told, once it is at its end."""
+    """The lines that a process has printed at its end."""
     out, err = process.communicate(timeout=500)
     assert process.returncode == (-signal.SIGKILL if killed else 0), err
     assert "damaged" not in err
@@ -49,8 +49,8 @@ def test_killed_at_a_random_moment(runner, seed, tmp_path, expected):
         time.sleep(rng.uniform(0, 0.3))
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=500)
-    told = finish(start(tmp_path / "c", runner, out))
-    assert len(told) <= SAVED - 2
+    rounds = finish(start(tmp_path / "c", runner, out))
+    assert len(rounds) <= SAVED - 2
     assert json.loads(out.read_text()) == expected
 
 

@@ -1,4 +1,4 @@
-"""Worker processes that die: who finds out, and what is told."""
+"""Worker processes that die: the launcher notices, and says at which shard they were."""
 
 import os
 import re
@@ -12,6 +12,7 @@ import pytest
 
 from beamjax.errors import WorkerError
 from beamjax.pipelines import lost_workers
+from beamjax.pipelines.failures import recorded_error
 from beamjax.pipelines.lost_workers import (
     Look,
     begin_pipeline,
@@ -20,6 +21,7 @@ from beamjax.pipelines.lost_workers import (
     lost_worker,
     table_of,
 )
+from beamjax.pipelines.processes import wait_until
 from beamjax.pipelines.store import Store
 from beamjax.plan import Map
 
@@ -83,7 +85,7 @@ WHERE = r"^step 'map_0' \(f\), shard 1 of placement 'clients', members 8 to 15: 
 
 def test_a_killed_worker(store):
     worker = finish(store, "killed")
-    # Without a trace nobody knows which thread it was, and the first one is taken.
+    # Nothing says which thread it was, so the first one is taken.
     error = lost_worker(store, [STEP])
     assert type(error) is WorkerError
     assert re.match(r"step 'map_0' \(f\), shard 0 .*, members 0 to 7: while reading", str(error))
@@ -95,9 +97,15 @@ def test_a_killed_worker(store):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("segfaults", "Segmentation fault"), ("aborts", "Aborted")]
+    ("how", "reason"),
+    [
+        ("segfaults", "Segmentation fault"),
+        pytest.param("aborts", "Aborted", marks=pytest.mark.long),
+    ],
 )
 def test_a_worker_that_crashes_tells_which_thread_it_was(store, how, reason):
+    look, patient = Look(store, [STEP], keeps=True), Look(store, [STEP], keeps=False)
+    assert look() is None
     worker = finish(store, how)
     error = lost_worker(store, [STEP])
     assert re.match(
@@ -107,15 +115,26 @@ def test_a_worker_that_crashes_tells_which_thread_it_was(store, how, reason):
     )
     assert "in deep" in error.failure.traceback
     assert "in other" in error.failure.traceback
-
-
-def test_a_step_that_nobody_knows(store):
-    finish(store, "segfaults")
-    error = lost_worker(store, [replace(STEP, name="map_1")])
+    error = lost_worker(store, [replace(STEP, name="map_1")])  # A step that the plan lacks.
     assert str(error).startswith("step 'map_0', shard 1, members 8 to 15: while computing, ")
     assert error.failure.shard == 1
+    # A look says it the second time; where runners try again, only once that is in vain.
+    assert look() is None
+    assert re.match(WHERE, str(look()))
+    assert patient() is patient() is None
 
 
+@pytest.mark.long
+def test_a_worker_that_dies_again_and_again(store):
+    patient = Look(store, [STEP], keeps=False)
+    for _ in range(2):
+        finish(store, "segfaults")
+        assert patient() is None
+    finish(store, "segfaults")
+    assert re.match(WHERE, str(patient()))
+
+
+@pytest.mark.long
 def test_a_worker_that_dies_between_two_shards(store):
     worker = finish(store, "between")
     error = lost_worker(store, [STEP])
@@ -124,42 +143,25 @@ def test_a_worker_that_dies_between_two_shards(store):
     assert error.failure.step == ""
 
 
-def test_workers_that_live_or_ended_well_are_not_lost(store):
+def test_only_workers_of_this_pipeline_are_lost_or_ended(store):
     worker = start(store, "hangs")
-    try:
-        assert worker.stdout.readline() == b"ready\n"
-        assert lost_worker(store, [STEP]) is None
-    finally:
-        worker.terminate()
-        worker.communicate(timeout=60)
-    assert lost_worker(store, [STEP]) is not None
-    begin_pipeline(store, here=False)  # of the next one it is no worker
+    assert worker.stdout.readline() == b"ready\n"
     assert lost_worker(store, [STEP]) is None
+    end_workers(store)
+    worker.communicate(timeout=20)
+    assert worker.returncode == -signal.SIGKILL
+    assert lost_worker(store, [STEP]) is not None
+    begin_pipeline(store, here=False)  # Of the next one it is no worker.
+    assert lost_worker(store, [STEP]) is None
+
+
+@pytest.mark.long
+def test_a_worker_that_ends_well_is_not_lost(store):
     assert finish(store, "ends").returncode == 0
     assert lost_worker(store, [STEP]) is None
 
 
-def test_a_look_says_it_at_the_second_time(store):
-    look, patient = Look(store, [STEP], keeps=True), Look(store, [STEP], keeps=False)
-    assert look() is None
-    finish(store, "segfaults")
-    assert look() is None
-    assert re.match(WHERE, str(look()))
-    assert patient() is patient() is None
-    finish(store, "segfaults")
-    assert patient() is None
-    finish(store, "segfaults")
-    assert re.match(WHERE, str(patient()))
-
-
-def test_workers_are_ended(store):
-    worker = start(store, "hangs")
-    assert worker.stdout.readline() == b"ready\n"
-    end_workers(store)
-    worker.communicate(timeout=20)
-    assert worker.returncode == -signal.SIGKILL
-
-
+@pytest.mark.long
 def test_processes_that_are_not_ours_are_left_alone(store):
     # Started by a process that has ended, so that it is not below this one.
     command = [sys.executable, "-c", WORKER, store.root, "hangs"]
@@ -167,9 +169,7 @@ def test_processes_that_are_not_ours_are_left_alone(store):
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True)
     pid = int(done.stdout)
     try:
-        end = time.monotonic() + 30
-        while not lost_workers._processes(store) and time.monotonic() < end:
-            time.sleep(0.05)
+        assert wait_until(lambda: lost_workers._processes(store), 30)
         assert len(lost_workers._processes(store)) == 1
         end_workers(store)
         time.sleep(0.2)
@@ -178,9 +178,8 @@ def test_processes_that_are_not_ours_are_left_alone(store):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_worker_that_takes_too_long_leaves_a_record_and_ends(store):
-    from beamjax.pipelines.failures import recorded_error
-
     worker = finish(store, "hangs", 0.5)
     assert worker.returncode == 1
     error = recorded_error(store)

@@ -68,7 +68,7 @@ def launcher(flink, end):
     return process, name
 
 
-def test_a_launcher_that_is_killed(flink):
+def test_only_the_pipelines_of_a_killed_launcher_are_cancelled(flink):
     process, name = launcher(flink, "killed")
     time.sleep(1.2)
     assert flink.cancelled == []
@@ -80,6 +80,7 @@ def test_a_launcher_that_is_killed(flink):
     assert processes.wait_until(lambda: "/jobs/4?mode=cancel" in flink.cancelled, 20)
 
 
+@pytest.mark.long
 def test_a_launcher_that_ends_leaves_no_watch(flink):
     process, _ = launcher(flink, "of its own accord")
     process.communicate("\n")
@@ -111,6 +112,7 @@ bj.run(program, np.ones((8, 3), np.float32), options=options)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for children in /proc")
 def test_workers_that_start_end_with_their_launcher():
     """Beam has them wait two minutes for its connections."""

@@ -1,21 +1,18 @@
-"""Pages as Chromium shows them: nothing is cut off, hidden, asked for or complained of.
+"""Pages as Chromium shows them: nothing is cut off, hidden or fetched, and no script complains.
 
 The variable BEAMJAX_SCREENSHOTS names a folder for pictures of all of them.
 """
 
-import contextlib
+import functools
 import os
-import sys
-from pathlib import Path
+import re
 
 import browser
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_run_page
-from test_plan_page import W, X, rounds, trimmed
-from test_run_page import EVIL
+from test_reports import EVIL, example_report
 
 import beamjax as bj
 from beamjax.dropping import Dropped
@@ -26,8 +23,20 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(bool(browser.missing()), reason=f"needs {browser.missing()}"),
 ]
-EXAMPLES = Path(__file__).parents[1] / "examples"
-WIDTHS, SCHEMES = (1280, 420), ("light", "dark")
+N = 100
+X = np.ones((N, 3), np.float32)
+
+
+@bj.program(clients=N)
+def trimmed(x):
+    y = bj.map_fn(lambda v: v * 2, x)
+    return jnp.mean(jnp.sort(y, axis=0)[5:-5], axis=0)
+
+
+@bj.program(clients=N)
+def rounds(w, x):
+    step = lambda w, _: (w - bj.reduce_mean(bj.map_fn(lambda v: (v @ w) * v, x)), jnp.sum(w))
+    return jax.lax.scan(step, w, None, length=4)
 
 
 def wide_plan():
@@ -41,84 +50,31 @@ def wide_plan():
         return {"a" * 60: bj.reduce_max(again), "z": z, "tree": jax.tree.map(jnp.cos, tree)}
 
     tree = {f"weights_of_layer_{i}": np.ones((i + 2, 3), np.float32) for i in range(7)}
-    return bj.explain(wide, tree, np.ones((50, 3), np.float32))
-
-
-def example(name, find):
-    """The plan of a program of the examples."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return find(__import__(name))
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-def cut(module):
-    digits, _ = module.dealt(np.random.default_rng(0))
-    return bj.explain(module.cut, jnp.zeros((64, 10)), digits)
+    return bj.explain(wide, tree, np.ones((50, 3), np.float32)).to_html()
 
 
 def evil_run():
     error = {"type": "ValueError", "message": f"{EVIL}\n" * 30, "traceback": f"{EVIL * 9}\n" * 30}
     dropped = tuple(Dropped(EVIL, i, EVIL, EVIL, EVIL * 4) for i in range(40))
-    return document(run_page(test_run_page.report(program="x" * 200, error=error, dropped=dropped)))
+    return document(run_page(example_report(program="x" * 200, error=error, dropped=dropped)))
 
 
 def measured():
-    """A run, whose times stand in its plan."""
-    with bj.launch(rounds, W, X, runner="local") as job:
+    """A run, with its times in its plan."""
+    with bj.launch(rounds, np.ones(3, np.float32), X, runner="local") as job:
         job.result()
         return job.report().to_html()
 
 
 PAGES = {
     "gather": lambda: bj.explain(trimmed, X).to_html(),
-    "rounds": lambda: bj.explain(rounds, W, X).to_html(),
-    "wide": lambda: wide_plan().to_html(),
-    "cut": lambda: example("clustered_clients", cut).to_html(),
+    "rounds": lambda: bj.explain(rounds, np.ones(3, np.float32), X).to_html(),
+    "wide": wide_plan,
     "flat": lambda: bj.explain(trimmed, X, stage="flat").to_html(),
-    "run": lambda: document(run_page(test_run_page.report())),
+    "run": lambda: document(run_page(example_report())),
     "evil": evil_run,
     "measured": measured,
 }
-GRAPHS = [name for name in PAGES if name not in ("flat", "run", "evil")]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A function from the name of a page to its file."""
-    folder = tmp_path_factory.mktemp("pages")
-
-    def made(name):
-        path = folder / f"{name}.html"
-        if not path.exists():
-            path.write_text(PAGES[name](), encoding="utf-8")
-        return path
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser.browser() as found:
-        yield found
-
-
-@pytest.fixture
-def tab(chromium):
-    """A function that shows a file in a window of a width, to people who like a scheme."""
-    with contextlib.ExitStack() as stack:
-
-        def shown(path, width=1280, scheme="light", scripts=True):
-            page = browser.open_page(chromium)
-            stack.callback(page.close)
-            page.size(width)
-            page.scheme(scheme)
-            page.scripts(scripts)
-            page.show(path.as_uri())
-            return page
-
-        yield shown
 
 
 OVERFLOWING = """[...document.querySelectorAll('body *')].filter(e => {
@@ -127,7 +83,7 @@ OVERFLOWING = """[...document.querySelectorAll('body *')].filter(e => {
   return r.width && (r.right > innerWidth + 1 || r.left < -1);
 }).map(e => e.tagName + '.' + e.className + ': ' + e.textContent.slice(0, 60))"""
 
-# Text that leaves its box or its label, and boxes and labels that lie on others.
+# Text outside of its box or label, and boxes and labels on top of others.
 MISPLACED = """(() => {
   const found = [], inside = (a, b, slack) => a.x >= b.x - slack && a.y >= b.y - slack &&
     a.x + a.width <= b.x + b.width + slack && a.y + a.height <= b.y + b.height + slack;
@@ -153,24 +109,8 @@ MISPLACED = """(() => {
   return found;
 })()"""
 
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", list(PAGES))
-def test_all_is_to_be_seen(name, width, scheme, files, tab, tmp_path):
-    page = tab(files(name), width, scheme)
-    assert page.complaints() == []
-    assert page.run("document.scrollingElement.scrollWidth") <= width
-    assert page.run(OVERFLOWING) == []
-    assert page.run(MISPLACED) == []
-    folder = Path(os.environ.get("BEAMJAX_SCREENSHOTS", tmp_path))
-    shot = folder / f"{name}-{width}-{scheme}.png"
-    page.screenshot(shot)
-    assert shot.read_bytes()[1:4] == b"PNG"
-    assert shot.stat().st_size > 10_000
-
-
-CONTRAST = """(() => {
+# Text with less contrast than 4.5.
+FAINT = """(() => {
   const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number).map(v => v / 255)
       .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
     return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
@@ -180,8 +120,7 @@ CONTRAST = """(() => {
       const c = getComputedStyle(e).backgroundColor;
       if (c && !/rgba\\(.*, 0\\)|transparent/.test(c)) return c; } return 'rgb(255, 255, 255)'; };
   const found = [];
-  const texts = 'h1, h2, p, td, th, summary, .tile b, .tile span, .key';
-  for (const e of document.querySelectorAll(texts))
+  for (const e of document.querySelectorAll('h1, h2, p, td, th, summary, .tile *, .key'))
     found.push([e.tagName + ' ' + e.className, ratio(getComputedStyle(e).color, under(e))]);
   for (const t of document.querySelectorAll('.graph text')) {
     const shape = (t.closest('.box') || t.parentNode).querySelector('.shape, .under-label');
@@ -192,155 +131,150 @@ CONTRAST = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["gather", "rounds", "run", "evil"])
-def test_text_stands_out(name, scheme, files, tab):
-    page = tab(files(name), scheme=scheme)
-    ground = page.run("getComputedStyle(document.querySelector('.bjx')).backgroundColor")
-    assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
-    assert page.run(CONTRAST) == []
+ALL = f"""
+const {{ scrollWidth }} = document.scrollingElement;
+const ground = getComputedStyle(document.querySelector('.bjx')).backgroundColor;
+const fetched = performance.getEntriesByType('resource').map(e => e.name);
+const wrong = [{OVERFLOWING}, {MISPLACED}, {FAINT}].flat();
+for (const {{ media }} of [...document.styleSheets].flatMap(s => [...s.cssRules]))
+  if (media) media.mediaText = {{ print: 'all', all: 'all' }}[media.mediaText] ?? 'not all';
+const controls = [...document.querySelectorAll('.tools, .readout')];
+const paper = getComputedStyle(document.querySelector('.bjx')).backgroundColor;
+return [scrollWidth, ground, fetched, wrong, paper,
+  controls.filter(e => getComputedStyle(e).display != 'none').length];
+"""
 
 
-def test_a_gather_is_red(files, tab):
-    page = tab(files("gather"))
-    colour = "getComputedStyle(document.querySelector('.graph .gather .shape')).stroke"
-    red, green, blue = eval(page.run(colour).removeprefix("rgb"))
-    assert red > 2.5 * max(green, blue)
+@functools.cache
+def html_of(name):
+    return PAGES[name]()
 
 
-def middle(page, selector):
-    """The middle of an element in the window."""
-    return page.run(
-        f"(() => {{ const r = document.querySelector(`{selector}`).getBoundingClientRect();"
-        "return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-    )
+@pytest.mark.parametrize("name", PAGES)
+def test_all_can_be_seen(name, tmp_path):
+    faults = []
+    for width, dark in ((1280, False), (500, False), (1280, True)):
+        shot = f"{os.environ.get('BEAMJAX_SCREENSHOTS', tmp_path)}/{name}-{width}-{dark}.png"
+        found, console = browser.look(html_of(name), ALL, width, dark, screenshot=shot)
+        assert os.path.getsize(shot) > 10_000
+        scroll, ground, fetched, wrong, paper, controls = found
+        right = scroll <= width and (ground == WHITE) != dark and paper == WHITE
+        if not right or fetched or wrong or controls or console:
+            faults.append((width, dark, found, console))
+    assert faults == []
 
 
-def scale(page):
-    return page.run("Number(document.querySelector('svg.graph').dataset.scale)")
+WHITE = "rgb(255, 255, 255)"
 
-
-def view(page):
-    return page.run(
-        "document.querySelector('svg.graph').getAttribute('viewBox').split(' ').map(Number)"
-    )
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_zoom_and_move(width, files, tab):
-    page = tab(files("rounds"), width)
-    page.run("document.querySelector('.graph-box').scrollIntoView({block: 'center'})")
-    start = scale(page)
-    page.click(*middle(page, ".tools button:nth-child(1)"))
-    assert scale(page) == pytest.approx(1.25 * start)
-    page.click(*middle(page, ".tools button:nth-child(2)"))
-    assert scale(page) == pytest.approx(start)
-    x, y = middle(page, ".graph-box")
-    before = view(page)
-    page.wheel(x, y, -200, ctrl=True)
-    assert scale(page) > start
-    after = view(page)
-    assert before[0] + before[2] / 2 == pytest.approx(after[0] + after[2] / 2, abs=2)
-    page.click(*middle(page, ".tools button:nth-child(3)"))  # all of it
-    left, top, wide, high = view(page)
-    size = page.run("(s => [+s.getAttribute('width'), +s.getAttribute('height')])"
-                    "(document.querySelector('svg.graph'))")  # fmt: skip
-    assert left <= 1
-    assert top <= 1
-    assert left + wide >= size[0] - 1
-    assert top + high >= size[1] - 1
-    page.click(*middle(page, ".tools button:nth-child(4)"))
-    assert scale(page) == 1
-    before = view(page)
-    page.drag((x, y), (x - 60, y - 40))
-    after = view(page)
-    assert after[0] - before[0] == pytest.approx(60, abs=2)
-    assert after[1] - before[1] == pytest.approx(40, abs=2)
-    scrolled = page.run("scrollY")
-    page.wheel(x, y, 120, ctrl=False)
-    page.run("new Promise(r => setTimeout(r, 300))")
-    assert scale(page) == 1
-    assert page.run("scrollY") != scrolled  # a wheel alone is the page's
-    assert page.complaints() == []
-
-
-CHOSEN = """[document.querySelector('a[aria-current]')?.dataset.names,
+# Helpers for scripts that act as a user does.
+USER = """
+const $ = s => document.querySelector(s), svg = $('svg.graph'), box = $('.graph-box');
+Element.prototype.setPointerCapture = () => {};
+const scale = () => Number(svg.dataset.scale);
+const view = () => svg.getAttribute('viewBox').split(' ').map(Number);
+const middle = e => { const r = e.getBoundingClientRect();
+  return { clientX: r.x + r.width / 2, clientY: r.y + r.height / 2, bubbles: true,
+    cancelable: true, pointerId: 1 }; };
+const click = e => e.dispatchEvent(new MouseEvent('click', middle(e)));
+const point = (e, kind, dx = 0, dy = 0) => { const at = middle(e); at.clientX += dx;
+  at.clientY += dy; e.dispatchEvent(new PointerEvent(kind, at)); };
+const key = key => document.activeElement.dispatchEvent(
+  new KeyboardEvent('keydown', { key, bubbles: true, cancelable: true }));
+const chosen = () => [$('a[aria-current]')?.dataset.names ?? null,
   [...document.querySelectorAll('.panel details[open] summary code')].map(e => e.textContent),
-  document.querySelectorAll('.edge.near').length > 0]"""
+  document.querySelectorAll('.edge.near').length > 0];
+"""
 
 
-def test_choosing_a_step(files, tab):
-    page = tab(files("gather"))
-    page.click(*middle(page, "a.gather"))
-    assert page.run(CHOSEN) == ["gather_0", ["gather_0"], True]
-    assert page.run("document.querySelector('details.chosen').id") == "bjx-step-1"
-    page.click(*middle(page, "a.server"))
-    assert page.run(CHOSEN) == ["server_0", ["server_0"], True]
-    page.click(*middle(page, "a.server"))
-    assert page.run(CHOSEN)[0] is None
-    page.click(*middle(page, "details.map summary"))
-    assert page.run(CHOSEN)[0] == "map_clients_0"
-    assert page.complaints() == []
+def act(page, script, **window):
+    found, console = browser.look(page, USER + script, **window)
+    assert console == []
+    return found
 
 
-def test_choosing_by_keys(files, tab):
-    page = tab(files("gather"))
-    page.run("document.querySelector('.graph-box').focus()")
-    before = scale(page)
-    page.key("+")
-    assert scale(page) > before
-    page.key("-")
-    page.key("ArrowRight")
-    assert view(page)[0] > 0 or scale(page) == before
-    for _ in range(3):  # an input, the pass, the gather
-        page.key("Tab")
-    assert page.run("document.activeElement.dataset.names") == "gather_0"
-    page.key("Enter")
-    assert page.run(CHOSEN) == ["gather_0", ["gather_0"], True]
-    page.key("Escape")
-    assert page.run(CHOSEN)[0] is None
-    names = "document.activeElement.getAttribute('aria-label')"
-    assert page.run(names).startswith("gather_0, GATHERS")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_zoom_and_move(width):
+    script = """
+    const button = n => click($(`.tools button:nth-child(${n})`));
+    const wheel = (deltaY, ctrlKey) => box.dispatchEvent(
+      new WheelEvent('wheel', { ...middle(box), deltaY, ctrlKey }));
+    const scales = [scale()], views = [];
+    for (const n of [1, 2]) { button(n); scales.push(scale()); }
+    views.push(view());
+    const passed = [wheel(-200, true)];
+    scales.push(scale()); views.push(view());
+    button(3); views.push(view());
+    button(4); scales.push(scale()); views.push(view());
+    point(box, 'pointerdown'); point(box, 'pointermove', -30, -20);
+    point(box, 'pointermove', -60, -40); point(box, 'pointerup', -60, -40);
+    views.push(view());
+    passed.push(wheel(120, false));
+    scales.push(scale());
+    return [scales, views, passed, +svg.getAttribute('width'), +svg.getAttribute('height')];
+    """
+    scales, views, passed, wide, high = act(html_of("rounds"), script, width=width)
+    start, larger, again, wheeled, natural, still = scales
+    assert larger == pytest.approx(1.25 * start)
+    assert again == pytest.approx(start)
+    assert wheeled > start
+    before, after, whole, own, moved = views
+    assert before[0] + before[2] / 2 == pytest.approx(after[0] + after[2] / 2, abs=2)
+    assert max(whole[:2]) <= 1
+    assert whole[0] + whole[2] >= wide - 1
+    assert whole[1] + whole[3] >= high - 1
+    assert natural == still == 1
+    assert moved[0] - own[0] == pytest.approx(60, abs=2)
+    assert moved[1] - own[1] == pytest.approx(40, abs=2)
+    assert passed == [False, True]  # A wheel alone scrolls the page.
 
 
-def test_without_scripts(files, tab):
-    page = tab(files("rounds"), 420, scripts=False)
-    page.scripts(True)
-    assert page.run("document.querySelector('.tools')") is None
-    width, natural = page.run(
-        "(s => [s.getBoundingClientRect().width, +s.getAttribute('width')])"
-        "(document.querySelector('svg.graph'))"
-    )
+def test_choosing_a_step():
+    script = """
+    const found = [getComputedStyle($('.graph .gather .shape')).stroke];
+    for (const [s, inner] of [['a.gather'], ['a.server'], ['a.server'], ['details.map summary']]) {
+      click($(s)); found.push([...chosen(), $('details.chosen')?.id ?? null]);
+    }
+    box.focus(); const before = [scale(), view()[0]];
+    key('+'); key('ArrowRight'); found.push([scale() > before[0], view()[0] > before[1]]);
+    key('Escape'); found.push(chosen()[0]);
+    const stops = [...svg.querySelectorAll('a.box')];
+    found.push(stops.every(e => e.tabIndex == 0) && stops.map(e => e.getAttribute('aria-label')));
+    return found;
+    """
+    stroke, gather, server, none, by_panel, keys, escaped, labels = act(html_of("gather"), script)
+    red, green, blue = map(int, re.findall(r"\d+", stroke)[:3])
+    assert red > 2.5 * max(green, blue)
+    assert gather == ["gather_0", ["gather_0"], True, "bjx-step-1"]
+    assert server[:3] == ["server_0", ["server_0"], True]
+    assert none[0] is None
+    assert by_panel[0] == "map_clients_0"
+    assert keys == [True, True]
+    assert escaped is None
+    assert any(label.startswith("gather_0, GATHERS") for label in labels)
+
+
+def test_without_scripts():
+    page = re.sub("<script>.*?</script>", "", html_of("rounds"), flags=re.DOTALL)
+    script = """return [$('.tools'), svg.getBoundingClientRect().width, +svg.getAttribute('width'),
+      getComputedStyle(box).overflowX, document.querySelectorAll('.panel details').length,
+      document.scrollingElement.scrollWidth]"""
+    tools, width, natural, overflow, steps, scroll = act(page, script, width=500)
+    assert tools is None
     assert width == pytest.approx(natural, abs=1)
-    assert page.run("getComputedStyle(document.querySelector('.graph-box')).overflowX") == "auto"
-    assert page.run("document.querySelectorAll('.panel details').length") > 3
-    assert page.run("document.scrollingElement.scrollWidth") <= 420
+    assert overflow == "auto"
+    assert steps > 3
+    assert scroll <= 500
 
 
-def test_a_chart_says_its_numbers(files, tab):
-    page = tab(files("run"))
-    readout = "document.querySelector('.chart .readout').textContent"
-    before = page.run(readout)
-    x, y = middle(page, ".chart .strip:nth-last-of-type(20)")
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    assert page.run(readout) != before
-    assert page.run(readout).endswith(" s")
-
-
-@pytest.mark.parametrize("name", ["rounds", "run"])
-def test_a_page_is_printed(name, files, tab, tmp_path):
-    page = tab(files(name), scheme="dark")
-    page.pdf(tmp_path / "page.pdf")
-    data = (tmp_path / "page.pdf").read_bytes()
-    assert data.startswith(b"%PDF")
-    assert 1 <= data.count(b"/Type /Page\n") <= 12
-    page.scheme("dark", media="print")
-    assert page.run("getComputedStyle(document.querySelector('.bjx')).backgroundColor") == (
-        "rgb(255, 255, 255)"
-    )
-    assert (
-        page.run("getComputedStyle(document.querySelector('.tools, .readout')).display") == "none"
-    )
+def test_a_chart_says_its_numbers():
+    script = """
+    const readout = $('.chart .readout'), before = readout.textContent;
+    point([...document.querySelectorAll('.chart .strip')].at(-20), 'pointerover');
+    return [before, $('.chart .readout').textContent,
+      [...document.querySelectorAll('.readout')].map(e => e.textContent)];
+    """
+    before, _, readouts = act(html_of("run"), script)
+    assert any(text != before and text.endswith(" s") for text in readouts)
 
 
 NOTEBOOK = """<!DOCTYPE html><html><head><meta charset="utf-8"><title>notebook</title>
@@ -348,22 +282,15 @@ NOTEBOOK = """<!DOCTYPE html><html><head><meta charset="utf-8"><title>notebook</
 <h1 id="own">own</h1><table><tr><td id="cell">1</td></tr></table>{}{}</body></html>"""
 
 
-def test_outputs_of_a_notebook_stay_in_their_cells(tab, tmp_path):
-    explanation = bj.explain(trimmed, X)
-    path = tmp_path / "notebook.html"
-    path.write_text(
-        NOTEBOOK.format(explanation._repr_html_(), explanation._repr_html_()), encoding="utf-8"
-    )
-    page = tab(path)
-    assert page.complaints() == []
-    style = "getComputedStyle(document.getElementById('{}')).{}"
-    assert page.run(style.format("own", "color")) == "rgb(1, 2, 3)"
-    assert page.run(style.format("own", "fontSize")) == "32px"
-    assert page.run(style.format("cell", "paddingLeft")) == "7px"
-    assert page.run("document.querySelectorAll('.tools').length") == 2
-    # Notebooks run the script of an output again when they show it again.
-    page.run("[...document.querySelectorAll('.bjx script:last-child')].forEach(s => eval(s.text))")
-    assert page.run("document.querySelectorAll('.tools').length") == 2
-    page.click(*middle(page, ".bjx a.gather"))
-    chosen = "[...document.querySelectorAll('.bjx')].map(e => e.querySelectorAll('.chosen').length)"
-    assert page.run(chosen) == [1, 0]
+def test_outputs_of_a_notebook_stay_in_their_cells():
+    script = """
+    const own = getComputedStyle($('#own')), { paddingLeft } = getComputedStyle($('#cell'));
+    // Notebooks run the script of an output again when they show it again.
+    [...document.querySelectorAll('.bjx script:last-child')].forEach(s => eval(s.text));
+    click($('.bjx a.gather'));
+    return [own.color, own.fontSize, paddingLeft, document.querySelectorAll('.tools').length,
+      [...document.querySelectorAll('.bjx')].map(e => e.querySelectorAll('.chosen').length)];
+    """
+    output = bj.explain(trimmed, X)
+    page = NOTEBOOK.format(output._repr_html_(), output._repr_html_())
+    assert act(page, script) == ["rgb(1, 2, 3)", "32px", "7px", 2, [1, 0]]

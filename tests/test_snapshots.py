@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 
 import beamjax as bj
 
@@ -17,7 +18,7 @@ RUNNERS = ("local", "DirectRunner")
 class Gate:
     """A dataset of zeros whose members can only be read once the gate is open."""
 
-    def __init__(self, size):
+    def __init__(self, size=N):
         self.size = size
         self.open = threading.Event()
 
@@ -42,61 +43,39 @@ def aligned(shape, value):
     return array
 
 
-def rows(value=1.0):
-    return aligned((N, 16), value)
+def rows():
+    return aligned((N, 16), 1)
 
 
-# Each case makes an argument of `total`, and a function that overwrites what it was made of.
-def _array():
-    x = rows()
-    return x, lambda: x.fill(7)
-
-
-def _view():
-    base = aligned((2 * N, 16), 1)
-    return base[::2], lambda: base.fill(7)
-
-
-def _read_only_view():
-    base = rows()
-    view = base[:]
+def read_only(x):
+    view = x[:]
     view.flags.writeable = False
-    return view, lambda: base.fill(7)
+    return view
 
 
-def _repeated():
-    base = aligned((16,), 1)
-    return np.broadcast_to(base, (N, 16)), lambda: base.fill(7)
-
-
-def _from_arrays():
-    x = rows()
-    return bj.from_arrays(x), lambda: x.fill(7)
-
-
-def _taken():
-    x = aligned((2 * N, 16), 1)
-    return bj.take(bj.from_arrays(x), np.arange(0, 2 * N, 2)), lambda: x.fill(7)
-
-
-def _jax_array():
-    return jnp.asarray(rows()), lambda: None
-
-
-CASES = {
-    "array": _array,
-    "view": _view,
-    "read-only view of a writable array": _read_only_view,
-    "broadcast array": _repeated,
-    "from_arrays": _from_arrays,
-    "take of from_arrays": _taken,
-    "jax array": _jax_array,
+# An array, and the argument of a program that is made from it.
+ARGUMENTS = {
+    "array": (rows, lambda x: x),
+    "view": (lambda: aligned((2 * N, 16), 1), lambda x: x[::2]),
+    "read-only view of a writable array": (rows, read_only),
+    "broadcast array": (lambda: aligned((16,), 1), lambda x: np.broadcast_to(x, (N, 16))),
+    "from_arrays": (rows, bj.from_arrays),
+    "take of from_arrays": (
+        lambda: aligned((2 * N, 16), 1),
+        lambda x: bj.take(bj.from_arrays(x), np.arange(0, 2 * N, 2)),
+    ),
+    "ragged": (
+        lambda: aligned((2 * N, 16), 0.5),
+        lambda x: bj.from_ragged(x, np.full(N, 2)),
+    ),
 }
 
 
 @bj.program(placements={"clients": N})
 def total(weights, tree, gate):
     x, scale = tree["x"], weights["scale"]
+    if isinstance(x, dict):
+        x = bj.map_fn(lambda m: jnp.sum(m["rows"], 0, where=m["mask"][:, None]), x)
     products = bj.map_fn(lambda v, zero: v * scale + zero, (x, gate))
     return bj.reduce_sum(products), x, scale
 
@@ -104,50 +83,30 @@ def total(weights, tree, gate):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_launch_reads_arrays_before_it_returns(runner):
     wrong = []
-    for name, make in CASES.items():
-        gate, scale = Gate(N), aligned((16,), 2)
-        x, overwrite = make()
+    for name, (make, argument) in ARGUMENTS.items():
+        gate, scale, array = Gate(), aligned((16,), 2), make()
+        x = argument(array)
         job = bj.launch(total, {"scale": scale}, {"x": x}, gate.source(), runner=runner)
-        overwrite()
+        array.fill(7)
         scale[:] = 7
         gate.open.set()
         found = [np.unique(np.asarray(leaf)).tolist() for leaf in job.result()]
         if found != [[2.0 * N], [1.0], [2.0]]:
             wrong.append((name, found))
-    assert not wrong
+    assert wrong == []
 
 
-def test_launch_reads_the_arrays_of_ragged_members_before_it_returns():
-    x, lengths = aligned((N,), 1), np.full(N // 2, 2)
-    source = bj.from_ragged(x, lengths)
-    gate = Gate(N // 2)
-
-    @bj.program(placements={"clients": N // 2})
-    def ragged(members, zeros):
-        def body(member, zero):
-            return jnp.sum(member["rows"], where=member["mask"]) + zero
-
-        return bj.reduce_sum(bj.map_fn(body, (members, zeros)))
-
-    job = bj.launch(ragged, source, gate.source(), runner="local")
-    x[:] = 7
-    gate.open.set()
-    assert job.result() == N
-
-
-def test_launch_does_not_copy_what_nobody_can_write_to(tmp_path):
+def test_launch_does_not_copy_what_cannot_change(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((N, 16), np.float32))
     owned = np.ones((N, 16), np.float32)
     owned.flags.writeable = False
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    read = bj.from_arrays({"a": owned, "b": mapped, "c": np.asarray(jnp.ones((N, 16)))})
-    again = read.snapshot()
-    assert again is read
-    copied = bj.from_arrays(np.ones((N, 16), np.float32))
-    assert copied.snapshot() is not copied
+    source = bj.from_arrays({"a": owned, "b": mapped, "c": np.asarray(jnp.ones((N, 16)))})
+    assert source.snapshot() is source
     writable = np.load(tmp_path / "x.npy", mmap_mode="c")
-    assert bj.from_arrays(writable).snapshot() is not None
-    assert not np.shares_memory(bj.from_arrays(writable).snapshot().read(0, N)[0], writable)
+    for array in (np.ones((N, 16), np.float32), writable):
+        copied = bj.from_arrays(array).snapshot()
+        assert not np.shares_memory(copied.read(0, N)[0], array)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -172,11 +131,7 @@ def test_transform_takes_the_values_of_its_arguments_at_once():
     from apache_beam.testing.util import assert_that, equal_to
 
     w, x = aligned((16,), 2), rows()
-
-    @bj.program(placements={"clients": N})
-    def products(w, x):
-        return bj.reduce_sum(bj.map_fn(lambda v: v @ w, x))
-
+    products = bj.program(clients=N)(lambda w, x: bj.reduce_sum(bj.map_fn(lambda v: v @ w, x)))
     with bj.pipeline("DirectRunner") as pipeline:
         transform = bj.transform(products, w, bj.from_arrays(x))
         w[:] = 7
@@ -188,38 +143,32 @@ def test_transform_takes_the_values_of_its_arguments_at_once():
 # --- arrays that a program closes over
 
 
-def _plain(c):
-    @bj.program(placements={"clients": N})
-    def program(x):
-        return bj.reduce_sum(bj.map_fn(lambda v: v + c.sum() + c[1] + jnp.asarray(c)[0], x)) * c
+def sum_of(body, x):
+    return bj.reduce_sum(bj.map_fn(body, x))
 
-    return program
+
+def _plain(c):
+    return lambda x: sum_of(lambda v: v + c.sum() + c[1] + jnp.asarray(c)[0], x) * c
 
 
 def _nested(c):
     """Under jit inside of a scan inside of a body."""
+    inner = jax.jit(lambda v: v + c)
 
-    @jax.jit
-    def inner(v):
-        return v + c
-
-    @bj.program(placements={"clients": N})
     def program(x):
         def body(v):
             out, _ = jax.lax.scan(lambda a, _: (inner(a), None), jnp.full(3, v), None, 2)
             return out + c.sum()
 
-        return bj.reduce_sum(bj.map_fn(body, x)) + c.max()
+        return sum_of(body, x) + c.max()
 
     return program
 
 
 def _partial(c):
-    @bj.program(placements={"clients": N})
-    def program(c, x):
-        return bj.reduce_sum(bj.map_fn(lambda v: v + jnp.asarray(c).sum() + c.max(), x))
-
-    return functools.partial(program, c)
+    return functools.partial(
+        lambda c, x: sum_of(lambda v: v + jnp.asarray(c).sum() + c.max(), x), c
+    )
 
 
 class _Model:
@@ -227,50 +176,29 @@ class _Model:
         self.c = c
 
     def __call__(self, x):
-        @bj.program(placements={"clients": N})
-        def program(x):
-            return bj.reduce_sum(bj.map_fn(lambda v: (v + self.c).sum() + self.c.sum(), x))
-
-        return program(x)
+        return sum_of(lambda v: (v + self.c).sum() + self.c.sum(), x)
 
 
 def _scalar(c):
     """Arrays without axes are literals of the traced program."""
     scalar = c[0:1].reshape(())
-
-    @bj.program(placements={"clients": N})
-    def program(x):
-        return bj.reduce_sum(bj.map_fn(lambda v: v * scalar + float(scalar), x))
-
-    return program
+    return lambda x: sum_of(lambda v: v * scalar + float(scalar), x)
 
 
 def _python(c):
     """The body calls back to the host, so it runs as Python."""
+    kind = jax.ShapeDtypeStruct((), "float32")
 
-    @bj.program(placements={"clients": N})
-    def program(x):
-        def body(v):
-            same = jax.pure_callback(
-                lambda v: np.asarray(v), jax.ShapeDtypeStruct((), "float32"), v,
-                vmap_method="sequential",
-            )  # fmt: skip
-            out, _ = jax.lax.scan(
-                lambda a, _: (jax.jit(lambda a: a + c)(a), None), same + c, None, 2
-            )
-            return out.sum() + c.sum()
+    def body(v):
+        same = jax.pure_callback(lambda v: np.asarray(v), kind, v, vmap_method="sequential")
+        step = lambda a, _: (jax.jit(lambda a: a + c)(a), None)
+        return jax.lax.scan(step, same + c, None, 2)[0].sum() + c.sum()
 
-        return bj.reduce_sum(bj.map_fn(body, x))
-
-    return program
+    return lambda x: sum_of(body, x)
 
 
 def _returned(c):
-    @bj.program(placements={"clients": N})
-    def program(x):
-        return bj.reduce_sum(x), c, bj.broadcast(c)
-
-    return program
+    return lambda x: (bj.reduce_sum(x), c, bj.broadcast(c))
 
 
 CLOSURES = {
@@ -284,9 +212,12 @@ CLOSURES = {
 }
 
 
-def _same(found, expected):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+def is_same(found, expected):
+    try:
+        assert_same_bits(found, expected)
+    except AssertionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -294,37 +225,33 @@ def test_closed_over_arrays_have_the_values_of_the_first_call(runner):
     x, wrong = np.arange(N, dtype=np.float32), []
     for name, make in CLOSURES.items():
         c = aligned((3,), [1, 2, 3])
-        program = make(c)
+        program = bj.program(clients=N)(make(c))
         first = jax.tree.map(np.array, bj.run(program, x, runner=runner))
         expected = jax.tree.map(np.array, jax.jit(program)(x))
         c *= 2
         again = bj.run(program, x, runner=runner)
-        fresh = bj.run(make(c), x, runner=runner)
-        expected_fresh = jax.jit(make(c))(x)
-        checks = _same(first, expected), _same(again, expected), _same(fresh, expected_fresh)
-        if checks != (True, True, True):
+        fresh = bj.program(clients=N)(make(c))
+        checks = [is_same(found, expected) for found in (first, again)]
+        checks.append(is_same(bj.run(fresh, x, runner=runner), jax.jit(fresh)(x)))
+        if not all(checks):
             wrong.append((name, checks))
-    assert not wrong
-
-
-@bj.program(placements={"clients": N})
-def shifted(x, zeros):
-    return bj.map_fn(lambda v, zero: v + zero, (x, zeros))
+    assert wrong == []
 
 
 def test_a_launched_job_has_the_closed_over_values_of_its_launch():
+    @bj.program(clients=N)
+    def shifted(x, zeros):
+        return bj.map_fn(lambda v, zero: v + zero, (x, zeros))
+
     x, wrong = np.arange(N, dtype=np.float32), []
     for name, make in CLOSURES.items():
-        c, gate = aligned((3,), [1, 2, 3]), Gate(N)
-        program = make(c)
+        c, gate = aligned((3,), [1, 2, 3]), Gate()
+        program = bj.program(clients=N)(make(c))
         expected = jax.tree.map(np.array, jax.jit(program)(x))
-
-        def gated(x, zeros, program=program):
-            return program(shifted(x, zeros))
-
+        gated = lambda x, zeros, program=program: program(shifted(x, zeros))
         job = bj.launch(gated, x, gate.source(), runner="local")
         c[:] = 7
         gate.open.set()
-        if not _same(job.result(), expected):
+        if not is_same(job.result(), expected):
             wrong.append(name)
-    assert not wrong
+    assert wrong == []

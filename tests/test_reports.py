@@ -1,0 +1,399 @@
+"""Reports of runs: what they record, on any runner and however the run ends, and their pages."""
+
+import dataclasses
+import json
+import logging
+import math
+import time
+
+import html_checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import plan_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import beamjax as bj
+from beamjax import recording, report
+from beamjax.dropping import Dropped
+from beamjax.errors import ArrayFormatError, JobError, OptionsError
+from beamjax.job_folder import JobFolder
+from beamjax.options import parse_options
+from beamjax.pages.charts import Line, chart, plain, shares_bar, stacked_chart, ticks
+from beamjax.pages.run_page import run_page, seconds_of, speed
+from beamjax.pages.shell import document, fragment
+from beamjax.progress import SECONDS, Progress, Tally
+from beamjax.recording import curves, options_told
+from beamjax.report import Curve, Report, curve_to_json, read_report
+from beamjax.timeline import COLUMNS, Moments, Timeline, numbers, samples_from_json, thinned
+
+N = 24
+X = np.arange(N, dtype=np.float32)
+EVIL = "<script>alert('x')</script> & \"quotes\""
+
+
+@bj.program(clients=N)
+def descend(w, x):
+    def one(w, rate):
+        w = w - rate * bj.reduce_mean(bj.map_fn(lambda v: w - v, x))
+        return w, {"loss": jnp.abs(w), "twice": jnp.ones((2,)), "round": jnp.int32(3)}
+
+    return jax.lax.scan(one, w, jnp.full(5, 0.1))
+
+
+def run(folder, runner="local", **options):
+    job_folder = {"job_folder": str(folder), "shard_size": 8}
+    return bj.run(descend, jnp.float32(1), X, runner=runner, options=job_folder | options)
+
+
+def page_of(path):
+    return html_checks.parsed(path.read_text(encoding="utf-8"))
+
+
+# --- what is recorded
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_what_a_report_says_of_a_run(runner, tmp_path):
+    handlers = list(logging.getLogger("beamjax").handlers)
+    _, stacked = run(tmp_path / "job", runner, checkpoint=str(tmp_path / "c"), checkpoint_every=2)
+    assert logging.getLogger("beamjax").handlers == handlers
+    found = bj.open_job(tmp_path / "job").report()
+    assert (found.program, found.runner, found.state) == ("descend", runner, "done")
+    assert abs(found.began - time.time()) < 600
+    assert found.started in repr(found)
+    done = found.progress.done
+    assert (done.members, done.shards, found.progress.rounds) == (5 * N, 5 * 3, 5)
+    (name,) = (name for name in found.progress.steps if name.startswith("map_clients"))
+    assert found.progress.steps[name].members == 5 * N
+    total = sum(found.progress.steps.values(), Tally())
+    assert total.members == done.members
+    assert total.compute == pytest.approx(done.compute)
+    assert found.samples["members"][-1] == done.members
+    assert len(found.round_ends) in ((5,) if runner == "local" else range(1, 6))
+    assert len(found.checkpoints) >= 2
+    assert list(found.checkpoints) == sorted(found.checkpoints)
+    (curve,) = found.curves
+    assert (curve.path, curve.rounds, curve.of) == ("result[1]['loss']", (0, 1, 2, 3, 4), 5)
+    np.testing.assert_array_equal(np.float32(curve.values), stacked["loss"])
+    assert [step.kind for step in found.plan.steps] == ["Loop"] or found.plan.passes == 1
+    assert any("bj.reduce_mean" in line for line in found.source_lines.values())
+    assert found.options["shard_size"] == "8"
+    assert found.machine["jax"] == jax.__version__
+    assert {"python", "beamjax", "numpy", "apache-beam", "processors"} <= set(found.machine)
+    assert found.error is None
+    assert found.to_json() == json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert "checkpoints" in html_checks.parsed(found.to_html()).text
+
+
+def test_a_launched_job_has_a_report_at_any_time():
+    with bj.launch(descend, jnp.float32(1), X, runner="local") as job:
+        assert job.report().program == "descend"
+        job.result()
+        assert (job.report().state, len(job.report().curves)) == ("done", 1)
+
+
+def test_the_option_report(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    run(None, job_folder=None, report=tmp_path / "run.html")
+    found = page_of(tmp_path / "run.html")
+    assert "✓ done" in found.text
+    assert found.data["run"]["progress"]["rounds"] == 5
+    assert list(folder.iterdir()) == []
+    # A page that can't be written costs no result.
+    w, _ = run(tmp_path / "job", report=str(tmp_path / "none" / "run.html"))
+    assert w.shape == ()
+    assert "run.html: cannot write it" in caplog.text
+    with pytest.raises(OptionsError, match="report: found 3, expected the path or URL of a file"):
+        parse_options({"report": 3})
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_run_that_fails_has_a_report(runner, tmp_path):
+    def check(value):
+        if value == 13:
+            raise ValueError("found <13>")
+        return value
+
+    result = jax.ShapeDtypeStruct((), "float32")
+    body = lambda v: jax.pure_callback(check, result, v, vmap_method="sequential")
+    fails = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    page = tmp_path / "run.html"
+    with pytest.raises(bj.WorkerError, match="found <13>"):
+        bj.run(fails, X, runner=runner, options={"report": str(page), "shard_size": 8})
+    found = page_of(page)
+    for text in ("✗ failed", "ValueError: found <13>", "Traceback"):
+        assert text in found.text
+    assert found.data["run"]["error"]["step"] == "map_clients_0"
+
+
+def test_dropped_members_and_warnings(tmp_path):
+    total = bj.program(clients=N)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sqrt, x - 2)))
+    letters = tmp_path / "letters.jsonl"
+    options = {"on_nonfinite": "drop", "dead_letters": str(letters), "report": tmp_path / "r.html"}
+    bj.run(total, X, options=options)
+    found = page_of(tmp_path / "r.html")
+    data = found.data["run"]
+    assert [each["member"] for each in data["dropped"]] == [0, 1]
+    assert data["progress"]["dropped"] == 2
+    assert "2 members were dropped" in data["warnings"][0]
+    assert "nonfinite" in found.text
+    assert str(letters) in found.text
+
+
+def test_a_recording_that_fails_costs_no_result(tmp_path, monkeypatch):
+    def wrong(*args):
+        raise RuntimeError("wrong")
+
+    monkeypatch.setattr(recording, "plain_plan", wrong)
+    monkeypatch.setattr(recording, "curves", wrong)
+    run(tmp_path / "job")
+    found = bj.open_job(tmp_path / "job").report()
+    assert (found.plan, found.curves) == (None, ())
+    assert html_checks.parsed(found.to_html()).all("span", class_="state done")
+
+
+def test_secrets_among_options_are_not_shown():
+    options = {"shard_size": 16, "some_password": "p", "api_key": "k", "region": "here"}
+    hidden = dict.fromkeys(("some_password", "api_key"), "(not shown)")
+    expected = {"shard_size": "16", "region": "here"} | hidden
+    assert options_told(parse_options(options)) == expected
+    assert options_told(parse_options(None)) == {}
+
+
+def test_curves_are_floats_of_the_length_of_a_loop():
+    result = {
+        "loss": jnp.array([1, jnp.nan, 3, jnp.inf, 5], jnp.bfloat16), "ints": jnp.arange(5),
+        "long": jnp.ones(6), "wide": jnp.ones((5, 1)), "scalar": jnp.float32(1), "not": "x",
+        "keys": jax.random.split(jax.random.key(0), 5),
+    }  # fmt: skip
+    (found,) = curves(plan_of(descend, jnp.float32(1), X), result)
+    assert found.path == "result['loss']"
+    record = curve_to_json(found)
+    assert record["values"] == [1.0, None, 3.0, None, 5.0]
+    back = report._curve(record, "here")
+    assert math.isnan(back.values[1])
+    assert back.values[::2] == (1.0, 3.0, 5.0)
+
+
+def test_damaged_records_are_clear_errors(tmp_path):
+    folder = JobFolder(str(tmp_path))
+    with pytest.raises(JobError):
+        read_report(folder)
+    folder.begin({"name": "f", "runner": "r"})
+    assert read_report(folder).samples["seconds"] == ()
+    curve = {"path": "a", "rounds": ["x"], "values": [1.0], "of": 1}
+    for course in (
+        {"samples": 3}, {"round_ends": "x"}, {"warnings": [3]}, {"curves": [{}]},
+        {"curves": [curve]},
+    ):  # fmt: skip
+        folder.write("course", course)
+        with pytest.raises(ArrayFormatError, match=r"course\.record"):
+            read_report(folder)
+    folder.write("course", {})
+    folder.write("about", {"plan": {"program": 3}})
+    with pytest.raises(ArrayFormatError, match="expected str"):
+        read_report(folder)
+
+
+# --- samples over time
+
+
+def filled(most, seconds):
+    timeline = Timeline(most)
+    for i, second in enumerate(seconds):
+        done = Tally(members=i, compute=second / 2)
+        timeline.add(Progress(done=done, seconds=float(second), rounds=i // 3))
+    return timeline.samples
+
+
+def test_long_runs_have_few_samples_evenly():
+    for count in (1, 7, 8, 9, 100, 5000):
+        samples = filled(8, np.arange(count) * 0.5)
+        seconds = np.array(samples["seconds"])
+        assert set(samples) == set(COLUMNS)
+        assert len({len(column) for column in samples.values()}) == 1
+        assert len(seconds) <= 9
+        assert seconds[0] == 0
+        assert seconds[-1] == (count - 1) * 0.5  # The newest is always there.
+        assert (np.diff(seconds) > 0).all()
+        if count >= 100:
+            assert len(seconds) >= 4
+            gaps = np.diff(seconds)[:-1]
+            assert gaps.max() <= 2.1 * gaps.min()
+        np.testing.assert_allclose(samples["members"], seconds / 0.5)
+        np.testing.assert_allclose(samples["compute"], seconds / 2)
+        assert samples["rounds"] == tuple(m // 3 for m in samples["members"])
+    rng = np.random.default_rng(0)
+    seconds = np.sort(np.concatenate([rng.uniform(0, 1, 300), rng.uniform(0, 100, 300)]))
+    samples = filled(40, seconds)
+    assert len(samples["seconds"]) <= 41
+    assert np.diff(samples["seconds"])[10:].max() < 15
+
+
+@given(st.integers(0, 3000), st.integers(2, 50))
+def test_moments_are_every_so_many(count, most):
+    moments = Moments(most)
+    for i in range(count):
+        moments.add(float(i))
+    found = np.array(moments.times)
+    assert len(found) <= most
+    assert len(set(np.diff(found))) <= 1
+    assert count < most or len(found) >= most // 2
+    if count:
+        assert found[0] == 0
+
+
+def test_samples_as_json():
+    samples = filled(8, range(20))
+    record = {name: list(column) for name, column in samples.items()}
+    assert samples_from_json(record, "here") == samples
+    del record["merge"]
+    assert samples_from_json(record, "here")["merge"] == (0.0,) * len(samples["seconds"])
+    assert samples_from_json({}, "here")["seconds"] == ()
+    for record in (
+        [], "x", {"seconds": "x"}, {"seconds": [1, None]}, {"seconds": [1], "members": [1, 2]},
+        {"seconds": [float("nan")]}, {"seconds": [True]},
+    ):  # fmt: skip
+        with pytest.raises(ArrayFormatError, match="here: found"):
+            samples_from_json(record, "here")
+    with pytest.raises(ArrayFormatError, match="expected a list of finite numbers"):
+        numbers({"a": 1}, "here")
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=60), st.integers(2, 20))
+def test_thinned_values_are_those_of_their_places(values, most):
+    places, left = thinned(values, most)
+    assert left == [values[i] for i in places]
+    assert len(places) == min(len(values), most)
+    assert places == sorted(set(places))
+    if values:
+        assert (places[0], places[-1]) == (0, len(values) - 1)
+
+
+# --- the page
+
+
+def example_report(seconds=30, **more):
+    """The report of a run that went on for so many seconds."""
+    timeline = Timeline()
+    for i in range(seconds * 2 + 1):
+        done = Tally(
+            members=100 * i, shards=i, retries=i // 20, bytes_read=4000 * i, read=0.1 * i,
+            transfer=0.01 * i, compile=min(i, 4), compute=0.3 * i, merge=0.02 * i,
+        )  # fmt: skip
+        progress = Progress(
+            done, members=100 * (seconds * 2), shards=60, rounds=i // 10, rounds_total=6,
+            dropped=i // 30, step="map", workers=2, seconds=i / 2,
+            steps={"map_clients_0": done, "server_0": Tally(compute=1.0)},
+        )  # fmt: skip
+        timeline.add(progress)
+    found = Report(
+        "train", "DirectRunner", "done", 1.8e9, progress, timeline.samples,
+        tuple(5.0 * i for i in range(1, 7)), (10.0, 20.0),
+        (Curve("result['loss']", tuple(range(6)), (5.0, 3.0, 2.0, math.nan, 1.0, 0.5), 6),),
+        options={"checkpoint": "/there", "dead_letters": "/letters"}, machine={"jax": "1"},
+    )  # fmt: skip
+    return dataclasses.replace(found, **more)
+
+
+def test_what_a_page_shows():
+    dropped = tuple(
+        Dropped("clients", i, "map_clients_0", ("error", "nonfinite")[i % 2], EVIL)
+        for i in range(30)
+    )
+    progress = dataclasses.replace(
+        example_report().progress, predicted={"(total)": 12.0, "server_0": 0.25}, advice="do less"
+    )
+    given = example_report(dropped=dropped, warnings=("a warning",), progress=progress, plan=None)
+    found = html_checks.parsed(document(run_page(given)))
+    for text in (
+        "run of train", "✓ done", "Members done", "Members a second", "Rounds done",
+        "Shards again", "Members dropped", "result['loss']", "Where the time went", "a warning",
+        "Rounds and checkpoints", "after 20 s", "/there", "/letters", "10 more are not shown",
+        "round 5: 0.5", "6000 members at 30 s", "5 s on average",
+        "predicted, without compiling", "250 ms", "do less",
+    ):  # fmt: skip
+        assert text in found.text, text
+    assert found.data["run"]["curves"][0]["values"][3] is None
+    assert len(found.all("path", class_="saved")) == 4
+    assert len(found.all("path", class_="mark")) == 6
+    assert {"goal"} <= {a.get("class") for a in found.all("path")}
+    page = run_page(example_report())
+    html_checks.parsed(fragment(page) + fragment(page))  # A notebook may hold both.
+    empty = html_checks.parsed(Report("f", "r", "lost", 0.0, Progress()).to_html()).text
+    assert "too short to be seen" in empty
+    assert "? lost" in empty
+
+
+def test_texts_of_users_stay_texts():
+    error = {"type": "ValueError", "message": f"{EVIL}\n" * 9, "traceback": EVIL, "step": EVIL}
+    for state in ("running", "failed", "cancelled", "lost"):
+        found = example_report(
+            state=state, program=EVIL, runner=EVIL, warnings=(EVIL,), error=error,
+            options={EVIL: EVIL}, machine={EVIL: EVIL},
+            curves=(Curve(EVIL, (0, 1), (1.0, 2.0), 9),),
+            dropped=(Dropped(EVIL, 1, EVIL, EVIL, EVIL),),
+        )  # fmt: skip
+        for html in (document(run_page(found)), fragment(run_page(found))):
+            assert "<script>alert" not in html
+            page = html_checks.parsed(html)
+            assert page.text.count("alert('x')") >= 14
+            assert page.data["run"]["program"] == EVIL
+            assert "2 of 9 rounds are shown" in page.text
+
+
+def test_speed_is_the_slope():
+    seconds = np.arange(0, 100, 0.5)
+    middles, speeds = speed(seconds, 7 * seconds)
+    np.testing.assert_allclose(speeds, 7)
+    assert 30 < len(middles) <= 61
+    _, speeds = speed(seconds, 10 * np.floor(seconds))  # Workers write once a second.
+    assert min(speeds) > 5
+    assert speed([0, 0, 0], [0, 0, 5]) == ([], [])
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9), st.integers(1, 8), st.booleans())
+def test_ticks_are_round_and_around(a, b, about, whole):
+    low, high = sorted((round(a), round(b)) if whole else (a, b))
+    if high - low < 1e-6 * max(abs(low), abs(high)):
+        high = low
+    found = ticks(low, high, about, whole)
+    assert 2 <= len(found) <= about + 3
+    room = 1e-6 * (found[-1] - found[0])
+    assert found[0] <= low + room
+    assert found[-1] >= high - room
+    assert not whole or all(float(tick).is_integer() for tick in found)
+
+
+@given(st.lists(st.one_of(st.floats(), st.integers(-9, 9)), min_size=1, max_size=300))
+def test_any_line_is_a_chart(values):
+    found = html_checks.parsed(chart(Line("t", range(len(values)), values, "round", "y")))
+    assert len(found.all("rect")) <= 120
+    assert "nan" not in str(found.all("path"))
+    for path in found.all("path", class_="curve"):
+        assert "inf" not in path["d"]
+    if not any(map(math.isfinite, values)):
+        assert "no finite values" in found.text
+
+
+def test_numbers_and_shares_for_people():
+    expected = {
+        0: "0", 0.25: "0.25", 1234.5: "1234", 9999: "9999", 12345: "12.35 k", 2.5e6: "2.5 M",
+        3e9: "3 G", 1e-7: "1e-07", math.inf: "inf", -12345: "-12.35 k",
+    }  # fmt: skip
+    assert {value: plain(value) for value in expected} == expected
+    found = html_checks.parsed(shares_bar(Tally(read=1.0, compute=3.0)))
+    assert [a["class"] for a in found.all("span")] == ["read", "compute"]
+    assert [a["style"] for a in found.all("span")] == ["width:25%", "width:75%"]
+    assert found.text == "read 25%, compute 75%"
+    html_checks.parsed(shares_bar(Tally()))
+    assert seconds_of(Tally(read=1.0, merge=2.0)) == 3.0
+    shares = {kind: [0.2, 0.2] for kind in SECONDS}
+    found = html_checks.parsed(stacked_chart("t", [0.0, 1.0], shares, "s"))
+    assert [a["class"] for a in found.all("path")][:5] == list(SECONDS)
+    assert "Nothing was measured" in html_checks.parsed(stacked_chart("t", [], shares, "s")).text
