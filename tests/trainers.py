@@ -83,16 +83,12 @@ def stacked(tree):
 # --- optimizer states of workers
 
 OPTIMIZERS = {
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(1e-2),
-    "adamw_schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)),
-    "injected": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9),
     "injected_schedule": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.exponential_decay(0.1, 2, 0.5)
     ),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "every_other_step": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-    "if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=2),
     "noisy": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
     "partitioned": lambda: optax.partition(
         {"fast": optax.sgd(0.1), "slow": optax.adam(1e-3)},
@@ -196,17 +192,6 @@ def split_among_workers(batch):
 
 
 @trainer(passes=2)
-def diloco():
-    @workers
-    def step(state, x, y):
-        inner, metrics = drjax.map_fn(inner_steps, (state.inner, *split_among_workers((x, y))))
-        state = synchronize(state._replace(inner=inner, step=state.step + B // 2))
-        return state, drjax.reduce_mean(metrics)
-
-    return step, outer_state(), global_batches()
-
-
-@trainer(passes=2)
 def diloco_step_of_a_worker():
     """The server reads the step of worker 0."""
 
@@ -214,18 +199,6 @@ def diloco_step_of_a_worker():
     def step(state, x, y):
         inner, metrics = drjax.map_fn(inner_steps, (state.inner, *split_among_workers((x, y))))
         state = synchronize(state._replace(inner=inner, step=inner.step[0]))
-        return state, drjax.reduce_mean(metrics)
-
-    return step, outer_state(), global_batches()
-
-
-@trainer(passes=3)
-def diloco_when_it_is_time():
-    @workers
-    def step(state, x, y):
-        inner, metrics = drjax.map_fn(inner_steps, (state.inner, *split_among_workers((x, y))))
-        state = state._replace(inner=inner, step=inner.step[0])
-        state = jax.lax.cond(state.step % B == 0, synchronize, lambda s: s, state)
         return state, drjax.reduce_mean(metrics)
 
     return step, outer_state(), global_batches()
@@ -249,24 +222,6 @@ def parts_of_metrics_set_by_number():
 
 
 # --- keys
-
-
-@trainer(passes=1)
-def keys_split_a_round():
-    @workers
-    def step(state, x, y):
-        params, key = state
-        key, use = jax.random.split(key)
-
-        def local(k, x, y):
-            rows = jax.random.permutation(k, B)[: B // 2]
-            return jax.grad(loss)(params, x[rows], y[rows])
-
-        grads = drjax.map_fn(local, (jax.random.split(use, N), x, y))
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, drjax.reduce_mean(grads))
-        return (params, key), jax.random.uniform(use)
-
-    return step, (parameters(), jax.random.key(1)), placed_batches()
 
 
 @trainer(passes=1)
@@ -305,19 +260,6 @@ def keys_folded_in_by_number():
     return step, (parameters(), jnp.int32(0), jax.random.key(1)), placed_batches()
 
 
-@trainer(passes=1)
-def legacy_keys():
-    @workers
-    def step(state, x, y):
-        params, key = state
-        key, use = jax.random.split(key)
-        noise = lambda k, x, y: jax.grad(loss)(params, x + jax.random.normal(k, (D,)), y)
-        grads = drjax.reduce_mean(drjax.map_fn(noise, (jax.random.split(use, N), x, y)))
-        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), key), None
-
-    return step, (parameters(), jax.random.PRNGKey(1)), placed_batches()
-
-
 # --- who takes part
 
 
@@ -341,48 +283,7 @@ def sampled_workers():
     return step, (parameters(), jax.random.key(1)), placed_batches()
 
 
-@trainer(passes=1)
-def only_the_picked_keep_what_they_learn():
-    @workers
-    def step(state, x, y):
-        placed, key = state
-        key, use = jax.random.split(key)
-        picked = jax.random.bernoulli(use, 0.5, (N,))
-
-        def local(params, picked, x, y):
-            new = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x, y))
-            return jax.tree.map(lambda new, old: jnp.where(picked, new, old), new, params)
-
-        return (drjax.map_fn(local, (placed, picked, x, y)), key), drjax.reduce_any(picked)
-
-    return step, (stacked(parameters()), jax.random.key(2)), placed_batches()
-
-
 # --- optimizers of the server, state of both
-
-
-@trainer(passes=1)
-def adaptive_server():
-    optimizer = optax.adam(0.05, b1=0.9, b2=0.99, eps=1e-3)
-
-    @workers
-    def step(state, x, y):
-        params, opt = state
-
-        def local(params, x, y):
-            one = lambda p, _: (
-                jax.tree.map(lambda v, g: v - 0.1 * g, p, jax.grad(loss)(p, x, y)),
-                None,
-            )
-            return jax.lax.scan(one, params, None, length=2)[0]
-
-        trained = drjax.map_fn(local, (drjax.broadcast(params), x, y))
-        delta = jax.tree.map(lambda t, p: p - t, drjax.reduce_mean(trained), params)
-        updates, opt = optimizer.update(delta, opt, params)
-        return (optax.apply_updates(params, updates), opt), jax.tree.map(jnp.linalg.norm, delta)
-
-    params = parameters()
-    return step, (params, optimizer.init(params)), placed_batches()
 
 
 @trainer(passes=1)
@@ -513,35 +414,6 @@ def averaging(params, x, y):
     return drjax.reduce_mean(trained)
 
 
-@trainer(passes=3)
-def python_loop_of_rounds():
-    @workers
-    def step(params, x, y):
-        for _ in range(3):
-            params = averaging(params, x, y)
-        return params, None
-
-    return step, parameters(), placed_batches()
-
-
-@trainer(passes=1)
-def scan_of_rounds():
-    @workers
-    def step(params, x, y):
-        return jax.lax.scan(lambda p, _: (averaging(p, x, y), None), params, None, length=3)
-
-    return step, parameters(), placed_batches()
-
-
-@trainer(passes=1)
-def fori_loop_of_rounds():
-    @workers
-    def step(params, x, y):
-        return jax.lax.fori_loop(0, 3, lambda _, p: averaging(p, x, y), params), None
-
-    return step, parameters(), placed_batches()
-
-
 @trainer(passes=1)
 def scan_of_rounds_with_placed_state():
     step, state, batches = _with_optimizer("adam")
@@ -580,70 +452,6 @@ def rounds_until_it_is_good():
 
 
 # --- flax
-
-
-@trainer(passes=2)
-def flax_struct_and_train_state():
-    struct = pytest.importorskip("flax.struct")
-    train_state = pytest.importorskip("flax.training.train_state")
-    linen = pytest.importorskip("flax.linen")
-
-    class Federation(struct.PyTreeNode):
-        server: Any
-        clients: train_state.TrainState
-        name: str = struct.field(pytree_node=False, default="federation")
-
-    model = linen.Sequential([linen.Dense(3), jnp.tanh, linen.Dense(1)])
-    tx = optax.adamw(1e-2)
-
-    def train_step(state, x, y):
-        value = lambda p: jnp.mean((state.apply_fn(p, x)[:, 0] - y) ** 2)
-        value, grads = jax.value_and_grad(value)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    @workers
-    def step(state, x, y):
-        clients, values = drjax.map_fn(train_step, (state.clients, x, y))
-        server = drjax.reduce_mean(clients.params)
-        clients = drjax.map_fn(lambda c: c.replace(params=server), clients)
-        return state.replace(server=server, clients=clients), drjax.reduce_mean(values)
-
-    params = model.init(KEY, jnp.zeros((1, D)))
-    client = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    client = client.replace(step=jnp.int32(0))
-    return step, Federation(params, stacked(client)), placed_batches()
-
-
-@trainer(passes=1)
-def flax_nnx_modules():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.hidden = nnx.Linear(D, 3, rngs=rngs)
-            self.norm = nnx.BatchNorm(3, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-            self.out = nnx.Linear(3, 1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.out(self.dropout(self.norm(jnp.tanh(self.hidden(x)))))[:, 0]
-
-    model = Model(nnx.Rngs(params=0, dropout=1))
-    graph, state = nnx.split((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)))
-
-    def local(state, x, y):
-        model, optimizer = nnx.merge(graph, state)
-        value = lambda model: jnp.mean((model(x) - y) ** 2)
-        value, grads = nnx.value_and_grad(value)(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), value
-
-    @workers
-    def step(states, x, y):
-        states, values = drjax.map_fn(local, (states, x, y))
-        return states, drjax.reduce_mean(values)
-
-    return step, stacked(state), placed_batches()
 
 
 @trainer(passes=2)
