@@ -14,14 +14,14 @@ def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
-def mean_of(body, *arrays, shared=array()):
+def mean_of(body, *arrays, shared=None):
     """The mean of `body(shared, *members)`, and its arguments."""
 
     @bj.program(clients=None)
     def prog(w, *xs):
         return bj.reduce_mean(bj.map_fn(lambda *x: body(w, *x), xs))
 
-    return prog, shared, *arrays
+    return prog, array() if shared is None else shared, *arrays
 
 
 def sgd(loss, steps):

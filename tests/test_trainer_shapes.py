@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 
 import beamjax as drjax
-from beamjax.interpreters import stage
-from beamjax.options import parse_options
 from beamjax.plan import Gather, Map, Scatter, walk
-from beamjax.planning import plan_for
 
 optax = pytest.importorskip("optax")
 struct = pytest.importorskip("flax.struct")
@@ -448,8 +446,9 @@ def laid_out_on_a_mesh():
 
 # --- tests
 
+ON_BEAM = ("diloco", "modules_with_generators", "rounds_of_local_steps")
 
-@functools.cache
+
 def truth(name):
     """The arguments of all rounds, and what they give when the step is compiled."""
     step, state, rounds = TRAINERS[name].build()
@@ -463,37 +462,15 @@ def truth(name):
     return step, found
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = map(jax.random.key_data, (x, y))
-        assert x.weak_type == y.weak_type
-        atol = 2e-2 if x.dtype == jnp.bfloat16 else 2e-6
-        x, y = (np.asarray(v, "float64") for v in (x, y))
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol)
-
-
 @pytest.mark.parametrize("name", TRAINERS)
-def test_rounds(name):
+def test_rounds_are_those_of_jit_and_nothing_is_gathered(name):
     step, rounds = truth(name)
     for args, expected in rounds:
-        assert_same(drjax.run(step, *args, runner="local", options=OPTIONS), expected)
-
-
-@pytest.mark.parametrize("name", ["diloco", "modules_with_generators", "rounds_of_local_steps"])
-def test_last_round_on_beam(name):
-    step, rounds = truth(name)
-    args, expected = rounds[-1]
-    assert_same(drjax.run(step, *args, options=OPTIONS), expected)
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_nothing_is_gathered(name):
-    step, rounds = truth(name)
-    arguments, key, restore = stage.flatten_arguments(rounds[0][0])
-    plan = plan_for(step, arguments, key, restore, parse_options(OPTIONS)).plan
-    steps = list(walk(plan.steps))
+        found = drjax.run(step, *args, runner="local", options=OPTIONS)
+        assert_same_types(found, expected)
+        assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    if name in ON_BEAM:
+        assert_same_bits(drjax.run(step, *args, options=OPTIONS), found)
+    steps = list(walk(plan_of(step, *rounds[0][0], **OPTIONS).steps))
     counts = [sum(isinstance(found, kind) for found in steps) for kind in (Gather, Scatter, Map)]
     assert counts == [0, TRAINERS[name].scatters, TRAINERS[name].passes]

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 from jax import lax
 from jax.experimental.ode import odeint
 from jax.scipy.sparse.linalg import bicgstab, cg
 
 import beamjax as bj
-from beamjax import planning
-from beamjax.interpreters.stage import flatten_arguments
-from beamjax.options import parse_options
 from beamjax.plan import Gather, Loop, Map, Scatter, walk
 
 N = 20
@@ -464,65 +462,26 @@ def what_mixes_members(x):
 # --- the tests
 
 
-def of(name):
-    fn, args, *_ = CASES[name]
-    return fn, args
-
-
-@functools.cache
-def by(name, runner):
-    fn, args = of(name)
-    return bj.run(fn, *args, runner=runner, options=OPTIONS)
-
-
-def arrays(tree):
-    keys = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return [np.asarray(jax.random.key_data(x) if keys(x) else x) for x in jax.tree.leaves(tree)]
-
-
-def types(tree):
-    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
-
-
-def steps(name, kind):
-    fn, args = of(name)
-    arguments, key, restore = flatten_arguments(args)
-    plan = planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
-    return [step for step in walk(plan.steps) if isinstance(step, kind)]
+def kinds(fn, args):
+    return [type(step) for step in walk(plan_of(fn, *args, **OPTIONS).steps)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_are_those_of_jit(name):
-    fn, args = of(name)
-    expected, found = jax.jit(fn)(*args), by(name, "local")
-    assert types(found) == types(expected)
-    for left, right in zip(arrays(found), arrays(expected), strict=True):
-        if right.dtype.kind in "iub":
-            np.testing.assert_array_equal(left, right)
-            continue
-        tolerance = 2e-2 if right.dtype.name == "bfloat16" else 2e-4
-        wide = np.complex128 if right.dtype.kind == "c" else np.float64
-        np.testing.assert_allclose(
-            left.astype(wide), right.astype(wide), rtol=tolerance, atol=tolerance
-        )
-
-
-@pytest.mark.parametrize("name", [name for name, (*_, beam) in CASES.items() if beam])
-def test_beam_gives_the_same_bits(name):
-    expected, found = by(name, "local"), by(name, "DirectRunner")
-    assert types(found) == types(expected)
-    for left, right in zip(arrays(found), arrays(expected), strict=True):
-        assert left.tobytes() == right.tobytes()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_only_what_mixes_members_is_gathered(name):
-    _, _, gathers, scatters, _ = CASES[name]
-    assert (len(steps(name, Gather)), len(steps(name, Scatter))) == (gathers, scatters)
+def test_values_are_those_of_jit_and_only_what_mixes_members_is_gathered(name):
+    fn, args, gathers, scatters, beam = CASES[name]
+    local = bj.run(fn, *args, runner="local", options=OPTIONS)
+    expected = jax.jit(fn)(*args)
+    assert_same_types(local, expected)
+    assert_close(local, expected, rtol=2e-4, atol=2e-4)
+    if beam:
+        assert_same_bits(bj.run(fn, *args, runner="DirectRunner", options=OPTIONS), local)
+    found = kinds(fn, args)
+    assert (found.count(Gather), found.count(Scatter)) == (gathers, scatters)
 
 
 def test_the_products_of_a_solver_are_passes():
-    (loop,) = steps("conjugate_gradients", Loop)
+    fn, args, *_ = CASES["conjugate_gradients"]
+    (loop,) = (s for s in walk(plan_of(fn, *args, **OPTIONS).steps) if isinstance(s, Loop))
     assert sum(isinstance(step, Map) for step in walk(loop.block.steps)) == 1
 
 
@@ -531,6 +490,4 @@ def test_what_a_body_computes_of_few_numbers_stays_in_it():
     def fn(w, x):
         return bj.reduce_sum(bj.map_fn(lambda v: v * jnp.outer(w, w).sum(), x))
 
-    arguments, key, restore = flatten_arguments((W, X))
-    plan = planning.plan_for(fn, arguments, key, restore, parse_options(OPTIONS)).plan
-    assert [type(step) for step in plan.steps] == [Map]
+    assert kinds(fn, (W, X)) == [Map]
