@@ -463,7 +463,7 @@ def test_a_lap_leaves_out_the_transfers_in_it():
     meter.lap("merge")
     meter.apart()
     spent = time.perf_counter() - start
-    assert 0.05 <= meter.total.transfer
+    assert meter.total.transfer >= 0.05
     assert meter.total.transfer + meter.total.compute + meter.total.merge <= spent - 0.05
 
 
