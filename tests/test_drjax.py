@@ -128,25 +128,6 @@ def gradient_of_weights(ops):
 
 
 @program(passes=1)
-def results_of_members(ops):
-    @ops.program(placements={"clients": N})
-    def per_member(params, x, y):
-        return ops.map_fn(jax.value_and_grad(loss), (ops.broadcast(params), x, y))
-
-    return per_member, (PARAMS, X, Y)
-
-
-@program(passes=1)
-def a_map_of_one_argument(ops):
-    @ops.program(clients=N)
-    def total(batch):
-        sums = ops.map_fn(lambda b: {"n": jnp.int32(b["x"].shape[0]), "x": b["x"].sum(0)}, batch)
-        return ops.reduce_sum(sums)
-
-    return total, ({"x": X, "y": Y},)
-
-
-@program(passes=1)
 def keywords(ops):
     @ops.program(placements={"clients": N}, use_abstract_mesh=False)
     def total(w, v):

@@ -42,7 +42,8 @@ def test_value_types_print_as_jax_prints_them_and_know_their_bytes():
 def test_steps_passes_and_bytes():
     plan = centred_plan()
     first, second = plan.steps
-    assert isinstance(first, Map) and isinstance(second, Map)
+    assert isinstance(first, Map)
+    assert isinstance(second, Map)
     assert plan.passes() == 2
     assert plan.sizes == {"clients": N}
     assert plan.nbytes(first.operands[0]) == N * 3 * 4

@@ -320,34 +320,6 @@ def rounds_of_local_steps():
     return step, state, [(batch_of(N * steps * B, i), key(i)) for i in range(2)]
 
 
-@trainer(passes=1)
-def sampled_clients():
-    """Gradients are accumulated over steps; clients that are left out have no weight."""
-    tx = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
-
-    def client(params, batches, keep):
-        def local(i, carry):
-            params, opt = carry
-            at = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-            updates, opt = tx.update(jax.grad(loss)(params, jax.tree.map(at, batches)), opt, params)
-            return optax.apply_updates(params, updates), opt
-
-        trained, _ = jax.lax.fori_loop(0, 4, local, (params, tx.init(params)))
-        delta = jax.tree.map(lambda x, y: (x - y).astype(jnp.bfloat16), trained, params)
-        return delta, jnp.sum(batches["mask"]) * keep
-
-    @program()
-    def step(params, batch, keep):
-        replicas = (drjax.broadcast(params), among_replicas(batch, 4, 1), keep)
-        deltas, examples = drjax.map_fn(client, replicas)
-        examples = jnp.where(jnp.isfinite(examples), examples, 0.0)
-        mean = drjax.reduce_weighted_mean(deltas, examples)
-        return optax.apply_updates(params, mean), drjax.reduce_sum(examples)
-
-    keep = np.random.default_rng(0).integers(0, 2, (2, N)).astype("float32")
-    return step, parameters(), [(batch_of(4 * N, i), keep[i]) for i in range(2)]
-
-
 @trainer(passes=3)
 def loop_with_evaluation():
     """Rounds are a scan in the program, each with an evaluation and the spread of the losses."""
@@ -423,25 +395,6 @@ def tokens_before_the_cut():
         return jax.tree.map(lambda p, g: p - g, params, mean), drjax.reduce_sum(trust)
 
     return step, parameters(), [(token_rows(N * B, i, S + 1), key(i)) for i in range(2)]
-
-
-@trainer(passes=1)
-def laid_out_on_a_mesh():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("diloco",))
-    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("diloco"))
-
-    @program()
-    def step(params, batch):
-        batch = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x.reshape(N, B, -1), layout), batch
-        )
-        shared = drjax.broadcast(params, mesh=mesh)
-        values, grads = drjax.map_fn(jax.value_and_grad(loss), (shared, batch), mesh=mesh)
-        mean = drjax.reduce_mean(grads)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, mean), drjax.reduce_mean(values)
-
-    batch = jax.device_put(batch_of(N * B), layout)
-    return step, parameters(), [(batch,)]
 
 
 # --- tests

@@ -12,7 +12,7 @@ import pytest
 from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 from jax import lax
 from jax.experimental.ode import odeint
-from jax.scipy.sparse.linalg import bicgstab, cg
+from jax.scipy.sparse.linalg import cg
 
 import beamjax as bj
 from beamjax.plan import Gather, Loop, Map, Scatter, walk
@@ -78,11 +78,6 @@ def derivative_of_conjugate_gradients(w, x, y):
 
 
 @case(W, X, Y)
-def stabilized_biconjugate_gradients(w, x, y):
-    return bicgstab(lambda p: curvature(p, x), w, maxiter=3)[0]
-
-
-@case(W, X, Y)
 def own_solver(w, x, y):
     def solve(product, b):
         return lax.fori_loop(0, 9, lambda _, p: p - 0.03 * (product(p) - b), b)
@@ -127,19 +122,6 @@ def expectation_maximization(x):
 
     first = jnp.stack([W, -W]), jnp.ones(2) / 2, jnp.float32(0), jnp.float32(-jnp.inf), 0
     return lax.while_loop(lambda s: (jnp.abs(s[2] - s[3]) > 1e-2) & (s[4] < 9), one, first)
-
-
-@case(X)
-@program
-def sinkhorn(x):
-    costs = bj.map_fn(lambda v: ((v[None] - x[:4]) ** 2).sum(-1), x)
-
-    def one(s, _):
-        f = bj.map_fn(lambda c: -jax.nn.logsumexp(s[1] - c) - jnp.log(N), costs)
-        return (f, -jax.nn.logsumexp(f[:, None] - costs, axis=0)), None
-
-    (f, g), _ = lax.scan(one, (jnp.zeros(N), jnp.zeros(4)), None, length=3)
-    return bj.reduce_sum(bj.map_fn(lambda f, c: jnp.exp(f + g - c) @ c, (f, costs))), f, g
 
 
 @case(X, beam=True)
@@ -229,16 +211,6 @@ def carries_of_all_types(x):
     return lax.scan(one, (*types, None, jnp.zeros((N, 0, 3))), None, length=2)
 
 
-@case(X, beam=True)
-@program
-def a_carry_along_its_second_axis(x):
-    def one(s, _):
-        y = bj.map_fn(lambda v: v * 0.5, s.T)
-        return y.T, bj.reduce_sum(y)
-
-    return lax.scan(one, x.T, None, length=2)
-
-
 @case(W, X, beam=True)
 @program
 def buffers_that_one_member_writes(w, x):
@@ -269,11 +241,6 @@ def vmap_of_rounds_of_their_own_number(counts, w, x):
 
 
 @case(W, X)
-def batched_map_of_rounds(w, x):
-    return lax.map(lambda k: loss(w * k, x, Y), jnp.arange(5.0), batch_size=2)
-
-
-@case(W, X)
 @program
 def branches_in_a_switch_in_rounds(w, x):
     def of(k):
@@ -289,12 +256,6 @@ def linearized_rounds(w, x):
     step = lambda c, _: (c - 0.1 * loss(c, x, Y), c)
     value, slope = jax.linearize(lambda w: lax.scan(step, w, None, length=2), w)
     return value, slope(w), jax.linear_transpose(slope, w)((w, jnp.ones((2, 3))))
-
-
-@case(W, X)
-def one_program_under_several_sizes(w, x):
-    mean = bj.program(clients=None)(lambda w, x: bj.reduce_mean(bj.map_fn(lambda v: v * w, x)))
-    return lax.scan(lambda c, _: (c + mean(c, x), mean(c, x)), w, None, length=2), mean(w, x)
 
 
 @case(W, X)
@@ -336,13 +297,6 @@ def bodies_that_close_over_a_mean(x):
 def bodies_that_close_over_few_members(x, w):
     near = bj.map_fn(lambda v: ((v[None] - x[:4]) ** 2).sum(-1), x)
     return near, bj.map_fn(lambda v: v * jnp.max(x @ w) + x[0] + jnp.ones(3), x)
-
-
-@case(X)
-@program
-def bodies_in_rounds_that_close_over_a_norm(x):
-    one = lambda i, y: bj.map_fn(lambda v: v / jnp.linalg.norm(y) + y[i], y)
-    return lax.fori_loop(0, 3, one, x)
 
 
 @case(X, gathers=1)
@@ -390,29 +344,12 @@ def derivatives_of_rows(x):
     return jax.grad(lambda x: total(x) + (x**2).sum())(x)
 
 
-@placed(X)
-def exchanged_rows(x):
-    return x.at[jnp.asarray([0, 5])].set(x[jnp.asarray([5, 0])])
-
-
 # --- NumPy along the members
 
 
 @placed(X, beam=True)
 def histograms(x):
     return jnp.histogram(x[:, 0], bins=5, range=(-1, 1)), jnp.digitize(x, jnp.linspace(-1, 1, 5))
-
-
-@placed(X)
-def tables(x):
-    knots = jnp.linspace(-1, 1, 4)
-    return jnp.interp(x, knots, knots**2), jnp.searchsorted(knots, x), knots[jnp.argmax(x, 1)]
-
-
-@placed(X)
-def products_of_ravels(x):
-    y = jnp.sin(x)
-    return jnp.vdot(x, y), jnp.ravel(y).sum(), jnp.max(y.reshape(-1)), jnp.linalg.norm(x)
 
 
 @placed(X, Y)

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--without", nargs="+", default=[], choices=sorted(FEATURES))
     parser.add_argument("--folder", default="failing_programs", type=pathlib.Path)
     args = parser.parse_args(argv)
-    used = collections.Counter({name: 0 for name in OPERATIONS})
+    used = collections.Counter(dict.fromkeys(OPERATIONS, 0))
     failed = 0
     for begin in range(0, args.count, CHUNK):
         seed = args.seed * 1_000_003 + begin // CHUNK
