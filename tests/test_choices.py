@@ -276,7 +276,9 @@ def test_members_of_unequal_length_keep_to_a_saved_plan(tmp_path):
     rows = np.random.default_rng(0).normal(size=(int(lengths.sum()), 2)).astype(np.float32)
     source = bj.from_ragged(bj.from_arrays(rows), lengths, buckets=(4, 8))
     total = bj.program(clients=None)(
-        lambda members: bj.reduce_sum(bj.map_fn(lambda m: jnp.sum(m[0]), members))
+        lambda members: bj.reduce_sum(
+            bj.map_fn(lambda m: jnp.sum(m["rows"] if isinstance(m, dict) else m[0]), members)
+        )
     )
     path, options = tmp_path / "plan.json", {"shard_size": 16, "member_loop": "loop"}
     bj.explain(total, source, options=options).save_choices(path)

@@ -55,7 +55,7 @@ def test_operations_are_those_that_xla_counts():
         found = cost_of(fn, *args).flops
         told = jax.jit(fn).lower(*args).compile().cost_analysis()
         expected = (told[0] if isinstance(told, list) else told)["flops"]
-        transcendental = 7 * 300 + 100 if len(args) == 3 else 0  # XLA counts them apart.
+        transcendental = 400 if len(args) == 3 else 0  # XLA counts them apart.
         if not expected / 2.1 <= found <= 2 * expected + transcendental:
             faults.append((fn, found, expected))
     assert faults == []
@@ -177,18 +177,17 @@ def test_steps_of_a_plan_have_the_costs_of_a_member_and_of_the_server():
 def test_loops_over_placed_values_cost_their_rounds():
     """Also those that are written outside of maps, and so are part of the program itself."""
 
-    def program(rounds):
+    def predicted(rounds):
         @bj.program(clients=16)
         def prog(x):
             doubled = lambda c, _: (jnp.sin(c) @ jnp.ones((8, 8)), None)
-            y, _ = jax.lax.scan(doubled, x, None, length=rounds)
+            y, _ = lax.scan(doubled, x, None, length=rounds)
             more = lambda v: jnp.all(v[0] < 2)
-            z = jax.lax.while_loop(more, lambda v: (v[0] + 1, v[1] * 2), (0, y))
-            return bj.reduce_sum(jax.lax.cond(x.sum() > 0, jnp.cos, jnp.sin, z[1]))
+            z = lax.while_loop(more, lambda v: (v[0] + 1, v[1] * 2), (0, y))
+            return bj.reduce_sum(lax.cond(x.sum() > 0, jnp.cos, jnp.sin, z[1]))
 
-        return sum((cost for cost in plan_of(prog, jnp.ones((16, 8))).costs.values()), Cost())
+        found = bj.explain(prog, jnp.ones((16, 8))).facts.predicted
+        assert found.guessed
+        return sum(step.compute for step in found.steps)
 
-    found = {rounds: program(rounds) for rounds in (5, 10, 15)}
-    assert found[5].guessed
-    assert found[10].flops - found[5].flops >= 5 * 2 * 8 * 8
-    assert found[15].flops - found[10].flops == pytest.approx(found[10].flops - found[5].flops)
+    assert 0 < predicted(5) < predicted(10) < predicted(100)

@@ -239,7 +239,6 @@ def test_unchanged_programs_give_what_drjax_gives(name):
     assert not [p for p in ("clients", "inner", "outer") if f"_{p}" in staged]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_with_another_import_are_the_same(name):
     _, passes, gathered = PROGRAMS[name]

@@ -76,7 +76,7 @@ def test_the_fastest_size_is_chosen():
 def test_what_is_hardly_faster_is_not_chosen():
     for slower, chosen in ((1.1, VMAP), (planner.GAIN + 0.01, LOOP)):
         found = found_for(lambda n, way, s=slower: n * 1e-6 * (1 if way == LOOP else s))
-        assert (found.size, found.loopings["map_clients_0"]) == (32, chosen)
+        assert found.loopings["map_clients_0"] == chosen
         assert found.gain == pytest.approx(slower if chosen == LOOP else 1.0)
 
 

@@ -163,7 +163,6 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.versions
 @both_types
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_on_a_mesh(kind, name):
