@@ -104,7 +104,7 @@ def test_each_choice_has_its_option_and_its_reason():
         "members in map_clients_0": ("loop", "the option member_loop='loop'"),
         "reduction of map_clients_0": (
             "16 B a shard, merged in 2 groups",
-            "the option merge_fan_out",
+            "the option merge_fan_out=2",
         ),
         "results of map_clients_0": ("9.4 KiB kept", found["results of map_clients_0"].why),
         "rounds of loop_0": ("3 a pipeline", "the option rounds_per_graph"),
