@@ -140,14 +140,14 @@ SIZES = [
     # All members of a shard at once: as many as the cache holds, at most 64.
     (regression(10), AT_ONCE, 64),
     (regression(50, 4096, 64, 256), AT_ONCE, 8),
-    (mean_of(sgd(convolution, 1), array(500, 3, 28, 28), shared=array(8, 3, 3, 3)), AT_ONCE, 16),
+    (mean_of(sgd(convolution, 1), array(500, 3, 28, 28), shared=array(8, 3, 3, 3)), AT_ONCE, 8),
     (mean_of(repeated_sine, array(1000, 1000)), AT_ONCE, 64),
     (total(20, 2_500_000), AT_ONCE, 8),
     (outer_products(1000, 256), AT_ONCE, 8),
     (small_network(10**6), AT_ONCE, 64),
-    # A shard reads and gives at most 32 MiB: 200 arrays of 8 KiB a member.
-    (many_results(200), AT_ONCE, 16),
-    (many_results(64), AT_ONCE, 64),
+    # A shard reads and gives at most 32 MiB: so many arrays of 8 KiB a member.
+    (many_results(128), AT_ONCE, 32),
+    (many_results(129), AT_ONCE, 16),
     # Tiny members come in thousands, and in more where there are many.
     (draws(100_000), AT_ONCE, 4096),
     (draws(262_144), AT_ONCE, 4096),
