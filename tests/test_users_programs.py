@@ -403,7 +403,13 @@ def kinds(fn, args):
     return [type(step) for step in walk(plan_of(fn, *args, **OPTIONS).steps)]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Minutes together, most of them for XLA to compile; the others of their kinds are quicker.
+NIGHTLY = """hyper_gradients own_root chains_of_their_own_length exponentials_of_members
+differential_equations_of_members solvers_of_members derivative_of_conjugate_gradients""".split()
+NAMES = [pytest.param(n, marks=pytest.mark.long) if n in NIGHTLY else n for n in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_values_are_those_of_jit_and_only_what_mixes_members_is_gathered(name):
     fn, args, gathers, scatters, beam = CASES[name]
     local = bj.run(fn, *args, runner="local", options=OPTIONS)
