@@ -1,15 +1,172 @@
-"""What a plan is fixed to, as data and as options."""
+"""What a plan is fixed to, by options, a saved plan, an earlier probe, a probe or the rules."""
 
 import json
-import pathlib
+import os
+import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax.choices import Choices, Looping, Trial, read_choices, write_json
-from beamjax.errors import OptionsError
+import beamjax as bj
+from beamjax import choosing, plan_cache, probe
+from beamjax.choices import Choices, Looping, Trial
 from beamjax.options import Options, parse_options
+from beamjax.probe import ProbeError
+
+X = np.random.default_rng(0).normal(size=(600, 4)).astype(np.float32)
+W = np.zeros(4, np.float32)
+
+
+def program(scale=3.0):
+    """A new function, for which this process has no plan."""
+
+    @bj.program(clients=None)
+    def mean_of(x):
+        return bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v) * scale, x))
+
+    return mean_of
+
+
+@bj.program(clients=None)
+def spread(x):
+    y = bj.map_fn(lambda v: v @ v * v, x)
+    mean = bj.reduce_mean(y)
+    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
+
+
+def rounds(w, x):
+    return jax.lax.scan(lambda w, _: (w + spread(x), None), w, length=5)[0]
+
+
+def loops(plan):
+    return [step.looping for step in plan.steps]
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
+        ({"member_batch": 8}, "add member_loop='batches'"),
+        ({"member_loop": "loop", "member_batch": 8}, "members don't come in batches"),
+        ({"member_loop": "batches", "member_batch": 0}, "found 0, expected a positive multiple"),
+        ({"member_loop": "batches", "member_batch": 12}, "found 12, expected a positive multiple"),
+        ({"member_loop": "batches", "member_batch": 16, "shard_size": 24}, "16 with shard_size=24"),
+        ({"member_loop": "batches", "member_batch": 16, "shard_size": 16}, "16 with shard_size=16"),
+        ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
+        ({"merge_fan_out": 0}, "merge_fan_out: found 0, expected a number from 1"),
+        ({"recompute": "all"}, "recompute: found 'all', expected one of elementwise, nothing"),
+        ({"small_work": "there"}, "small_work: found 'there', expected one of runner, here"),
+        ({"plan": 3}, "plan: found 3, expected the path of a file"),
+        ({"plan": "no/such/file"}, "plan: cannot read no/such/file"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(given_, message):
+    with pytest.raises(bj.OptionsError, match=message):
+        parse_options(given_)
+
+
+def test_flags_are_the_same_options():
+    given_ = {"member_loop": "batches", "member_batch": 8, "shard_size": 16, "probe": True}
+    given_ |= {"merge_fan_out": 1, "small_work": "here", "recompute": "nothing"}
+    flags = [f"--{name}={str(value).lower()}" for name, value in given_.items()]
+    assert parse_options(flags) == parse_options(given_) == Options(**given_)
+
+
+def explained(fn, *args, **kwargs):
+    return {fact.what: fact for fact in bj.explain(fn, *args, **kwargs).facts.choices}
+
+
+def test_each_choice_has_its_option_and_its_reason():
+    found = explained(spread, X)
+    assert {what: fact.option for what, fact in found.items()} == {
+        "shards of clients": "shard_size",
+        "members in map_clients_0": "member_loop",
+        "members in map_clients_1": "member_loop",
+        "reduction of map_clients_0": "merge_fan_out",
+        "reduction of map_clients_1": "merge_fan_out",
+        "results of map_clients_0": "recompute",
+    }
+    assert all(fact.why for fact in found.values())
+    assert found["results of map_clients_0"].chosen == "9.4 KiB kept"
+    options = {"shard_size": 24, "member_loop": "loop", "merge_fan_out": 2, "rounds_per_graph": 3}
+    found = explained(rounds, W, X, options=options)
+    assert {what: (fact.chosen, fact.why) for what, fact in found.items() if "_1" not in what} == {
+        "shards of clients": ("24 members", "the option shard_size"),
+        "members in map_clients_0": ("loop", "the option member_loop='loop'"),
+        "reduction of map_clients_0": (
+            "16 B a shard, merged in 2 groups",
+            "the option merge_fan_out=2",
+        ),
+        "results of map_clients_0": ("9.4 KiB kept", found["results of map_clients_0"].why),
+        "rounds of loop_0": ("3 a pipeline", "the option rounds_per_graph"),
+    }
+
+
+def test_rounds_depend_on_the_runner_and_tell_what_other_widths_take():
+    until = lambda w, x: jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: w + spread(x), w)
+    chosen = lambda fn, **kwargs: explained(fn, W, X, **kwargs)["rounds of loop_0"]
+    assert chosen(rounds, runner="local").chosen == "in this process"
+    assert (chosen(until).chosen, chosen(until).why) == ("1 a pipeline", "a condition decides")
+    for options, count in (({}, 5), ({"rounds_per_graph": 2}, 2)):
+        fact = chosen(rounds, options=options)
+        assert fact.chosen == f"{count} a pipeline"
+        one = fact.others[0]
+        assert one.what == "1 a pipeline"
+        assert one.seconds > fact.seconds > 0
+        assert one.nbytes < fact.nbytes
+
+
+def test_groups_are_merged_side_by_side_where_there_are_many_shards():
+    @bj.program(clients=None)
+    def wide(x):
+        return bj.reduce_sum(bj.map_fn(jnp.sin, x))
+
+    options = {"parallelism": 16, "probe": False}
+    types = [jax.ShapeDtypeStruct((n, 1 << 20), np.float32) for n in (10**5, 16)]
+    many, few = (explained(wide, x, options=options)["reduction of map_clients_0"] for x in types)
+    assert many.chosen == "4.0 MiB a shard, merged in 8 groups"
+    assert few.chosen == "4.0 MiB a shard, merged in one go"
+    one, apart = many.others
+    assert (one.what, apart.what) == ("one go", "each member by itself")
+    assert many.seconds + 1 < one.seconds < apart.seconds
+    assert many.nbytes == one.nbytes == 256 * (8 << 20) < apart.nbytes
+
+
+@pytest.mark.parametrize("recompute", ["elementwise", "nothing", "everything"])
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_values_that_cross_passes_are_kept_or_recomputed(in_rounds, recompute):
+    @bj.program(clients=None)
+    def centred(x):
+        y = x * 2.0 + 1.0
+        total = bj.reduce_sum(y)
+        return bj.reduce_sum(bj.map_fn(lambda v: v - total, y))
+
+    fn, args = (rounds, (W, X)) if in_rounds else (spread, (X,))
+    options = {"recompute": recompute, "shard_size": 64, "merge_fan_out": 2}
+    kept = lambda *call: sum(w.startswith("results") for w in explained(*call, options=options))
+    assert kept(fn, *args) == (recompute != "everything")
+    assert kept(centred, X) == (recompute == "nothing")  # It is elementwise.
+    local = bj.run(fn, *args, runner="local", options=options)
+    assert_close(local, jax.jit(fn)(*args))
+    assert_same_bits(bj.run(fn, *args, options=options | {"merge_fan_out": 7}), local)
+
+
+def test_a_program_without_passes_has_no_choices():
+    found = bj.explain(bj.program(clients=3)(lambda x: x + 1), np.float32(1))
+    assert found.facts.choices == ()
+    assert "\n\nchoices\n  none\n" in str(found)
+
+
+# --- files of choices
 
 NAMES = st.text(min_size=1, max_size=8)
 SIZES = st.integers(1, 512).map(lambda n: 8 * n)
@@ -26,8 +183,8 @@ CHOICES = st.builds(
     st.text(),
     st.lists(TRIALS).map(tuple),
     st.text(),
+    st.none() | st.lists(st.booleans()).map(tuple),
 )
-SOME = Choices({"clients": 16}, {"map_clients_0": Looping("batches", 8)}, "probe", "why")
 
 
 @given(CHOICES)
@@ -37,103 +194,297 @@ def test_choices_survive_json(choices):
     assert hash(again) == hash(choices)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "plan.json"
+    options = {"shard_size": 48, "member_loop": "batches", "member_batch": 16}
+    bj.explain(program(), X, options=options).save_choices(path)
+    return path
+
+
+def test_files_of_something_else_are_refused(saved, tmp_path):
+    record = json.loads(saved.read_text())
+    a_pass = lambda **found: {"passes": {"map_clients_0": found}}
+    changes = [
         ({"format": 99}, "found format 99, expected 1"),
         ({"shard_sizes": {"clients": 12}}, "multiple of 8"),
+        ({"shard_sizes": {"clients": 0}}, "multiple of 8"),
         ({"shard_sizes": {"clients": True}}, "multiple of 8"),
         ({"shard_sizes": None}, "found None as 'shard_sizes', expected a dict"),
-        ({"passes": {"a": {"member_loop": "fast", "batch": 0}}}, "found member_loop 'fast'"),
-        ({"passes": {"a": {"member_loop": "loop", "batch": 8}}}, "expected 0 without batches"),
-        ({"passes": {"a": {"member_loop": "batches", "batch": 4}}}, "multiple of 8"),
+        (a_pass(member_loop="fast", batch=0), "found member_loop 'fast'"),
+        (a_pass(member_loop="loop", batch=8), "expected 0 without batches"),
+        (a_pass(member_loop="loop", batch=False), "expected 0 without batches"),
+        (a_pass(member_loop="batches", batch=4), "multiple of 8"),
         ({"passes": {"a": 3}}, "found member_loop None"),
         ({"tried": [3]}, "'shard_size'"),
         ({"tried": [{"shard_size": 8, "seconds": "1"}]}, "as seconds"),
-    ],
-    ids=str,
-)
-def test_what_are_no_choices(change, message, tmp_path):
-    path = tmp_path / "plan.json"
-    write_json(path, SOME.to_json() | change)
-    with pytest.raises(OptionsError, match=message) as raised:
-        read_choices(path)
-    assert str(path) in str(raised.value)
+        ({"tried": [{"shard_size": 8, "seconds": -1}]}, "as seconds"),
+        ({"made_again": [1]}, "as 'made_again'"),
+    ]
+    texts = [(json.dumps(record | change), message) for change, message in changes]
+    texts += [(text, r"a file that beamjax\.explain") for text in ("", "[]", "{", '"x"')]
+    path = tmp_path / "other.json"
+    for text, message in texts:
+        path.write_text(text)
+        with pytest.raises(bj.OptionsError, match=message) as raised:
+            parse_options({"plan": path})
+        assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '"x"'])
-def test_files_of_something_else(text, tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(OptionsError, match=r"expected a file that beamjax\.explain"):
-        parse_options({"plan": path})
+def run_saved(x, path):
+    fn, options = program(), {"plan": path}
+    found = [bj.run(fn, x, runner=name, options=options) for name in ("local", "DirectRunner")]
+    return [np.asarray(x) for x in found], bj.explain(fn, x, options=options).facts.choices[0].why
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(OptionsError, match=r"plan: cannot read .*nothing\.json"):
-        parse_options({"plan": tmp_path / "nothing.json"})
+def test_another_process_runs_a_saved_plan_to_the_same_bits(saved, other_process):
+    found, why = other_process(run_saved, X, str(saved))
+    assert why == "by the saved plan"
+    options = {"shard_size": 48, "member_loop": "batches", "member_batch": 16}
+    expected = np.asarray(bj.run(program(), X, runner="local", options=options))
+    assert_same_bits(found, [expected] * 2)
 
 
-def test_a_file_is_whole_or_not_there(tmp_path):
-    path = tmp_path / "plan.json"
+def test_options_come_before_a_saved_plan_and_that_before_the_rules(saved, tmp_path):
+    plan = plan_of(program(), X, plan=str(saved))
+    assert (plan.shard_sizes, loops(plan)) == ({"clients": 48}, [Looping("batches", 16)])
+    assert plan.choices.origin == "saved"
+    again = tmp_path / "again.json"
+    bj.explain(program(), X, options={"plan": saved}).save_choices(again)
+    assert json.loads(again.read_text())["shard_sizes"] == {"clients": 48}
+    options = parse_options({"plan": saved, "shard_size": 16, "member_loop": "vmap"})
+    saved.unlink()  # Files are read once.
+    found = explained(program(), X, options=parse_options(options))
+    assert found["shards of clients"].chosen == "16 members"
+    assert found["members in map_clients_0"].chosen == "vmap"
+
+
+def test_a_saved_plan_of_another_program(saved):
+    other = bj.program(draws=None)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
+    with pytest.raises(
+        bj.OptionsError, match="choices for the placements clients, but the program"
+    ):
+        bj.run(other, X, options={"plan": saved})
+    with pytest.raises(bj.OptionsError, match="choices for the passes map_clients_0, but the prog"):
+        bj.run(spread, X, options={"plan": saved})
+    text = str(bj.explain(program(4.0), X, options={"plan": saved}))
+    assert "by the saved plan, which was saved for other bodies or types" in text
+
+
+def test_members_of_unequal_length_keep_to_a_saved_plan(tmp_path):
+    lengths = np.arange(1, 61) % 7 + 1
+    rows = np.random.default_rng(0).normal(size=(int(lengths.sum()), 2)).astype(np.float32)
+    source = bj.from_ragged(bj.from_arrays(rows), lengths, buckets=(4, 8))
+    total = bj.program(clients=None)(
+        lambda members: bj.reduce_sum(
+            bj.map_fn(lambda m: jnp.sum(m["rows"] if isinstance(m, dict) else m[0]), members)
+        )
+    )
+    path, options = tmp_path / "plan.json", {"shard_size": 16, "member_loop": "loop"}
+    bj.explain(total, source, options=options).save_choices(path)
+    expected = bj.run(total, source, runner="local", options=options)
+    assert_same_bits(bj.run(total, source, runner="local", options={"plan": path}), expected)
+
+
+def test_only_a_plan_is_saved_as_a_whole_or_not_at_all(tmp_path):
+    with pytest.raises(bj.OptionsError, match="expected stage 'plan'"):
+        bj.explain(program(), X, stage="flat").save_choices(tmp_path / "plan.json")
+    with pytest.raises(bj.OptionsError, match="save_choices: cannot write"):
+        bj.explain(program(), X).save_choices(tmp_path / "no" / "plan.json")
     with pytest.raises(TypeError):
-        write_json(path, object())
+        choosing.write_json(tmp_path / "plan.json", object())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_option_plan_is_read_once(tmp_path):
-    path = tmp_path / "plan.json"
-    write_json(path, SOME.to_json())
-    for given_ in ({"plan": path}, {"plan": str(path)}, [f"--plan={path}"]):
-        options = parse_options(given_)
-        assert options.plan == SOME
-    path.unlink()
-    assert parse_options(options).plan == SOME
+# --- probes
 
 
-@pytest.mark.parametrize(
-    ("given_", "expected"),
-    [
-        ({"member_loop": "loop"}, Options(member_loop="loop")),
-        (
-            ["--member_loop=batches", "--member_batch=16"],
-            Options(member_loop="batches", member_batch=16),
-        ),
-        (["--probe=true"], Options(probe=True)),
-        ({"probe": False}, Options(probe=False)),
-        (["--merge_fan_out=4"], Options(merge_fan_out=4)),
-        ({"small_work": "here"}, Options(small_work="here")),
-    ],
-    ids=str,
-)
-def test_options_that_fix_choices(given_, expected):
-    assert parse_options(given_) == expected
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BEAMJAX_PLANNER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-@pytest.mark.parametrize(
-    ("given_", "message"),
-    [
-        ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
-        ({"member_batch": 8}, "add member_loop='batches'"),
-        ({"member_loop": "loop", "member_batch": 8}, "members don't come in batches"),
-        ({"member_loop": "batches", "member_batch": 12}, "found 12, expected a positive multiple"),
-        (
-            {"member_loop": "batches", "member_batch": 16, "shard_size": 24},
-            "found 16 with shard_size=24",
-        ),
-        ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
-        ({"merge_fan_out": 0}, "merge_fan_out: found 0, expected a number from 1"),
-        ({"recompute": "all"}, "recompute: found 'all', expected one of elementwise, nothing"),
-        ({"small_work": "there"}, "small_work: found 'there', expected one of runner, here"),
-        ({"plan": 3}, "plan: found 3, expected the path of a file"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be(given_, message):
-    with pytest.raises(OptionsError, match=message):
-        parse_options(given_)
+@pytest.fixture
+def probes(monkeypatch):
+    """The passes, shards and loops that were timed: a loop is ten times as fast."""
+    timed = []
+
+    def fake(plan, step, mode, limit):
+        size = plan.shard_sizes[step.placement]
+        timed.append((step.name, size, step.looping.kind))
+        return size * (1e-6 if step.looping.kind == "loop" else 1e-5)
+
+    monkeypatch.setattr(probe, "shard_seconds", fake)
+    return timed
 
 
-def test_a_path_of_any_kind_is_one():
-    with pytest.raises(OptionsError, match="cannot read"):
-        parse_options({"plan": pathlib.Path("no/such/file")})
+def refuse(*args):
+    raise AssertionError("a body was timed")
+
+
+PROBE = {"probe": True}
+
+
+def test_the_faster_body_is_chosen_with_the_same_answer(cache, probes):
+    fn = program()
+    explanation = bj.explain(fn, X, options=PROBE)
+    assert probes[0] == ("map_clients_0", 600, "vmap")
+    assert {kind for _, _, kind in probes} == {"vmap", "loop", "batches"}
+    assert "10.0 x as fast as by the rules in a probe (option shard_size)" in str(explanation)
+    (chosen,) = (fact for fact in explanation.facts.tried if fact.is_chosen)
+    assert (chosen.shard_size, chosen.member_loop) == (600, "loop")
+    assert chosen.member_seconds == pytest.approx(1e-6)
+    assert "tried, microseconds a member:" in str(explanation)
+    assert {step.source for step in explanation.facts.predicted.steps} == {"probe"}
+    local = bj.run(fn, X, runner="local", options=PROBE)
+    assert_close(local, jax.jit(fn)(X))
+    assert_same_bits(bj.run(fn, X, options=PROBE), local)
+    assert_same_bits(bj.run(fn, X, runner="local", options={"member_loop": "loop"}), local)
+
+
+def test_a_real_probe_gives_a_plan_that_runs(cache):
+    fn = program()
+    assert plan_of(fn, X, probe=True).choices.tried
+    assert_close(bj.run(fn, X, runner="local", options=PROBE), jax.jit(fn)(X))
+
+
+def test_each_placement_is_probed_by_itself(cache, probes):
+    @bj.program(a=64, b=80)
+    def two(x, y):
+        left = bj.reduce_mean(bj.map_fn(jnp.sin, x, placement="a"), placement="a")
+        return left + bj.reduce_sum(bj.map_fn(jnp.cos, y, placement="b"), placement="b")
+
+    bj.explain(two, X[:64], X[:80], options=PROBE)
+    assert {name for name, _, _ in probes} == {"map_a_0", "map_b_0"}
+
+
+def test_options_fix_one_choice_and_leave_the_other(cache, probes):
+    plan = plan_of(program(), X, probe=True, shard_size=24)
+    assert (plan.shard_sizes, loops(plan)) == ({"clients": 24}, [Looping("loop")])
+    assert {size for _, size, _ in probes} == {24}
+    probes.clear()
+    assert loops(plan_of(program(), X, probe=True, member_loop="vmap")) == [Looping("vmap")]
+    assert {kind for _, _, kind in probes} == {"vmap"}
+
+
+LONG = jax.ShapeDtypeStruct((2 * 10**9, 4), np.float32)
+
+
+def test_only_what_is_worth_it_is_timed(cache, probes, monkeypatch):
+    why = lambda x=X, **options: plan_of(program(), x, **options).choices.why
+    assert "are not worth a probe" in why()
+    assert "bodies are timed once there are arguments, or with probe=True" in why(LONG)
+    assert why(LONG, probe=False) == "by the rules: probe=False"
+    plan = plan_of(program(), X, probe=True, shard_size=64, member_loop="vmap")
+    assert (plan.choices.origin, plan.shard_sizes) == ("options", {"clients": 64})
+    assert probes == []
+    assert not cache.exists() or not list(cache.iterdir())
+    assert plan_of(program(), LONG, probe=True).choices.origin == "probe"
+    monkeypatch.setattr(choosing, "WORTH_SECONDS", 1e-9)
+    probes.clear()
+    fn = program(5.0)
+    bj.explain(fn, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert probes == []
+    assert "10.0 x as fast" in str(bj.explain(fn, X))  # Arguments are timed after their types.
+    monkeypatch.setenv("BEAMJAX_PLANNER_CACHE", "")
+    probes.clear()
+    assert "could not be remembered" in why()
+    assert probes == []
+
+
+def test_what_cannot_be_timed_is_left_to_the_rules(cache, monkeypatch):
+    text = lambda fn: str(bj.explain(fn, X, options=PROBE))
+    waits = lambda v: jax.lax.while_loop(lambda v: jnp.sum(v) < 9, lambda v: v + 1, v)
+    for body in (waits, jax.jit(waits)):
+        fn = bj.program(clients=None)(lambda x, body=body: bj.reduce_mean(bj.map_fn(body, x)))
+        assert "a body holds a loop whose rounds depend on its data" in text(fn)
+
+    def calls(v):
+        jax.debug.print("{}", v)
+        return v
+
+    fn = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(calls, x)))
+    assert "a body calls back to Python" in text(fn)
+    assert (
+        "there is no pass" in plan_of(bj.program(c=3)(lambda x: x + 1), X, probe=True).choices.why
+    )
+    on_cuda = plan_of(program(), X, probe=True, platforms=["cuda"]).choices.why
+    assert "for cuda, and this machine has cpu" in on_cuda
+
+    def failing(*args):
+        raise ProbeError("a body fails on made-up members (ValueError: no)")
+
+    monkeypatch.setattr(probe, "shard_seconds", failing)
+    fn = program()
+    assert "by the rules, as a probe failed: a body fails on made-up members" in text(fn)
+    assert bj.run(fn, X, options=PROBE).shape == (4,)
+
+
+def test_a_probe_that_takes_too_long_is_left_to_the_rules(cache, monkeypatch):
+    monkeypatch.setattr(choosing, "MAX_BUDGET", 0.05)
+    monkeypatch.setattr(choosing, "MIN_BUDGET", 0.05)
+    monkeypatch.setattr(probe, "_timed", lambda *args: time.sleep(1.0))
+    text = str(bj.explain(program(), X, options=PROBE))
+    assert "as a probe failed: a body takes longer than" in text
+
+
+# --- what is remembered
+
+
+def test_what_a_probe_found_is_used_again(cache, probes, monkeypatch):
+    first = plan_of(program(), X, probe=True)
+    count = len(probes)
+    plan_of(program(4.0), X, probe=True)
+    assert len(probes) == 2 * count  # Another program is timed by itself,
+    plan_of(program(), X[:100], probe=True)
+    assert len(probes) > 2 * count  # and members of another magnitude.
+    monkeypatch.setattr(probe, "shard_seconds", refuse)
+    again = plan_of(program(), X, probe=True)
+    assert again.choices.origin == "cache"
+    assert "as was found before on this machine" in again.choices.why
+    assert (again.shard_sizes, loops(again)) == (first.shard_sizes, loops(first))
+    assert plan_of(program(), X[:599], probe=True).choices.origin == "cache"
+
+
+def test_that_nothing_was_faster_is_remembered_too(cache, monkeypatch):
+    monkeypatch.setattr(probe, "shard_seconds", lambda plan, *_: 1e-6 * plan.shard_sizes["clients"])
+    plan = plan_of(program(), X, probe=True)
+    assert plan.choices.why == "by the rules, and a probe found nothing faster"
+    monkeypatch.setattr(probe, "shard_seconds", refuse)
+    assert plan_of(program(), X, probe=True).choices.origin == "cache"
+
+
+def test_damaged_files_and_those_of_other_programs_are_written_anew(cache, probes):
+    plan_of(program(), X, probe=True)
+    (path,) = cache.iterdir()
+    good = json.loads(path.read_text())
+    for text in ("", "{", "[1]", '{"format": 99}', '{"format": 1}', "[" * 10**5, " " * (2**20 + 1)):
+        path.write_text(text)
+        with pytest.warns(RuntimeWarning, match="is not used, and will be written anew"):
+            assert plan_of(program(), X, probe=True).choices.origin == "probe"
+        assert json.loads(path.read_text())["passes"] == good["passes"]
+    path.write_text(json.dumps(good | {"passes": {"map_x_0": good["passes"]["map_clients_0"]}}))
+    assert plan_of(program(), X, probe=True).choices.origin == "probe"
+
+
+def test_checkpoints_keep_the_choices(cache, probes, monkeypatch, tmp_path):
+    options = PROBE | {"checkpoint": str(tmp_path / "checkpoints")}
+    found = bj.run(program(), X, runner="local", options=options)
+    for file in cache.iterdir():
+        file.unlink()
+    monkeypatch.setattr(probe, "shard_seconds", refuse)
+    assert_same_bits(bj.run(program(), X, runner="local", options=options), found)
+
+
+def test_where_it_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.delenv("BEAMJAX_PLANNER_CACHE")
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
+    assert plan_cache.folder() == tmp_path / "planner"
+    assert os.stat(tmp_path / "planner").st_mode & 0o077 == 0
+    (tmp_path / "file").write_text("")
+    for nowhere in ("", str(tmp_path / "file" / "cache")):
+        monkeypatch.setenv("BEAMJAX_PLANNER_CACHE", nowhere)
+        plan_cache.store("x", {"a": 1})
+        assert (plan_cache.folder(), plan_cache.load("x")) == (None, None)
+    assert plan_cache.machine()["cores"] == os.cpu_count()

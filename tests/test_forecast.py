@@ -1,24 +1,37 @@
-"""How long a plan is told to take, and what runs teach of it."""
+"""How long a plan is predicted to take, and what runs teach of it."""
 
+import json
+import math
 import os
+import threading
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import plan_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import calibration, forecast, gains, plan_cache
-from beamjax.calibration import Calibration
-from beamjax.costs import Rates
+from beamjax import calibration, choice_facts, forecast, plan_cache, transfer_time
+from beamjax.calibration import Calibration, calibrated, measure, remember
+from beamjax.choices import Looping
+from beamjax.costs import Cost, Rates
+from beamjax.counts import counts
 from beamjax.forecast import StepTime, learn, small_work
-from beamjax.interpreters import stage
+from beamjax.gains import Gain, gain
+from beamjax.meters import Meter
 from beamjax.options import Options, parse_options
-from beamjax.planning import plan_for
+from beamjax.pipelines.store import Store
 from beamjax.progress import Progress, Tally
+from beamjax.transfer_time import from_device, to_device, transfer_seconds, transferring
 
 N = 1000
 X = np.random.default_rng(0).normal(size=(N, 8)).astype(np.float32)
+W = np.zeros(8, np.float32)
 KNOWN = Calibration(Rates(1e9, 1e9, 1e-6, 1e-4, 5e9), read=1e9, merge=1e8, measured=True)
 
 
@@ -27,13 +40,8 @@ def mean(x):
     return bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ v) * v, x))
 
 
-def rounds(k, w, x):
-    return jax.lax.scan(lambda w, _: (w + mean(x), None), w, length=k)[0]
-
-
-def plan_of(fn, *args, **options):
-    arguments, key, restore = stage.flatten_arguments(args)
-    return plan_for(fn, arguments, key, restore, parse_options(options)).plan
+def rounds(w, x):
+    return jax.lax.scan(lambda w, _: (w + mean(x), None), w, length=6)[0]
 
 
 def told(plan, runner="local", known=KNOWN, **options):
@@ -41,86 +49,79 @@ def told(plan, runner="local", known=KNOWN, **options):
 
 
 @pytest.fixture
+def cores(monkeypatch):
+    return lambda count: monkeypatch.setattr(os, "cpu_count", lambda: count)
+
+
+@pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("BEAMJAX_PLANNER_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration, "_known", {})
     return tmp_path
 
 
-def test_the_seconds_of_a_pass_are_those_of_its_parts():
-    plan = plan_of(mean, X, shard_size=8)
-    (step,) = told(plan, local_threads=1).steps
+# --- the seconds of a plan
+
+FAST = 1e30
+
+
+@pytest.mark.parametrize(("loop", "starts"), [("vmap", 125), ("batches", None), ("loop", 1000)])
+def test_each_rate_is_charged_for_what_it_is_about(loop, starts):
+    batches = {"shard_size": 16, "member_batch": 8} if loop == "batches" else {"shard_size": 8}
+    plan = plan_of(mean, X, member_loop=loop, **batches)
     cost = plan.costs["map_clients_0"]
-    shards = 125
-    assert step.read == pytest.approx(X.nbytes / 1e9)
-    assert step.merge == pytest.approx(shards * 8 * 8 / 1e8)
-    assert step.compute == pytest.approx(
-        N * max(cost.flops / 1e9 + cost.extra / 5e9, cost.nbytes / 1e9)
-        + shards * (cost.calls * 1e-6 + 1e-4)
-    )
-    assert step.source == "counted"
+    shards = plan.shards("clients")
+
+    def seconds(read=FAST, merge=FAST, **slow):
+        rates = {"flops": FAST, "nbytes": FAST, "extra": FAST, "call": 0.0, "shard": 0.0} | slow
+        return told(plan, known=Calibration(Rates(**rates), read, merge), local_threads=1).work
+
+    padded = batches["shard_size"] * shards
+    assert seconds(read=2.0) == pytest.approx(X.nbytes / 2)
+    assert seconds(merge=2.0) == pytest.approx(shards * 8 * 8 / 2)
+    assert seconds(shard=2.0) == pytest.approx(shards * 2)
+    assert seconds(flops=2.0) == pytest.approx(padded * cost.flops / 2)
+    assert seconds(extra=2.0) == pytest.approx(padded * cost.extra / 2)
+    assert seconds(nbytes=2.0) == pytest.approx(padded * cost.nbytes / 2)
+    starts = starts or padded / 8
+    assert seconds(call=2.0) == pytest.approx(starts * cost.calls * 2)
 
 
-def test_a_faster_machine_takes_less():
+def test_factors_multiply_their_kind():
     plan = plan_of(mean, X)
-    fast = Calibration(Rates(1e12, 1e12, 1e-9, 1e-7), 1e12, 1e12)
-    assert told(plan, known=fast).seconds < told(plan).seconds
+    (before,) = told(plan).steps
+    mended = Calibration(
+        KNOWN.rates, KNOWN.read, KNOWN.merge, {"read": 2, "compute": 3, "merge": 5}
+    )
+    (after,) = told(plan, known=mended).steps
+    ratios = [getattr(after, k) / getattr(before, k) for k in ("read", "compute", "merge")]
+    assert ratios == pytest.approx([2, 3, 5])
+    compile_ = [told(plan, known=Calibration(factors={"compile": f})).compile for f in (1.0, 4.0)]
+    assert compile_[1] == pytest.approx(4 * compile_[0])
+    assert 0.05 < compile_[0] < 1.0
 
 
-def test_larger_shards_are_started_less_often():
-    small, large = (told(plan_of(mean, X, shard_size=n)).work for n in (8, 512))
-    assert large < small
+def test_rounds_branches_and_gathers_are_counted():
+    once, many = told(plan_of(mean, X)), told(plan_of(rounds, W, X))
+    step = {step.step: step for step in many.steps}["map_clients_0"]
+    assert (step.rounds, many.guessed) == (6, False)
+    assert step.read == pytest.approx(6 * once.steps[0].read)
+    assert step.compute == pytest.approx(6 * once.steps[0].compute, rel=0.3)
 
-
-def test_members_one_by_one_start_more_operations():
-    plans = [plan_of(mean, X, shard_size=64, member_loop=w) for w in ("vmap", "batches", "loop")]
-    seconds = [told(plan).work for plan in plans]
-    assert seconds == sorted(seconds)
-
-
-def test_rounds_are_counted():
-    def loop(w, x):
-        return rounds(6, w, x)
-
-    plan = plan_of(loop, np.zeros(8, np.float32), X)
-    steps = {step.step: step for step in told(plan).steps}
-    assert steps["map_clients_0"].rounds == 6
-    once = told(plan_of(mean, X)).steps[0]
-    assert steps["map_clients_0"].seconds == pytest.approx(6 * once.seconds, rel=0.3)
-    assert not told(plan).guessed
-
-
-def test_pipelines_of_a_loop_are_counted():
-    def loop(w, x):
-        return rounds(6, w, x)
-
-    plan = plan_of(loop, np.zeros(8, np.float32), X)
-    assert told(plan, "local").pipelines == 0
-    assert told(plan, "DirectRunner", rounds_per_graph=2).pipelines == 3
-    assert told(plan, "DirectRunner", rounds_per_graph=1).pipelines == 6
-    few, many = (told(plan, "DirectRunner", rounds_per_graph=n).overhead for n in (6, 1))
-    assert few < many
-
-
-def test_rounds_while_a_condition_holds_are_guessed():
     def until(w, x):
         return jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: w + mean(x) + 1, w)
 
-    found = told(plan_of(until, np.zeros(8, np.float32), X), "DirectRunner")
-    assert found.guessed
-    assert {step.rounds for step in found.steps if step.compute} == {forecast.GUESSED_ROUNDS}
-    assert found.pipelines >= forecast.GUESSED_ROUNDS
+    guessed = told(plan_of(until, W, X), "DirectRunner")
+    assert guessed.guessed
+    assert {step.rounds for step in guessed.steps if step.compute} == {forecast.GUESSED_ROUNDS}
+    assert guessed.pipelines >= forecast.GUESSED_ROUNDS
 
-
-def test_the_dearer_branch_counts():
     def branch(p, x):
         return jax.lax.cond(p, lambda x: mean(x), lambda x: jnp.zeros(8), x)
 
     found = told(plan_of(branch, np.bool_(True), X))
     assert [step.step for step in found.steps if step.read] == ["map_clients_0"]
 
-
-def test_gathers_are_counted():
     @bj.program(clients=None)
     def median(x):
         return jnp.sort(bj.map_fn(jnp.sin, x), axis=0)[3]
@@ -130,48 +131,38 @@ def test_gathers_are_counted():
     assert steps["server_0"].compute > 0
 
 
-def test_workers_share_the_work():
-    plan = plan_of(mean, X)
-    options = {"direct_num_workers": 2, "direct_running_mode": "multi_processing"}
-    alone = told(plan, "DirectRunner")
-    shared = told(plan, "DirectRunner", **options)
-    assert shared.work == pytest.approx(alone.work / min(2, os.cpu_count()))
-
-
-def test_threads_of_this_process_share_what_is_computed(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    plan = plan_of(mean, X, shard_size=8)
-    alone, four = (told(plan, local_threads=k) for k in (1, 4))
-    (one,), (shared,) = alone.steps, four.steps
-    assert shared.busy == one.busy == one.seconds
-    at_once = 125 / 32  # the last threads have nothing to do at the end
-    gain = 1 + (at_once - 1) * gains.THREAD_GAIN
-    assert shared.seconds == pytest.approx(one.read + one.compute / gain + one.merge)
-    assert four.by_name()["map_clients_0"] == alone.by_name()["map_clients_0"]
-    assert told(plan, "DirectRunner").steps[0].seconds == one.seconds
-    assert told(plan_of(mean, X, shard_size=1000), local_threads=4).steps[0].gain == 1
-
-
-@pytest.mark.parametrize(("loop", "expected"), [("vmap", 1.0), ("batches", 1.8), ("loop", 1.8)])
-def test_threads_gain_nothing_where_xla_has_all_cores(monkeypatch, loop, expected):
-    @bj.program(clients=None)
-    def large(x):
-        return bj.reduce_mean(bj.map_fn(lambda v: jnp.sin(v), x))
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    x = jax.ShapeDtypeStruct((1 << 16, 64), np.float32)
-    plan = plan_of(large, x, shard_size=1 << 12, member_loop=loop)
-    assert told(plan, local_threads=2).steps[0].gain == pytest.approx(expected)
-
-
-def test_beam_hands_on_shards_and_bytes():
+def test_pipelines_steps_and_shards_of_beam_are_charged():
+    plan = plan_of(rounds, W, X)
+    assert told(plan).pipelines == 0
+    widths = {n: told(plan, "DirectRunner", rounds_per_graph=n) for n in (1, 2, 4, 6)}
+    assert {n: found.pipelines for n, found in widths.items()} == {1: 6, 2: 3, 4: 2, 6: 1}
+    fixed = KNOWN.fixed("DirectRunner")
+    assert widths[1].overhead - widths[6].overhead == pytest.approx(5 * fixed.pipeline)
+    once, all_six = told(plan_of(mean, X), "DirectRunner"), widths[6]
+    shards = plan.shards("clients")
+    each = fixed.step + shards * fixed.shard + shards * 8 * 4 / forecast.HANDED_RATE
+    assert all_six.overhead - once.overhead == pytest.approx(5 * each, rel=0.01)
     few, many = (told(plan_of(mean, X, shard_size=s), "DirectRunner") for s in (504, 8))
-    shards, nbytes = 125 - 2, (125 - 2) * 8 * 4
-    found = many.overhead - few.overhead
-    assert found == pytest.approx(
-        shards * KNOWN.fixed("DirectRunner").shard + nbytes / forecast.HANDED_RATE
-    )
+    more = 123 * (fixed.shard + 8 * 4 / forecast.HANDED_RATE)
+    assert many.overhead - few.overhead == pytest.approx(more)
     assert told(plan_of(mean, X, shard_size=8)).overhead == KNOWN.fixed("local").step
+    names = once.by_name()
+    assert set(names) == {"map_clients_0", "(runner)", "(total)"}
+    assert names["(total)"] == once.seconds == pytest.approx(once.work + names["(runner)"])
+
+
+def test_runners_take_something_for_themselves():
+    pipeline = {name: KNOWN.fixed(name).pipeline for name in calibration.RUNNERS}
+    local, direct, prism, flink, spark, dataflow = pipeline.values()
+    assert local == 0 < direct < 0.1 < prism < 1 < flink < spark < 10 < 60 < dataflow < 600
+    assert KNOWN.fixed("FnApiRunner") == KNOWN.fixed("DirectRunner")
+    assert KNOWN.fixed("SomeRunner") == calibration.ELSEWHERE
+    slow, usual = (
+        Calibration(factors={"FlinkRunner": 2.0}).fixed("FlinkRunner"),
+        KNOWN.fixed("FlinkRunner"),
+    )
+    for part in ("pipeline", "step", "shard"):
+        assert getattr(slow, part) == 2 * getattr(usual, part) > 0
 
 
 @bj.program(clients=None)
@@ -179,47 +170,123 @@ def wide(w, x):
     return bj.reduce_mean(bj.map_fn(lambda w, v: w + v[0], (bj.broadcast(w), x)))
 
 
-@pytest.mark.parametrize(
-    ("runner", "options", "handed"),
-    [
+def test_large_values_are_handed_over_as_they_are_within_a_process():
+    sizes = 1 << 18, 1 << 19  # Floats: partials of 1 MiB are elements of Beam, larger ones are not.
+    plans = [plan_of(wide, np.zeros(n, np.float32), X[:16], shard_size=8) for n in sizes]
+    rows = [
         ("DirectRunner", {}, False),
         ("DirectRunner", {"direct_num_workers": 2}, False),
         ("DirectRunner", {"keep_folder": "always"}, True),
         ("DirectRunner", {"checkpoint": "somewhere"}, True),
         ("DirectRunner", {"direct_running_mode": "multi_processing"}, True),
         ("PrismRunner", {}, True),
-    ],
-    ids=str,
-)
-def test_large_values_are_handed_over_as_they_are_within_a_process(runner, options, handed):
-    small, large = (
-        plan_of(wide, np.zeros(size, np.float32), X[:16], shard_size=8)
-        for size in (1 << 18, 1 << 19)
-    )
-    overheads = [told(plan, runner, **options).overhead for plan in (small, large)]
-    if handed:
-        more = 4 * (3 * ((1 << 19) - (1 << 18))) / forecast.HANDED_RATE
-        assert overheads[1] - overheads[0] == pytest.approx(more)
-    else:  # those of 1 MiB are elements
-        fixed = KNOWN.fixed(runner)
-        assert overheads[1] == pytest.approx(fixed.pipeline + fixed.step + 2 * fixed.shard)
-        assert overheads[0] - overheads[1] == pytest.approx(2 * (4 << 18) / forecast.HANDED_RATE)
+    ]
+    for runner, options, handed in rows:
+        small, large = (told(plan, runner, **options).overhead for plan in plans)
+        moved = 4 * 3 * (sizes[1] - sizes[0]) if handed else -4 * 2 * sizes[0]
+        assert large - small == pytest.approx(moved / forecast.HANDED_RATE), (runner, options)
+
+
+def test_workers_and_threads_share_the_work(cores):
+    cores(8)
+    plan = plan_of(mean, X, shard_size=8)
+    (one,), (four,) = (told(plan, local_threads=k).steps for k in (1, 4))
+    assert one.seconds == one.busy == four.busy
+    at_once = 125 / 32  # The last threads have nothing to do at the end.
+    assert four.gain == pytest.approx(1 + 0.8 * (at_once - 1))
+    assert four.seconds == pytest.approx(one.read + one.compute / four.gain + one.merge)
+    assert told(plan, "DirectRunner").steps[0].seconds == one.seconds
+    assert told(plan_of(mean, X, shard_size=1000), local_threads=4).steps[0].gain == 1
+    options = {"direct_num_workers": 2, "direct_running_mode": "multi_processing"}
+    shared = told(plan, "DirectRunner", **options)
+    assert shared.work == pytest.approx(told(plan, "DirectRunner").work / 2)
+    cores(1)
+    assert told(plan, "DirectRunner", **options).work == told(plan, "DirectRunner").work
+
+
+def test_threads_gain_nothing_where_xla_has_all_cores(cores):
+    cores(2)
+    large = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sin, x)))
+    x = jax.ShapeDtypeStruct((1 << 16, 64), np.float32)
+    for loop, expected in (("vmap", 1.0), ("batches", 1.8), ("loop", 1.8)):
+        plan = plan_of(large, x, shard_size=1 << 12, member_loop=loop)
+        assert told(plan, local_threads=2).steps[0].gain == pytest.approx(expected), loop
+
+
+def test_gains():
+    loop, vmap = Looping("loop"), Looping("vmap")
+    small = Cost(flops=1e4, calls=10.0)
+    large = Cost(flops=5e8, calls=10.0, extra=5e8, shared=5e8)
+    over_members = Cost(flops=2e3, calls=1.0, shared=2e3)
+    rows = [  # cost, loop, members and number of shards, threads, cores: alone, threads, busy
+        (None, loop, 8, 4, 2, 2, (1, 1, 1)),
+        (small, loop, 8, 4, 1, 2, (1, 1, 1)),
+        (small, loop, 8, 4, 2, 2, (1, 1.8, 1)),
+        (small, loop, 8, 3, 2, 2, (1, 1.4, 1)),  # 3 shards in 2 turns
+        (small, loop, 8, 5, 4, 4, (1, 2.2, 1)),
+        (small, loop, 8, 0, 2, 2, (1, 1, 1)),
+        (small, vmap, 4096, 100, 2, 2, (1, 1, 2)),  # XLA divides large operations
+        (small, vmap, 4096, 100, 16, 16, (1 / 6.5, 1, 16)),
+        (small, vmap, 8, 100, 2, 2, (1, 1.8, 1)),
+        (large, loop, 8, 4, 1, 1, (1, 1, 1)),
+        (large, loop, 8, 4, 1, 2, (0.5 + 0.5 / 1.8, 1, 1 / (0.5 + 0.5 / 1.8))),
+        (large, loop, 8, 4, 2, 2, (0.5 + 0.5 / 1.8, 1.4, 1 / (0.5 + 0.5 / 1.8))),
+        (over_members, vmap, 4096, 100, 1, 2, (1 / 1.8, 1, 1.8)),
+        (over_members, Looping("batches", 8), 4096, 100, 1, 2, (1, 1, 1)),
+    ]
+    faults = []
+    for *args, expected in rows:
+        found = gain(*args)
+        if tuple(vars(found).values()) != pytest.approx(expected):
+            faults.append((args, found, expected))
+    assert faults == []
+    assert gain(None, loop, 8, 4, 2, 2) == Gain()
 
 
 def test_bundles_have_one_thread_where_xla_has_the_cores():
     step = StepTime("a", 1, compute=8.0, gain=1.2, shards=4, cores=1.5)
-    assert step.in_bundles(2).gain == 1.0
-    assert step.in_bundles(4).gain == 1.2
+    assert (step.in_bundles(2).gain, step.in_bundles(4).gain) == (1.0, 1.2)
     assert StepTime("a", 1, compute=8.0, gain=1.8, shards=4).in_bundles(2).gain == 1.8
-    assert StepTime("a", 1, compute=8e-3, gain=1.8, shards=8).in_bundles(2).gain == 1.0
+    for compute, expected in ((0.015, 1.0), (0.016, 1.8)):  # 2 ms a shard are worth a thread
+        short = StepTime("a", 2, compute=2 * compute, gain=1.8, shards=8)
+        assert short.in_bundles(2).gain == expected
+    assert StepTime("a", 1).seconds == 0
 
 
-def test_names_of_what_is_told():
-    found = told(plan_of(mean, X), "DirectRunner")
-    names = found.by_name()
-    assert set(names) == {"map_clients_0", "(runner)", "(total)"}
-    assert names["(total)"] == found.seconds == pytest.approx(found.work + found.overhead)
-    assert found.compile > 0
+def test_explain_gives_the_seconds_of_a_runner():
+    found, here = bj.explain(rounds, W, X), bj.explain(rounds, W, X, runner="local")
+    predicted = found.facts.predicted
+    assert predicted.runner == "DirectRunner"
+    assert found.predicted_seconds > here.predicted_seconds > 0
+    assert predicted.local == pytest.approx(here.predicted_seconds)
+    assert json.loads(json.dumps(found.to_json()))["predicted"]["seconds"] == predicted.seconds
+    for text in ("all on DirectRunner", "all on local", "this machine"):
+        assert text in str(found)
+    assert "all on local" in str(here)
+    unknown = bj.explain(mean, bj.from_chunks(lambda: [X]))
+    assert unknown.predicted_seconds is None
+    assert unknown.facts.placements[0].members is None
+    assert "nothing, as the number of members is unknown" in str(unknown)
+    with pytest.raises(bj.OptionsError, match="predicted_seconds: found an explanation of stage"):
+        _ = bj.explain(mean, X, stage="flat").predicted_seconds
+    words = {0.0: "0 us", 3.14e-5: "31 us", 9.99e-4: "999 us", 1e-3: "1 ms", 2.5e-3: "2.5 ms"}
+    words |= {0.9994: "999 ms", 0.9996: "1 s", 1.234: "1.23 s", 240.0: "240 s"}
+    assert {seconds: choice_facts.seconds_text(seconds) for seconds in words} == words
+
+
+def test_small_work_stays_here_if_it_may():
+    plan = plan_of(mean, X)
+    direct, flink = (told(plan, runner) for runner in ("DirectRunner", "FlinkRunner"))
+    assert small_work(plan, Options(), direct).is_small
+    assert small_work(plan, Options(), direct).advice == ""  # It is not worth a line.
+    assert "FlinkRunner takes about 3.2 s" in small_work(plan, Options(), flink).advice
+    assert not small_work(plan, Options(), told(plan)).is_small
+    large = plan_of(mean, jax.ShapeDtypeStruct((10**8, 8), np.float32), probe=False)
+    assert not small_work(large, Options(), told(large, "DirectRunner")).is_small
+    for options, runner in (({"small_work": "here"}, "local"), ({}, "DirectRunner")):
+        job = bj.launch(mean, X, options=options)
+        job.result()
+        assert job.runner == runner
 
 
 # --- what runs teach
@@ -232,26 +299,25 @@ def progress_of(seconds, **busy):
 
 def test_a_run_is_remembered_for_its_program(cache):
     plan = plan_of(mean, X)
+    learn(plan, Options(), lambda: told(plan), progress_of(0.9, compute=0.8))
+    assert list(cache.iterdir()) == []  # Short runs teach nothing.
     learn(plan, Options(), lambda: told(plan), progress_of(10.0, read=1.0, compute=8.0, merge=0.5))
     (step,) = told(plan).steps
     assert (step.read, step.compute, step.merge) == (1.0, 8.0, 0.5)
     assert step.source == "earlier runs"
-    twice = plan_of(mean, np.concatenate([X, X]), shard_size=plan.shard_sizes["clients"])
-    assert told(twice).steps[0].compute == pytest.approx(16.0)
+    size = plan.shard_sizes["clients"]
+    twice = told(plan_of(mean, np.concatenate([X, X]), shard_size=size)).steps[0]
+    assert (twice.read, twice.compute, twice.merge) == pytest.approx((2.0, 16.0, 1.0))
 
 
 def test_a_run_mends_what_is_told_of_others(cache):
     many = jax.ShapeDtypeStruct((10**7, 8), np.float32)
     plan = plan_of(mean, many, probe=False)
+    measured = progress_of(12.0, read=0.1, compute=8.0, merge=0.1)
     for _ in range(20):
         before = forecast.forecast(plan, Options(), "DirectRunner")
         assert before.steps[0].source == "counted"
-        learn(
-            plan,
-            Options(),
-            lambda before=before: before,
-            progress_of(12.0, read=0.1, compute=8.0, merge=0.1),
-        )
+        learn(plan, Options(), lambda before=before: before, measured)
         for file in cache.glob("measured-*"):
             file.unlink()
 
@@ -272,89 +338,162 @@ def test_a_run_mends_what_is_told_of_others(cache):
 def test_runs_teach_what_a_runner_takes_where_that_is_clear(
     cache, members, seconds, compute, learns
 ):
-    types = jax.ShapeDtypeStruct((members, 8), np.float32)
-    plan = plan_of(mean, types, probe=False)
+    plan = plan_of(mean, jax.ShapeDtypeStruct((members, 8), np.float32), probe=False)
     before = forecast.forecast(plan, Options(), "DirectRunner")
     learn(plan, Options(), lambda: before, progress_of(seconds, compute=compute))
     assert ("DirectRunner" in calibration.calibration().factors) == learns
 
 
-def test_short_runs_teach_nothing(cache):
+def test_records_of_something_else_are_ignored(cache):
     plan = plan_of(mean, X)
-    learn(plan, Options(), lambda: told(plan), progress_of(0.2, compute=0.1))
-    assert list(cache.iterdir()) == []
-
-
-def test_nothing_is_learnt_where_nothing_is_remembered():
-    plan = plan_of(mean, X)
-    before = calibration.calibration()
-    learn(plan, Options(), lambda: told(plan), progress_of(10.0, compute=8.0))
-    assert calibration.calibration() == before
-
-
-@pytest.mark.parametrize("record", [{}, {"steps": 3}, {"steps": {"a": {"members": "x"}}}])
-def test_records_of_something_else_are_told(cache, record):
-    plan = plan_of(mean, X)
-    plan_cache.store(forecast._key(plan, Options()), record)
-    with pytest.warns(RuntimeWarning, match="will be written anew"):
-        assert told(plan).steps[0].source == "counted"
-
-
-def test_what_is_told_is_beside_what_was_measured():
-    found = bj.launch(mean, X, runner="local")
-    found.result()
-    progress = found.progress()
-    assert set(progress.predicted) == {"map_clients_0", "(runner)", "(total)"}
-    assert set(progress.factors) == set(progress.predicted)
-    assert progress.measured["(total)"] == pytest.approx(progress.seconds - progress.done.compile)
-    assert progress.steps["map_clients_0"].members == N
-    again = Progress.from_json(progress.to_json(), "here")
-    assert again == progress
-    for name, factor in progress.factors.items():
-        assert factor == progress.measured[name] / progress.predicted[name]
+    for record in ({}, {"steps": 3}, {"steps": {"a": {"members": "x"}}}):
+        plan_cache.store(forecast._key(plan, Options()), record)
+        with pytest.warns(RuntimeWarning, match="will be written anew"):
+            assert told(plan).steps[0].source == "counted"
 
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
-def test_rounds_and_workers_are_told_by_the_steps_of_the_plan(runner):
-    def loop(w, x):
-        return rounds(3, w, x)
-
-    job = bj.launch(loop, np.zeros(8, np.float32), X, runner=runner)
+def test_what_is_predicted_is_beside_what_was_measured(runner):
+    job = bj.launch(rounds, W, X, runner=runner)
     job.result()
     progress = job.progress()
-    assert progress.steps["map_clients_0"].members == 3 * N
-    assert sum(tally.members for tally in progress.steps.values()) == progress.done.members
-    assert sum(tally.compute for tally in progress.steps.values()) == pytest.approx(
-        progress.done.compute
-    )
+    assert {"map_clients_0", "(runner)", "(total)"} <= set(progress.predicted)
+    assert set(progress.factors) <= set(progress.predicted)
+    for name, factor in progress.factors.items():
+        assert factor == progress.measured[name] / progress.predicted[name]
+    assert progress.measured["(total)"] == pytest.approx(progress.seconds - progress.done.compile)
+    assert progress.steps["map_clients_0"].members == 6 * N
+    for part in ("members", "compute"):
+        total = sum(getattr(tally, part) for tally in progress.steps.values())
+        assert total == pytest.approx(getattr(progress.done, part))
+    assert Progress.from_json(progress.to_json(), "here") == progress
 
 
-# --- small work
+# --- the machine
 
 
-def test_small_work_is_told_of():
-    plan = plan_of(mean, X)
-    direct, flink = (told(plan, runner) for runner in ("DirectRunner", "FlinkRunner"))
-    assert small_work(plan, Options(), direct).is_small
-    assert small_work(plan, Options(), direct).advice == ""  # it is not worth a line
-    assert "FlinkRunner takes about 3.2 s for a pipeline besides the work" in (
-        small_work(plan, Options(), flink).advice
-    )
-    assert not small_work(plan, Options(), told(plan)).is_small
+def test_a_machine_is_measured_once(cache, monkeypatch):
+    times = []
+    fake = lambda: times.append(1) or (Rates(1e9, 2e9, 3e-6, 4e-5), 5e9, 6e8)
+    monkeypatch.setattr(calibration, "measure", fake)
+    assert not calibration.calibration().measured
+    found = calibrated()
+    assert (found.rates, found.read, found.merge) == fake()
+    calibration._known.clear()  # As in another process.
+    assert calibrated() == calibration.calibration() == found
+    assert len(times) == 2
+    monkeypatch.setenv("BEAMJAX_PLANNER_CACHE", "")
+    calibration._known.clear()
+    assert calibrated() == calibrated()
+    assert len(times) == 3
+    rates, read, merge = measure()
+    for rate in (*vars(rates).values(), read, merge):
+        assert 0 < rate < math.inf
+    assert rates.flops > 1e7
 
 
-def test_large_work_is_not_small():
-    x = jax.ShapeDtypeStruct((10**8, 8), np.float32)
-    plan = plan_of(mean, x, probe=False)
-    assert not small_work(plan, Options(), told(plan, "DirectRunner")).is_small
+def test_files_of_something_else_or_of_another_format_are_ignored(cache):
+    remember(Calibration(read=7.0))
+    (path,) = cache.iterdir()
+    good = json.loads(path.read_text())
+    calibration._known.clear()
+    assert calibration.calibration() == Calibration(read=7.0)
+    changes = [{"format": 7}, {"rates": None}, {"rates": {"flops": 1.0}}, {"read": -1.0}]
+    changes += [{"read": 0}, {"read": True}, {"merge": "x"}, {"merge": math.inf}]
+    changes += [{"factors": {"compute": 0}}, {"factors": []}]
+    for change in changes:
+        path.write_text(json.dumps(good | change))
+        with pytest.warns(RuntimeWarning, match="will be written anew"):
+            assert calibration.calibration() == Calibration(), change
 
 
-def test_small_work_stays_here_if_it_may():
-    for options, runner in (({"small_work": "here"}, "local"), ({}, "DirectRunner")):
-        job = bj.launch(mean, X, options=options)
+@given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), max_size=20))
+def test_factors_stay_numbers(pairs):
+    known = Calibration()
+    for predicted, measured in pairs:
+        known = known.mended("read", predicted, measured)
+        assert 0.0099 <= known.factor("read") <= 101
+    assert Calibration.from_json(json.loads(json.dumps(known.to_json()))) == known
+
+
+def test_runs_mend_a_factor_little_by_little():
+    known, factors = Calibration(), []
+    for _ in range(30):
+        known = known.mended("compute", known.factor("compute") * 2.0, 6.0)
+        factors.append(known.factor("compute"))
+    assert factors == sorted(factors)
+    assert factors[0] == pytest.approx(3.0**0.4)
+    assert factors[-1] == pytest.approx(3.0, rel=1e-3)
+
+
+# --- what is counted apart
+
+
+def test_transfers_within_transfers_and_in_other_threads():
+    before, start = transfer_seconds(), time.perf_counter()
+    with transferring():
+        with transferring():
+            time.sleep(0.02)
+        assert transfer_seconds() == before
+    with pytest.raises(KeyError), transferring():
+        raise KeyError
+    assert 0.02 <= transfer_seconds() - before <= time.perf_counter() - start
+    found = []
+
+    def work():
+        with transferring():
+            counts.broadcasts += 1
+        found.append((counts.broadcasts, transfer_seconds() < 0.02))
+
+    after, broadcasts = transfer_seconds(), counts.broadcasts
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(1, True)]
+    assert (transfer_seconds(), counts.broadcasts) == (after, broadcasts)
+
+
+def test_a_lap_leaves_out_the_transfers_in_it():
+    meter, start = Meter("step", 8), time.perf_counter()
+    with transferring():
+        time.sleep(0.05)
+    meter.lap("compute")
+    with transferring():  # Nothing is measured here.
+        time.sleep(0.05)
+    meter.resume()
+    meter.lap("merge")
+    meter.apart()
+    spent = time.perf_counter() - start
+    assert meter.total.transfer >= 0.05
+    assert meter.total.transfer + meter.total.compute + meter.total.merge <= spent - 0.05
+
+
+def test_a_cpu_gets_the_arrays_and_an_accelerator_copies(monkeypatch):
+    cpu, gpu = jax.devices("cpu")[0], SimpleNamespace(platform="gpu")
+    copied = [transfer_time.is_copied(device) for device in (None, cpu, gpu)]
+    assert copied == [False, False, True]
+    asked = []
+    put = lambda values, device: asked.append(device) or list(map(jnp.asarray, values))
+    monkeypatch.setattr(transfer_time.jax, "device_put", put)
+    found = from_device(to_device([X, np.int32(3)], gpu))
+    assert asked == [gpu]
+    assert [(type(x), x.dtype) for x in found] == [(np.ndarray, "float32"), (np.ndarray, "int32")]
+
+
+@pytest.mark.parametrize("name", ["_put", "_load"])
+def test_values_in_the_store_are_transfers(name, monkeypatch):
+    @bj.program(clients=20)
+    def total(w, x):
+        y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
+        return bj.reduce_sum(y) + bj.reduce(lambda a, b: a * b, y)
+
+    w, x = np.ones((3, 20_000), np.float32), np.ones((20, 3), np.float32)  # Too big for elements.
+    bj.run(total, w, x, options={"shard_size": 8})
+    real = getattr(Store, name)
+    monkeypatch.setattr(Store, name, lambda *args: [time.sleep(0.3), real(*args)][1])
+    with bj.launch(total, w * 2, x, options={"shard_size": 8}) as job:
         job.result()
-        assert job.runner == runner
-
-
-def test_steps_without_parts_take_no_time():
-    assert StepTime("a", 1).seconds == 0
+        progress = job.progress()
+        assert progress.done.transfer >= 0.3
+        assert progress.shares["transfer"] > 0.1
+        assert bj.open_job(job.folder).progress().done == progress.done

@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from generate import checks
-from generate.long_run import main, parse
+from generate.__main__ import main
 from generate.programs import FEATURES, Program, programs
 from hypothesis import HealthCheck, Phase, given, settings
 
-CHUNKS, EXAMPLES = 6, 40
+CHUNKS, EXAMPLES = 16, 15
 
 
 def quick(examples):
@@ -42,15 +42,14 @@ def test_programs_give_what_jit_gives(chunk):
 
     run()
     jax.clear_caches()
-    assert len(rejected) <= EXAMPLES // 20 + 1
+    assert len(rejected) <= EXAMPLES // 10 + 1
 
 
 # --- the checks can fail
 
 
-def program(body, **changes):
-    facts = {"x64": False, "floats": frozenset({"float32"}), "inexact": (True,)}
-    return Program(body, **(facts | changes), used={}, misfits={})
+def program(body):
+    return Program(body, False, frozenset({"float32"}), (True,), {}, {})
 
 
 BODY = """\
@@ -64,57 +63,44 @@ args = (floats(0, 11, 3),)
 """
 
 
-def test_a_program_that_passes():
+def test_a_program_passes_and_its_script_runs_by_itself(capsys):
     checks.check(program(BODY))
-
-
-def test_a_script_runs_by_itself(capsys):
     exec(program(BODY).script(), {"__name__": "script"})
     assert capsys.readouterr().out.count("[") == 3
 
 
-def test_a_program_that_jit_refuses():
-    with pytest.raises(checks.RejectedError, match="no_such"):
-        checks.check(program(BODY.replace("v * 2", "jnp.no_such(v)")))
+def fail(*args, **kwargs):
+    raise RuntimeError("no such luck")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "runner", "message"),
     [
-        (lambda x: x + 1e-3, "local: leaf 0 differs by 0.001"),
-        (lambda x: x.astype("bfloat16"), "local: leaf 0 is bfloat16"),
-        (lambda x: (x,), "local: found the tree"),
+        (lambda x: x + 1e-3, "local", "local: leaf 0 differs by 0.001"),
+        (lambda x: x.astype("bfloat16"), "local", "local: leaf 0 is bfloat16"),
+        (lambda x: (x,), "local", "local: found the tree"),
+        (lambda x: jnp.nextafter(x, jnp.inf), "DirectRunner", "other bits"),
+        (fail, "DirectRunner", "DirectRunner: RuntimeError: no such luck"),
     ],
 )
-def test_a_runner_that_is_wrong(change, message, monkeypatch):
+def test_a_runner_that_is_wrong_is_found(change, runner, message, monkeypatch):
     run = checks.bj.run
-    monkeypatch.setattr(checks.bj, "run", lambda *args, **kwargs: change(run(*args, **kwargs)))
+
+    def wrong(*args, **kwargs):
+        found = run(*args, **kwargs | {"runner": "local"})
+        return change(found) if kwargs["runner"] == runner else found
+
+    monkeypatch.setattr(checks.bj, "run", wrong)
     with pytest.raises(checks.DifferenceError, match=message):
         checks.check(program(BODY))
 
 
-def test_runners_that_differ_in_the_last_bit(monkeypatch):
-    run = checks.bj.run
-
-    def other(*args, runner, **kwargs):
-        found = run(*args, runner="local", **kwargs)
-        return jnp.nextafter(found, jnp.inf) if runner == "DirectRunner" else found
-
-    monkeypatch.setattr(checks.bj, "run", other)
-    with pytest.raises(checks.DifferenceError, match="other bits"):
-        checks.check(program(BODY))
+def test_a_program_that_jit_refuses_is_rejected():
+    with pytest.raises(checks.RejectedError, match="no_such"):
+        checks.check(program(BODY.replace("v * 2", "jnp.no_such(v)")))
 
 
-def test_a_runner_that_fails(monkeypatch):
-    def broken(*args, runner, **kwargs):
-        raise RuntimeError("no such luck")
-
-    monkeypatch.setattr(checks.bj, "run", broken)
-    with pytest.raises(checks.DifferenceError, match="local: "):
-        checks.check(program(BODY))
-
-
-# --- the command line
+# --- many programs
 
 
 def drawn(seed):
@@ -124,20 +110,17 @@ def drawn(seed):
     return found
 
 
-def test_the_same_seed_draws_the_same_programs():
+def test_a_seed_draws_the_same_programs_each_time():
     assert drawn(3) == drawn(3)
     assert len(set(drawn(3))) > 5
 
 
-def test_a_long_run_reports_what_it_covered(tmp_path, capsys):
-    flags = "--count 3 --runner local --folder".split()
-    assert main([*flags, str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "3 programs" in out
-    assert "programs that use each operation:" in out
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_feature_can_be_turned_off():
-    args = parse(["--without", "control_flow", "x64"])
-    assert set(args.features) == FEATURES - {"control_flow", "x64"}
+def test_the_command_says_what_it_covered_and_writes_what_differs(tmp_path, capsys, monkeypatch):
+    flags = ["--count", "4", "--runners", "local", "--without", "x64", "--folder", str(tmp_path)]
+    assert main(flags) == 0
+    assert "  map_fn\n" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(checks.bj, "run", fail)
+    assert main(flags) == 1
+    (script,) = tmp_path.iterdir()
+    assert script.read_text().startswith("# local: RuntimeError: no such luck")

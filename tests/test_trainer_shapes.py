@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 
 import beamjax as drjax
-from beamjax.interpreters import stage
-from beamjax.options import parse_options
 from beamjax.plan import Gather, Map, Scatter, walk
-from beamjax.planning import plan_for
 
 optax = pytest.importorskip("optax")
 struct = pytest.importorskip("flax.struct")
@@ -322,34 +320,6 @@ def rounds_of_local_steps():
     return step, state, [(batch_of(N * steps * B, i), key(i)) for i in range(2)]
 
 
-@trainer(passes=1)
-def sampled_clients():
-    """Gradients are accumulated over steps; clients that are left out have no weight."""
-    tx = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
-
-    def client(params, batches, keep):
-        def local(i, carry):
-            params, opt = carry
-            at = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-            updates, opt = tx.update(jax.grad(loss)(params, jax.tree.map(at, batches)), opt, params)
-            return optax.apply_updates(params, updates), opt
-
-        trained, _ = jax.lax.fori_loop(0, 4, local, (params, tx.init(params)))
-        delta = jax.tree.map(lambda x, y: (x - y).astype(jnp.bfloat16), trained, params)
-        return delta, jnp.sum(batches["mask"]) * keep
-
-    @program()
-    def step(params, batch, keep):
-        replicas = (drjax.broadcast(params), among_replicas(batch, 4, 1), keep)
-        deltas, examples = drjax.map_fn(client, replicas)
-        examples = jnp.where(jnp.isfinite(examples), examples, 0.0)
-        mean = drjax.reduce_weighted_mean(deltas, examples)
-        return optax.apply_updates(params, mean), drjax.reduce_sum(examples)
-
-    keep = np.random.default_rng(0).integers(0, 2, (2, N)).astype("float32")
-    return step, parameters(), [(batch_of(4 * N, i), keep[i]) for i in range(2)]
-
-
 @trainer(passes=3)
 def loop_with_evaluation():
     """Rounds are a scan in the program, each with an evaluation and the spread of the losses."""
@@ -427,29 +397,11 @@ def tokens_before_the_cut():
     return step, parameters(), [(token_rows(N * B, i, S + 1), key(i)) for i in range(2)]
 
 
-@trainer(passes=1)
-def laid_out_on_a_mesh():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("diloco",))
-    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("diloco"))
-
-    @program()
-    def step(params, batch):
-        batch = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x.reshape(N, B, -1), layout), batch
-        )
-        shared = drjax.broadcast(params, mesh=mesh)
-        values, grads = drjax.map_fn(jax.value_and_grad(loss), (shared, batch), mesh=mesh)
-        mean = drjax.reduce_mean(grads)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, mean), drjax.reduce_mean(values)
-
-    batch = jax.device_put(batch_of(N * B), layout)
-    return step, parameters(), [(batch,)]
-
-
 # --- tests
 
+ON_BEAM = ("diloco", "modules_with_generators", "rounds_of_local_steps")
 
-@functools.cache
+
 def truth(name):
     """The arguments of all rounds, and what they give when the step is compiled."""
     step, state, rounds = TRAINERS[name].build()
@@ -463,37 +415,15 @@ def truth(name):
     return step, found
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = map(jax.random.key_data, (x, y))
-        assert x.weak_type == y.weak_type
-        atol = 2e-2 if x.dtype == jnp.bfloat16 else 2e-6
-        x, y = (np.asarray(v, "float64") for v in (x, y))
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol)
-
-
 @pytest.mark.parametrize("name", TRAINERS)
-def test_rounds(name):
+def test_rounds_are_those_of_jit_and_nothing_is_gathered(name):
     step, rounds = truth(name)
     for args, expected in rounds:
-        assert_same(drjax.run(step, *args, runner="local", options=OPTIONS), expected)
-
-
-@pytest.mark.parametrize("name", ["diloco", "modules_with_generators", "rounds_of_local_steps"])
-def test_last_round_on_beam(name):
-    step, rounds = truth(name)
-    args, expected = rounds[-1]
-    assert_same(drjax.run(step, *args, options=OPTIONS), expected)
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_nothing_is_gathered(name):
-    step, rounds = truth(name)
-    arguments, key, restore = stage.flatten_arguments(rounds[0][0])
-    plan = plan_for(step, arguments, key, restore, parse_options(OPTIONS)).plan
-    steps = list(walk(plan.steps))
+        found = drjax.run(step, *args, runner="local", options=OPTIONS)
+        assert_same_types(found, expected)
+        assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    if name in ON_BEAM:
+        assert_same_bits(drjax.run(step, *args, options=OPTIONS), found)
+    steps = list(walk(plan_of(step, *rounds[0][0], **OPTIONS).steps))
     counts = [sum(isinstance(found, kind) for found in steps) for kind in (Gather, Scatter, Map)]
     assert counts == [0, TRAINERS[name].scatters, TRAINERS[name].passes]

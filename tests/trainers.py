@@ -8,7 +8,7 @@ results of one are the placed inputs of the other.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,10 +72,6 @@ def placed_batches():
     return [(rnd(10 + r, N, B, D), rnd(20 + r, N, B)) for r in range(ROUNDS)]
 
 
-def global_batches():
-    return [(rnd(10 + r, N * B, D), rnd(20 + r, N * B)) for r in range(ROUNDS)]
-
-
 def stacked(tree):
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (N, *jnp.shape(leaf))), tree)
 
@@ -83,16 +79,12 @@ def stacked(tree):
 # --- optimizer states of workers
 
 OPTIMIZERS = {
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(1e-2),
-    "adamw_schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)),
-    "injected": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9),
     "injected_schedule": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.exponential_decay(0.1, 2, 0.5)
     ),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "every_other_step": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-    "if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=2),
     "noisy": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
     "partitioned": lambda: optax.partition(
         {"fast": optax.sgd(0.1), "slow": optax.adam(1e-3)},
@@ -143,130 +135,7 @@ def states_made_in_the_program():
     return step, parameters(), placed_batches()
 
 
-# --- DiLoCo: inner steps on the workers, an outer optimizer on the server
-
-
-class Inner(NamedTuple):
-    params: Any
-    opt: Any
-    step: jax.Array
-
-
-class Outer(NamedTuple):
-    inner: Inner
-    params: Any
-    opt: Any
-    step: jax.Array
-
-
-INNER, OUTER = optax.adamw(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
-def inner_steps(inner, x, y):
-    """One step of AdamW for each pair of rows."""
-
-    def step(inner, rows):
-        value, grads = jax.value_and_grad(loss)(inner.params, *rows)
-        updates, opt = INNER.update(grads, inner.opt, inner.params)
-        return Inner(optax.apply_updates(inner.params, updates), opt, inner.step + 1), value
-
-    halves = x.reshape(B // 2, 2, D), y.reshape(B // 2, 2)
-    inner, values = jax.lax.scan(step, inner, halves)
-    return inner, {"loss": values[-1], "first": values[0]}
-
-
-def outer_state():
-    params = parameters()
-    inner = Inner(params, INNER.init(params), jnp.int32(0))
-    return Outer(stacked(inner), params, OUTER.init(params), jnp.int32(0))
-
-
-def synchronize(state):
-    """The outer step, on what the workers have moved since the last one."""
-    before = drjax.broadcast(state.params)
-    delta = jax.tree.map(lambda new, old: old - new, state.inner.params, before)
-    updates, opt = OUTER.update(drjax.reduce_mean(delta), state.opt, state.params)
-    params = optax.apply_updates(state.params, updates)
-    inner = drjax.map_fn(lambda inner: inner._replace(params=params), (state.inner,))
-    return state._replace(inner=inner, params=params, opt=opt)
-
-
-def split_among_workers(batch):
-    return jax.tree.map(lambda v: v.reshape(N, v.shape[0] // N, *v.shape[1:]), batch)
-
-
-@trainer(passes=2)
-def diloco():
-    @workers
-    def step(state, x, y):
-        inner, metrics = drjax.map_fn(inner_steps, (state.inner, *split_among_workers((x, y))))
-        state = synchronize(state._replace(inner=inner, step=state.step + B // 2))
-        return state, drjax.reduce_mean(metrics)
-
-    return step, outer_state(), global_batches()
-
-
-@trainer(passes=2)
-def diloco_step_of_a_worker():
-    """The server reads the step of worker 0."""
-
-    @workers
-    def step(state, x, y):
-        inner, metrics = drjax.map_fn(inner_steps, (state.inner, *split_among_workers((x, y))))
-        state = synchronize(state._replace(inner=inner, step=inner.step[0]))
-        return state, drjax.reduce_mean(metrics)
-
-    return step, outer_state(), global_batches()
-
-
-@trainer(passes=3)
-def diloco_when_it_is_time():
-    @workers
-    def step(state, x, y):
-        inner, metrics = drjax.map_fn(inner_steps, (state.inner, *split_among_workers((x, y))))
-        state = state._replace(inner=inner, step=inner.step[0])
-        state = jax.lax.cond(state.step % B == 0, synchronize, lambda s: s, state)
-        return state, drjax.reduce_mean(metrics)
-
-    return step, outer_state(), global_batches()
-
-
-@trainer(passes=1)
-def parts_of_metrics_set_by_number():
-    """A placed table of metrics, a column a round, written outside of the maps."""
-
-    @workers
-    def step(state, x, y):
-        params, table, number = state
-        values, grads = drjax.map_fn(jax.value_and_grad(loss), (drjax.broadcast(params), x, y))
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, drjax.reduce_mean(grads))
-        first = jnp.arange(N) == 0
-        table = table.at[:, 0].set(jnp.where(first, -values, values))
-        table = table.at[:, number].set(values)
-        return (params, table, number + 1), jnp.sum(jnp.where(first, values, 0.0))
-
-    return step, (parameters(), jnp.zeros((N, ROUNDS)), jnp.int32(0)), placed_batches()
-
-
 # --- keys
-
-
-@trainer(passes=1)
-def keys_split_a_round():
-    @workers
-    def step(state, x, y):
-        params, key = state
-        key, use = jax.random.split(key)
-
-        def local(k, x, y):
-            rows = jax.random.permutation(k, B)[: B // 2]
-            return jax.grad(loss)(params, x[rows], y[rows])
-
-        grads = drjax.map_fn(local, (jax.random.split(use, N), x, y))
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, drjax.reduce_mean(grads))
-        return (params, key), jax.random.uniform(use)
-
-    return step, (parameters(), jax.random.key(1)), placed_batches()
 
 
 @trainer(passes=1)
@@ -285,37 +154,6 @@ def keys_kept_by_workers():
 
     keys = jax.random.split(jax.random.key(1), N)
     return step, (stacked(parameters()), keys), placed_batches()
-
-
-@trainer(passes=1)
-def keys_folded_in_by_number():
-    @workers
-    def step(state, x, y):
-        params, number, key = state
-
-        def local(i, x, y):
-            k = jax.random.fold_in(jax.random.fold_in(key, number), i)
-            noise = jax.random.normal(k, (D,))
-            return jax.grad(loss)(params, x + noise, y)
-
-        grads = drjax.reduce_mean(drjax.map_fn(local, (jnp.arange(N), x, y)))
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return (params, number + 1, key), None
-
-    return step, (parameters(), jnp.int32(0), jax.random.key(1)), placed_batches()
-
-
-@trainer(passes=1)
-def legacy_keys():
-    @workers
-    def step(state, x, y):
-        params, key = state
-        key, use = jax.random.split(key)
-        noise = lambda k, x, y: jax.grad(loss)(params, x + jax.random.normal(k, (D,)), y)
-        grads = drjax.reduce_mean(drjax.map_fn(noise, (jax.random.split(use, N), x, y)))
-        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), key), None
-
-    return step, (parameters(), jax.random.PRNGKey(1)), placed_batches()
 
 
 # --- who takes part
@@ -342,99 +180,6 @@ def sampled_workers():
 
 
 @trainer(passes=1)
-def only_the_picked_keep_what_they_learn():
-    @workers
-    def step(state, x, y):
-        placed, key = state
-        key, use = jax.random.split(key)
-        picked = jax.random.bernoulli(use, 0.5, (N,))
-
-        def local(params, picked, x, y):
-            new = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x, y))
-            return jax.tree.map(lambda new, old: jnp.where(picked, new, old), new, params)
-
-        return (drjax.map_fn(local, (placed, picked, x, y)), key), drjax.reduce_any(picked)
-
-    return step, (stacked(parameters()), jax.random.key(2)), placed_batches()
-
-
-# --- optimizers of the server, state of both
-
-
-@trainer(passes=1)
-def adaptive_server():
-    optimizer = optax.adam(0.05, b1=0.9, b2=0.99, eps=1e-3)
-
-    @workers
-    def step(state, x, y):
-        params, opt = state
-
-        def local(params, x, y):
-            one = lambda p, _: (
-                jax.tree.map(lambda v, g: v - 0.1 * g, p, jax.grad(loss)(p, x, y)),
-                None,
-            )
-            return jax.lax.scan(one, params, None, length=2)[0]
-
-        trained = drjax.map_fn(local, (drjax.broadcast(params), x, y))
-        delta = jax.tree.map(lambda t, p: p - t, drjax.reduce_mean(trained), params)
-        updates, opt = optimizer.update(delta, opt, params)
-        return (optax.apply_updates(params, updates), opt), jax.tree.map(jnp.linalg.norm, delta)
-
-    params = parameters()
-    return step, (params, optimizer.init(params)), placed_batches()
-
-
-@trainer(passes=1)
-def control_variates():
-    """SCAFFOLD: a correction on the server, and one on each worker."""
-    rate, steps = 0.1, 2
-
-    @workers
-    def step(state, x, y):
-        params, server, local = state
-
-        def train(own, x, y):
-            def one(p, _):
-                grads = jax.grad(loss)(p, x, y)
-                move = lambda v, g, o, s: v - rate * (g - o + s)
-                return jax.tree.map(move, p, grads, own, server), None
-
-            new, _ = jax.lax.scan(one, params, None, length=steps)
-            change = lambda o, s, old, n: o - s + (old - n) / (steps * rate)
-            return new, jax.tree.map(change, own, server, params, new)
-
-        trained, changed = drjax.map_fn(train, (local, x, y))
-        moved = jax.tree.map(lambda new, old: new - old, changed, local)
-        server = jax.tree.map(lambda s, m: s + m, server, drjax.reduce_mean(moved))
-        return (drjax.reduce_mean(trained), server, changed), None
-
-    zeros = jax.tree.map(jnp.zeros_like, parameters())
-    return step, (parameters(), zeros, stacked(zeros)), placed_batches()
-
-
-@trainer(passes=1)
-def personal_layers():
-    """The hidden layer is shared; each worker keeps its own output layer."""
-
-    @workers
-    def step(state, x, y):
-        shared, own = state
-
-        def local(own, x, y):
-            merged = lambda shared, own: loss({"hidden": shared, "out": own}, x, y)
-            value, grads = jax.value_and_grad(merged, argnums=(0, 1))(shared, own)
-            return own - 0.1 * grads[1], grads[0], value
-
-        own, grads, values = drjax.map_fn(local, (own, x, y))
-        shared = jax.tree.map(lambda p, g: p - 0.1 * g, shared, drjax.reduce_mean(grads))
-        return (shared, own), {"worst": drjax.reduce_max(values), "all": values}
-
-    params = parameters()
-    return step, (params["hidden"], stacked(params["out"])), placed_batches()
-
-
-@trainer(passes=1)
 def gradient_through_adaptation():
     """MAML, with a placed learning rate that is learnt, too."""
 
@@ -458,88 +203,34 @@ def gradient_through_adaptation():
 # --- counts and flags
 
 
-class Metrics(NamedTuple):
-    rounds: jax.Array
-    rows: jax.Array
-    diverged: jax.Array
-    best: jax.Array
-    histogram: jax.Array
-
-
 @trainer(passes=1)
 def counts_and_flags():
     @workers
     def step(metrics, x, y):
         def local(m, x, y):
             value = jnp.mean((jnp.sum(x, axis=1) - y) ** 2)
-            number = jnp.clip(value.astype(jnp.int32), 0, 7)
-            return Metrics(
-                m.rounds + 1,
-                m.rows + jnp.sum(y > 0, dtype=jnp.uint8),
-                m.diverged | ~jnp.isfinite(value),
-                jnp.minimum(m.best, value.astype(jnp.bfloat16)),
-                m.histogram.at[number].add(1),
-            )
+            return {
+                "rows": m["rows"] + jnp.sum(y > 0, dtype=jnp.uint8),
+                "diverged": m["diverged"] | ~jnp.isfinite(value),
+                "best": jnp.minimum(m["best"], value.astype(jnp.bfloat16)),
+                "histogram": m["histogram"].at[jnp.clip(value.astype(jnp.int32), 0, 7)].add(1),
+            }
 
         metrics = drjax.map_fn(local, (metrics, x, y))
-        report = {
-            "rows": drjax.reduce_sum(metrics.rows),
-            "mean": drjax.reduce_mean(metrics.rounds),
-            "any": drjax.reduce_any(metrics.diverged),
-            "all": drjax.reduce_all(metrics.rounds > 1),
-            "best": drjax.reduce_min(metrics.best),
-            "histogram": drjax.reduce_sum(metrics.histogram),
-        }
-        return metrics, report
+        rows, mean = drjax.reduce_sum(metrics["rows"]), drjax.reduce_mean(metrics["rows"])
+        diverged, best = drjax.reduce_any(metrics["diverged"]), drjax.reduce_min(metrics["best"])
+        return metrics, (rows, mean, diverged, best, drjax.reduce_sum(metrics["histogram"]))
 
-    metrics = Metrics(
-        jnp.zeros(N, jnp.int32),
-        jnp.zeros(N, jnp.uint8),
-        jnp.zeros(N, jnp.bool_),
-        jnp.full(N, jnp.inf, jnp.bfloat16),
-        jnp.zeros((N, 8), jnp.int32),
-    )
+    metrics = {
+        "rows": jnp.zeros(N, jnp.uint8),
+        "diverged": jnp.zeros(N, jnp.bool_),
+        "best": jnp.full(N, jnp.inf, jnp.bfloat16),
+        "histogram": jnp.zeros((N, 8), jnp.int32),
+    }
     return step, metrics, placed_batches()
 
 
 # --- rounds inside the function
-
-
-def averaging(params, x, y):
-    trained = drjax.map_fn(
-        lambda p, x, y: jax.tree.map(lambda v, g: v - 0.1 * g, p, jax.grad(loss)(p, x, y)),
-        (drjax.broadcast(params), x, y),
-    )
-    return drjax.reduce_mean(trained)
-
-
-@trainer(passes=3)
-def python_loop_of_rounds():
-    @workers
-    def step(params, x, y):
-        for _ in range(3):
-            params = averaging(params, x, y)
-        return params, None
-
-    return step, parameters(), placed_batches()
-
-
-@trainer(passes=1)
-def scan_of_rounds():
-    @workers
-    def step(params, x, y):
-        return jax.lax.scan(lambda p, _: (averaging(p, x, y), None), params, None, length=3)
-
-    return step, parameters(), placed_batches()
-
-
-@trainer(passes=1)
-def fori_loop_of_rounds():
-    @workers
-    def step(params, x, y):
-        return jax.lax.fori_loop(0, 3, lambda _, p: averaging(p, x, y), params), None
-
-    return step, parameters(), placed_batches()
 
 
 @trainer(passes=1)
@@ -552,98 +243,7 @@ def scan_of_rounds_with_placed_state():
     return rounds, state, batches
 
 
-@trainer(passes=1)
-def scan_over_batches():
-    """All rounds at once: batches (rounds, workers, rows, ...) are the xs of the scan."""
-
-    @workers
-    def step(params, xs, ys):
-        return jax.lax.scan(lambda p, batch: (averaging(p, *batch), None), params, (xs, ys))
-
-    xs, ys = (jnp.stack(parts) for parts in zip(*placed_batches(), strict=True))
-    return step, parameters(), [(xs, ys)]
-
-
-@trainer(passes=2)
-def rounds_until_it_is_good():
-    @workers
-    def step(params, x, y):
-        def more(carry):
-            params, number = carry
-            values = drjax.map_fn(loss, (drjax.broadcast(params), x, y))
-            return (drjax.reduce_mean(values) > 0.9) & (number < 3)
-
-        one = lambda carry: (averaging(carry[0], x, y), carry[1] + 1)
-        return jax.lax.while_loop(more, one, (params, jnp.int32(0)))
-
-    return step, parameters(), placed_batches()
-
-
 # --- flax
-
-
-@trainer(passes=2)
-def flax_struct_and_train_state():
-    struct = pytest.importorskip("flax.struct")
-    train_state = pytest.importorskip("flax.training.train_state")
-    linen = pytest.importorskip("flax.linen")
-
-    class Federation(struct.PyTreeNode):
-        server: Any
-        clients: train_state.TrainState
-        name: str = struct.field(pytree_node=False, default="federation")
-
-    model = linen.Sequential([linen.Dense(3), jnp.tanh, linen.Dense(1)])
-    tx = optax.adamw(1e-2)
-
-    def train_step(state, x, y):
-        value = lambda p: jnp.mean((state.apply_fn(p, x)[:, 0] - y) ** 2)
-        value, grads = jax.value_and_grad(value)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    @workers
-    def step(state, x, y):
-        clients, values = drjax.map_fn(train_step, (state.clients, x, y))
-        server = drjax.reduce_mean(clients.params)
-        clients = drjax.map_fn(lambda c: c.replace(params=server), clients)
-        return state.replace(server=server, clients=clients), drjax.reduce_mean(values)
-
-    params = model.init(KEY, jnp.zeros((1, D)))
-    client = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    client = client.replace(step=jnp.int32(0))
-    return step, Federation(params, stacked(client)), placed_batches()
-
-
-@trainer(passes=1)
-def flax_nnx_modules():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.hidden = nnx.Linear(D, 3, rngs=rngs)
-            self.norm = nnx.BatchNorm(3, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-            self.out = nnx.Linear(3, 1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.out(self.dropout(self.norm(jnp.tanh(self.hidden(x)))))[:, 0]
-
-    model = Model(nnx.Rngs(params=0, dropout=1))
-    graph, state = nnx.split((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)))
-
-    def local(state, x, y):
-        model, optimizer = nnx.merge(graph, state)
-        value = lambda model: jnp.mean((model(x) - y) ** 2)
-        value, grads = nnx.value_and_grad(value)(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), value
-
-    @workers
-    def step(states, x, y):
-        states, values = drjax.map_fn(local, (states, x, y))
-        return states, drjax.reduce_mean(values)
-
-    return step, stacked(state), placed_batches()
 
 
 @trainer(passes=2)

@@ -2,7 +2,6 @@
 those of one thread, and no thread is left behind.
 """
 
-import functools
 import json
 import threading
 import time
@@ -11,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax import pace
-from beamjax.errors import OptionsError, StagingError
+from beamjax.errors import StagingError
 from beamjax.interpreters import passes
 from beamjax.meters import Meter
 from beamjax.ordered_pool import OrderedPool
+from beamjax.shards import ShardExecutor
 
 N = 83
 RNG = np.random.default_rng(0)
@@ -53,13 +54,8 @@ def pools(monkeypatch):
     return made
 
 
-def same_bits(left, right):
-    def check(a, b):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.tobytes() == b.tobytes()
-
-    jax.tree.map(check, left, right)
+def local(fn, *args, **options):
+    return bj.run(fn, *args, runner="local", options=options)
 
 
 @bj.program(clients=N)
@@ -88,78 +84,87 @@ def all_reductions(w, x, keys):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, {"reduction": "fast"}], ids=["exact", "fast"])
-def test_the_bits_are_those_of_one_thread(more, pools):
-    run = functools.partial(bj.run, all_reductions, jnp.float32(0.3), X, KEYS, runner="local")
-    expected = run(options=SERIAL | more)
+@bj.program(clients=N)
+def outer_products(x):
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v), x))
+
+
+@bj.program(clients=N)
+def descend(w, x):
+    def step(w, _):
+        return w - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w) * v, x)), None
+
+    return jax.lax.scan(step, w, None, length=3)[0]
+
+
+@bj.program(clients=None)
+def summed(x):
+    return bj.reduce_sum(bj.map_fn(jnp.tanh, x))
+
+
+def stream():
+    chunks = lambda: iter(np.array_split(X, 7))
+    return bj.from_chunks(chunks, jax.ShapeDtypeStruct((5,), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "options"),
+    [
+        (all_reductions, lambda: (jnp.float32(0.3), X, KEYS), {}),
+        (all_reductions, lambda: (jnp.float32(0.3), X, KEYS), {"reduction": "fast"}),
+        (descend, lambda: (jnp.ones(5), X), {}),
+        (summed, lambda: (stream(),), {}),
+    ],
+    ids=["exact", "fast", "rounds", "stream"],
+)
+def test_the_bits_are_those_of_one_thread(fn, args, options, pools):
+    expected = local(fn, *args(), **SERIAL | options)
     assert not pools
     for threads in (2, 5):
-        same_bits(run(options=THREADED | more | {"local_threads": threads}), expected)
+        found = local(fn, *args(), **SERIAL | options | {"local_threads": threads})
+        assert_same_bits(found, expected)
     assert pools
     assert max(pools) <= 5
 
 
 def test_the_bits_are_those_of_one_thread_where_partials_wait_in_files(monkeypatch, pools):
-    monkeypatch.setattr("beamjax.interpreters.passes.is_in_files", lambda step, mode: True)
-
-    @bj.program(clients=N)
-    def wide(x):
-        return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v), x))
-
-    expected = bj.run(wide, X, runner="local", options=SERIAL)
-    same_bits(bj.run(wide, X, runner="local", options=THREADED), expected)
+    monkeypatch.setattr(passes, "is_in_files", lambda step, mode: True)
+    expected = local(outer_products, X, **SERIAL)
+    assert_same_bits(local(outer_products, X, **THREADED), expected)
     assert pools
 
 
 @pytest.mark.parametrize("on", ["on_error", "on_nonfinite"])
-def test_who_is_dropped_is_who_one_thread_drops(on, tmp_path, pools):
-    class Torn:  # members that can't be read
+def test_the_members_that_are_dropped_are_those_of_one_thread(on, tmp_path, pools):
+    class Torn:
+        """Every 31st member can't be read, or is not finite."""
+
         def __len__(self):
             return N
 
         def __getitem__(self, i):
-            if on == "on_error" and i % 31 == 7:
+            if i % 31 != 7:
+                return X[i]
+            if on == "on_error":
                 raise OSError(f"member {i} is torn")
-            return X[i] * (np.nan if on != "on_error" and i % 31 == 7 else 1)
+            return X[i] * np.nan
 
     @bj.program(clients=N)
     def mean(x):
         y = bj.map_fn(jnp.tanh, x)
         return bj.reduce_mean(y), y
 
-    def found(name, threads):
-        letters = tmp_path / name
-        options = {on: "drop", "dead_letters": letters, "local_threads": threads, "shard_size": 8}
-        result = bj.run(mean, bj.from_random_access(Torn()), runner="local", options=options)
+    def found(options):
+        letters = tmp_path / str(options["local_threads"])
+        source = bj.from_random_access(Torn())
+        result = local(mean, source, **options | {on: "drop", "dead_letters": letters})
         return result, letters.read_text()
 
-    expected, told = found("one", 1)
-    assert [json.loads(line)["member"] for line in told.splitlines()] == [7, 38, 69]
-    result, also = found("three", 3)
-    same_bits(result, expected)
-    assert also == told
-    assert pools
-
-
-def test_rounds_and_streams(pools):
-    @bj.program(clients=N)
-    def descend(w, x):
-        step = lambda w, _: (w - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w) * v, x)),
-                             None)  # fmt: skip
-        return jax.lax.scan(step, w, None, length=3)[0]
-
-    run = functools.partial(bj.run, descend, jnp.ones(5), X, runner="local")
-    same_bits(run(options=THREADED), run(options=SERIAL))
-
-    @bj.program(clients=None)
-    def total(x):
-        return bj.reduce_sum(bj.map_fn(jnp.sin, x))
-
-    def chunks():
-        yield from np.array_split(X, 7)
-
-    source = lambda: bj.from_chunks(chunks, jax.ShapeDtypeStruct((5,), np.float32))
-    same_bits(*(bj.run(total, source(), runner="local", options=o) for o in (THREADED, SERIAL)))
+    expected, lines = found(SERIAL)
+    assert [json.loads(line)["member"] for line in lines.splitlines()] == [7, 38, 69]
+    result, same_lines = found(THREADED)
+    assert_same_bits(result, expected)
+    assert same_lines == lines
     assert pools
 
 
@@ -192,76 +197,70 @@ class Failing(bj.Source, kind="tests-failing"):
         raise NotImplementedError
 
 
-@bj.program(clients=N)
-def total(x):
-    return bj.reduce_sum(bj.map_fn(jnp.tanh, x))
-
-
 def test_an_error_names_the_first_shard_that_fails(pools):
     source = Failing(50)
     with pytest.raises(bj.WorkerError, match=r"shard 6 .*members 48 to 55.*member 48 is torn") as e:
-        bj.run(total, source, runner="local", options=THREADED)
+        local(summed, source, **THREADED)
     assert (e.value.failure.shard, e.value.failure.members) == (6, (48, 55))
     assert source.threads == {threading.current_thread()}  # sources are read where `run` is called
     assert pools
 
 
-def test_a_body_that_fails_names_the_first_shard(monkeypatch, pools):
-    from beamjax.shards import ShardExecutor
+@pytest.fixture
+def before_shard(monkeypatch):
+    """Calls a function with the index of each shard before its body is computed."""
 
-    real = ShardExecutor._called
+    def install(function):
+        real = ShardExecutor._called
 
-    def called(self, call, shard, *rest):
-        if shard.index >= 4:
-            time.sleep(0.05 if shard.index == 4 else 0)  # later ones fail first
-            raise RuntimeError(f"no room for {shard.index}")
-        return real(self, call, shard, *rest)
+        def called(self, call, shard, *rest):
+            function(shard.index)
+            return real(self, call, shard, *rest)
 
-    monkeypatch.setattr(ShardExecutor, "_called", called)
+        monkeypatch.setattr(ShardExecutor, "_called", called)
+
+    return install
+
+
+def test_an_error_of_a_body_names_the_first_shard_that_fails(before_shard, pools):
+    def fail(index):
+        if index >= 4:
+            time.sleep(0.05 if index == 4 else 0)  # Later ones fail first.
+            raise RuntimeError(f"no room for {index}")
+
+    before_shard(fail)
     for _ in range(3):
         with pytest.raises(bj.WorkerError, match=r"shard 4 .*no room for 4") as error:
-            bj.run(total, X, runner="local", options=THREADED)
+            local(summed, X, **THREADED)
         assert error.value.failure.shard == 4
     assert pools
 
 
-def test_a_shard_that_takes_too_long_ends_the_run(monkeypatch, pools):
-    from beamjax.shards import ShardExecutor
-
-    real = ShardExecutor._called
-
-    def called(self, call, shard, *rest):
-        if shard.index == 3:
-            for _ in range(2000):
-                time.sleep(0.01)  # Python that can be told to end
-        return real(self, call, shard, *rest)
-
-    monkeypatch.setattr(ShardExecutor, "_called", called)
-    begun = time.monotonic()
+def test_a_shard_that_takes_too_long_ends_the_run(before_shard, pools):
+    over = threading.Event()
+    # Short waits: a thread is told to end between two lines of Python.
+    before_shard(lambda index: index == 3 and any(over.wait(0.01) for _ in range(2000)))
     with pytest.raises(bj.WorkerError, match=r"shard 3 .*computing took longer than 0.4 s") as e:
-        bj.run(total, X, runner="local", options=THREADED | {"shard_timeout": 0.4})
-    assert time.monotonic() - begun < 15
+        local(summed, X, **THREADED, shard_timeout=0.4)
     assert e.value.failure.shard == 3
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 15
     names = ("beamjax shards", "beamjax run")
     while any(thread.name.startswith(names) for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    over.set()
 
 
-def test_a_job_that_is_cancelled_ends(monkeypatch, pools):
-    from beamjax.shards import ShardExecutor
+def test_a_job_that_is_cancelled_ends(before_shard, pools):
+    reached = threading.Event()
 
-    real, reached = ShardExecutor._called, threading.Event()
-
-    def called(self, call, shard, *rest):
-        if shard.index >= 2:
+    def slow(index):
+        if index >= 2:
             reached.set()
             time.sleep(0.05)
-        return real(self, call, shard, *rest)
 
-    monkeypatch.setattr(ShardExecutor, "_called", called)
-    with bj.launch(total, X, runner="local", options=THREADED) as job:
+    before_shard(slow)
+    with bj.launch(summed, X, runner="local", options=THREADED) as job:
         assert reached.wait(20)
         job.cancel()
         with pytest.raises(bj.JobCancelledError):
@@ -272,7 +271,7 @@ def test_a_job_that_is_cancelled_ends(monkeypatch, pools):
 # --- who computes where
 
 
-def test_bodies_that_call_back_see_the_shards_in_order(pools):
+def test_bodies_that_call_back_run_shard_by_shard(pools):
     seen = []
 
     @bj.program(clients=N)
@@ -284,7 +283,7 @@ def test_bodies_that_call_back_see_the_shards_in_order(pools):
         return bj.reduce_sum(bj.map_fn(body, x))
 
     x = np.repeat(np.arange(N, dtype=np.float32)[:, None], 5, axis=1)
-    bj.run(told, x, runner="local", options=THREADED)
+    local(told, x, **THREADED)
     assert sorted(i for i, _ in seen) == list(range(N))
     shards = [i // 8 for i, _ in seen]
     assert shards == sorted(shards)
@@ -336,28 +335,17 @@ def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monke
 
 
 def test_the_option(pools):
-    with pytest.raises(OptionsError, match="local_threads: found 0, expected a number from 1"):
-        bj.run(total, X, runner="local", options={"local_threads": 0})
-    same_bits(
-        bj.run(total, X, runner="local", options=["--local_threads=2", "--shard_size=8"]),
-        bj.run(total, X, runner="local", options=SERIAL),
-    )
+    with pytest.raises(bj.OptionsError, match="local_threads: found 0, expected a number from 1"):
+        local(summed, X, local_threads=0)
+    local(summed, X, **SERIAL | {"local_threads": 2})
     assert pools == [2]
 
 
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     monkeypatch.setattr("beamjax.worker_processes.usual_threads", lambda: 4)
     x = np.zeros((2048, 4096), np.float32)
-
-    @bj.program(clients=None)
-    def large(x):
-        return bj.reduce_sum(bj.map_fn(jnp.tanh, x))
-
-    run = lambda mib, **more: bj.run(
-        large, x, runner="local", options={"shard_size": 256, "memory": f"{mib}MiB"} | more
-    )
-    run(3000)
-    run(300)
-    assert len(pools) == 1  # the second one had room for one thread
+    local(summed, x, shard_size=256, memory="3000MiB")
+    local(summed, x, shard_size=256, memory="300MiB")
+    assert len(pools) == 1  # The second run has room for one thread.
     with pytest.raises(StagingError, match="use 1 of 4 threads"):
-        run(300, local_threads=4)
+        local(summed, x, shard_size=256, memory="300MiB", local_threads=4)
