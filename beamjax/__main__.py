@@ -2,7 +2,7 @@
 
 import sys
 
-from beamjax.cli import main
+from beamjax.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

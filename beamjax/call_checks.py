@@ -10,11 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from beamjax._text import hint
 from beamjax.errors import StagingError, StructureError
-from beamjax.interpreters.lines import calling_line
-from beamjax.leaves import name_of
+from beamjax.interpreters.staging.lines import calling_line
+from beamjax.ops.leaves import name_of
 from beamjax.options import Options, parse_options
-from beamjax.suggestions import hint
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -58,7 +58,7 @@ def parsed_options(options: Any, runner: Any) -> Options:
     """
     parsed = parse_options(options)
     if parsed.beam and isinstance(parsed.beam, Sequence):
-        from beamjax.pipelines.flags import check_flags
+        from beamjax.pipelines.runners.options import check_flags
 
         check_flags(parsed.beam, runner if isinstance(runner, str) else type(runner).__name__)
     return parsed

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from beamjax import checks
-from beamjax.checks import ABSENT, FAILED, OK, WARNING, Finding
+from beamjax.commands import checks
+from beamjax.commands.checks import ABSENT, FAILED, OK, WARNING, Finding
 from beamjax.options import REQUIRED
 
 
@@ -46,7 +46,7 @@ def examine(
 
 def check_speed() -> Finding:
     """How fast this machine is; measured if it never was, which opens its devices."""
-    from beamjax.calibration import calibrated
+    from beamjax.diagnostics.calibration import calibrated
 
     known = calibrated()
     rates = known.rates

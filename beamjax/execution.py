@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from beamjax.bodies import with_weak_type, with_x64, wrap
+from beamjax.bodies.export import with_weak_type, with_x64, wrap
+from beamjax.bodies.python_bodies import Recipe
+from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call_checks import by_position, parsed_options, refuse_compilation, refuse_tracers
-from beamjax.canonical import warn_of_changes
+from beamjax.diagnostics.fact_types import PlanFacts
+from beamjax.diagnostics.forecast import forecast, learn, small_work
+from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import OptionsError, StagingError
-from beamjax.fact_types import PlanFacts
-from beamjax.forecast import forecast, learn, small_work
-from beamjax.inputs import Inputs
-from beamjax.interpreters import evaluate as _evaluate
-from beamjax.interpreters import stage as _stage
-from beamjax.interpreters.stage import Argument
-from beamjax.jobs import Job, Work, launch_work, run_work
-from beamjax.kept import Kept, kept_results
-from beamjax.keyed_results import kept_numbers, keyed_outputs, with_tables
-from beamjax.memory_limit import check_memory, sources_of, with_fitting_threads
-from beamjax.monitor import Monitor
+from beamjax.interpreters.planning import bind_inputs, plan_for
+from beamjax.interpreters.staging import stage as _stage
+from beamjax.interpreters.staging.stage import Argument
+from beamjax.jobs.job import Job, Work, launch_work, run_work
 from beamjax.options import Options, parse_options
-from beamjax.plan import Output, Plan
-from beamjax.planning import bind_inputs, plan_for
+from beamjax.pipelines.topology import Workers
+from beamjax.plan.steps import Output, Plan
 from beamjax.reading import choose, counted
-from beamjax.restaging import Recipe
-from beamjax.snapshots import is_immutable
-from beamjax.sources.placed import Placed
-from beamjax.worker_processes import Workers
-from beamjax.xla_threads import with_lapack_threads
+from beamjax.runtime import local as _evaluate
+from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.placed_results import Kept, kept_results
+from beamjax.sources.arrays.placed import Placed
+from beamjax.sources.canonical import warn_of_changes
+from beamjax.storage.snapshots import is_immutable
+from beamjax.tables.keyed_results import kept_numbers, keyed_outputs, with_tables
+from beamjax.telemetry.monitor import Monitor
 
 if TYPE_CHECKING:
     import apache_beam as beam
@@ -118,7 +118,7 @@ def launch(
     """
     parsed = _options(options, keep, runner)
     if runner != LOCAL:
-        from beamjax.pipelines.connections import connect
+        from beamjax.pipelines.runners.connect import connect
 
         connect(runner, parsed)
     return launch_work(_work(fn, args, runner, parsed, snapshot=True))
@@ -204,7 +204,7 @@ def _values(
     """Runs a plan; its outputs by name."""
     if runner == LOCAL:
         return _run_here(plan, inputs, options, monitor, results)
-    from beamjax.pipelines.runners import run_plan
+    from beamjax.pipelines.run import run_plan
 
     return run_plan(plan, inputs, runner, options, monitor, results)
 
@@ -214,7 +214,7 @@ def _run_here(
 ) -> dict[str, np.ndarray | Placed]:
     if options.checkpoint is None:
         return _evaluate.evaluate(plan, inputs, options, monitor, results=results)
-    from beamjax.pipelines.keepers import local_keeper
+    from beamjax.pipelines.checkpoints.states import local_keeper
 
     with local_keeper(plan, inputs, options) as keeper:
         return _evaluate.evaluate(plan, inputs, options, monitor, keeper, results)
@@ -239,7 +239,7 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
     Raises:
       OptionsError: the runner is unknown or can't be had, or an option does not fit.
     """
-    from beamjax.pipelines.own_pipelines import own_pipeline
+    from beamjax.pipelines.own_pipeline import own_pipeline
 
     if runner == LOCAL:
         raise OptionsError(f"runner: found {LOCAL!r}, which is without Beam; name a runner of Beam")
@@ -284,7 +284,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
       StructureError: another dimension than the first one is unknown.
       SourceError: while the pipeline runs: a member is missing or there twice, or there is none.
     """
-    from beamjax.pipelines.transforms import PlanTransform
+    from beamjax.pipelines.transform import PlanTransform
 
     parsed = parsed_options(options, LOCAL)
     if parsed.checkpoint is not None:
@@ -359,7 +359,7 @@ def _must_count(
     )
     if reading.counted_because or runner == LOCAL:
         return bool(reading.counted_because)
-    from beamjax.pipelines.spooling import open_on_workers
+    from beamjax.pipelines.tables.spool import open_on_workers
 
     return not open_on_workers(streams, runner, options)
 

@@ -15,40 +15,40 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from beamjax import planning
 from beamjax import reading as reading_of
 from beamjax.call_checks import by_position, parsed_options
-from beamjax.choice_facts import (
+from beamjax.diagnostics.choice_facts import (
     choice_facts,
     choice_lines,
     predicted_lines,
     prediction_fact,
     tried_facts,
 )
-from beamjax.choices import Choices, write_json
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
+from beamjax.diagnostics.facts import input_facts, memory_fact, plan_facts
+from beamjax.diagnostics.memory_text import memory_sections
+from beamjax.diagnostics.mermaid import plan_mermaid, rounds_text
+from beamjax.diagnostics.piece_text import graph_text
+from beamjax.diagnostics.source_lines import source_lines
+from beamjax.diagnostics.total_text import move_lines, total_rows
 from beamjax.errors import OptionsError
-from beamjax.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
-from beamjax.facts import input_facts, memory_fact, plan_facts
-from beamjax.fan_out import workers_of
-from beamjax.fitting import padding_notes
-from beamjax.interpreters import flatten as _flatten
-from beamjax.interpreters import planner
-from beamjax.interpreters import split as _split
-from beamjax.interpreters import stage as _stage
-from beamjax.interpreters.remaking import Decisions, crossings
-from beamjax.interpreters.stage import Argument
-from beamjax.jobs import Job
-from beamjax.memory_text import memory_sections
-from beamjax.mermaid import plan_mermaid, rounds_text
+from beamjax.interpreters import planning
+from beamjax.interpreters.cutting import cut as _split
+from beamjax.interpreters.cutting.remat import Decisions, crossings
+from beamjax.interpreters.staging import flatten as _flatten
+from beamjax.interpreters.staging import stage as _stage
+from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.tuning import search as planner
+from beamjax.interpreters.tuning.buckets import padding_notes
+from beamjax.jobs.job import Job
+from beamjax.jobs.report import Report
 from beamjax.options import Options
-from beamjax.piece_text import graph_text
-from beamjax.report import Report
-from beamjax.source_lines import source_lines
-from beamjax.total_text import move_lines, total_rows
+from beamjax.options.choices import Choices, write_json
+from beamjax.plan.merging import workers_of
 from beamjax.verification import aligned
 
 if TYPE_CHECKING:
-    from beamjax.pages.shell import Page
+    from beamjax.diagnostics.pages.shell import Page
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
 
@@ -202,7 +202,7 @@ class Explanation:
         return self.text
 
     def _repr_html_(self) -> str:
-        from beamjax.pages.shell import fragment
+        from beamjax.diagnostics.pages.shell import fragment
 
         return fragment(self._page(None))
 
@@ -215,7 +215,7 @@ class Explanation:
         Args:
           run: of the same plan, whose measured seconds stand beside those of the plan.
         """
-        from beamjax.pages.shell import document
+        from beamjax.diagnostics.pages.shell import document
 
         return document(self._page(run))
 
@@ -229,12 +229,12 @@ class Explanation:
         Raises:
           SourceError: it can't be written.
         """
-        from beamjax.pages.shell import write
+        from beamjax.diagnostics.pages.shell import write
 
         write(path, self.to_html(run))
 
     def _page(self, run: Job | Report | None) -> Page:
-        from beamjax.pages import plan_page
+        from beamjax.diagnostics.pages import plan_page
 
         if self.facts is None:
             return plan_page.text_page(f"stage {self.stage}", self.text)

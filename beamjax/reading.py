@@ -15,13 +15,13 @@ from typing import Any
 import jax
 
 from beamjax.errors import PlacementError
+from beamjax.interpreters.cutting.unknown_sizes import SOME_NUMBER, UnknownSizeError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.stage import Argument, declared_sizes
-from beamjax.interpreters.unknown import SOME_NUMBER, UnknownSizeError
-from beamjax.one_pass import obstacle
+from beamjax.interpreters.staging.stage import Argument, declared_sizes
 from beamjax.options import Options
+from beamjax.plan.one_pass import obstacle
 from beamjax.sources.source_base import Source, StreamSource
-from beamjax.spool import spooled_here
+from beamjax.sources.streams.spool import spooled_here
 
 Planner = Callable[[Sequence[Argument]], Any]
 """Makes the `planning.Planned` of a function for arguments."""
@@ -143,7 +143,7 @@ def counted(
     if local:
         files = spooled_here(list(streams.values()), options)
     else:
-        from beamjax.pipelines.spooling import spooled
+        from beamjax.pipelines.tables.spool import spooled
 
         files = spooled(list(streams.values()), runner, options)
     with files as found:

@@ -14,15 +14,15 @@ import ml_dtypes
 import numpy as np
 
 from beamjax import _compat, execution
-from beamjax.bodies import unwrap, wrap
+from beamjax.bodies.export import unwrap, wrap
 from beamjax.call_checks import by_position
-from beamjax.chunks import members_of
 from beamjax.errors import OptionsError, VerificationError
-from beamjax.interpreters import stage as _stage
-from beamjax.interpreters.stage import Argument
-from beamjax.keyed import Keyed
-from beamjax.leaves import name_of
-from beamjax.sources.keyed_table import KeyedTable
+from beamjax.interpreters.staging import stage as _stage
+from beamjax.interpreters.staging.stage import Argument
+from beamjax.ops.keyed import Keyed
+from beamjax.ops.leaves import name_of
+from beamjax.sources.streams.chunks import members_of
+from beamjax.sources.tables.keyed_table import KeyedTable
 
 ADVICE = (
     "A runner sums floats in another order than jit. If the difference is of the size of rounding, "

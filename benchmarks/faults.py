@@ -88,7 +88,7 @@ class Cluster:
     """A Flink cluster in a folder, as `beamjax flink up` starts it."""
 
     def __init__(self, folder: Path, slots: int, attempts: int | None):
-        from beamjax.pipelines import flink_cluster
+        from beamjax.pipelines.clusters import flink_cluster
 
         self.folder = folder
         given = {} if attempts is None else {"attempts": attempts}
@@ -96,18 +96,18 @@ class Cluster:
         self.flags = {"flink_cluster": str(folder), "parallelism": 2}
 
     def up(self) -> None:
-        from beamjax.pipelines import flink_cluster
+        from beamjax.pipelines.clusters import flink_cluster
 
         self.rest_port = flink_cluster.up(self.folder, self.settings).rest_port
 
     def down(self) -> None:
-        from beamjax.pipelines import flink_cluster
+        from beamjax.pipelines.clusters import flink_cluster
 
         flink_cluster.down(self.folder)
 
     def strike(self, kind: str, number: int) -> str:
         """Kills a process of the cluster; its name."""
-        from beamjax.pipelines import processes
+        from beamjax.pipelines.clusters import processes
 
         name = f"{'taskmanager' if kind == 'taskmanager' else 'workers'}-{number}"
         process = next(one for one in processes.known(self.folder) if one.name == name)

@@ -119,7 +119,7 @@ def started(runner: str, folder: Path) -> Iterator[tuple[dict[str, Any], Callabl
     if runner != "Flink cluster":
         yield how, list
         return
-    from beamjax.pipelines import flink_cluster, processes
+    from beamjax.pipelines.clusters import flink_cluster, processes
 
     where = folder / "flink"
     flink_cluster.up(where, flink_cluster.Settings(taskmanagers=1, slots=1))

@@ -154,10 +154,11 @@ def run(job: str, how: dict[str, Any], n: int, folder: Path) -> None:
 
 def noting_estimates() -> list[Any]:
     """A list to which the estimate of each run is added from now on."""
-    from beamjax import execution, grouping
-    from beamjax.grouping_memory import grouping_estimate
-    from beamjax.memory import estimate
-    from beamjax.worker_processes import Workers
+    from beamjax import execution
+    from beamjax.diagnostics.memory import estimate
+    from beamjax.pipelines.topology import Workers
+    from beamjax.tables import grouping
+    from beamjax.tables.grouping_memory import grouping_estimate
 
     found: list[Any] = []
 

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import beamjax as bj
-from beamjax.interpreters.stage import flatten_arguments
+from beamjax.interpreters.planning import plan_for
+from beamjax.interpreters.staging.stage import flatten_arguments
+from beamjax.numerics.reducers import make_accumulator
 from beamjax.options import parse_options
-from beamjax.ordered_pool import usual_threads
-from beamjax.plan import Map
-from beamjax.planning import plan_for
-from beamjax.reducers import make_accumulator
-from beamjax.shards import Shard, ShardExecutor
-from beamjax.shards import shards as shards_of
+from beamjax.plan.steps import Map
+from beamjax.runtime.ordered_pool import usual_threads
+from beamjax.runtime.shard_executor import Shard, ShardExecutor
+from beamjax.runtime.shard_executor import shards as shards_of
 
 
 def timed(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Atom, Eqn, Var
+from beamjax.interpreters.program import Atom, Eqn, Var
 
 SIZE = jax.core.ShapedArray((), np.dtype("int32"))
 

@@ -11,30 +11,30 @@ from typing import Any
 
 import jax
 
-from beamjax.choices import Choices, Looping
-from beamjax.choosing import PENDING, chosen_plan
-from beamjax.fitting import (
+from beamjax.bodies.python_bodies import settings
+from beamjax.interpreters.cutting import cut as _split
+from beamjax.interpreters.cutting import unknown_sizes as _unknown
+from beamjax.interpreters.cutting.pieces import Piece
+from beamjax.interpreters.cutting.remat import Decisions
+from beamjax.interpreters.lowering import lower as _lower
+from beamjax.interpreters.lowering.keeping import guard_of
+from beamjax.interpreters.placement import propagate as _place
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.staging import flatten as _flatten
+from beamjax.interpreters.staging import stage as _stage
+from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
+from beamjax.interpreters.tuning.buckets import (
     buckets_of,
     fitted,
     fitting_notes,
     is_ragged,
     with_padding_checks,
 )
-from beamjax.inputs import Inputs
-from beamjax.interpreters import flatten as _flatten
-from beamjax.interpreters import lower as _lower
-from beamjax.interpreters import place as _place
-from beamjax.interpreters import split as _split
-from beamjax.interpreters import stage as _stage
-from beamjax.interpreters import unknown as _unknown
-from beamjax.interpreters.keeping import guard_of
-from beamjax.interpreters.pieces import Piece
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.remaking import Decisions
-from beamjax.interpreters.stage import Argument
 from beamjax.options import Options
-from beamjax.plan import Plan
-from beamjax.restaging import settings
+from beamjax.options.choices import Choices, Looping
+from beamjax.plan.steps import Plan
+from beamjax.runtime.inputs import Inputs
 
 
 @dataclass(frozen=True)

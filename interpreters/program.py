@@ -25,7 +25,7 @@ Atom = Var | jex.Literal
 
 
 def is_placed_operator(primitive: jex.Primitive) -> bool:
-    """Whether a primitive is one of `beamjax.primitives`, or a reduction by a function."""
+    """Whether a primitive is one of `beamjax.ops.primitives`, or a reduction by a function."""
     return primitive.name.startswith("bj_")
 
 

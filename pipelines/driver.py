@@ -17,19 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.at_work import Table, bounded
-from beamjax.bodies import default_platform, run_server
+from beamjax.bodies.export import default_platform, run_server
+from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import BeamjaxError
-from beamjax.kept import HANDED_BYTES
-from beamjax.liveness import Position
-from beamjax.meters import Meter
-from beamjax.numerics import provenance_here
-from beamjax.pipelines import build, unroll
-from beamjax.pipelines.graph_sizes import rounds_per_graph
+from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.tasks import Sources
-from beamjax.pipelines.values import Served, Value, scattered, stacked
-from beamjax.plan import (
+from beamjax.pipelines.values.values import Served, Value, scattered, stacked
+from beamjax.pipelines.worker.tasks import Sources
+from beamjax.plan import unroll
+from beamjax.plan.graph_sizes import rounds_per_graph
+from beamjax.plan.liveness import Position
+from beamjax.plan.steps import (
     Block,
     Branch,
     Loop,
@@ -41,8 +39,11 @@ from beamjax.plan import (
     Step,
     ValueType,
 )
-from beamjax.tracker import Keeper, Tracker
-from beamjax.xla_threads import compute_device
+from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.runtime.placed_results import HANDED_BYTES
+from beamjax.runtime.tracker import Keeper, Tracker
+from beamjax.telemetry.meters import Meter
+from beamjax.telemetry.watchdog import Table, bounded
 
 
 class Driver:

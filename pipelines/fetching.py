@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from beamjax.kept import Kept
-from beamjax.pipelines import build
+from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.tasks import Sources
-from beamjax.pipelines.values import Placed, Served, Value
-from beamjax.plan import Output, Plan
-from beamjax.sources import placed as kept_sources
+from beamjax.pipelines.values.values import Placed, Served, Value
+from beamjax.pipelines.worker.tasks import Sources
+from beamjax.plan.steps import Output, Plan
+from beamjax.runtime.placed_results import Kept
+from beamjax.sources.arrays import placed as kept_sources
 from beamjax.sources.source_base import open_spec
 
 

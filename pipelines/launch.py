@@ -13,18 +13,21 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.runners.portability.spark_runner import SparkRunner
 
-from beamjax.kept import NOTHING, Kept
-from beamjax.monitor import Monitor
-from beamjax.pipelines import build, lost_workers, submission_files, waiting
-from beamjax.pipelines.connections import Connection
-from beamjax.pipelines.failures import own_errors
-from beamjax.pipelines.loopback import loopback_only
-from beamjax.pipelines.outputs import Outputs
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StoredBody
-from beamjax.pipelines.values import Value
-from beamjax.plan import Plan
+from beamjax.pipelines import waiting
+from beamjax.pipelines.graph import build
+from beamjax.pipelines.graph.outputs import Outputs
+from beamjax.pipelines.runners import submission_files
+from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.runners.loopback import loopback_only
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.values import Value
+from beamjax.pipelines.worker import lost_workers
+from beamjax.pipelines.worker.errors import own_errors
+from beamjax.pipelines.worker.tasks import StoredBody
+from beamjax.plan.steps import Plan
+from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.telemetry.monitor import Monitor
 
 _KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
 """Runners that wait for a worker process that died, and start no other one for it."""

@@ -8,9 +8,9 @@ import apache_beam as beam
 
 from beamjax.errors import OptionsError
 from beamjax.options import Options
-from beamjax.pipelines import submission_files
-from beamjax.pipelines.connections import connect
-from beamjax.pipelines.loopback import loopback_only
+from beamjax.pipelines.runners import submission_files
+from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.runners.loopback import loopback_only
 
 
 class OwnPipeline(beam.Pipeline):

@@ -10,29 +10,32 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.diagnostics.memory import store_budget
 from beamjax.errors import JobCancelledError, SourceError
-from beamjax.inputs import Inputs
-from beamjax.kept import NOTHING, Kept
-from beamjax.memory import store_budget
-from beamjax.monitor import Monitor
-from beamjax.one_pass import open_placements
 from beamjax.options import Options
-from beamjax.pipelines import build, files, in_process, uploads
-from beamjax.pipelines.checkpoint_folder import work_folder
-from beamjax.pipelines.connections import Connection, connect
+from beamjax.pipelines.checkpoints.folder import work_folder
+from beamjax.pipelines.checkpoints.states import DriverKeeper, folder_of
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.fetching import fetched
-from beamjax.pipelines.keepers import DriverKeeper, folder_of
+from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, caching_for
-from beamjax.pipelines.values import Served, Value, placed
-from beamjax.plan import Output, Plan, ValueType, size_name
+from beamjax.pipelines.runners.connect import Connection, connect
+from beamjax.pipelines.values import in_memory as in_process
+from beamjax.pipelines.values import uploads
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.values import Served, Value, placed
+from beamjax.pipelines.worker.tasks import Sources, caching_for
+from beamjax.plan.one_pass import open_placements
+from beamjax.plan.steps import Output, Plan, ValueType, size_name
+from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.tracker import starts_anew
 from beamjax.sources import live_spec, register, release
-from beamjax.sources.placed import Placed
+from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource
-from beamjax.tracker import starts_anew
+from beamjax.storage import files
+from beamjax.telemetry.monitor import Monitor
 
 
 def run_plan(

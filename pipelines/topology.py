@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax.options import Options, beam_flags
-from beamjax.ordered_pool import usual_threads
+from beamjax.runtime.ordered_pool import usual_threads
 
 DIRECT = ("direct", "fnapi")
 EMBEDDED_FLINK = ("[local]", "[auto]")
@@ -119,7 +119,7 @@ def _flink(flags: Mapping[str, Any]) -> tuple[bool, int]:
         return False, 1
     master = flags.get("flink_master")
     if master is None or flags.get("flink_cluster"):
-        from beamjax.pipelines import flink_cluster
+        from beamjax.pipelines.clusters import flink_cluster
 
         folder = flags.get("flink_cluster") or flink_cluster.default_folder()
         cluster = flink_cluster.read(folder)

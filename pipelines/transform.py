@@ -14,23 +14,23 @@ import numpy as np
 from apache_beam import typehints
 from apache_beam.pvalue import PBegin
 
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.bodies import unwrap
+from beamjax.bodies.export import unwrap
 from beamjax.errors import SourceError, StagingError, StructureError
-from beamjax.inputs import Inputs
-from beamjax.one_pass import open_placements
 from beamjax.options import Options
-from beamjax.pipelines import build
-from beamjax.pipelines.connections import Connection, connection_of
-from beamjax.pipelines.counting import count_members
-from beamjax.pipelines.elements import Block
-from beamjax.pipelines.large_blocks import whole
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.runners import remove_store, source_specs, store_program, stream_specs
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, StepFn
-from beamjax.plan import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
+from beamjax.pipelines.graph import build
+from beamjax.pipelines.graph.counting import count_members
+from beamjax.pipelines.graph.elements import Block
+from beamjax.pipelines.graph.large_blocks import whole
+from beamjax.pipelines.run import remove_store, source_specs, store_program, stream_specs
+from beamjax.pipelines.runners.connect import Connection, connection_of
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.plan.one_pass import open_placements
+from beamjax.plan.steps import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
+from beamjax.runtime.inputs import Inputs
 from beamjax.sources import release
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.portable_runner import PipelineResult
 
-from beamjax.at_work import SECONDS_TO_STOP
+from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, WorkerError
-from beamjax.pipelines import flink_cluster
-from beamjax.pipelines.cluster_options import ClusterOptions
-from beamjax.restaging import with_settings_of_here
+from beamjax.pipelines.clusters import flink_cluster
+from beamjax.pipelines.runners.cluster_options import ClusterOptions
+from beamjax.telemetry.watchdog import SECONDS_TO_STOP
 
 _SECONDS_BETWEEN_LOOKS = 5.0
 _SECONDS_BETWEEN_LOOKS_AT_WORK = 0.5

@@ -22,7 +22,7 @@ import os, sys, time
 parent = os.getppid()
 while os.getppid() == parent:
     time.sleep(1)
-from beamjax.pipelines import flink_cluster
+from beamjax.pipelines.clusters import flink_cluster
 flink_cluster.down(sys.argv[1])
 """
 """Stops a cluster where a session of tests is killed and cannot."""
@@ -45,7 +45,8 @@ class Runner:
 
 def available(mark):
     """Whether tests with this mark can run here; notes what they lack."""
-    from beamjax.pipelines import prism, tools
+    from beamjax.pipelines.clusters import programs as tools
+    from beamjax.pipelines.runners import prism
 
     if mark == "prism" and prism.installed().exists():
         return True
@@ -56,14 +57,14 @@ def available(mark):
 
 
 def start_prism(stack):
-    from beamjax.pipelines import prism
+    from beamjax.pipelines.runners import prism
 
     prism.locate()
     return Runner("PrismRunner", {})
 
 
 def start_cluster(stack):
-    from beamjax.pipelines import flink_cluster
+    from beamjax.pipelines.clusters import flink_cluster
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-")))
     settings = flink_cluster.Settings(taskmanagers=2, slots=2)

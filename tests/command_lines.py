@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from beamjax import cli
+from beamjax.commands import cli
 
 N = 40
 

@@ -71,7 +71,7 @@ def started():
     """Gives runners that are servers by their names; each is started once."""
     with contextlib.ExitStack() as stack:
         yield cluster_runners.starter(stack)
-        from beamjax.pipelines import job_servers
+        from beamjax.pipelines.clusters import job_servers
 
         job_servers.stop_all()
 

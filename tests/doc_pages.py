@@ -24,7 +24,7 @@ from pathlib import Path
 
 import jax
 
-from beamjax import cli
+from beamjax.commands import cli
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))

@@ -5,8 +5,8 @@ import re
 
 import html_checks
 
-from beamjax.fact_types import walk_facts
-from beamjax.pages import graph
+from beamjax.diagnostics.fact_types import walk_facts
+from beamjax.diagnostics.pages import graph
 
 LABEL = r'"(?:[^"<>\[\](){}|`]|<br/>)*"'
 NODE = re.compile(rf" +(n\d+)(?:\[{LABEL}\]|\(\[{LABEL}\]\)|{{{{{LABEL}}}}}|{{{LABEL}}})")

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.stage import flatten_arguments
+from beamjax.interpreters.planning import plan_for
+from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.options import parse_options
-from beamjax.planning import plan_for
 
 
 def raw(x):

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import beamjax as bj
-from beamjax.pipelines import files
-from beamjax.pipelines.checkpoint_folder import CheckpointFolder
+from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.storage import files
 
 N = 21
 

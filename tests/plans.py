@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.bodies import export_body
-from beamjax.inputs import Inputs
-from beamjax.plan import Input, Lane, Map, Output, Plan, Reduction, Server, ValueType
+from beamjax.bodies.export import export_body
+from beamjax.plan.steps import Input, Lane, Map, Output, Plan, Reduction, Server, ValueType
+from beamjax.runtime.inputs import Inputs
 
 SIZE = 8
 

@@ -18,7 +18,7 @@ import pytest
 from helpers import assert_close, assert_same_bits, assert_same_types
 
 import beamjax as bj
-from beamjax.fact_types import walk_facts
+from beamjax.diagnostics.fact_types import walk_facts
 
 N, M = 7, 11  # Sizes of placements; no other axis in this file has one of these sizes.
 

@@ -12,10 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.accumulators import decode_accumulator, make_accumulator
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.digits import BLOCK
-from beamjax.dyadic import DyadicTree
 from beamjax.errors import (
     ArrayFormatError,
     BeamjaxError,
@@ -23,6 +19,10 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
+from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
+from beamjax.numerics.ordered_tree import DyadicTree
+from beamjax.numerics.superaccumulator import BLOCK
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 FP8 = [f"float8_{e}" for e in ("e5m2", "e4m3fn", "e4m3fnuz", "e3m4")]
 FLOATS = [

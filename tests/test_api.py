@@ -410,7 +410,7 @@ def loaded(*names):
 
 import beamjax
 found = {"version": beamjax.__version__, "at import": loaded("jax", "numpy", "apache_beam")}
-from beamjax import cli
+from beamjax.commands import cli
 with contextlib.redirect_stdout(io.StringIO()):
     for argv in (["--help"], ["--version"], ["run", "--help"], ["bench", "--help"]):
         assert cli.main(argv) == 0
@@ -429,10 +429,10 @@ total = beamjax.program(clients=4)(lambda x: beamjax.reduce_sum(x))
 x = np.ones(4, "float32")
 found["sum"] = float(beamjax.run(total, x, runner="local"))
 plan = beamjax.explain(total, x)
-pages = lambda: [name for name in sys.modules if name.startswith("beamjax.pages")]
+pages = lambda: [name for name in sys.modules if name.startswith("beamjax.diagnostics.pages")]
 found["pages"] = pages()
 plan.to_html()
-found["page"] = "beamjax.pages.plan_page" in pages()
+found["page"] = "beamjax.diagnostics.pages.plan_page" in pages()
 found["Beam"] = beams + loaded("apache_beam")
 import beamjax.pipelines.driver, beamjax.interpreters.stage, beamjax.doctor
 names = [name for name in dir(beamjax) if not name.startswith("__")]

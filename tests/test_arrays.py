@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import beamjax as bj
-from beamjax import aligned, arrays
 from beamjax.errors import ArrayFormatError, BeamjaxError, StructureError
-from beamjax.shards import ShardExecutor
-from beamjax.sources.npy_source import map_file
-from beamjax.stored_dtypes import _DTYPES, dtype_from_name, dtype_name
+from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.sources.arrays.npy_source import map_file
+from beamjax.storage import aligned, arrays
+from beamjax.storage.dtypes import _DTYPES, dtype_from_name, dtype_name
 
 DTYPES = list(_DTYPES.values())
 SHAPES = [(), (1,), (0,), (7,), (3, 0, 2), (2, 3, 4), (1,) * 32]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from source_files import NUMBERS, lists, random_bits, refused
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.arrow_columns import Batch, arrow_readable, known_shape, to_rows
-from beamjax.sources.arrow_types import agree, chosen, row_type
+from beamjax.sources.tables.arrow_columns import Batch, arrow_readable, known_shape, to_rows
+from beamjax.sources.tables.arrow_types import agree, chosen, row_type
 
 BATCH = Batch("file.parquet", "row group", 3, 0, 100)
 F32 = np.dtype(np.float32)

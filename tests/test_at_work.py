@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beamjax import at_work, compile_time
-from beamjax.at_work import Table, bounded
+from beamjax.bodies import compile_time
 from beamjax.errors import Failure, JobCancelledError, WorkerError
-from beamjax.plan import Map, Server
-from beamjax.shards import Shard
+from beamjax.plan.steps import Map, Server
+from beamjax.runtime.shard_executor import Shard
+from beamjax.telemetry import watchdog as at_work
+from beamjax.telemetry.watchdog import Table, bounded
 
 SERVER = Server("server_0", "key", (), ())
 MAP = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))

@@ -22,10 +22,10 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
-from beamjax.pipelines import files
-from beamjax.pipelines.flags import check_flags
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.runners.options import check_flags
+from beamjax.pipelines.values.store import Store
 from beamjax.sources import source_base
+from beamjax.storage import files
 
 N = 20
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -52,8 +52,8 @@ def no_work(monkeypatch):
     def work(*args, **kwargs):
         raise AssertionError("work was started")
 
-    monkeypatch.setattr("beamjax.shards.ShardExecutor.__call__", work)
-    monkeypatch.setattr("beamjax.pipelines.store.Store.put", work)
+    monkeypatch.setattr("beamjax.runtime.shard_executor.ShardExecutor.__call__", work)
+    monkeypatch.setattr("beamjax.pipelines.values.store.Store.put", work)
     monkeypatch.setattr("apache_beam.Pipeline.run", work)
 
 
@@ -396,7 +396,9 @@ def test_a_source_that_fails(where, monkeypatch):
         for recorded in (True, False) if where == "threads" and how != "lacks one" else (True,):
             with monkeypatch.context() as patch:
                 if not recorded:
-                    patch.setattr("beamjax.pipelines.failures.recorded_error", lambda store: None)
+                    patch.setattr(
+                        "beamjax.pipelines.worker.errors.recorded_error", lambda store: None
+                    )
                     message = message.rstrip("$")
                 with pytest.raises(error, match=message) as caught:
                     bj.run(total, Broken(how), runner=runner, options=EIGHT | flags)
@@ -411,10 +413,10 @@ def test_a_source_that_fails(where, monkeypatch):
 )
 def test_what_jax_is_asked_to_check(where, monkeypatch):
     """Wherever a shard is computed: in other threads of this process, or in other processes."""
-    monkeypatch.setattr("beamjax.pace.pays_in_bundle", lambda body: True)
-    monkeypatch.setattr("beamjax.pace.pays", lambda body, left: left is None or left > 1)
-    monkeypatch.setattr("beamjax.pace.threads", lambda body, most: 2)
-    monkeypatch.setattr("beamjax.pace.threads_in_bundle", lambda body, most: most)
+    monkeypatch.setattr("beamjax.runtime.pace.pays_in_bundle", lambda body: True)
+    monkeypatch.setattr("beamjax.runtime.pace.pays", lambda body, left: left is None or left > 1)
+    monkeypatch.setattr("beamjax.runtime.pace.threads", lambda body, most: 2)
+    monkeypatch.setattr("beamjax.runtime.pace.threads_in_bundle", lambda body, most: most)
 
     inverses = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: 1 / v, x)))
     root = bj.program(clients=N)(lambda x: jnp.log(bj.reduce_sum(x) - 1e9))
@@ -458,8 +460,8 @@ def test_a_damaged_file_in_the_work_folder(part, monkeypatch, tmp_path):
     fn, args = WRITTEN[part]
     write = files.write
     faults = []
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
-    monkeypatch.setattr("beamjax.pipelines.runners.store_budget", lambda limit: 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.run.store_budget", lambda limit: 0)
     for name, damage in DAMAGE.items():
         paths = []
 
@@ -477,7 +479,7 @@ def test_a_damaged_file_in_the_work_folder(part, monkeypatch, tmp_path):
 
 
 def test_a_work_folder_that_cannot_be_made_or_is_emptied(tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SourceError, match=r"cannot write .* expected a\s+folder"):
         bj.run(with_table, X, TABLE, options={"work_folder": str(tmp_path / "file")})

@@ -7,8 +7,8 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from beamjax.block_cache import LASTING_READS, BlockCache
-from beamjax.shared_cache import nbytes
+from beamjax.storage.block_cache import LASTING_READS, BlockCache
+from beamjax.storage.shared_cache import nbytes
 
 SIZE = 10
 

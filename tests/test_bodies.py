@@ -10,10 +10,18 @@ import pytest
 from helpers import assert_close, plan_of
 
 import beamjax as bj
-from beamjax import bodies
-from beamjax.bodies import export_body, key_impl, load_body, unwrap, value_type, with_x64, wrap
+from beamjax.bodies import export as bodies
+from beamjax.bodies.export import (
+    export_body,
+    key_impl,
+    load_body,
+    unwrap,
+    value_type,
+    with_x64,
+    wrap,
+)
 from beamjax.errors import StagingError, WorkerError
-from beamjax.plan import Body
+from beamjax.plan.steps import Body
 
 VECTOR = jax.ShapeDtypeStruct((3,), jnp.dtype("float32"))
 
@@ -134,7 +142,7 @@ def test_a_worker_with_too_few_devices_says_so(monkeypatch):
         if body.devices == 4
     ]
     monkeypatch.setattr(bodies, "_loaded", {})
-    monkeypatch.setattr("beamjax.bodies.jax.local_devices", lambda: here)
+    monkeypatch.setattr("beamjax.bodies.export.jax.local_devices", lambda: here)
     client = type("Client", (), {"local_devices": lambda self: here})()
     for one in (None, SimpleNamespace(client=client)):
         with pytest.raises(WorkerError, match=r"a mesh of 4 devices, but this worker has 3.*t=4"):

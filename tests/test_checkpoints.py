@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beamjax import checkpoints
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.checkpoints import (
+from beamjax.errors import ArrayFormatError
+from beamjax.runtime import checkpoints
+from beamjax.runtime.checkpoints import (
     Array,
     Checkpoint,
     Entry,
@@ -25,8 +25,8 @@ from beamjax.checkpoints import (
     decode,
     encode,
 )
-from beamjax.errors import ArrayFormatError
-from beamjax.stored_dtypes import dtype_name
+from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.storage.dtypes import dtype_name
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 DTYPES = [

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from beamjax import checks
-from beamjax.checks import ABSENT, FAILED, OK, WARNING
+from beamjax.commands import checks
+from beamjax.commands.checks import ABSENT, FAILED, OK, WARNING
 
 
 def by_name(findings):

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import choosing, plan_cache, probe
-from beamjax.choices import Choices, Looping, Trial
+from beamjax.interpreters.tuning import autotune as choosing
+from beamjax.interpreters.tuning import plan_cache, probe
+from beamjax.interpreters.tuning.probe import ProbeError
 from beamjax.options import Options, parse_options
-from beamjax.probe import ProbeError
+from beamjax.options.choices import Choices, Looping, Trial
 
 X = np.random.default_rng(0).normal(size=(600, 4)).astype(np.float32)
 W = np.zeros(4, np.float32)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
-from beamjax import cli
-from beamjax.commands import answers, completion, flags
+from beamjax._text import closest, hint, listed
+from beamjax.commands import answers, cli, completion
 from beamjax.commands.answers import Answer, give
-from beamjax.commands.target import find_target, functions_of
+from beamjax.commands.arguments import flags
+from beamjax.commands.arguments.target import find_target, functions_of
 from beamjax.errors import Failure, JobCancelledError, OptionsError, WorkerError
 from beamjax.options import OWN, beam_flags
-from beamjax.pipelines import flink_cluster
-from beamjax.suggestions import closest, hint, listed
+from beamjax.pipelines.clusters import flink_cluster
 
 HERE = "programs_here.py:"
 

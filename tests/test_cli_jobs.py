@@ -15,9 +15,9 @@ import pytest
 from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
 import beamjax
-from beamjax import cli
-from beamjax.commands.command_lines import read_command
-from beamjax.job_folder import JobFolder
+from beamjax.commands import cli
+from beamjax.commands.arguments.command_lines import read_command
+from beamjax.telemetry.job_folder import JobFolder
 
 RUN = ["run", *LOSS, "--runner=local"]
 
@@ -69,7 +69,7 @@ def test_a_job_that_is_done(folder, capsys):
 def test_a_job_that_failed(folder, capsys, monkeypatch):
     argv = ["run", "programs_here.py:total", "--arg=0=npy:y.npy", "--job_folder=j"]
     with monkeypatch.context() as patch:
-        patch.setattr(beamjax.jobs, "write_result", lambda *_: 1 / 0)
+        patch.setattr(beamjax.jobs.job, "write_result", lambda *_: 1 / 0)
         assert cli.main([*argv, "--runner=local"]) == 1
     capsys.readouterr()
     job, text = show(capsys, "j")

@@ -13,8 +13,9 @@ from command_lines import LOSS, N, folder, json_of  # noqa: F401 (a fixture)
 from helpers import assert_same_bits
 
 import beamjax
-from beamjax import cli, execution
-from beamjax.commands import arguments as command_arguments
+from beamjax import execution
+from beamjax.commands import cli
+from beamjax.commands.arguments import binding as command_arguments
 from beamjax.commands.bench import in_units
 
 

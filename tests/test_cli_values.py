@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tfrecords import example, write
 
 import beamjax
-from beamjax.commands.arguments import find_call
+from beamjax.commands.arguments.binding import find_call
+from beamjax.commands.arguments.value_help import VALUES
+from beamjax.commands.arguments.values import KINDS, nested, read_value, static_value
 from beamjax.commands.output import named_leaves, plain, write_out
-from beamjax.commands.value_help import VALUES
-from beamjax.commands.values import KINDS, nested, read_value, static_value
 from beamjax.errors import BeamjaxError, OptionsError, SourceError
 
 

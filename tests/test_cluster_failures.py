@@ -20,7 +20,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import WorkerError
-from beamjax.pipelines import flink_cluster, job_servers, processes
+from beamjax.pipelines.clusters import flink_cluster, job_servers, processes
 
 # Threads of Beam that talk to a runner end so, where it closes the connection before they do.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -131,7 +131,7 @@ def test_a_worker_that_always_dies(fault, told, started, tmp_path):
 def pool(tmp_path):
     """Options with which workers are in a process of their own, which is started again."""
     (port,) = processes.free_ports(1)
-    command = [sys.executable, "-m", "beamjax.pipelines.worker_pool", f"--port={port}"]
+    command = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool", f"--port={port}"]
     with open(tmp_path / "pool.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

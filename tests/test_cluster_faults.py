@@ -23,8 +23,8 @@ from helpers import assert_same_bits
 from test_killed_runs import SAVED, finish, start
 
 import beamjax as bj
-from beamjax import process_ids
-from beamjax.pipelines import flink_cluster, processes
+from beamjax.pipelines.clusters import flink_cluster, processes
+from beamjax.telemetry import process_ids
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -11,7 +11,10 @@ from cluster_runners import params
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax import collecting, fan_out, joining, lane_pieces, table_parts
+from beamjax.plan import lane_pieces
+from beamjax.plan import merging as fan_out
+from beamjax.shuffle import collecting, table_parts
+from beamjax.tables import joining
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 

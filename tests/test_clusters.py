@@ -22,9 +22,10 @@ from listeners import IS_TOLD, Watch, for_others
 from programs import CASES
 
 import beamjax as bj
-from beamjax import cli
+from beamjax.commands import cli
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.pipelines import flink_cluster, job_servers, prism, processes
+from beamjax.pipelines.clusters import flink_cluster, job_servers, processes
+from beamjax.pipelines.runners import prism
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -143,7 +144,7 @@ def test_a_few_programs_on_a_runner_that_is_slow_to_start(runner, name):
 @pytest.mark.parametrize("runner", EVERY, indirect=True)
 def test_many_shards_in_files_and_pieces_give_the_same_bits(runner, monkeypatch, tmp_path):
     np.save(tmp_path / "rows.npy", ROWS)
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     rows = bj.from_npy(str(tmp_path / "rows.npy"))
     found = on(runner, stages, W, rows, shard_size=8, work_folder=str(tmp_path))
     assert_same_bits(found, expected())

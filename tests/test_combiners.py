@@ -14,13 +14,15 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.lane_pieces import Piece, key_of, lane_pieces, step_pieces
-from beamjax.pipelines import files, in_process, parcels
-from beamjax.pipelines.combiners import AccumulatorCoder, MergeAccumulators
-from beamjax.pipelines.parcels import LOCAL_BYTES, REMOTE_BYTES, receive, send
-from beamjax.pipelines.store import Store
-from beamjax.plan import Lane, Map
-from beamjax.reducers import decode_accumulator, make_accumulator
+from beamjax.numerics.reducers import decode_accumulator, make_accumulator
+from beamjax.pipelines.values import in_memory as in_process
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker import spill as parcels
+from beamjax.pipelines.worker.merge import AccumulatorCoder, MergeAccumulators
+from beamjax.pipelines.worker.spill import LOCAL_BYTES, REMOTE_BYTES, receive, send
+from beamjax.plan.lane_pieces import Piece, key_of, lane_pieces, step_pieces
+from beamjax.plan.steps import Lane, Map
+from beamjax.storage import files
 
 RNG = np.random.default_rng(0)
 PARTIALS = (RNG.normal(size=(6, 4)) * 10.0 ** RNG.integers(-20, 20, (6, 4))).astype(np.float32)

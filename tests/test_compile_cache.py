@@ -12,10 +12,10 @@ import pytest
 
 import beamjax as bj
 from beamjax.commands import jobs as commands
-from beamjax.display import made_in_words
 from beamjax.errors import OptionsError
+from beamjax.jobs.display import made_in_words
 from beamjax.options import parse_options
-from beamjax.progress import Tally
+from beamjax.telemetry.progress import Tally
 
 N = 20
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 import beamjax as bj
-from beamjax import compress
 from beamjax.errors import OutsideProgramError, PlacementError, StructureError
-from beamjax.fields import bits_for, compressed_p, fields_of, num_words, pack, unpack
+from beamjax.ops import compress
+from beamjax.ops.fields import bits_for, compressed_p, fields_of, num_words, pack, unpack
 
 N, SIZE = 24, 50
 RNG = np.random.default_rng(0)

@@ -19,9 +19,9 @@ from apache_beam.transforms import environments
 import beamjax as bj
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
-from beamjax.ordered_pool import usual_threads
-from beamjax.pipelines import connections, flink_cluster
-from beamjax.pipelines.connections import (
+from beamjax.pipelines.clusters import flink_cluster
+from beamjax.pipelines.runners import connect as connections
+from beamjax.pipelines.runners.connect import (
     beam_options,
     connect,
     connection_of,
@@ -29,7 +29,8 @@ from beamjax.pipelines.connections import (
     shares_memory,
     spreads,
 )
-from beamjax.worker_processes import Workers
+from beamjax.pipelines.topology import Workers
+from beamjax.runtime.ordered_pool import usual_threads
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 THREADS = ["--direct_running_mode=multi_threading"]

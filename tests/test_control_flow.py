@@ -9,7 +9,7 @@ from jax import lax
 from programs import run_everywhere, step_kinds
 
 import beamjax as bj
-from beamjax.fact_types import walk_facts
+from beamjax.diagnostics.fact_types import walk_facts
 
 N = 20
 RNG = np.random.default_rng(0)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import beamjax as bj
-from beamjax.costs import Cost, Rates
-from beamjax.interpreters.cost import GATHERED, GUESSED_ROUNDS, body_cost, waits_for_data
+from beamjax.interpreters.tuning.cost import GATHERED, GUESSED_ROUNDS, body_cost, waits_for_data
+from beamjax.plan.cost import Cost, Rates
 
 
 def array(*shape, dtype="float32"):

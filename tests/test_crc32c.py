@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tfrecords import crc32c as by_bytes
 from tfrecords import varint
 
-from beamjax.sources import crc32c
-from beamjax.sources.varints import decode_varints
+from beamjax.sources.records import crc32c
+from beamjax.sources.records.varints import decode_varints
 
 # RFC 3720, appendix B.4, and the check value of the catalogue of CRC algorithms.
 KNOWN = {

@@ -33,11 +33,11 @@ import beamjax as bj
 from beamjax import dataflow
 from beamjax.errors import OptionsError, SourceError
 from beamjax.options import parse_options
-from beamjax.pipelines.combiners import FinishPieces
-from beamjax.pipelines.dataflow import is_dataflow, prepare
-from beamjax.pipelines.dry_run import DryStore
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.workers import MapShards
+from beamjax.pipelines.runners.dataflow import is_dataflow, prepare
+from beamjax.pipelines.runners.dry_run import DryStore
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.map_shards import MapShards
+from beamjax.pipelines.worker.merge import FinishPieces
 
 with_dataflow = pytest.mark.dataflow
 

@@ -10,9 +10,9 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax import pace
-from beamjax.pipelines.dealing import AHEAD, CpuTurn, Dealer, _turns
-from beamjax.shards import ShardExecutor
+from beamjax.pipelines.worker.devices import AHEAD, CpuTurn, Dealer, _turns
+from beamjax.runtime import pace
+from beamjax.runtime.shard_executor import ShardExecutor
 
 TWO = ("first", "second")
 

@@ -7,9 +7,9 @@ import pytest
 from helpers import plan_of
 
 import beamjax as bj
-from beamjax import device_memory
-from beamjax.bodies import export_body
-from beamjax.device_memory import compiled_bytes, device_estimates
+from beamjax.bodies.export import export_body
+from beamjax.diagnostics import device_memory
+from beamjax.diagnostics.device_memory import compiled_bytes, device_estimates
 from beamjax.options import parse_options
 
 KIB = 1 << 10

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import display
-from beamjax.display import Bar, Lines, NotebookBar, display_for, in_words
+from beamjax.jobs import display
+from beamjax.jobs.display import Bar, Lines, NotebookBar, display_for, in_words
 from beamjax.options import Options
-from beamjax.progress import Progress, Tally
+from beamjax.telemetry.progress import Progress, Tally
 
 HALF = Progress(
     done=Tally(members=1500, shards=3, retries=2, compute=3.0, read=1.0),

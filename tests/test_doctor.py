@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from beamjax import checks, doctor
-from beamjax.checks import ABSENT, FAILED, OK, WARNING, Finding
+from beamjax import doctor
+from beamjax.commands import checks
+from beamjax.commands.checks import ABSENT, FAILED, OK, WARNING, Finding
 
 FOUND = [
     Finding("Python", OK, "3.12.1"),

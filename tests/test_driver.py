@@ -17,9 +17,10 @@ from plans import Maker, inputs_of
 import beamjax as bj
 from beamjax.errors import WorkerError
 from beamjax.options import Options, parse_options
-from beamjax.pipelines import files, runners
+from beamjax.pipelines import run as runners
 from beamjax.pipelines.launch import Launcher
-from beamjax.plan import Block, Branch, Carried, Gather, Loop, Scatter, Sliced
+from beamjax.plan.steps import Block, Branch, Carried, Gather, Loop, Scatter, Sliced
+from beamjax.storage import files
 
 N = 21
 X = np.random.default_rng(0).integers(-4, 5, (N, 3)).astype(np.float32)
@@ -368,7 +369,7 @@ def test_loops_and_branches_inside_of_loops():
 @pytest.fixture
 def stored(monkeypatch):
     """How many files the store has when each pipeline starts; all values are files."""
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     found = []
     run = Launcher.run
 
@@ -416,7 +417,7 @@ def empty_tmp(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, WorkerError])
 def test_a_run_that_ends_early_leaves_nothing(error, empty_tmp, monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     run_pipeline = Launcher.run
     left = iter([None, None])
 

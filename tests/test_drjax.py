@@ -16,7 +16,7 @@ from helpers import assert_close, assert_same_bits
 from jax.extend import core as jex
 
 import beamjax as bj
-from beamjax.interpreters.drjax import OPERATORS
+from beamjax.interpreters.staging.drjax import OPERATORS
 
 # DrJAX itself reads the mesh in a way that JAX has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:jax.interpreters.pxla:DeprecationWarning")

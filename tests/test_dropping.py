@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.dropping import DeadLetters, Dropped, decode_lines, encode_lines
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
-from beamjax.monitor import Monitor
+from beamjax.plan.dropping import DeadLetters, Dropped, decode_lines, encode_lines
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec
+from beamjax.telemetry.monitor import Monitor
 
 N = 21
 THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}

@@ -16,10 +16,9 @@ from helpers import assert_same_bits
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.pipelines import elements
-from beamjax.pipelines.elements import (
+from beamjax.pipelines.graph import elements
+from beamjax.pipelines.graph.elements import (
     ArrayCoder,
     Block,
     BlockCoder,
@@ -27,9 +26,10 @@ from beamjax.pipelines.elements import (
     EnvironmentCoder,
     RefCoder,
 )
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.stored_dtypes import _DTYPES
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.storage import arrays as wire
+from beamjax.storage.dtypes import _DTYPES
 
 CODERS = {Block: BlockCoder(), Ref: RefCoder(), Environment: EnvironmentCoder()}
 FILE_REF = Ref("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from beamjax import exact_adds, side_by_side
-from beamjax.exact_adds import PROBED, add_and_take_apart, add_exactly
-from beamjax.side_by_side import LONG, in_parts
+from beamjax.numerics import exact_add as exact_adds
+from beamjax.numerics import side_by_side
+from beamjax.numerics.exact_add import PROBED, add_and_take_apart, add_exactly
+from beamjax.numerics.side_by_side import LONG, in_parts
 
 SHARED = [HealthCheck.function_scoped_fixture]  # of a way to add, for all examples
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from beamjax import exact_adds
-from beamjax.accumulators import decode_accumulator
-from beamjax.digits import BLOCK
 from beamjax.errors import StructureError, WorkerError
-from beamjax.exact_sum import ExactSum, check_subnormals
-from beamjax.rounding import divide_to_float32
+from beamjax.numerics import exact_add as exact_adds
+from beamjax.numerics.accumulators import decode_accumulator
+from beamjax.numerics.exact_sum import ExactSum, check_subnormals
+from beamjax.numerics.rounding import divide_to_float32
+from beamjax.numerics.superaccumulator import BLOCK
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)

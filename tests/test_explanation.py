@@ -14,11 +14,11 @@ from programs import CASES, N, W, X, Y
 
 import beamjax
 from beamjax import sources
+from beamjax.diagnostics.fact_types import MemberBytes, human_bytes
+from beamjax.diagnostics.facts import exactness
+from beamjax.diagnostics.mermaid import _escaped
 from beamjax.errors import OptionsError, StagingError
 from beamjax.explanation import STAGES, explain
-from beamjax.fact_types import MemberBytes, human_bytes
-from beamjax.facts import exactness
-from beamjax.mermaid import _escaped
 
 
 def line_of(marker):

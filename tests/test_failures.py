@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax import records
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure, SourceError, WorkerError
-from beamjax.pipelines import files, waiting
-from beamjax.pipelines.failures import RepeatedError, own_errors, record_error, recorded_error
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StepFn
-from beamjax.shards import Shard, shard_errors
+from beamjax.pipelines import waiting
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.errors import RepeatedError, own_errors, record_error, recorded_error
+from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.runtime.shard_executor import Shard, shard_errors
+from beamjax.storage import files, records
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax import fan_out as module
-from beamjax.fan_out import accumulator_bytes, fan_out, workers_of
-from beamjax.plan import Lane, Map
-from beamjax.reducers import make_accumulator
+from beamjax.numerics.reducers import make_accumulator
+from beamjax.plan import merging as module
+from beamjax.plan.merging import accumulator_bytes, fan_out, workers_of
+from beamjax.plan.steps import Lane, Map
 
 GIB = 1 << 30
 

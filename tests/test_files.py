@@ -15,8 +15,7 @@ from memory_files import FILES, InMemory
 from source_files import refused
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.pipelines import files, remote_files
-from beamjax.sources.data_files import (
+from beamjax.sources.arrays.data_files import (
     DataFile,
     find_files,
     look,
@@ -25,6 +24,7 @@ from beamjax.sources.data_files import (
     packing,
     readable,
 )
+from beamjax.storage import files, remote_files
 
 # --- files of data
 

@@ -13,11 +13,11 @@ import pytest
 
 import beamjax as bj
 from beamjax.errors import SourceError
-from beamjax.file_hashes import FileHashes
-from beamjax.fingerprints import differences, input_fingerprints, plan_fingerprint
-from beamjax.interpreters.stage import flatten_arguments
+from beamjax.interpreters.planning import bind_inputs, make_plan
+from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.options import Options
-from beamjax.planning import bind_inputs, make_plan
+from beamjax.runtime.fingerprints import differences, input_fingerprints, plan_fingerprint
+from beamjax.sources.arrays.file_hashes import FileHashes
 
 N = 20
 X = np.arange(60, dtype=np.float32).reshape(N, 3)
@@ -109,7 +109,7 @@ def test_inputs_by_content(monkeypatch):
     assert of(np.ones(3, np.float32), bj.from_arrays(X.copy())) == []
     assert of(W, X + 1) == of(W, bj.from_arrays(X + 1)) == ["args[1]"]
     assert of(W + 1, X) == ["args[0]"]
-    monkeypatch.setattr("beamjax.fingerprints._SCANNED", 16)  # Arrays are read in parts.
+    monkeypatch.setattr("beamjax.runtime.fingerprints._SCANNED", 16)  # Arrays are read in parts.
     assert of(W, np.asfortranarray(X)) == of(W, X.astype(">f4").astype("f4")) == []
     last = X.copy()
     last[-1, -1] += 1
@@ -194,7 +194,7 @@ def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch):
     (first,) = fresh.of([str(path)])
     assert fresh.of([str(path)]) == [first]
     assert (fresh.to_json(), len(read)) == ({}, 1)  # It may change within the same tick.
-    monkeypatch.setattr("beamjax.file_hashes._SETTLED", 0)
+    monkeypatch.setattr("beamjax.sources.arrays.file_hashes._SETTLED", 0)
     settled = FileHashes()
     assert settled.of([str(path)]) == [first]
     again = FileHashes(json.loads(json.dumps(settled.to_json())))

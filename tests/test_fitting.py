@@ -10,7 +10,7 @@ from helpers import assert_close, assert_same_bits, planned
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, StructureError
-from beamjax.plan import Map, walk
+from beamjax.plan.steps import Map, walk
 
 RNG = np.random.default_rng(3)
 LENGTHS = np.sort(RNG.integers(0, 60, 90))
@@ -223,7 +223,7 @@ def scaled(own):
 
 
 def test_explain_tells_the_padding_of_a_pass(monkeypatch):
-    monkeypatch.setattr("beamjax.padded_bytes.SCANNED", 8)  # more than one range of lengths
+    monkeypatch.setattr("beamjax.sources.padded_bytes.SCANNED", 8)  # more than one range of lengths
     text = lambda program, source: str(bj.explain(program, source, options=SHARDS))
     shards = [FEW[:8], FEW[8:]]
     nbytes = sum(len(s) * b for s, b in zip(shards, [16, 32], strict=True))

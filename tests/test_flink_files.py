@@ -7,8 +7,8 @@ from pathlib import Path
 import apache_beam as beam
 import yaml
 
-from beamjax.pipelines import flink_cluster, jars, processes
-from beamjax.pipelines.flink_cluster import Cluster, Settings
+from beamjax.pipelines.clusters import flink_cluster, jars, processes
+from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker" / "flink"
@@ -58,7 +58,7 @@ def test_versions_jars_and_options_of_java():
     for line in (
         "ARG JAVA=17", "ARG PYTHON=3.12", f"ARG BEAM={beam.__version__}",
         "COPY pipelines/java /java", "ENV CLASSPATH=/opt/beam/jars/*",
-        'ENTRYPOINT ["python", "-m", "beamjax.pipelines.worker_pool"]',
+        'ENTRYPOINT ["python", "-m", "beamjax.pipelines.clusters.worker_pool"]',
     ):  # fmt: skip
         assert f"{line}\n" in DOCKERFILE
     assert "-f /java/flink.xml" in DOCKERFILE

@@ -16,18 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import calibration, choice_facts, forecast, plan_cache, transfer_time
-from beamjax.calibration import Calibration, calibrated, measure, remember
-from beamjax.choices import Looping
-from beamjax.costs import Cost, Rates
-from beamjax.counts import counts
-from beamjax.forecast import StepTime, learn, small_work
-from beamjax.gains import Gain, gain
-from beamjax.meters import Meter
+from beamjax.bodies import transfer_time
+from beamjax.bodies.counts import counts
+from beamjax.bodies.transfer_time import from_device, to_device, transfer_seconds, transferring
+from beamjax.diagnostics import calibration, choice_facts, forecast
+from beamjax.diagnostics.calibration import Calibration, calibrated, measure, remember
+from beamjax.diagnostics.forecast import StepTime, learn, small_work
+from beamjax.diagnostics.gains import Gain, gain
+from beamjax.interpreters.tuning import plan_cache
 from beamjax.options import Options, parse_options
-from beamjax.pipelines.store import Store
-from beamjax.progress import Progress, Tally
-from beamjax.transfer_time import from_device, to_device, transfer_seconds, transferring
+from beamjax.options.choices import Looping
+from beamjax.pipelines.values.store import Store
+from beamjax.plan.cost import Cost, Rates
+from beamjax.telemetry.meters import Meter
+from beamjax.telemetry.progress import Progress, Tally
 
 N = 1000
 X = np.random.default_rng(0).normal(size=(N, 8)).astype(np.float32)

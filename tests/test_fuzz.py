@@ -10,8 +10,8 @@ from fuzz.readers import READERS, Reader, accepts, no_pickle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from beamjax.arrays import decode_arrays
 from beamjax.errors import ArrayFormatError
+from beamjax.storage.arrays import decode_arrays
 
 EXAMPLES = {
     "max_examples": 60,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from source_files import refused, write_parquet
 
 import beamjax as bj
-from beamjax import dealt_rows, grouping, joining, table_parts
+from beamjax.diagnostics.memory import SLACK
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -25,12 +25,13 @@ from beamjax.errors import (
     StagingError,
     StructureError,
 )
-from beamjax.grouping_memory import DEAL, WRITE, grouping_estimate
-from beamjax.memory import SLACK
 from beamjax.options import Options
+from beamjax.pipelines.topology import Workers
+from beamjax.shuffle import dealt_rows, table_parts
+from beamjax.shuffle.table_parts import Grouping, parts_for
 from beamjax.sources.source_base import LeafSpec
-from beamjax.table_parts import Grouping, parts_for
-from beamjax.worker_processes import Workers
+from beamjax.tables import grouping, joining
+from beamjax.tables.grouping_memory import DEAL, WRITE, grouping_estimate
 
 RNG = np.random.default_rng(5)
 N = 3000
@@ -132,7 +133,7 @@ def test_a_key_with_most_of_the_rows_is_written_by_batches(tmp_path, small, monk
 
 def test_only_names_of_files_are_shuffled(tmp_path, small, monkeypatch):
     """As many elements as ranges that are read, and as parts; not as many as both, multiplied."""
-    from beamjax.pipelines.shuffling import DealRows, WriteGroups
+    from beamjax.pipelines.tables.shuffle import DealRows, WriteGroups
 
     dealt, written = [], []
     deal, write = DealRows.process, WriteGroups.process
@@ -382,9 +383,9 @@ from pathlib import Path
 folder, runner = Path(sys.argv[2]), sys.argv[3]
 memory.write_rows(folder / "rows.parquet", 20_000)
 import beamjax as bj
-from beamjax import grouping
-from beamjax.grouping_memory import grouping_estimate
-from beamjax.worker_processes import Workers
+from beamjax.tables import grouping
+from beamjax.tables.grouping_memory import grouping_estimate
+from beamjax.pipelines.topology import Workers
 found = []
 def noted(rows, grouping, options, runner):
     found.append(grouping_estimate(rows, grouping, Workers.of(runner, options)))

@@ -9,9 +9,9 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines import in_process
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import INLINE_BYTES, Store
+from beamjax.pipelines.values import in_memory as in_process
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import INLINE_BYTES, Store
 
 SIZE = 1 << 20
 

@@ -8,8 +8,8 @@ import pytest
 
 import beamjax as bj
 from beamjax.errors import SourceError
-from beamjax.inputs import Inputs, Reader
-from beamjax.plan import Input, Plan, ValueType
+from beamjax.plan.steps import Input, Plan, ValueType
+from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.sources import ArraySource
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)

@@ -20,7 +20,6 @@ import url_files  # noqa: F401 - makes bjtest:// known to Beam
 from helpers import assert_same_bits, assert_same_types
 
 import beamjax as bj
-from beamjax import process_ids, records
 from beamjax.errors import (
     ArrayFormatError,
     JobCancelledError,
@@ -31,9 +30,11 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
-from beamjax.job_folder import JobFolder
-from beamjax.jobs import JobState
-from beamjax.pipelines.processes import wait_until
+from beamjax.jobs.job import JobState
+from beamjax.pipelines.clusters.processes import wait_until
+from beamjax.storage import records
+from beamjax.telemetry import process_ids
+from beamjax.telemetry.job_folder import JobFolder
 
 N = 40
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -150,8 +151,8 @@ def test_a_job_without_a_handle_removes_its_folder_at_its_end(empty_tmp, gate):
 @pytest.mark.parametrize("how", ["handle", "folder"])
 def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
     by_workers = (runner, how) == ("DirectRunner", "folder")  # They see the folder first.
-    monkeypatch.setattr("beamjax.meters.EVERY", 0.0)
-    monkeypatch.setattr("beamjax.watching.LOOK", 60.0 if by_workers else 0.02)
+    monkeypatch.setattr("beamjax.telemetry.meters.EVERY", 0.0)
+    monkeypatch.setattr("beamjax.jobs.watching.LOOK", 60.0 if by_workers else 0.02)
     with bj.launch(gate.program, X, runner=runner, options={"shard_size": 8}) as job:
         assert gate.reached.wait(60)
         (job if how == "handle" else bj.open_job(job.folder)).cancel()
@@ -173,7 +174,7 @@ def test_an_interrupted_run_is_cancelled(runner, tmp_path, monkeypatch):
     def interrupt(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("beamjax.monitor.Monitor.tick", interrupt)
+    monkeypatch.setattr("beamjax.telemetry.monitor.Monitor.tick", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bj.run(total, X, runner=runner, options={"job_folder": tmp_path / "job"})
     assert bj.open_job(tmp_path / "job").state is JobState.CANCELLED

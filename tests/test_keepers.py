@@ -17,8 +17,10 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, OptionsError
-from beamjax.pipelines import checkpoint_folder, files, runners
-from beamjax.pipelines.checkpoint_folder import CheckpointFolder
+from beamjax.pipelines import run as runners
+from beamjax.pipelines.checkpoints import folder as checkpoint_folder
+from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.storage import files
 
 N = 20
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -149,13 +151,15 @@ def go_on(fn, args, expected, runner="local", **options):
 
 @pytest.fixture
 def all_as_files(monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_either_runner_goes_on_from_any_round(name, tmp_path, monkeypatch):
     if name in ("reverse", "nested", "exchange"):
-        monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)  # All values are in files.
+        monkeypatch.setattr(
+            "beamjax.pipelines.values.store.INLINE_BYTES", 0
+        )  # All values are in files.
     fn, args = PROGRAMS[name]
     expected = run(fn, args)
     total = go_on(fn, args, expected, checkpoint=str(tmp_path / "whole"))
@@ -188,7 +192,7 @@ def test_a_finished_run_is_not_run_again(runner, tmp_path, monkeypatch):
     folder = str(tmp_path / "c")
     expected = run(history, (W, X), runner, checkpoint=folder)
     monkeypatch.setattr("beamjax.pipelines.launch.Launcher.run", None)
-    monkeypatch.setattr("beamjax.interpreters.evaluate._Evaluation.steps", None)
+    monkeypatch.setattr("beamjax.runtime.local._Evaluation.steps", None)
     for reader in RUNNERS:
         assert go_on(history, (W, X), expected, reader, checkpoint=folder) == 0
 
@@ -228,7 +232,9 @@ def test_the_folder_holds_two_checkpoints_and_their_files(tmp_path, all_as_files
     listed, written, linked = [], [], []
     save, wrote, link = CheckpointFolder.save, CheckpointFolder.wrote, files.link
     monkeypatch.setattr(files, "link", lambda a, b: linked.append(b) or link(a, b))
-    monkeypatch.setattr("beamjax.pipelines.values.Placed.whole", None)  # They are linked unread.
+    monkeypatch.setattr(
+        "beamjax.pipelines.values.values.Placed.whole", None
+    )  # They are linked unread.
     monkeypatch.setattr(
         CheckpointFolder, "wrote", lambda self, name: (written.append(name), wrote(self, name))
     )
@@ -316,7 +322,7 @@ def test_another_program_or_other_inputs_are_refused(tmp_path):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_files_that_are_written_again_are_the_same_inputs(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.file_hashes._SETTLED", 0)
+    monkeypatch.setattr("beamjax.sources.arrays.file_hashes._SETTLED", 0)
     path, options = tmp_path / "x.npy", {"checkpoint": str(tmp_path / "c")}
     np.save(path, X)
     expected = run(descent, (W, bj.from_npy(path)), runner, **options)

@@ -6,7 +6,7 @@ import numpy as np
 from helpers import plan_of
 
 import beamjax as bj
-from beamjax.plan import Map, walk
+from beamjax.plan.steps import Map, walk
 
 N = 12
 X = np.ones((N, 2), np.float32)

@@ -16,7 +16,7 @@ from helpers import raw
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
-from beamjax.sources.placed import MANIFEST
+from beamjax.sources.arrays.placed import MANIFEST
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

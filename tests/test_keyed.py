@@ -12,7 +12,6 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax import table_parts
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -20,7 +19,8 @@ from beamjax.errors import (
     StagingError,
     StructureError,
 )
-from beamjax.sources.keyed_table import MANIFEST
+from beamjax.shuffle import table_parts
+from beamjax.sources.tables.keyed_table import MANIFEST
 
 N = 500
 RNG = np.random.default_rng(11)

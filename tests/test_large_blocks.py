@@ -10,11 +10,14 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines import driver, large_blocks, results, streaming, transforms, workers
-from beamjax.pipelines.connections import make_runner
-from beamjax.pipelines.elements import Block, BlockCoder
-from beamjax.pipelines.large_blocks import cut, whole
-from beamjax.pipelines.store import Store
+from beamjax.pipelines import driver
+from beamjax.pipelines import transform as transforms
+from beamjax.pipelines.graph import large_blocks, results, streaming
+from beamjax.pipelines.graph.elements import Block, BlockCoder
+from beamjax.pipelines.graph.large_blocks import cut, whole
+from beamjax.pipelines.runners.connect import make_runner
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker import map_shards as workers
 
 KIB = 1 << 10
 N, WIDTH = 40, 4096  # 16 KiB a member of float32

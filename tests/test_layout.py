@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from beamjax.pages.layout import Box, Link, layered, spread
+from beamjax.diagnostics.pages.layout import Box, Link, layered, spread
 
 SIZES = st.tuples(st.integers(20, 300), st.integers(15, 200))
 

@@ -13,12 +13,11 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax import pace
 from beamjax.errors import StagingError
-from beamjax.interpreters import passes
-from beamjax.meters import Meter
-from beamjax.ordered_pool import OrderedPool
-from beamjax.shards import ShardExecutor
+from beamjax.runtime import pace, passes
+from beamjax.runtime.ordered_pool import OrderedPool
+from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.telemetry.meters import Meter
 
 N = 83
 RNG = np.random.default_rng(0)
@@ -342,7 +341,7 @@ def test_the_option(pools):
 
 
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
-    monkeypatch.setattr("beamjax.worker_processes.usual_threads", lambda: 4)
+    monkeypatch.setattr("beamjax.pipelines.topology.usual_threads", lambda: 4)
     x = np.zeros((2048, 4096), np.float32)
     local(summed, x, shard_size=256, memory="3000MiB")
     local(summed, x, shard_size=256, memory="300MiB")

@@ -10,7 +10,7 @@ from apache_beam.runners.worker.worker_pool_main import BeamFnExternalWorkerPool
 from listeners import IS_TOLD, Watch, for_others, listening
 
 import beamjax as bj
-from beamjax.pipelines.loopback import loopback_only
+from beamjax.pipelines.runners.loopback import loopback_only
 
 N = 16
 needs_proc = pytest.mark.skipif(not IS_TOLD, reason="looks into /proc")

@@ -10,8 +10,8 @@ from jax.custom_batching import custom_vmap
 from programs import run_everywhere
 
 import beamjax as bj
-from beamjax.fact_types import walk_facts
-from beamjax.plan import Map, walk
+from beamjax.diagnostics.fact_types import walk_facts
+from beamjax.plan.steps import Map, walk
 
 N = 45
 RNG = np.random.default_rng(0)

@@ -11,9 +11,11 @@ from dataclasses import replace
 import pytest
 
 from beamjax.errors import WorkerError
-from beamjax.pipelines import lost_workers
-from beamjax.pipelines.failures import recorded_error
-from beamjax.pipelines.lost_workers import (
+from beamjax.pipelines.clusters.processes import wait_until
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker import lost_workers
+from beamjax.pipelines.worker.errors import recorded_error
+from beamjax.pipelines.worker.lost_workers import (
     Look,
     begin_pipeline,
     end_pipeline,
@@ -21,18 +23,16 @@ from beamjax.pipelines.lost_workers import (
     lost_worker,
     table_of,
 )
-from beamjax.pipelines.processes import wait_until
-from beamjax.pipelines.store import Store
-from beamjax.plan import Map
+from beamjax.plan.steps import Map
 
 STEP = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
 
 WORKER = """
 import ctypes, os, signal, sys, threading, time
-from beamjax.pipelines.lost_workers import table_of
-from beamjax.pipelines.store import Store
-from beamjax.plan import Map
-from beamjax.shards import Shard
+from beamjax.pipelines.worker.lost_workers import table_of
+from beamjax.pipelines.values.store import Store
+from beamjax.plan.steps import Map
+from beamjax.runtime.shard_executor import Shard
 
 step = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
 table = table_of(Store(sys.argv[1]), here=False)

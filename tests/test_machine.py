@@ -15,11 +15,13 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax import _compat, bodies, machine
+from beamjax import _compat
+from beamjax.bodies import export as bodies
+from beamjax.bodies.xla_threads import cpu_devices
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.machine import Machine, Versions, check_versions
 from beamjax.options import Options, parse_options
-from beamjax.xla_threads import cpu_devices
+from beamjax.runtime import worker_environment as machine
+from beamjax.runtime.worker_environment import Machine, Versions, check_versions
 
 N = 100
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -220,7 +222,7 @@ def test_jax_that_started_with_other_settings_is_an_error_on_accelerators(monkey
 FORKED = """
 import os, warnings
 import jax
-from beamjax.machine import Machine
+from beamjax.runtime.worker_environment import Machine
 warnings.simplefilter("ignore")
 for start in (False, True):
     if start:
@@ -319,7 +321,7 @@ def test_an_error_on_a_device_names_the_shard(monkeypatch):
     def fail(self, x):
         raise ValueError(f"lost {self.device.id}")
 
-    monkeypatch.setattr(bj.shards.ShardExecutor, "_pad", fail)
+    monkeypatch.setattr(bj.runtime.shard_executor.ShardExecutor, "_pad", fail)
     message = r"step '.*shard \d+ of placement 'clients', members .*: ValueError: lost \d"
     with pytest.raises(WorkerError, match=message):
         bj.run(centred, jnp.ones(3), X, options={"local_devices": 4, "shard_size": 8})

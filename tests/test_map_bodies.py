@@ -12,11 +12,12 @@ from jax.extend import core as jex
 from programs import CASES
 
 import beamjax as bj
-from beamjax.bodies import load_body
-from beamjax.interpreters import masks, sizing
-from beamjax.interpreters.convolutions import with_channels_last
-from beamjax.interpreters.flat_program import Eqn
-from beamjax.shards import Shard, ShardExecutor
+from beamjax.bodies.export import load_body
+from beamjax.interpreters.lowering import masks
+from beamjax.interpreters.lowering.convolutions import with_channels_last
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.tuning import shard_size as sizing
+from beamjax.runtime.shard_executor import Shard, ShardExecutor
 
 N, D = 20, 16
 RNG = np.random.default_rng(0)

@@ -16,9 +16,9 @@ from source_files import TREE, Batches, Members, N, assert_reads, part, refused
 import beamjax as bj
 from beamjax.errors import CheckpointError, PlacementError, SourceError, StructureError
 from beamjax.sources import ArraySource, taken_source
-from beamjax.sources.grouped_source import grouped
 from beamjax.sources.ragged_source import MAX_BUCKETS, ShortSource, choose_buckets
 from beamjax.sources.source_base import open_spec
+from beamjax.sources.tables.grouped_source import grouped
 from beamjax.sources.zipped_source import ZippedSource
 
 OPTIONS = {"shard_size": 8}
@@ -264,7 +264,7 @@ def test_two_sources_are_read_together(runner):
 
 def test_many_shards_are_dealt_in_few_elements():
     """A pass starts from ranges of shards, however many shards there are."""
-    from beamjax.pipelines.workers import Ranges
+    from beamjax.pipelines.worker.map_shards import Ranges
 
     count = -(-(2**31 - 1) // 8)
     found = list(Ranges(count, -(-count // 256)).process(None))

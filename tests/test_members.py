@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beamjax.arrays import encode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines import files
-from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.values.members import (
+    EntrySource,
+    MembersSource,
+    ScatteredSource,
+    StackedSource,
+)
+from beamjax.pipelines.values.store import Store
 from beamjax.sources import from_arrays, from_npy
 from beamjax.sources.live_sources import live_spec, register, release
 from beamjax.sources.source_base import LeafSpec, Source, open_spec
+from beamjax.storage import files
+from beamjax.storage.arrays import encode_arrays
 
 N = 20
 X = np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3)
@@ -135,7 +140,7 @@ def test_stacks(tmp_path):
 
 def test_a_server_value_in_members(tmp_path, monkeypatch):
     for inline in (0, 1 << 16):
-        monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", inline)
+        monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", inline)
         for axis in (0, 1):
             store = Store(str(tmp_path))
             check(ScatteredSource(store, store.put([np.moveaxis(X, 0, axis)]), axis), X)

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import strategies as st
 
 import beamjax as bj
+from beamjax.bodies.working_memory import working_bytes
 from beamjax.errors import OptionsError, StagingError
-from beamjax.fan_out import accumulator_bytes
+from beamjax.numerics.reducers import make_accumulator
 from beamjax.options import parse_options
-from beamjax.plan import Lane
-from beamjax.reducers import make_accumulator
-from beamjax.working_memory import working_bytes
+from beamjax.plan.merging import accumulator_bytes
+from beamjax.plan.steps import Lane
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MIB = 2**20
@@ -402,9 +402,9 @@ def test_explain_shows_memory():
 
 @pytest.mark.parametrize(("limit", "pipelines"), [(0, 2), (10**9, 1)])
 def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, pipelines, monkeypatch):
-    from beamjax.interpreters import evaluate
     from beamjax.pipelines import driver
     from beamjax.pipelines.launch import Launcher
+    from beamjax.runtime import local as evaluate
 
     started, original = [], Launcher.run
     monkeypatch.setattr(

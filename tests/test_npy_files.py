@@ -28,11 +28,11 @@ from source_files import (
 )
 
 import beamjax as bj
-from beamjax.chunks import members_of
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.sources import npy_source
-from beamjax.sources.npy_source import NpySource
+from beamjax.sources.arrays import npy_source
+from beamjax.sources.arrays.npy_source import NpySource
 from beamjax.sources.source_base import open_spec
+from beamjax.sources.streams.chunks import members_of
 
 X, K = TREE["x"], np.arange(N)
 BFLOATS = random_bits(ml_dtypes.bfloat16, (3,))
@@ -192,7 +192,7 @@ def test_specs_of_npy_that_are_none(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_parts_are_read_one_after_the_other(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.sources.npy_parts.CHUNK_BYTES", 60)
+    monkeypatch.setattr("beamjax.sources.arrays.npy_parts.CHUNK_BYTES", 60)
     paths = save_npy(tmp_path, {"x": X, "k": K}, CUTS)
     if packed:
         for path in list(tmp_path.iterdir()):

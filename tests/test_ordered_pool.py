@@ -10,9 +10,9 @@ import jax
 import pytest
 from hypothesis import strategies as st
 
-from beamjax import ordered_pool
 from beamjax.errors import JobCancelledError
-from beamjax.ordered_pool import OrderedPool, most_jobs, usual_threads
+from beamjax.runtime import ordered_pool
+from beamjax.runtime.ordered_pool import OrderedPool, most_jobs, usual_threads
 
 
 @pytest.fixture(autouse=True)

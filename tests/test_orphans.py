@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from beamjax import process_ids
-from beamjax.pipelines import orphans, processes
+from beamjax.pipelines.clusters import orphans, processes
+from beamjax.telemetry import process_ids
 
 LAUNCHER = """
 import os, signal, sys
-from beamjax.pipelines import orphans
+from beamjax.pipelines.clusters import orphans
 print(orphans.watched(sys.argv[1], os.getpid()), flush=True)
 input()
 if sys.argv[2] == "killed":

@@ -9,8 +9,8 @@ from pyarrow import parquet
 
 import beamjax as bj
 from beamjax.errors import StructureError
-from beamjax.padding import NOISE, check_padding, padded_rows, without_padding
-from beamjax.shards import ShardExecutor
+from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.sources.padding import NOISE, check_padding, padded_rows, without_padding
 
 
 def test_rows_are_padded_with_zeros_and_take_the_place_of_padding():

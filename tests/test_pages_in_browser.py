@@ -15,9 +15,9 @@ import pytest
 from test_reports import EVIL, example_report
 
 import beamjax as bj
-from beamjax.dropping import Dropped
-from beamjax.pages.run_page import run_page
-from beamjax.pages.shell import document
+from beamjax.diagnostics.pages.shell import document
+from beamjax.jobs.run_page import run_page
+from beamjax.plan.dropping import Dropped
 
 pytestmark = [
     pytest.mark.browser,

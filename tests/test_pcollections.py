@@ -17,7 +17,6 @@ from helpers import assert_close, assert_same_bits
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import collecting
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -25,8 +24,9 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
-from beamjax.sources.one_member import MemberType
+from beamjax.shuffle import collecting
 from beamjax.sources.source_base import LeafSpec
+from beamjax.sources.streams.one_member import MemberType
 
 N = 90
 X = np.random.default_rng(3).normal(size=(N, 3)).astype(np.float32)

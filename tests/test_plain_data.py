@@ -9,9 +9,9 @@ import pytest
 from programs import CASES
 
 import beamjax as bj
+from beamjax.diagnostics.fact_types import MemberBytes, PlanFacts
 from beamjax.errors import ArrayFormatError
-from beamjax.fact_types import MemberBytes, PlanFacts
-from beamjax.plain_data import from_plain
+from beamjax.storage.schema import from_plain
 
 
 @dataclass(frozen=True)

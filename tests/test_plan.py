@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.plan import Gather, Map, Plan, Server, ValueType
+from beamjax.plan.steps import Gather, Map, Plan, Server, ValueType
 
 N = 20
 

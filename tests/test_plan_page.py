@@ -16,13 +16,13 @@ from programs import N, X
 from test_explanation import W, rounds
 
 import beamjax as bj
+from beamjax.diagnostics.fact_types import ChoiceFact
+from beamjax.diagnostics.pages import drawing, graph, markup, words
+from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of
+from beamjax.diagnostics.pages.shell import document, fragment
+from beamjax.diagnostics.source_lines import source_lines
 from beamjax.errors import SourceError
-from beamjax.fact_types import ChoiceFact
-from beamjax.pages import drawing, graph, markup, words
-from beamjax.pages.plan_page import plan_page, seconds_of
-from beamjax.pages.shell import document, fragment
-from beamjax.progress import Tally
-from beamjax.source_lines import source_lines
+from beamjax.telemetry.progress import Tally
 
 EVIL = '<script>alert("it\'s")</script> & </title> <!-- ]]> \u2028 λ'
 

@@ -13,7 +13,8 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 import beamjax as bj
-from beamjax import _compat, primitives
+from beamjax import _compat
+from beamjax.ops import primitives
 
 pytestmark = pytest.mark.versions
 

@@ -13,7 +13,8 @@ from apache_beam.version import __version__ as beam_version
 
 import beamjax as bj
 from beamjax.errors import OptionsError
-from beamjax.pipelines import connections, prism
+from beamjax.pipelines.runners import connect as connections
+from beamjax.pipelines.runners import prism
 
 LISTENER = 'net.Listen("tcp", fmt.Sprintf(":%d", port))'
 SERVER = f"func NewServer(port int) {{\n\tlis, err := {LISTENER}\n}}\n"

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import probe
-from beamjax.choices import Looping
 from beamjax.errors import BeamjaxError
-from beamjax.interpreters import planner
-from beamjax.interpreters.lower import lower_passes
-from beamjax.interpreters.planner import Pass, Search, passes_of, program_text
+from beamjax.interpreters.lowering.lower import lower_passes
+from beamjax.interpreters.tuning import probe
+from beamjax.interpreters.tuning import search as planner
+from beamjax.interpreters.tuning.probe import ProbeError, in_time, made_up, shard_seconds
+from beamjax.interpreters.tuning.search import Pass, Search, passes_of, program_text
 from beamjax.options import parse_options
-from beamjax.plan import ValueType
-from beamjax.probe import ProbeError, in_time, made_up, shard_seconds
+from beamjax.options.choices import Looping
+from beamjax.plan.steps import ValueType
 
 # --- the search, with made-up times
 

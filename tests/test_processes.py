@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import guard, job_servers, processes
+from beamjax.pipelines.clusters import guard, job_servers, processes
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 PARENT = """
@@ -44,7 +44,7 @@ def test_a_process_is_known_again_until_it_is_stopped(sleeping, tmp_path):
 
 START = """
 import pathlib, sys
-from beamjax.pipelines import processes
+from beamjax.pipelines.clusters import processes
 print(processes.start("server", sys.argv[2:], pathlib.Path(sys.argv[1])).pid)
 """
 

@@ -16,15 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import records
 from beamjax.errors import ArrayFormatError, JobCancelledError
-from beamjax.exact_sum import ExactSum
-from beamjax.interpreters import evaluate, passes
-from beamjax.job_folder import JobFolder
-from beamjax.meters import COUNTED, Meter, Recorder, Reports, recorder_for
-from beamjax.monitor import Monitor
-from beamjax.pipelines import combiners, workers
-from beamjax.progress import (
+from beamjax.numerics.exact_sum import ExactSum
+from beamjax.numerics.reducers import make_accumulator
+from beamjax.pipelines.worker import map_shards as workers
+from beamjax.pipelines.worker import merge as combiners
+from beamjax.runtime import local as evaluate
+from beamjax.runtime import passes
+from beamjax.runtime.shard_executor import shards
+from beamjax.storage import records
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.meters import COUNTED, Meter, Recorder, Reports, recorder_for
+from beamjax.telemetry.monitor import Monitor
+from beamjax.telemetry.progress import (
     SECONDS,
     Progress,
     StepCount,
@@ -34,8 +38,6 @@ from beamjax.progress import (
     merged,
     tally,
 )
-from beamjax.reducers import make_accumulator
-from beamjax.shards import shards
 
 N = 20
 X = np.ones((N, 3), np.float32)

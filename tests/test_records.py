@@ -33,12 +33,12 @@ from tfrecords import Encoded, delimited, example, feature, framed, varint, writ
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.uploads import stays_here
-from beamjax.sources import tfrecord_frames, tfrecord_source
-from beamjax.sources.grouped_source import grouped
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.uploads import stays_here
+from beamjax.sources.records import tfrecord_frames, tfrecord_source
+from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.source_base import StreamSource, open_spec
-from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
+from beamjax.sources.tables.grouped_source import grouped
 
 CHANGED = "the file was changed after the source was made"
 

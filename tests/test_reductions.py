@@ -11,9 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import beamjax as bj
-from beamjax import _compat, shards
+from beamjax import _compat
 from beamjax.errors import WorkerError
-from beamjax.pipelines import store
+from beamjax.pipelines.values import store
+from beamjax.runtime import shard_executor as shards
 
 N, KEYS = 21, 8
 """Of the keys below 8 the last has no member, and keys outside of them count for nothing."""

@@ -10,8 +10,8 @@ import pytest
 from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
-from beamjax.interpreters import remaking as module
-from beamjax.interpreters.remaking import Remaking
+from beamjax.interpreters.cutting import remat as module
+from beamjax.interpreters.cutting.remat import Remaking
 
 MANY, FEW = 10**6, 96
 X = np.random.default_rng(0).normal(size=(FEW, 1024)).astype(np.float32)

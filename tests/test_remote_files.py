@@ -14,7 +14,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import JobError
-from beamjax.pipelines import files
+from beamjax.storage import files
 
 PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 N = 21

@@ -16,18 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import recording, report
-from beamjax.dropping import Dropped
+from beamjax.diagnostics.pages.charts import Line, chart, plain, shares_bar, stacked_chart, ticks
+from beamjax.diagnostics.pages.shell import document, fragment
 from beamjax.errors import ArrayFormatError, JobError, OptionsError
-from beamjax.job_folder import JobFolder
+from beamjax.jobs import recording, report
+from beamjax.jobs.recording import curves, options_told
+from beamjax.jobs.report import Curve, Report, curve_to_json, read_report
+from beamjax.jobs.run_page import run_page, seconds_of, speed
 from beamjax.options import parse_options
-from beamjax.pages.charts import Line, chart, plain, shares_bar, stacked_chart, ticks
-from beamjax.pages.run_page import run_page, seconds_of, speed
-from beamjax.pages.shell import document, fragment
-from beamjax.progress import SECONDS, Progress, Tally
-from beamjax.recording import curves, options_told
-from beamjax.report import Curve, Report, curve_to_json, read_report
-from beamjax.timeline import COLUMNS, Moments, Timeline, numbers, samples_from_json, thinned
+from beamjax.plan.dropping import Dropped
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.progress import SECONDS, Progress, Tally
+from beamjax.telemetry.timeline import (
+    COLUMNS,
+    Moments,
+    Timeline,
+    numbers,
+    samples_from_json,
+    thinned,
+)
 
 N = 24
 X = np.arange(N, dtype=np.float32)

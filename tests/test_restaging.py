@@ -18,12 +18,13 @@ import pytest
 from helpers import planned
 
 import beamjax as bj
-from beamjax import planning, restaging
+from beamjax.bodies import python_bodies as restaging
 from beamjax.errors import StagingError, WorkerError
-from beamjax.interpreters import evaluate
-from beamjax.interpreters.stage import flatten_arguments
+from beamjax.interpreters import planning
+from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.options import Options
-from beamjax.plan import Body
+from beamjax.plan.steps import Body
+from beamjax.runtime import local as evaluate
 
 N = 11
 X = jnp.arange(2.0 * N).reshape(N, 2)

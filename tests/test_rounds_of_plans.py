@@ -8,11 +8,11 @@ import pytest
 import test_driver
 from plans import inputs_of
 
-from beamjax.interpreters.evaluate import evaluate
-from beamjax.liveness import live_at, live_before, loops_at, made, used
 from beamjax.options import Options
-from beamjax.pipelines import graph_sizes, unroll
-from beamjax.plan import Block, Gather, Map, Output, Scatter, walk
+from beamjax.plan import graph_sizes, unroll
+from beamjax.plan.liveness import live_at, live_before, loops_at, made, used
+from beamjax.plan.steps import Block, Gather, Map, Output, Scatter, walk
+from beamjax.runtime.local import evaluate
 
 NAMES = ("descent", "history", "halving", "nested", "choice")
 PLANS = {name: getattr(test_driver, name)() for name in NAMES}

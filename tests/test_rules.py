@@ -13,7 +13,7 @@ from programs import run_everywhere, step_kinds
 from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
-from beamjax.fact_types import walk_facts
+from beamjax.diagnostics.fact_types import walk_facts
 
 OPTIONS = {"shard_size": 8}
 IN_GATE = """

@@ -15,10 +15,12 @@ from helpers import assert_close, assert_same_bits, assert_same_types
 from programs import CASES, KEY, M, N, W, X, Y
 
 import beamjax as bj
-from beamjax.pipelines import files, store, tasks
 from beamjax.pipelines.launch import Launcher
-from beamjax.plan import Plan
+from beamjax.pipelines.values import store
+from beamjax.pipelines.worker import tasks
+from beamjax.plan.steps import Plan
 from beamjax.sources.live_sources import _LIVE
+from beamjax.storage import files
 
 # --- more programs: several passes, gathers, many lanes
 
@@ -156,13 +158,13 @@ def test_runs_in_several_threads_at_once(whole):
 
 
 def test_pieces_of_lanes_give_the_same_bits(whole, monkeypatch):
-    monkeypatch.setattr("beamjax.lane_pieces.PIECE_VALUES", 2)
+    monkeypatch.setattr("beamjax.plan.lane_pieces.PIECE_VALUES", 2)
     assert_same_bits(run_stages(), whole)
 
 
 def test_values_that_are_files_give_the_same_bits(whole, monkeypatch):
     monkeypatch.setattr(store, "INLINE_BYTES", 0)
-    monkeypatch.setattr("beamjax.pipelines.results.FILE_BYTES", 64)
+    monkeypatch.setattr("beamjax.pipelines.graph.results.FILE_BYTES", 64)
     assert_same_bits(run_stages(), whole)
     assert not store._CACHE._values
     assert not tasks._executors._values
@@ -216,7 +218,7 @@ def test_a_run_leaves_nothing(empty_tmp, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "broken", ["beamjax.sources.ArraySource.read", "beamjax.pipelines.outputs.Outputs.write"]
+    "broken", ["beamjax.sources.ArraySource.read", "beamjax.pipelines.graph.outputs.Outputs.write"]
 )
 def test_a_run_that_fails_leaves_nothing(empty_tmp, broken, monkeypatch):
     monkeypatch.setattr(broken, None)
@@ -253,7 +255,7 @@ def plans():
 
 def test_plans_are_not_kept_for_ever(monkeypatch):
     """Neither those of ever new sizes, nor those of a function that is gone."""
-    monkeypatch.setattr("beamjax.planning.MAX_PLANS", 4)
+    monkeypatch.setattr("beamjax.interpreters.planning.MAX_PLANS", 4)
     fn = bj.program(clients=None)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
     before = {id(plan) for plan in plans()}
     for n in range(1, 7):

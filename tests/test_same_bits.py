@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.accumulators import decode_accumulator, make_accumulator
-from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError, OptionsError, WorkerError
-from beamjax.pipelines.elements import Block, BlockCoder, Environment, EnvironmentCoder
-from beamjax.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
-from beamjax.wide_lanes import Terms, decoded_terms, encoded_terms
+from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
+from beamjax.numerics.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
+from beamjax.pipelines.graph.elements import Block, BlockCoder, Environment, EnvironmentCoder
+from beamjax.runtime.large_reductions import Terms, decoded_terms, encoded_terms
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
@@ -205,7 +205,9 @@ def test_a_report_has_the_provenance_and_the_fingerprint(runner, flags):
 def two_kinds(monkeypatch):
     """Workers that are of two kinds by turns."""
     kinds = itertools.cycle([A, B])
-    monkeypatch.setattr("beamjax.pipelines.tasks.provenance_here", lambda threads: next(kinds))
+    monkeypatch.setattr(
+        "beamjax.pipelines.worker.tasks.provenance_here", lambda threads: next(kinds)
+    )
 
 
 def test_a_mixture_is_reported_and_an_error_of_a_strict_run(two_kinds, caplog):

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import beamjax as bj
-from beamjax.primitives import map_p
+from beamjax.ops.primitives import map_p
 
 N, SIZE = 100, 10
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from beamjax.shared_cache import SharedCache, nbytes
+from beamjax.storage.shared_cache import SharedCache, nbytes
 
 
 def made(cache, key, size=10):

@@ -5,10 +5,10 @@ import types
 import pytest
 from apache_beam.transforms import core, userstate
 
-from beamjax.pipelines.combiners import FinishPieces
 from beamjax.pipelines.signatures import remember_signatures
-from beamjax.pipelines.tasks import StepFn
-from beamjax.pipelines.workers import MapShards, Ranges, RunServer
+from beamjax.pipelines.worker.map_shards import MapShards, Ranges, RunServer
+from beamjax.pipelines.worker.merge import FinishPieces
+from beamjax.pipelines.worker.tasks import StepFn
 
 
 class Changed(Ranges):

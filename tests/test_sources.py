@@ -34,7 +34,7 @@ from streams import Numbers, stream
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources import LeafSpec, block_source, from_arrays, live_sources, open_spec
-from beamjax.stored_dtypes import _DTYPES, dtype_from_name
+from beamjax.storage.dtypes import _DTYPES, dtype_from_name
 
 OPTIONS = {"shard_size": 8}
 THREADS = {**OPTIONS, "direct_running_mode": "multi_threading", "direct_num_workers": 2}

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from streams import Numbers, stream
 
 import beamjax as bj
-from beamjax.arrays import decode_arrays
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
-from beamjax.inputs import Inputs
 from beamjax.options import Options
-from beamjax.pipelines import results
-from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.results import WritePlaced, WriteServed, find_placed, read_served
-from beamjax.pipelines.runners import source_specs
-from beamjax.pipelines.spooling import SpooledSource, spooled
-from beamjax.pipelines.store import Store
-from beamjax.plan import Input, Plan, ValueType
-from beamjax.scratch import Scratch, file_array
+from beamjax.pipelines.graph import results
+from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.graph.results import WritePlaced, WriteServed, find_placed, read_served
+from beamjax.pipelines.run import source_specs
+from beamjax.pipelines.tables.spool import SpooledSource, spooled
+from beamjax.pipelines.values.store import Store
+from beamjax.plan.steps import Input, Plan, ValueType
+from beamjax.runtime.inputs import Inputs
 from beamjax.sources.source_base import open_spec
-from beamjax.spool import spool, spooled_here
+from beamjax.sources.streams.spool import spool, spooled_here
+from beamjax.storage.arrays import decode_arrays
+from beamjax.storage.scratch import Scratch, file_array
 
 X = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
 PLAN = Plan(
@@ -75,7 +75,7 @@ def test_streams_in_npy_files(tmp_path):
 
 
 def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
-    monkeypatch.setattr("beamjax.pipelines.spooling.FILE_BYTES", 16)
+    monkeypatch.setattr("beamjax.pipelines.tables.spool.FILE_BYTES", 16)
     x = {"x": np.arange(30.0).reshape(10, 3), "k": np.arange(10)}
     with spooled([Numbers([5, 0, 6]), stream(x)], FnApiRunner(), Options()) as (numbers, rows):
         assert len(numbers.parts) == 4

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from url_files import UrlFileSystem
 
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
-from beamjax.pipelines import files, store
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.stored_dtypes import _DTYPES, dtype_name
+from beamjax.pipelines.values import store
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.storage import files
+from beamjax.storage.dtypes import _DTYPES, dtype_name
 
 DTYPES = list(_DTYPES.values())
 ZEROS = np.zeros(20_000)

@@ -19,10 +19,10 @@ from source_files import refused
 from streams import Counted, Numbers, stream
 
 import beamjax as bj
-from beamjax.chunks import Streams, blocks_of, checked_chunks, members_of
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
 from beamjax.sources import from_arrays
 from beamjax.sources.source_base import LeafSpec, StreamSource
+from beamjax.sources.streams.chunks import Streams, blocks_of, checked_chunks, members_of
 
 OPTIONS = {"shard_size": 8}
 THREADS = {**OPTIONS, "direct_running_mode": "multi_threading", "direct_num_workers": 2}
@@ -194,7 +194,7 @@ def test_keys_as_members_and_wide_types():
 
 
 def test_big_blocks_are_dealt_in_several_files(monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.streaming.DEAL_BYTES", 100)
+    monkeypatch.setattr("beamjax.pipelines.graph.streaming.DEAL_BYTES", 100)
     check(opened(lambda d: (bj.reduce_mean(d["x"]), jnp.sin(d["x"]))), tree=data(50))
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax.dropping import MAX_MESSAGE, Guard
 from beamjax.errors import WorkerError
-from beamjax.plan import Map, ValueType
-from beamjax.survivors import compute_rest, failing, filled, message_of, read_rest
+from beamjax.plan.dropping import MAX_MESSAGE, Guard
+from beamjax.plan.steps import Map, ValueType
+from beamjax.runtime.failing_members import compute_rest, failing, filled, message_of, read_rest
 
 places = st.sets(st.integers(0, 12))
 ALL = np.ones(13, bool)

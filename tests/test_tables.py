@@ -28,9 +28,10 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources import arrow_source, block_source, parquet_source
-from beamjax.sources.arrow_footer import batch_headers
+from beamjax.sources import block_source
 from beamjax.sources.source_base import open_spec
+from beamjax.sources.tables import arrow_source, parquet_source
+from beamjax.sources.tables.arrow_footer import batch_headers
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 
 import beamjax as drjax
-from beamjax.plan import Gather, Map, Scatter, walk
+from beamjax.plan.steps import Gather, Map, Scatter, walk
 
 optax = pytest.importorskip("optax")
 struct = pytest.importorskip("flax.struct")

@@ -10,8 +10,8 @@ from jax.extend import core as jex
 from programs import CASES, M, N, reference
 
 import beamjax as bj
-from beamjax.combining import reduce_p
-from beamjax.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, size_p
+from beamjax.ops.combining import reduce_p
+from beamjax.ops.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, size_p
 
 OURS = {map_p, broadcast_p, size_p, reduce_p, *REDUCE_PRIMITIVES.values()}
 

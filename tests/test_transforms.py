@@ -21,7 +21,7 @@ from programs import Pair
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
 from beamjax.options import Options
-from beamjax.pipelines.transforms import PlanTransform
+from beamjax.pipelines.transform import PlanTransform
 from beamjax.sources import live_sources
 
 N = 21
@@ -209,7 +209,7 @@ def test_without_members_it_is_applied_to_the_pipeline():
 
 
 def test_nothing_is_left_once_the_pipeline_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     gc.collect()  # earlier pipelines
     before = dict(live_sources._LIVE)
     with pipeline() as p:

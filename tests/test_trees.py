@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.trees import like, tree_from_json, tree_to_json
+from beamjax.storage.treedefs import like, tree_from_json, tree_to_json
 
 Point = collections.namedtuple("Point", "x y")
 TREES = st.recursive(

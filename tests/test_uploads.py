@@ -10,10 +10,11 @@ import pytest
 from memory_files import FILES
 
 import beamjax as bj
-from beamjax.pipelines import connections, uploads
-from beamjax.pipelines.store import Store
-from beamjax.sources.grouped_source import grouped
+from beamjax.pipelines.runners import connect as connections
+from beamjax.pipelines.values import uploads
+from beamjax.pipelines.values.store import Store
 from beamjax.sources.source_base import open_spec
+from beamjax.sources.tables.grouped_source import grouped
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

@@ -15,7 +15,7 @@ from jax.experimental.ode import odeint
 from jax.scipy.sparse.linalg import cg
 
 import beamjax as bj
-from beamjax.plan import Gather, Loop, Map, Scatter, walk
+from beamjax.plan.steps import Gather, Loop, Map, Scatter, walk
 
 N = 20
 RNG = np.random.default_rng(0)

@@ -14,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax import fan_out, lane_pieces, wide_lanes
-from beamjax.lane_pieces import Piece, key_of, step_pieces, step_sections
-from beamjax.pipelines import wide
-from beamjax.pipelines.combiners import AssignGroups
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Task
-from beamjax.plan import Lane, Map, Plan, Reduction, ValueType
-from beamjax.scratch import Scratch
-from beamjax.shards import new_accumulator
-from beamjax.wide_lanes import Terms, WideLanes, decoded_terms, encoded_terms
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker import merge_in_files as wide
+from beamjax.pipelines.worker.merge import AssignGroups
+from beamjax.pipelines.worker.tasks import Task
+from beamjax.plan import lane_pieces
+from beamjax.plan import merging as fan_out
+from beamjax.plan.lane_pieces import Piece, key_of, step_pieces, step_sections
+from beamjax.plan.steps import Lane, Map, Plan, Reduction, ValueType
+from beamjax.runtime import large_reductions as wide_lanes
+from beamjax.runtime.large_reductions import Terms, WideLanes, decoded_terms, encoded_terms
+from beamjax.runtime.shard_executor import new_accumulator
+from beamjax.storage.scratch import Scratch
 
 N, SIZE = 40, 700
 RNG = np.random.default_rng(5)

@@ -11,7 +11,7 @@ from apache_beam.portability.api import beam_fn_api_pb2 as api
 from apache_beam.portability.api import beam_fn_api_pb2_grpc as services
 from apache_beam.runners.worker.sdk_worker import SdkHarness
 
-from beamjax.pipelines import processes, worker_pool
+from beamjax.pipelines.clusters import processes, worker_pool
 
 
 class Runner(services.BeamFnControlServicer):

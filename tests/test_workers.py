@@ -9,15 +9,16 @@ import pytest
 from helpers import plan_of
 
 import beamjax as bj
-from beamjax import bodies, shards
+from beamjax.bodies import export as bodies
 from beamjax.errors import WorkerError
-from beamjax.pipelines import tasks
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, Task, store_body
-from beamjax.pipelines.workers import PARTIALS, MapShards, Ranges
-from beamjax.plan import Body, Map
-from beamjax.reducers import decode_accumulator
-from beamjax.shards import Shard, ShardExecutor
+from beamjax.numerics.reducers import decode_accumulator
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker import tasks
+from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
+from beamjax.pipelines.worker.tasks import Sources, Task, store_body
+from beamjax.plan.steps import Body, Map
+from beamjax.runtime import shard_executor as shards
+from beamjax.runtime.shard_executor import Shard, ShardExecutor
 from beamjax.sources import live_spec, register, release
 
 N, SIZE = 20, 8
@@ -191,7 +192,7 @@ def test_executors_of_two_passes_are_made_at_the_same_time(plan, store, token, m
             raise errors.pop()
         return load(self, ref)
 
-    monkeypatch.setattr("beamjax.pipelines.store.INLINE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     refs = [{name: store.put([W + i])} for i in (7, 8)]
     tasks.executors(task, {name: store.put([W + 6])})  # reads the body, which both share
     monkeypatch.setattr(Store, "_load", load_both)

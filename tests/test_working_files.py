@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax import process_ids, working_files
-from beamjax.working_files import DOING, PREFIX, SLOTS, Entry, WorkingFile, invite, read_file
+from beamjax.telemetry import process_ids, working_files
+from beamjax.telemetry.working_files import (
+    DOING,
+    PREFIX,
+    SLOTS,
+    Entry,
+    WorkingFile,
+    invite,
+    read_file,
+)
 
 
 @pytest.fixture
@@ -97,7 +105,7 @@ def test_files_that_nobody_here_wants(folder, tmp_path):
 def test_what_a_killed_process_was_at_stays(folder):
     code = (
         "import os, signal, sys\n"
-        "from beamjax.working_files import Entry, WorkingFile\n"
+        "from beamjax.telemetry.working_files import Entry, WorkingFile\n"
         "file = WorkingFile(sys.argv[1])\n"
         "file.begin(Entry('reading', 7, 5.0, 'a', 2, (4, 5)))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -16,7 +16,8 @@ from source_files import TREE, N, assert_reads, refused
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.sources import block_source, zarr_source
+from beamjax.sources import block_source
+from beamjax.sources.arrays import zarr_source
 from beamjax.sources.source_base import open_spec
 
 zarr = pytest.importorskip(

@@ -21,13 +21,13 @@ from jax.extend import core as jex
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
-from beamjax.counts import counts
+from beamjax.bodies.counts import counts
+from beamjax.bodies.python_bodies import python_function
+from beamjax.bodies.transfer_time import from_device
+from beamjax.bodies.working_memory import working_bytes
+from beamjax.bodies.xla_threads import use_lapack
 from beamjax.errors import Failure, StagingError, WorkerError
-from beamjax.plan import Body, Plan, Server, ValueType
-from beamjax.restaging import python_function
-from beamjax.transfer_time import from_device
-from beamjax.working_memory import working_bytes
-from beamjax.xla_threads import use_lapack
+from beamjax.plan.steps import Body, Plan, Server, ValueType
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:

@@ -26,12 +26,12 @@ import cloudpickle
 import jax
 
 from beamjax import _compat
-from beamjax.choices import Choices
+from beamjax.bodies.working_memory import working_bytes
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
-from beamjax.plan import Body, Plan, PythonBody
-from beamjax.shared_cache import SharedCache
-from beamjax.working_memory import working_bytes
+from beamjax.options.choices import Choices
+from beamjax.plan.steps import Body, Plan, PythonBody
+from beamjax.storage.shared_cache import SharedCache
 
 SETTINGS = (
     "enable_x64",
@@ -341,7 +341,7 @@ def _make_plan(
     unroll: bool,
     values: Mapping[str, Any],
 ) -> Plan:
-    from beamjax import planning  # it imports this module
+    from beamjax.interpreters import planning  # it imports this module
 
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
     assert isinstance(options.plan, Choices)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from beamjax.commands import flags
 from beamjax.commands.answers import Answer, give
+from beamjax.commands.arguments import flags
 from beamjax.errors import OptionsError
 
 if TYPE_CHECKING:
-    from beamjax.commands.arguments import Call
+    from beamjax.commands.arguments.binding import Call
 
 takes_flags = True
 
@@ -80,7 +80,7 @@ def _bench(arguments: argparse.Namespace) -> Answer:
     options = replace(flags.options_of(arguments), progress=False)
     if options.checkpoint is not None or options.job_folder is not None:
         raise OptionsError("bench: found a folder of a job or of checkpoints, expected neither")
-    from beamjax.commands.arguments import find_call, with_files
+    from beamjax.commands.arguments.binding import find_call, with_files
     from beamjax.execution import run
 
     call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
@@ -109,7 +109,7 @@ def _measure(name: str, call: Callable[[], Any], repeat: int) -> Times:
 
 def _too_big(call: Call) -> str | None:
     """Why the arguments can't all be arrays in memory, if so."""
-    from beamjax.interpreters.stage import flatten_arguments
+    from beamjax.interpreters.staging.stage import flatten_arguments
 
     arguments, _, _ = flatten_arguments(call.args)
     if any(argument.is_stream for argument in arguments):

@@ -140,7 +140,7 @@ def probe(name: str) -> tuple[dict[str, Any] | None, str]:
     """
     # Not all the memory of a device, which another process may be using.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-    command = [sys.executable, "-m", "beamjax.probes", name]
+    command = [sys.executable, "-m", "beamjax.commands.probes", name]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
@@ -184,12 +184,12 @@ PROBED = (
     (
         "body",
         "export and compile",
-        "`python -m beamjax.probes body` shows the whole error; install jax and jaxlib anew",
+        "`python -m beamjax.commands.probes body` shows the whole error; install jax and jaxlib anew",
     ),
     (
         "job",
         "run on DirectRunner",
-        "`python -m beamjax.probes job` shows the whole error; install apache-beam anew",
+        "`python -m beamjax.commands.probes job` shows the whole error; install apache-beam anew",
     ),
 )
 
@@ -243,7 +243,7 @@ def _mend_devices(required: str | None, gpu: Any) -> str:
 
 def check_folder(folder: str, label: str) -> Finding:
     """Whether a folder can be written, and has room."""
-    from beamjax.pipelines import files
+    from beamjax.storage import files
 
     base = f"beamjax-doctor-{uuid.uuid4().hex}.tmp"
     remedy = "give another folder (TMPDIR, or the option work_folder)"
@@ -279,7 +279,7 @@ def check_runners(required: Sequence[str]) -> Iterator[Finding]:
 
 
 def _prism() -> list[str]:
-    from beamjax.pipelines import tools
+    from beamjax.pipelines.clusters import programs as tools
 
     built = any(tools.cache_folder("").glob("prism-*-loopback/prism"))
     if built or tools.find("go"):
@@ -288,7 +288,7 @@ def _prism() -> list[str]:
 
 
 def _java() -> list[str]:
-    from beamjax.pipelines import tools
+    from beamjax.pipelines.clusters import programs as tools
 
     return [] if tools.find("java") else ["install Java 11 or 17 (a JDK)"]
 

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from beamjax._text import hint
 from beamjax._version import __version__
 from beamjax.errors import BeamjaxError
-from beamjax.suggestions import hint
 
 COMMANDS = {
     "run": ("beamjax.commands.run", "run a function on this machine or a Beam runner"),
@@ -20,8 +20,11 @@ COMMANDS = {
     "jobs": ("beamjax.commands.jobs", "list, show, cancel or resume jobs by their folders"),
     "completion": ("beamjax.commands.completion", "a script for bash, zsh or fish"),
     "doctor": ("beamjax.doctor", "what this machine can run, and what it lacks"),
-    "flink": ("beamjax.pipelines.flink_command", "a Flink cluster on this machine for Beam"),
-    "prism": ("beamjax.pipelines.prism", "Beam's Prism, which runner='PrismRunner' needs"),
+    "flink": (
+        "beamjax.pipelines.clusters.flink_command",
+        "a Flink cluster on this machine for Beam",
+    ),
+    "prism": ("beamjax.pipelines.runners.prism", "Beam's Prism, which runner='PrismRunner' needs"),
 }
 """Module and purpose by name; the module has `add_arguments(parser)` and `command(args) -> int`,
 and `takes_flags` if it hands on what it does not know (`args.flags`) to Beam."""

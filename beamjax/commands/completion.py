@@ -6,8 +6,8 @@ import argparse
 import importlib
 from typing import Any
 
-from beamjax.checks import RUNNERS
-from beamjax.commands.flags import option_choices
+from beamjax.commands.arguments.flags import option_choices
+from beamjax.commands.checks import RUNNERS
 from beamjax.errors import OptionsError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -46,7 +46,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _whole_parser(shtab: Any) -> argparse.ArgumentParser:
     """All commands with what their values may be, which parsing itself leaves open."""
-    from beamjax.cli import COMMANDS
+    from beamjax.commands.cli import COMMANDS
 
     parser = argparse.ArgumentParser(prog="beamjax")
     parser.add_argument("--version", action="version", version="")

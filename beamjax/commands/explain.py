@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from beamjax.commands import flags
 from beamjax.commands.answers import Answer, give
+from beamjax.commands.arguments import flags
 from beamjax.errors import OptionsError, SourceError
 
 takes_flags = True
@@ -32,7 +32,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> Answer:
     options = flags.options_of(arguments)
-    from beamjax.commands.arguments import find_call, with_files
+    from beamjax.commands.arguments.binding import find_call, with_files
     from beamjax.explanation import explain
 
     call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)

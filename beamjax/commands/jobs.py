@@ -10,15 +10,15 @@ import shlex
 import sys
 from typing import Any
 
+from beamjax._text import hint, listed
 from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
-from beamjax.commands.command_lines import read_command
-from beamjax.display import compared, in_words, made_in_words
+from beamjax.commands.arguments.command_lines import read_command
 from beamjax.errors import BeamjaxError, JobError, OptionsError, SourceError
-from beamjax.job_folder import JobFolder
-from beamjax.records import SUFFIX
-from beamjax.report import read_report
-from beamjax.sources.data_files import is_url
-from beamjax.suggestions import hint, listed
+from beamjax.jobs.display import compared, in_words, made_in_words
+from beamjax.jobs.report import read_report
+from beamjax.sources.arrays.data_files import is_url
+from beamjax.storage.records import SUFFIX
+from beamjax.telemetry.job_folder import JobFolder
 from beamjax.verification import aligned
 
 ROOT = "BEAMJAX_JOBS"
@@ -187,7 +187,7 @@ def _show(arguments: argparse.Namespace) -> Answer:
 
 def _result(folder: JobFolder) -> tuple[Any, str]:
     from beamjax.commands.output import result_data, result_text
-    from beamjax.job_results import read_result
+    from beamjax.jobs.results import read_result
 
     try:
         result = read_result(folder)
@@ -200,7 +200,7 @@ def _result(folder: JobFolder) -> tuple[Any, str]:
 
 
 def _cancel(arguments: argparse.Namespace) -> Answer:
-    from beamjax.jobs import Job, JobState
+    from beamjax.jobs.job import Job, JobState
 
     job = Job(_folder(arguments.job))
     job.cancel()
@@ -218,7 +218,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         argv, cwd = _line_of(_folder(arguments.job))
     except BeamjaxError as error:
         return fail(arguments, error)
-    from beamjax import cli
+    from beamjax.commands import cli
 
     os.chdir(cwd)
     print(f"beamjax: in {os.getcwd()}: {_words(argv)}", file=sys.stderr)

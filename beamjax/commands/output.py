@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.bodies import unwrap
+from beamjax.bodies.export import unwrap
 from beamjax.errors import OptionsError, SourceError
-from beamjax.sources.keyed_table import KeyedTable
-from beamjax.sources.placed import Placed
+from beamjax.sources.arrays.placed import Placed
+from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.verification import aligned
 
 SMALL = 8

@@ -1,6 +1,6 @@
 """What `doctor` tries in processes of their own, so that it holds no device itself.
 
-`python -m beamjax.probes NAME` prints what was found as one line of JSON, the last one.
+`python -m beamjax.commands.probes NAME` prints what was found as one line of JSON, the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import beamjax as bj
-from beamjax.bodies import default_platform, export_body, load_body
+from beamjax.bodies.export import default_platform, export_body, load_body
 
 
 def devices() -> dict[str, Any]:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from beamjax.commands import flags
 from beamjax.commands.answers import Answer, give
+from beamjax.commands.arguments import flags
 from beamjax.options import Options
 
 if TYPE_CHECKING:
-    from beamjax.jobs import Job
+    from beamjax.jobs.job import Job
 
 takes_flags = True
 
@@ -38,7 +38,7 @@ def command(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> Answer:
     options = flags.options_of(arguments)
     from beamjax.commands import output
-    from beamjax.commands.arguments import find_call, with_files
+    from beamjax.commands.arguments.binding import find_call, with_files
 
     output.check_out(arguments.out, options.keep)
     if options.keep and arguments.out and options.results_folder is None:
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 def _launch(call: Any, arguments: argparse.Namespace, options: Options) -> Job:
     """Starts the job; its folder, if it has one that stays, keeps the command line."""
-    from beamjax.commands.command_lines import keep_command
+    from beamjax.commands.arguments.command_lines import keep_command
     from beamjax.execution import launch
 
     if options.progress is None and sys.stderr.isatty():

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from beamjax.commands import flags
 from beamjax.commands.answers import DONE, FAILED, Answer, give
+from beamjax.commands.arguments import flags
 
 if TYPE_CHECKING:
     from beamjax.verification import VerificationReport
@@ -31,7 +31,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> Answer:
     options = flags.options_of(arguments)
-    from beamjax.commands.arguments import find_call, with_files
+    from beamjax.commands.arguments.binding import find_call, with_files
     from beamjax.errors import VerificationError
     from beamjax.verification import ADVICE, verify
 

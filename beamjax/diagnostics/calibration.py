@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax import plan_cache
-from beamjax.bodies import on_device
-from beamjax.costs import USUAL, Cost, Rates
-from beamjax.reducers import make_accumulator
-from beamjax.xla_threads import compute_device
+from beamjax.bodies.export import on_device
+from beamjax.bodies.xla_threads import compute_device
+from beamjax.interpreters.tuning import plan_cache
+from beamjax.numerics.reducers import make_accumulator
+from beamjax.plan.cost import USUAL, Cost, Rates
 
 FORMAT = 3
 KINDS = ("read", "compute", "merge", "compile")
@@ -185,7 +185,7 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, floa
 
     What is timed looks like what bodies do, and is counted as they are.
     """
-    from beamjax.interpreters.cost import body_cost
+    from beamjax.interpreters.tuning.cost import body_cost
 
     def usually(function: Callable[[], Any], runs: int = _RUNS) -> float:
         """Seconds of a function, not the first time, and not at best."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from beamjax.calibration import calibration
-from beamjax.fact_types import (
+from beamjax.diagnostics.calibration import calibration
+from beamjax.diagnostics.fact_types import (
     ChoiceFact,
     PlanFacts,
     PredictionFact,
@@ -16,13 +16,13 @@ from beamjax.fact_types import (
     human_bytes,
     walk_facts,
 )
-from beamjax.fan_out import MERGE_RATE, FanOut
-from beamjax.forecast import forecast, small_work
-from beamjax.interpreters.remaking import Crossing
+from beamjax.diagnostics.forecast import forecast, small_work
+from beamjax.interpreters.cutting.remat import Crossing
 from beamjax.options import Options
-from beamjax.plan import Loop, Map, Plan, walk
+from beamjax.pipelines.topology import Workers
+from beamjax.plan.merging import MERGE_RATE, FanOut
+from beamjax.plan.steps import Loop, Map, Plan, walk
 from beamjax.verification import aligned
-from beamjax.worker_processes import Workers
 
 
 def choice_facts(
@@ -114,8 +114,8 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
 
 
 def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
-    from beamjax.pipelines.graph_sizes import graph_size
-    from beamjax.pipelines.unroll import is_straight
+    from beamjax.plan.graph_sizes import graph_size
+    from beamjax.plan.unroll import is_straight
 
     workers = Workers.of(runner, options)
     for loop in walk(plan.steps):

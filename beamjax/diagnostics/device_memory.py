@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax import export
 
-from beamjax.bodies import default_platform, with_x64
-from beamjax.memory import MAX_EXECUTORS, Part, StepMemory, some, steps_in_loops
+from beamjax.bodies.export import default_platform, with_x64
+from beamjax.diagnostics.memory import MAX_EXECUTORS, Part, StepMemory, some, steps_in_loops
 from beamjax.options import Options
-from beamjax.plan import Body, Map, Plan, Server, walk
-from beamjax.shared_cache import SharedCache
+from beamjax.plan.steps import Body, Map, Plan, Server, walk
+from beamjax.storage.shared_cache import SharedCache
 
 COPIES = 2
 """Shards on a device: one that it computes, and one on its way there or back."""

@@ -1,4 +1,4 @@
-"""What is told of a plan: plain facts, for people and programs. `beamjax.facts` finds them."""
+"""What is told of a plan: plain facts, for people and programs. `beamjax.diagnostics.facts` finds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from beamjax.fan_out import FanOut
+from beamjax.plan.merging import FanOut
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.bodies import value_type
-from beamjax.device_memory import device_estimates
-from beamjax.fact_types import (
+from beamjax.bodies.export import value_type
+from beamjax.diagnostics.device_memory import device_estimates
+from beamjax.diagnostics.fact_types import (
     BlockFact,
     Bytes,
     DeviceFact,
@@ -32,12 +32,13 @@ from beamjax.fact_types import (
     ValueFact,
     walk_facts,
 )
-from beamjax.fan_out import FanOut, fan_out
+from beamjax.diagnostics.memory import Part, StepMemory, estimate
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.stage import Argument
-from beamjax.memory import Part, StepMemory, estimate
+from beamjax.interpreters.staging.stage import Argument
 from beamjax.options import Options
-from beamjax.plan import (
+from beamjax.pipelines.topology import Workers
+from beamjax.plan.merging import FanOut, fan_out
+from beamjax.plan.steps import (
     Block,
     Body,
     Branch,
@@ -52,8 +53,7 @@ from beamjax.plan import (
     size_name,
 )
 from beamjax.sources.source_base import Source
-from beamjax.stored_dtypes import dtype_name
-from beamjax.worker_processes import Workers
+from beamjax.storage.dtypes import dtype_name
 
 
 def plan_facts(
@@ -106,7 +106,7 @@ def plan_facts(
 def memory_fact(
     plan: Plan, sources: Mapping[int, Source], options: Options, runner: Any
 ) -> MemoryFact:
-    """What a plan takes of memory on a runner; see `beamjax.memory.estimate`."""
+    """What a plan takes of memory on a runner; see `beamjax.diagnostics.memory.estimate`."""
 
     def parts(of: Sequence[Part]) -> dict[str, int]:
         return {part.what: part.nbytes for part in of}

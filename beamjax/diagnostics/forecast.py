@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import gains, plan_cache
-from beamjax.calibration import KINDS, Calibration, calibration, remember
-from beamjax.choices import Looping
+from beamjax.diagnostics import gains
+from beamjax.diagnostics.calibration import KINDS, Calibration, calibration, remember
+from beamjax.interpreters.tuning import plan_cache
 from beamjax.options import Options
-from beamjax.pace import LONG_IN_BUNDLE
-from beamjax.plan import Branch, Gather, Loop, Map, Plan, Server, Step
-from beamjax.progress import Progress, Tally
-from beamjax.worker_processes import DIRECT, Workers
+from beamjax.options.choices import Looping
+from beamjax.pipelines.topology import DIRECT, Workers
+from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
+from beamjax.runtime.pace import LONG_IN_BUNDLE
+from beamjax.telemetry.progress import Progress, Tally
 
 GUESSED_ROUNDS = 10
 """Of a loop that goes on while a condition holds."""
@@ -253,9 +254,9 @@ def _pipelines(
     plan: Plan, options: Options, workers: Workers, in_memory: bool
 ) -> tuple[int, int, int, int]:
     """Pipelines of Beam, steps in them, their shards, and bytes that Beam hands on."""
-    from beamjax.pipelines.graph_sizes import rounds_per_graph
-    from beamjax.pipelines.parcels import LOCAL_BYTES
-    from beamjax.pipelines.unroll import is_straight
+    from beamjax.pipelines.worker.spill import LOCAL_BYTES
+    from beamjax.plan.graph_sizes import rounds_per_graph
+    from beamjax.plan.unroll import is_straight
 
     def counted(steps: Sequence[Step]) -> np.ndarray:
         total = np.zeros(4, np.int64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from beamjax.choices import Looping
-from beamjax.costs import Cost
+from beamjax.options.choices import Looping
+from beamjax.plan.cost import Cost
 
 OWN_CORES = 1e6
 """Operations of a matrix product that take as long as one which XLA gives all cores, about."""

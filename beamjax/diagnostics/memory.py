@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax import lane_pieces
-from beamjax.block_cache import LASTING_BYTES, PASSING_BYTES
-from beamjax.fan_out import accumulator_bytes, is_in_files
-from beamjax.kept import HANDED_BYTES
 from beamjax.options import Options
-from beamjax.ordered_pool import most_jobs
-from beamjax.plan import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
+from beamjax.pipelines.topology import Workers
+from beamjax.plan import lane_pieces
+from beamjax.plan.merging import accumulator_bytes, is_in_files
+from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
+from beamjax.runtime.large_reductions import MAX_ROWS
+from beamjax.runtime.ordered_pool import most_jobs
+from beamjax.runtime.placed_results import HANDED_BYTES
 from beamjax.sources.source_base import Source
-from beamjax.wide_lanes import MAX_ROWS
-from beamjax.worker_processes import Workers
+from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES
 
 BASE_BYTES = 272 << 20
 """Of a process with Python, JAX and Beam, in which XLA compiles and calls its libraries: 155 MiB

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from beamjax.diagnostics.fact_types import human_bytes
+from beamjax.diagnostics.memory import Estimate, estimate
 from beamjax.errors import StagingError
-from beamjax.fact_types import human_bytes
-from beamjax.memory import Estimate, estimate
 from beamjax.options import Options
-from beamjax.plan import Plan
+from beamjax.pipelines.topology import Workers
+from beamjax.plan.steps import Plan
 from beamjax.sources.source_base import Source
-from beamjax.worker_processes import Workers
 
 
 def check_memory(

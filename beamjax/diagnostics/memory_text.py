@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from beamjax.fact_types import MemoryFact, human_bytes
+from beamjax.diagnostics.fact_types import MemoryFact, human_bytes
 
 Row: TypeAlias = tuple[str, str, str]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from beamjax.fact_types import PlanFacts, StepFact, human_bytes, walk_facts
-from beamjax.memory_text import step_texts
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, human_bytes, walk_facts
+from beamjax.diagnostics.memory_text import step_texts
 
 
 def plan_mermaid(facts: PlanFacts) -> str:

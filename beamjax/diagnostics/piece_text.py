@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from beamjax.interpreters import pieces as _pieces
+from beamjax.interpreters.cutting import pieces as _pieces
 
 
 def graph_text(pieces: Sequence[_pieces.Piece]) -> str:

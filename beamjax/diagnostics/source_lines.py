@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 
-from beamjax.fact_types import PlanFacts, walk_facts
+from beamjax.diagnostics.fact_types import PlanFacts, walk_facts
 
 _LINE = re.compile(r"(.+):(\d+)(?: \(|$)")
 

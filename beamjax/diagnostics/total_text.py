@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from beamjax.fact_types import PlanFacts, human_bytes, walk_facts
+from beamjax.diagnostics.fact_types import PlanFacts, human_bytes, walk_facts
 
 
 def move_lines(facts: PlanFacts) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from typing import Any, Protocol
 
 from beamjax.options import Options
-from beamjax.progress import Progress, Tally
+from beamjax.telemetry.progress import Progress, Tally
 
 DELAY = 2.0
 """Seconds after which a bar appears that nobody asked for."""

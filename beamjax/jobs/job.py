@@ -16,21 +16,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax import records, termination
-from beamjax.display import Display, display_for
-from beamjax.dropping import DeadLetters, Dropped
+from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
-from beamjax.fact_types import PlanFacts
-from beamjax.job_folder import JobFolder
-from beamjax.job_results import read_result, write_result
-from beamjax.monitor import Monitor
+from beamjax.jobs.display import Display, display_for
+from beamjax.jobs.recording import Recording, save_report
+from beamjax.jobs.report import Report, read_report
+from beamjax.jobs.results import read_result, write_result
+from beamjax.jobs.watching import watched
 from beamjax.options import Options
-from beamjax.plan import Plan
-from beamjax.progress import Progress
-from beamjax.recording import Recording, save_report
-from beamjax.report import Report, read_report
-from beamjax.restaging import with_settings_of_here
-from beamjax.watching import watched
+from beamjax.plan.dropping import DeadLetters, Dropped
+from beamjax.plan.steps import Plan
+from beamjax.storage import records
+from beamjax.telemetry import termination
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.monitor import Monitor
+from beamjax.telemetry.progress import Progress
 
 POLL = 0.2
 """Seconds between two looks into the folder of a job that is waited for."""
@@ -347,7 +348,7 @@ def _folder_of(
 
     if not needed and kept is None:
         return None, keep
-    from beamjax.pipelines import files  # imports Beam only for URLs
+    from beamjax.storage import files  # imports Beam only for URLs
 
     parent = options.work_folder or tempfile.gettempdir()
     return JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}")), keep

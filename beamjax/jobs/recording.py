@@ -18,16 +18,16 @@ import jax
 import numpy as np
 
 from beamjax._version import __version__
-from beamjax.fact_types import PlanFacts
-from beamjax.fingerprints import Fingerprint, plan_fingerprint
-from beamjax.job_folder import JobFolder
-from beamjax.monitor import Monitor
+from beamjax.diagnostics.fact_types import PlanFacts
+from beamjax.diagnostics.source_lines import source_lines
+from beamjax.jobs.report import ABOUT, COURSE, Curve, curve_to_json, plain_plan, read_report
 from beamjax.options import OWN, Options, beam_flags
-from beamjax.plan import Loop, Plan
-from beamjax.progress import Progress
-from beamjax.report import ABOUT, COURSE, Curve, curve_to_json, plain_plan, read_report
-from beamjax.source_lines import source_lines
-from beamjax.timeline import MOST, Timeline, thinned
+from beamjax.plan.steps import Loop, Plan
+from beamjax.runtime.fingerprints import Fingerprint, plan_fingerprint
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.monitor import Monitor
+from beamjax.telemetry.progress import Progress
+from beamjax.telemetry.timeline import MOST, Timeline, thinned
 
 FIRST, SLOWEST = 1.0, 30.0
 """Seconds between two records of the course of a run: at its beginning, and at most."""

@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from beamjax import records
-from beamjax.dropping import Dropped
+from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.errors import ArrayFormatError
-from beamjax.fact_types import PlanFacts
-from beamjax.job_folder import JobFolder
-from beamjax.plain_data import from_plain
-from beamjax.progress import Progress
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.timeline import Samples, numbers, samples_from_json
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.plan.dropping import Dropped
+from beamjax.storage import records
+from beamjax.storage.schema import from_plain
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.progress import Progress
+from beamjax.telemetry.timeline import Samples, numbers, samples_from_json
 
 if TYPE_CHECKING:
-    from beamjax.pages.shell import Page
+    from beamjax.diagnostics.pages.shell import Page
 
 ABOUT, COURSE = "about", "course"
 """Names of the records in a folder: of what does not change, and of what does."""
@@ -54,7 +54,7 @@ class Report:
       state: "running", "done", "failed", "cancelled" or "lost".
       began: seconds since the epoch.
       progress: at the end, or now.
-      samples: of it over time, a column for each number; see `beamjax.timeline.COLUMNS`.
+      samples: of it over time, a column for each number; see `beamjax.telemetry.timeline.COLUMNS`.
       round_ends, checkpoints: seconds since the beginning; if they are many, not all of them.
       curves: results of floats, one for each round of a loop.
       dropped: members that were left out.
@@ -121,7 +121,7 @@ class Report:
 
         It asks for nothing of the network, and its data are in it as JSON too.
         """
-        from beamjax.pages.shell import document
+        from beamjax.diagnostics.pages.shell import document
 
         return document(self._page())
 
@@ -131,17 +131,17 @@ class Report:
         Raises:
           SourceError: it can't be written.
         """
-        from beamjax.pages.shell import write
+        from beamjax.diagnostics.pages.shell import write
 
         write(path, self.to_html())
 
     def _repr_html_(self) -> str:
-        from beamjax.pages.shell import fragment
+        from beamjax.diagnostics.pages.shell import fragment
 
         return fragment(self._page())
 
     def _page(self) -> Page:
-        from beamjax.pages.run_page import run_page
+        from beamjax.jobs.run_page import run_page
 
         return run_page(self)
 

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax import records, trees
-from beamjax.bodies import key_impl, unwrap, with_weak_type, with_x64, wrap
+from beamjax.bodies.export import key_impl, unwrap, with_weak_type, with_x64, wrap
 from beamjax.errors import ArrayFormatError
-from beamjax.job_folder import JobFolder
-from beamjax.kept import open_placed
-from beamjax.sources.keyed_table import KeyedTable, open_keyed
-from beamjax.sources.placed import Placed
+from beamjax.runtime.placed_results import open_placed
+from beamjax.sources.arrays.placed import Placed
+from beamjax.sources.tables.keyed_table import KeyedTable, open_keyed
+from beamjax.storage import records
+from beamjax.storage import treedefs as trees
+from beamjax.telemetry.job_folder import JobFolder
 
 
 def write_result(folder: JobFolder, value: Any, x64: bool) -> None:

@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from beamjax.fact_types import human_bytes
-from beamjax.pages.charts import Line, chart, shares_bar, shares_legend, stacked_chart
-from beamjax.pages.markup import Markup, joined, table, tag
-from beamjax.pages.plan_page import graph_section, tile
-from beamjax.pages.shell import Page
-from beamjax.pages.words import human_seconds
-from beamjax.progress import SECONDS, Tally
-from beamjax.report import Curve, Report
-from beamjax.timeline import Samples
+from beamjax.diagnostics.fact_types import human_bytes
+from beamjax.diagnostics.pages.charts import Line, chart, shares_bar, shares_legend, stacked_chart
+from beamjax.diagnostics.pages.markup import Markup, joined, table, tag
+from beamjax.diagnostics.pages.plan_page import graph_section, tile
+from beamjax.diagnostics.pages.shell import Page
+from beamjax.diagnostics.pages.words import human_seconds
+from beamjax.jobs.report import Curve, Report
+from beamjax.telemetry.progress import SECONDS, Tally
+from beamjax.telemetry.timeline import Samples
 
 STATES = {
     "running": "▶ running",

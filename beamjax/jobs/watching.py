@@ -6,10 +6,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from beamjax.display import Display
-from beamjax.job_folder import JobFolder
-from beamjax.monitor import Monitor
-from beamjax.recording import Recording
+from beamjax.jobs.display import Display
+from beamjax.jobs.recording import Recording
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.monitor import Monitor
 
 LOOK = 0.5
 """Seconds between two looks of the launching process at what its workers do."""

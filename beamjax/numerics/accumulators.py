@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from beamjax.arrays import Buffer, decode_arrays
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
-from beamjax.exact_sum import ExactSum
-from beamjax.extremes import Extreme
-from beamjax.partials import fail
-from beamjax.products import OrderedProduct
-from beamjax.provenance import Provenance
-from beamjax.running import Running
+from beamjax.numerics.exact_sum import ExactSum
+from beamjax.numerics.extremes import Extreme
+from beamjax.numerics.partials import fail
+from beamjax.numerics.products import OrderedProduct
+from beamjax.numerics.provenance import Provenance
+from beamjax.numerics.running import Running
+from beamjax.storage.arrays import Buffer, decode_arrays
 
 Mode = Literal["exact", "fast"]
 LANES = ("sum", "max", "min", "prod", "any", "all")

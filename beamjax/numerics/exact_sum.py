@@ -14,9 +14,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from beamjax import digit_bytes
-from beamjax.arrays import encode_arrays
-from beamjax.digits import (
+from beamjax.errors import StructureError, WorkerError
+from beamjax.numerics import serialization as digit_bytes
+from beamjax.numerics.exact_add import Rows
+from beamjax.numerics.partials import check_partial, check_same, describe, described, fail, left_out
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.rounding import (
+    DIVISOR_LIMIT,
+    Pair,
+    append,
+    divide,
+    divide_to_float32,
+    round_pair,
+)
+from beamjax.numerics.side_by_side import in_parts
+from beamjax.numerics.superaccumulator import (
     BLOCK,
     LOWEST,
     NEGATIVE_INFINITY,
@@ -25,12 +37,7 @@ from beamjax.digits import (
     WIDTH,
     Digits,
 )
-from beamjax.errors import StructureError, WorkerError
-from beamjax.exact_adds import Rows
-from beamjax.partials import check_partial, check_same, describe, described, fail, left_out
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.rounding import DIVISOR_LIMIT, Pair, append, divide, divide_to_float32, round_pair
-from beamjax.side_by_side import in_parts
+from beamjax.storage.arrays import encode_arrays
 
 MAX_ROWS = 256
 """Partials of which a small accumulator keeps copies, to add them all at once."""

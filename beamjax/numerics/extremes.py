@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from beamjax.arrays import encode_arrays
 from beamjax.errors import StructureError
-from beamjax.partials import (
+from beamjax.numerics.partials import (
     check_partial,
     check_same,
     describe,
@@ -29,8 +28,9 @@ from beamjax.partials import (
     only_array,
     real_parts,
 )
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.stored_dtypes import dtype_name
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.storage.arrays import encode_arrays
+from beamjax.storage.dtypes import dtype_name
 
 
 class Extreme:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.stored_dtypes import dtype_from_name, dtype_name
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 MAX_SIZE = 1 << 60
 

@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from beamjax.arrays import encode_arrays
-from beamjax.dyadic import DyadicTree
 from beamjax.errors import StructureError, WorkerError
-from beamjax.partials import (
+from beamjax.numerics.ordered_tree import DyadicTree
+from beamjax.numerics.partials import (
     check_partial,
     check_same,
     describe,
@@ -18,8 +17,9 @@ from beamjax.partials import (
     from_real_parts,
     real_parts,
 )
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.rounding import round_pair
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.rounding import round_pair
+from beamjax.storage.arrays import encode_arrays
 
 _MAX_LEVEL = 62
 

@@ -16,8 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.accumulators import Accumulator, SumAccumulator, decode_accumulator, make_accumulator
-from beamjax.extremes import lowest_value
+from beamjax.numerics.accumulators import (
+    Accumulator,
+    SumAccumulator,
+    decode_accumulator,
+    make_accumulator,
+)
+from beamjax.numerics.extremes import lowest_value
 
 __all__ = [
     "PICK",

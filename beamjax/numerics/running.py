@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from beamjax.arrays import encode_arrays
 from beamjax.errors import StructureError
-from beamjax.partials import (
+from beamjax.numerics.partials import (
     check_partial,
     check_same,
     describe,
@@ -17,8 +16,9 @@ from beamjax.partials import (
     left_out,
     only_array,
 )
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.side_by_side import in_parts
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.side_by_side import in_parts
+from beamjax.storage.arrays import encode_arrays
 
 PART = 1 << 16
 """Values of a vector that stay on one thread."""

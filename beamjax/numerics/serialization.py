@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from beamjax.arrays import Joined
-from beamjax.digits import BLOCK, LOWEST, Digits
 from beamjax.errors import ArrayFormatError
+from beamjax.numerics.superaccumulator import BLOCK, LOWEST, Digits
+from beamjax.storage.arrays import Joined
 
 MAX_EXPONENT = 1024 + 64
 """2^1024 bounds what is added, and less than 2^64 terms are."""

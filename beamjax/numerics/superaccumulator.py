@@ -27,8 +27,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from beamjax.exact_adds import Rows, add_exactly
-from beamjax.rounding import append
+from beamjax.numerics.exact_add import Rows, add_exactly
+from beamjax.numerics.rounding import append
 
 BLOCK = 1 << 17
 """Values in a block: large enough that threads which add to blocks side by side seldom wait for

@@ -1,6 +1,6 @@
 """How the primitives of a program are differentiated, transposed, batched and pruned.
 
-The rules are closed: what they produce is again made of `beamjax.primitives` with bodies for one
+The rules are closed: what they produce is again made of `beamjax.ops.primitives` with bodies for one
 member, so that `jax.grad(program)` can be taken apart as well as the program itself. Each rule for
 `bj_map` is a public JAX transformation applied to the body, which is then traced anew.
 """
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from beamjax import _compat, layouts
+from beamjax import _compat
 from beamjax._compat import ad, batching
-from beamjax.primitives import (
+from beamjax.ops import sharding as layouts
+from beamjax.ops.primitives import (
     REDUCE_PRIMITIVES,
     bind_map,
     broadcast_p,

@@ -25,10 +25,11 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from beamjax import _compat, layouts
+from beamjax import _compat
 from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError
-from beamjax.primitives import trace_body
+from beamjax.ops import sharding as layouts
+from beamjax.ops.primitives import trace_body
 
 Leaves = Sequence[Any]
 Combine = Callable[[Leaves, Leaves], Leaves]

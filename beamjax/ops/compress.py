@@ -34,11 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from beamjax import api
 from beamjax.errors import StructureError
-from beamjax.fields import bits_for, compressed_p, fields_of, pack, unpack
-from beamjax.leaves import as_array, as_placed
-from beamjax.placements import resolve
+from beamjax.ops import operators as api
+from beamjax.ops.fields import bits_for, compressed_p, fields_of, pack, unpack
+from beamjax.ops.leaves import as_array, as_placed
+from beamjax.ops.placements import resolve
 
 __all__ = ["Codes", "Mean", "decompress", "int8", "nbytes", "reduce_mean", "ternary"]
 

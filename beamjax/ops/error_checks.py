@@ -13,8 +13,8 @@ from jax.experimental import checkify
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.combining import reduce_p
-from beamjax.primitives import REDUCE_PRIMITIVES, map_members, map_p
+from beamjax.ops.combining import reduce_p
+from beamjax.ops.primitives import REDUCE_PRIMITIVES, map_members, map_p
 
 
 def _checked_map(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.placements import SizeFound, is_looked_for
+from beamjax.ops.placements import SizeFound, is_looked_for
 
 
 def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:

@@ -20,15 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from beamjax import _compat, layouts, primitives
-from beamjax import derivatives as _derivatives  # noqa: F401  (registers the rules)
-from beamjax import error_checks as _error_checks  # noqa: F401
-from beamjax import taylor as _taylor  # noqa: F401
+from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
-from beamjax.layouts import AnyMesh
-from beamjax.leaves import as_array, as_placed, name_of
-from beamjax.placements import activate, check_placements, resolve
-from beamjax.sizes import check_parameters, find_sizes
+from beamjax.ops import autodiff as _derivatives  # noqa: F401  (registers the rules)
+from beamjax.ops import error_checks as _error_checks  # noqa: F401
+from beamjax.ops import primitives
+from beamjax.ops import sharding as layouts
+from beamjax.ops import taylor as _taylor  # noqa: F401
+from beamjax.ops.leaves import as_array, as_placed, name_of
+from beamjax.ops.placements import activate, check_placements, resolve
+from beamjax.ops.sharding import AnyMesh
+from beamjax.ops.sizes import check_parameters, find_sizes
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

@@ -13,7 +13,7 @@ member axis in front. Its parameters are
 
 `bj_broadcast` takes a server value to a placed value, `bj_size` gives the number of members at
 run time, and the reductions take a placed value to a server value. Each primitive is made once;
-placements are parameters. How they transform is in `beamjax.derivatives`.
+placements are parameters. How they transform is in `beamjax.ops.autodiff`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
-from beamjax import _compat, layouts
+from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
+from beamjax.ops import sharding as layouts
 
 map_p = jex.Primitive("bj_map")
 map_p.multiple_results = True

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from beamjax import layouts
-from beamjax.combining import bind_reduce
 from beamjax.errors import PlacementError, StructureError
-from beamjax.keyed import Keyed
-from beamjax.leaves import as_array, as_placed, name_of
-from beamjax.placements import resolve
-from beamjax.primitives import map_members, trace_body
-from beamjax.stored_dtypes import dtype_name
+from beamjax.ops import sharding as layouts
+from beamjax.ops.combining import bind_reduce
+from beamjax.ops.keyed import Keyed
+from beamjax.ops.leaves import as_array, as_placed, name_of
+from beamjax.ops.placements import resolve
+from beamjax.ops.primitives import map_members, trace_body
+from beamjax.storage.dtypes import dtype_name
 
 # --- by key
 
@@ -35,7 +35,7 @@ def _segment_prod_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     """The derivative by a member is the product of the others with its key, zeros or not.
 
-    JAX has none. This is that of `bj_reduce_prod`, key by key: see `beamjax.derivatives`.
+    JAX has none. This is that of `bj_reduce_prod`, key by key: see `beamjax.ops.autodiff`.
     """
     (x, keys), t = primals, tangents[0]
     is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)

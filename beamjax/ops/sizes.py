@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax import tree_util
 
+from beamjax._text import hint
 from beamjax.errors import PlacementError
-from beamjax.leaves import hint_for_list, name_of
-from beamjax.placements import (
+from beamjax.ops.leaves import hint_for_list, name_of
+from beamjax.ops.placements import (
     Placements,
     SizeFound,
     activate,
@@ -21,7 +22,6 @@ from beamjax.placements import (
     size_looked_for,
     unobserved,
 )
-from beamjax.suggestions import hint
 
 
 def check_parameters(placements: Placements, fn: Callable[..., Any]) -> None:

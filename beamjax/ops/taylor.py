@@ -13,8 +13,8 @@ from jax.experimental import jet
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.combining import reduce_p
-from beamjax.primitives import REDUCE_PRIMITIVES, broadcast_p, map_members, map_p
+from beamjax.ops.combining import reduce_p
+from beamjax.ops.primitives import REDUCE_PRIMITIVES, broadcast_p, map_members, map_p
 
 Series = Sequence[Sequence[Any]]
 """For each operand or result, the terms of its series from the first order on."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from beamjax.choices import Choices, chosen
 from beamjax.errors import OptionsError
-from beamjax.option_checks import check_options
+from beamjax.options.checks import check_options
+from beamjax.options.choices import Choices, chosen
 
 
 @dataclass(frozen=True)

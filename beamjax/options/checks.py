@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from beamjax.choices import MEMBER_LOOPS, RECOMPUTE, check_choices
 from beamjax.errors import OptionsError
+from beamjax.options.choices import MEMBER_LOOPS, RECOMPUTE, check_choices
 
 if TYPE_CHECKING:
     from beamjax.options import Options

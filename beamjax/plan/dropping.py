@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import records
-from beamjax.arrays import decode_array, encode_array
 from beamjax.errors import ArrayFormatError, WorkerError
+from beamjax.storage import records
+from beamjax.storage.arrays import decode_array, encode_array
 
 _LOG = logging.getLogger("beamjax")
 MAX_MESSAGE = 2000
@@ -193,7 +193,7 @@ class DeadLetters:
         """
         if self.path is None:
             return
-        from beamjax.pipelines import files
+        from beamjax.storage import files
 
         folder, name = os.path.split(self.path)
         if name not in files.names(folder or "."):
@@ -207,7 +207,7 @@ class DeadLetters:
         """Writes the file, with all that are known."""
         if self.path is None:
             return
-        from beamjax.pipelines import files
+        from beamjax.storage import files
 
         files.write(self.path, encode_lines(self.dropped))
 

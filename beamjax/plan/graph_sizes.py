@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from beamjax.calibration import ELSEWHERE, RUNNERS, Fixed
-from beamjax.liveness import made
+from beamjax.diagnostics.calibration import ELSEWHERE, RUNNERS, Fixed
 from beamjax.options import Options
-from beamjax.plan import Gather, Loop, Map, Plan, Scatter, Step
+from beamjax.plan.liveness import made
+from beamjax.plan.steps import Gather, Loop, Map, Plan, Scatter, Step
 
 HERE, PAIR = RUNNERS["DirectRunner"], 2.5e-5
 """What graphs and steps take where workers are threads of the launching process, and besides for

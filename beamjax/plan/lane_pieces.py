@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.plan import Lane, Map
+from beamjax.plan.steps import Lane, Map
 
 PIECE_VALUES = 1 << 20
 """Values in a piece: an exact accumulator of as many float32 takes 16 MiB, and 64 MiB at worst."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from beamjax.plan import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
+from beamjax.plan.steps import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
 
 Position: TypeAlias = tuple[tuple[str, int], ...]
 """Where a run is: the loops and branches under way, from the outermost to the innermost one.

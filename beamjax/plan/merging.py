@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.lane_pieces import step_pieces, step_sections
 from beamjax.options import beam_flags
-from beamjax.plan import Lane, Map
+from beamjax.plan.lane_pieces import step_pieces, step_sections
+from beamjax.plan.steps import Lane, Map
 
 HELD_BYTES = 512 << 20
 """Accumulators of a pass that a process holds in memory, in bytes; larger ones are in files."""

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from beamjax.plan import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name, walk
+from beamjax.plan.steps import (
+    Branch,
+    Gather,
+    Loop,
+    Map,
+    Plan,
+    Scatter,
+    Server,
+    Step,
+    size_name,
+    walk,
+)
 
 
 def open_placements(plan: Plan) -> list[str]:

@@ -16,9 +16,9 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
-from beamjax.choices import Choices, Looping
-from beamjax.costs import Cost
-from beamjax.dropping import Guard
+from beamjax.options.choices import Choices, Looping
+from beamjax.plan.cost import Cost
+from beamjax.plan.dropping import Guard
 
 VMAP = Looping()
 
@@ -136,7 +136,7 @@ class Combine:
 
     The body takes `(*inputs, *left, *right)`, server values and the arrays of two neighbouring
     ranges of members, to the arrays of both. It is called on shards in the order of a
-    `beamjax.dyadic.DyadicTree`.
+    `beamjax.numerics.ordered_tree.DyadicTree`.
 
     Attributes:
       name: of the function.

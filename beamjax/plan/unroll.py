@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from beamjax.liveness import made
-from beamjax.plan import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
+from beamjax.plan.liveness import made
+from beamjax.plan.steps import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
 
 
 def is_straight(steps: Iterable[Step]) -> bool:

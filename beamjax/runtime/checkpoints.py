@@ -1,7 +1,7 @@
 """Checkpoints as bytes: where a run is, and the values that what is left of it needs.
 
-A checkpoint is one buffer of `beamjax.arrays`, its *manifest*. Small values are arrays in it; big
-ones are files beside it, which hold buffers of `beamjax.arrays` too, so that every byte is under a
+A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*. Small values are arrays in it; big
+ones are files beside it, which hold buffers of `beamjax.storage.arrays` too, so that every byte is under a
 checksum. Nothing is pickled. What is read is checked before it is used: a lying manifest costs no
 more memory than it is long.
 """
@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from beamjax.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError
-from beamjax.liveness import Position
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.stored_dtypes import dtype_from_name
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.plan.liveness import Position
+from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays
+from beamjax.storage.dtypes import dtype_from_name
 
 KIND = "beamjax checkpoint"
 FORMAT = 1

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.dropping import MAX_MESSAGE, Dropped
 from beamjax.errors import JobCancelledError, WorkerError
-from beamjax.padding import padded_rows
-from beamjax.plan import Map, ValueType
+from beamjax.plan.dropping import MAX_MESSAGE, Dropped
+from beamjax.plan.steps import Map, ValueType
+from beamjax.sources.padding import padded_rows
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 """Calls a body: with places in the shard whose members are computed, and which of them count."""

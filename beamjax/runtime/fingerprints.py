@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from jax import export
 
-from beamjax.file_hashes import FileHashes
-from beamjax.inputs import Inputs, raw_array
 from beamjax.options import Options
-from beamjax.plan import Body, Plan
+from beamjax.plan.steps import Body, Plan
+from beamjax.runtime.inputs import Inputs, raw_array
 from beamjax.sources import ArraySource, Source
-from beamjax.spool import blocks_in_order
+from beamjax.sources.arrays.file_hashes import FileHashes
+from beamjax.sources.streams.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
 """What is compared, by names for people; short texts or hashes."""

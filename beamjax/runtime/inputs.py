@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.bodies import unwrap
-from beamjax.canonical import check_members
-from beamjax.chunks import Streams, members_of
+from beamjax.bodies.export import unwrap
 from beamjax.errors import SourceError
-from beamjax.padded_bytes import count_padding, mask_of
-from beamjax.plan import Input, Plan
-from beamjax.snapshots import snapshot
+from beamjax.plan.steps import Input, Plan
 from beamjax.sources import ArraySource
-from beamjax.sources.grouped_source import grouped
+from beamjax.sources.canonical import check_members
+from beamjax.sources.padded_bytes import count_padding, mask_of
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
+from beamjax.sources.streams.chunks import Streams, members_of
+from beamjax.sources.tables.grouped_source import grouped
+from beamjax.storage.snapshots import snapshot
 
 
 @dataclass(frozen=True)

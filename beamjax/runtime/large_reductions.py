@@ -15,13 +15,14 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from beamjax import aligned, lane_pieces
-from beamjax.accumulators import Accumulator, decode_accumulator
-from beamjax.lane_pieces import Piece, step_sections
-from beamjax.plan import Lane, Map, Plan
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.scratch import Scratch, Slot
-from beamjax.shards import finish_lane, new_accumulator
+from beamjax.numerics.accumulators import Accumulator, decode_accumulator
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.plan import lane_pieces
+from beamjax.plan.lane_pieces import Piece, step_sections
+from beamjax.plan.steps import Lane, Map, Plan
+from beamjax.runtime.shard_executor import finish_lane, new_accumulator
+from beamjax.storage import aligned
+from beamjax.storage.scratch import Scratch, Slot
 
 T = TypeVar("T")
 U = TypeVar("U")

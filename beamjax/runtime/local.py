@@ -13,30 +13,41 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.at_work import Table, bounded
-from beamjax.bodies import run_server
-from beamjax.chunks import MemberBlock
-from beamjax.compile_cache import use_compile_cache
-from beamjax.dropping import DeadLetters, Dropped
+from beamjax.bodies.compile_cache import use_compile_cache
+from beamjax.bodies.export import run_server
+from beamjax.bodies.xla_threads import compute_device
+from beamjax.diagnostics.memory import block_budget
 from beamjax.errors import WorkerError
-from beamjax.inputs import Inputs
-from beamjax.interpreters.passes import Done, Sums, computed
-from beamjax.kept import HANDED_BYTES, NOTHING, Kept
-from beamjax.liveness import Position, step_index
-from beamjax.memory import block_budget
-from beamjax.meters import Meter
-from beamjax.monitor import Monitor
-from beamjax.numerics import provenance_here
-from beamjax.one_pass import open_placements, split
 from beamjax.options import Options
-from beamjax.plan import Block, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, size_name
-from beamjax.scratch import file_array
-from beamjax.shards import Shard, ShardExecutor, read_shard, shard_errors, shards
+from beamjax.pipelines.topology import computing_threads
+from beamjax.plan.dropping import DeadLetters, Dropped
+from beamjax.plan.liveness import Position, step_index
+from beamjax.plan.one_pass import open_placements, split
+from beamjax.plan.steps import (
+    Block,
+    Branch,
+    Gather,
+    Loop,
+    Map,
+    Plan,
+    Scatter,
+    Server,
+    Step,
+    size_name,
+)
+from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.runtime.passes import Done, Sums, computed
+from beamjax.runtime.placed_results import HANDED_BYTES, NOTHING, Kept
+from beamjax.runtime.shard_executor import Shard, ShardExecutor, read_shard, shard_errors, shards
+from beamjax.runtime.tracker import Keeper, Tracker, starts_anew
+from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.block_source import BLOCKS
-from beamjax.sources.placed import Placed
-from beamjax.tracker import Keeper, Tracker, starts_anew
-from beamjax.worker_processes import computing_threads
-from beamjax.xla_threads import compute_device
+from beamjax.sources.streams.chunks import MemberBlock
+from beamjax.storage.scratch import file_array
+from beamjax.telemetry.meters import Meter
+from beamjax.telemetry.monitor import Monitor
+from beamjax.telemetry.watchdog import Table, bounded
 
 
 def evaluate(

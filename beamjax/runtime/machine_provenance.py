@@ -14,8 +14,8 @@ from pathlib import Path
 import jax
 
 from beamjax import _compat
-from beamjax.provenance import MAX_TEXT, Provenance
-from beamjax.xla_threads import lapack_threads
+from beamjax.bodies.xla_threads import lapack_threads
+from beamjax.numerics.provenance import MAX_TEXT, Provenance
 
 
 def provenance_here(xla_threads: int) -> Provenance:

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import JobCancelledError
-from beamjax.restaging import with_settings_of_here
 
 MAX_THREADS = 64
 """More have more shards in memory than gain time."""

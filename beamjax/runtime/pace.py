@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from beamjax.meters import Meter
+from beamjax.telemetry.meters import Meter
 
 LONG = 2e-4
 """Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""

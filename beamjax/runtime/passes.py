@@ -9,17 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import pace
-from beamjax.dyadic import DyadicTree
-from beamjax.fan_out import is_in_files
-from beamjax.meters import Meter
+from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.options import Options
-from beamjax.ordered_pool import OrderedPool
-from beamjax.plan import Map, Plan
-from beamjax.scratch import Scratch
-from beamjax.shards import Shard, add_computed, finish_lane, finish_tree, new_accumulators
-from beamjax.survivors import Computed
-from beamjax.wide_lanes import WideLanes
+from beamjax.plan.merging import is_in_files
+from beamjax.plan.steps import Map, Plan
+from beamjax.runtime import pace
+from beamjax.runtime.failing_members import Computed
+from beamjax.runtime.large_reductions import WideLanes
+from beamjax.runtime.ordered_pool import OrderedPool
+from beamjax.runtime.shard_executor import (
+    Shard,
+    add_computed,
+    finish_lane,
+    finish_tree,
+    new_accumulators,
+)
+from beamjax.storage.scratch import Scratch
+from beamjax.telemetry.meters import Meter
 
 
 class Sums:

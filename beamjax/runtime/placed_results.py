@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.allocation import allocate
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
-from beamjax.plan import Plan
-from beamjax.sources.data_files import is_url
-from beamjax.sources.npy_source import stored_dtype
-from beamjax.sources.placed import MANIFEST, Placed, encode_part
+from beamjax.plan.steps import Plan
+from beamjax.sources.arrays.data_files import is_url
+from beamjax.sources.arrays.npy_source import stored_dtype
+from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import LeafSpec, open_spec
+from beamjax.storage.allocation import allocate
 
 VERSION = 1
 HANDED_BYTES = 1 << 24
@@ -80,7 +80,7 @@ class Kept:
         Raises:
           SourceError: members are missing, or the folder can't be written.
         """
-        from beamjax.pipelines import files
+        from beamjax.storage import files
 
         value = plan.values[name]
         n = plan.sizes[value.placement or ""]
@@ -160,7 +160,7 @@ def kept_results(
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
-    from beamjax.pipelines import files  # imports Beam only for URLs
+    from beamjax.storage import files  # imports Beam only for URLs
 
     path = f"{folder}/{name}"
     with _writing(path, len(data)):
@@ -189,7 +189,7 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed:
       SourceError: there is none.
       ArrayFormatError: what is there is not what was written.
     """
-    from beamjax.pipelines import files
+    from beamjax.storage import files
 
     where = os.fspath(folder)
     where = where if is_url(where) else os.path.abspath(where)
@@ -222,7 +222,7 @@ def _remove(spec: dict[str, Any]) -> None:
 
 
 def _clear(folder: str, stem: str) -> None:
-    from beamjax.pipelines import files
+    from beamjax.storage import files
 
     files.remove_files(folder, [name for name in files.names(folder) if name.startswith(stem)])
     if not is_url(folder):

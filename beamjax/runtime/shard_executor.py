@@ -12,19 +12,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.accumulators import Accumulator
-from beamjax.bodies import load_body, on_device, with_x64
-from beamjax.counts import counts
-from beamjax.dropping import Guard
-from beamjax.dyadic import DyadicTree
+from beamjax.bodies.counts import counts
+from beamjax.bodies.export import load_body, on_device, with_x64
+from beamjax.bodies.transfer_time import from_device, is_copied, to_device, transferring
 from beamjax.errors import BeamjaxError, Failure, WorkerError
-from beamjax.inputs import Reader
-from beamjax.padding import check_padding, padded_rows, same_values, without_padding
-from beamjax.plan import Combine, Fitted, Lane, Map, PaddingCheck, Plan
-from beamjax.reducers import PICK, make_accumulator, reducer_of
-from beamjax.side_by_side import are_alike, in_parts
-from beamjax.survivors import Call, Computed, compute_rest, filled, message_of, read_rest
-from beamjax.transfer_time import from_device, is_copied, to_device, transferring
+from beamjax.numerics.accumulators import Accumulator
+from beamjax.numerics.ordered_tree import DyadicTree
+from beamjax.numerics.reducers import PICK, make_accumulator, reducer_of
+from beamjax.numerics.side_by_side import are_alike, in_parts
+from beamjax.plan.dropping import Guard
+from beamjax.plan.steps import Combine, Fitted, Lane, Map, PaddingCheck, Plan
+from beamjax.runtime.failing_members import (
+    Call,
+    Computed,
+    compute_rest,
+    filled,
+    message_of,
+    read_rest,
+)
+from beamjax.runtime.inputs import Reader
+from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
 
 
 @dataclass(frozen=True)

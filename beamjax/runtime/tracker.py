@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from beamjax.liveness import Position
-from beamjax.monitor import Monitor
-from beamjax.provenance import Provenance
+from beamjax.numerics.provenance import Provenance
+from beamjax.plan.liveness import Position
+from beamjax.telemetry.monitor import Monitor
 
 
 class Keeper(Protocol):

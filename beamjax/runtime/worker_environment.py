@@ -19,11 +19,11 @@ import jax
 
 from beamjax import _compat
 from beamjax._version import __version__
-from beamjax.bodies import default_platform
-from beamjax.compile_cache import use_compile_cache
+from beamjax.bodies.compile_cache import use_compile_cache
+from beamjax.bodies.export import default_platform
+from beamjax.bodies.xla_threads import cpu_devices, hold_lapack_threads
 from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, Options
-from beamjax.xla_threads import cpu_devices, hold_lapack_threads
 
 PROCESS = uuid.uuid4().hex
 """Of this process, to know it again."""

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import encode_arrays
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.npy_source import restored, storable
-from beamjax.sources.one_member import MemberType, shown
+from beamjax.sources.arrays.npy_source import restored, storable
 from beamjax.sources.source_base import MAX_VALUES, LeafSpec
-from beamjax.spool import GrowingFile
+from beamjax.sources.streams.one_member import MemberType, shown
+from beamjax.sources.streams.spool import GrowingFile
+from beamjax.storage.arrays import encode_arrays
 
 BLOCK_BYTES = 1 << 24
 """Of the members of a block: a worker sorts them in memory."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.dealt_rows import Blocks
-from beamjax.keyed import finished, folded, widened
-from beamjax.sources.npy_source import storable
+from beamjax.ops.keyed import finished, folded, widened
+from beamjax.shuffle.dealt_rows import Blocks
+from beamjax.shuffle.table_parts import Grouping, hashed
+from beamjax.sources.arrays.npy_source import storable
 from beamjax.sources.source_base import Source
-from beamjax.table_parts import Grouping, hashed
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 
 @dataclass(frozen=True)

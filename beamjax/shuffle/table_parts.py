@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.dealt_rows import Blocks
 from beamjax.errors import SourceError
+from beamjax.shuffle.dealt_rows import Blocks
 from beamjax.sources.leaf_checks import native_dtype
 from beamjax.sources.source_base import LeafSpec, Source
-from beamjax.spool import GrowingFile
+from beamjax.sources.streams.spool import GrowingFile
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 PART_BYTES = 1 << 25
 """Of the rows of a part, about: a worker sorts their keys in memory."""

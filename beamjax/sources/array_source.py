@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.snapshots import snapshot
+from beamjax.sources.arrays.npy_source import NpySource, storable
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -23,7 +23,6 @@ from beamjax.sources.leaf_checks import (
     native_view,
     scalar_error,
 )
-from beamjax.sources.npy_source import NpySource, storable
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -31,6 +30,7 @@ from beamjax.sources.source_base import (
     Source,
     describe_source,
 )
+from beamjax.storage.snapshots import snapshot
 
 
 class ArraySource(HoldsLeaves, kind="array"):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from beamjax.block_cache import Arrays, BlockCache
 from beamjax.errors import SourceError
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef
+from beamjax.storage.block_cache import Arrays, BlockCache
 
 BLOCKS = BlockCache()
 """The blocks that this process has decoded and keeps."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
-from beamjax.stored_dtypes import dtype_from_name, dtype_name
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 
 def leaf_name(name: str) -> str:
@@ -102,7 +102,7 @@ def member_leaves(member: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
     """
     import jax
 
-    from beamjax.bodies import value_type
+    from beamjax.bodies.export import value_type
 
     found, treedef = jax.tree_util.tree_flatten_with_path(member)
     leaves = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from beamjax.errors import StructureError
-from beamjax.plan import Lane
+from beamjax.plan.steps import Lane
 
 MORE_PADDING = 2
 """Times the length of the longest member, to which members are padded for the check: a mean over

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
+from beamjax.sources.arrays.member_stacks import MemberStack, as_arrays
 from beamjax.sources.dataset_openers import OpenedBy, is_opener, opener_name
 from beamjax.sources.leaf_checks import member_leaves
-from beamjax.sources.member_stacks import MemberStack, as_arrays
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -66,7 +66,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         return not isinstance(self._dataset, OpenedBy)
 
     def spilled(self, folder: str) -> Source:
-        from beamjax.spool import spill
+        from beamjax.sources.streams.spool import spill
 
         return spill(self, folder) if self.is_live else self
 

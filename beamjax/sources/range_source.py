@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.plan import MAX_MEMBERS
+from beamjax.plan.steps import MAX_MEMBERS
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef, field, natural
 
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
-from beamjax import arrays as wire
 from beamjax.errors import BeamjaxError, SourceError
 from beamjax.sources.live_sources import lookup
-from beamjax.stored_dtypes import dtype_from_name, dtype_name
+from beamjax.storage import arrays as wire
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.padding import padded_rows
 from beamjax.sources.array_source import from_arrays
+from beamjax.sources.padding import padded_rows
 from beamjax.sources.source_base import (
     LeafSpec,
     PyTreeDef,

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.stored_dtypes import dtype_from_name, dtype_name
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from beamjax.shared_cache import SharedCache, nbytes
+from beamjax.storage.shared_cache import SharedCache, nbytes
 
 Arrays = list[np.ndarray]
 

@@ -182,6 +182,6 @@ def sync(paths: Iterable[str]) -> None:
 
 def _remote() -> ModuleType:
     """What is at URLs; imports Beam."""
-    from beamjax.pipelines import remote_files
+    from beamjax.storage import remote_files
 
     return remote_files

@@ -1,6 +1,6 @@
 """Small records of a job: plain JSON values in files that are whole, and known to be intact.
 
-A record is the checked header of `beamjax.arrays` without arrays: written under a temporary name
+A record is the checked header of `beamjax.storage.arrays` without arrays: written under a temporary name
 and renamed, with checksums that every reader verifies.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from beamjax import errors
-from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".record"
 MAX_TEXT = 16_000

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.allocation import allocate
 from beamjax.errors import SourceError
+from beamjax.storage.allocation import allocate
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from beamjax.call_checks import parsed_options
-from beamjax.dealt_rows import DealtRows
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
-from beamjax.fingerprints import source_fingerprint
-from beamjax.grouping_memory import check_grouping
 from beamjax.options import Options
+from beamjax.runtime.fingerprints import source_fingerprint
+from beamjax.shuffle.dealt_rows import DealtRows
+from beamjax.shuffle.table_parts import Grouping, parts_for
 from beamjax.sources.array_source import from_arrays
-from beamjax.sources.data_files import is_url
-from beamjax.sources.npy_source import NpySeries, NpySource
+from beamjax.sources.arrays.data_files import is_url
+from beamjax.sources.arrays.npy_source import NpySeries, NpySource
 from beamjax.sources.ragged_source import GroupedRows, chosen_buckets, place_of_mask
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
-from beamjax.table_parts import Grouping, parts_for
+from beamjax.tables.grouping_memory import check_grouping
 
 LOCAL = "local"
 MANIFEST = "groups.json"
@@ -176,7 +176,7 @@ def shuffle(rows: Source, grouping: Grouping, runner: Any, options: Options) -> 
     dealt = DealtRows.inside(grouping.folder, grouping.parts)
     try:
         if runner != LOCAL:
-            from beamjax.pipelines import shuffling
+            from beamjax.pipelines.tables import shuffle as shuffling
 
             shuffling.shuffle(rows, grouping, dealt, runner, options)
             return

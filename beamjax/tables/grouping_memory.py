@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from beamjax.block_cache import PASSING_BYTES
-from beamjax.memory import SLACK, Estimate, StepMemory, some
-from beamjax.memory_limit import advised_limit, refuse, threads_advice
+from beamjax.diagnostics.memory import SLACK, Estimate, StepMemory, some
+from beamjax.diagnostics.memory_limit import advised_limit, refuse, threads_advice
 from beamjax.options import Options
+from beamjax.pipelines.topology import Workers
+from beamjax.shuffle.table_parts import Grouping
 from beamjax.sources.source_base import Source
-from beamjax.table_parts import Grouping
-from beamjax.worker_processes import Workers
+from beamjax.storage.block_cache import PASSING_BYTES
 
 BASE_BYTES = 224 << 20
 """Of a process with Python, Beam and Arrow, that computes nothing: 126 MiB were measured, and what

@@ -9,12 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, encode_arrays
 from beamjax.call_checks import parsed_options
-from beamjax.dealt_rows import Blocks
 from beamjax.errors import OptionsError, SourceError, StructureError
-from beamjax.fingerprints import source_fingerprint
-from beamjax.grouping import (
+from beamjax.runtime.fingerprints import source_fingerprint
+from beamjax.shuffle.dealt_rows import Blocks
+from beamjax.shuffle.table_parts import (
+    BLOCK_BYTES,
+    WRITTEN_ROW_BYTES,
+    Grouping,
+    hashed,
+    parts_for,
+    scalars,
+)
+from beamjax.sources.array_source import from_arrays
+from beamjax.sources.arrays.npy_source import storable
+from beamjax.sources.source_base import Source
+from beamjax.sources.tables.joined_source import JoinedRows, TwoTables
+from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.tables.grouping import (
     LOCAL,
     VERSION,
     checked_folder,
@@ -23,19 +35,7 @@ from beamjax.grouping import (
     table_columns,
     write_manifest,
 )
-from beamjax.grouping_memory import check_grouping
-from beamjax.sources.array_source import from_arrays
-from beamjax.sources.joined_source import JoinedRows, TwoTables
-from beamjax.sources.npy_source import storable
-from beamjax.sources.source_base import Source
-from beamjax.table_parts import (
-    BLOCK_BYTES,
-    WRITTEN_ROW_BYTES,
-    Grouping,
-    hashed,
-    parts_for,
-    scalars,
-)
+from beamjax.tables.grouping_memory import check_grouping
 
 HOW = ("same", "inner")
 _SIDES = ("the left table", "the right table")

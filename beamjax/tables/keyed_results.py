@@ -12,18 +12,18 @@ import jax
 import numpy as np
 
 from beamjax.errors import OptionsError, StructureError
-from beamjax.folding import Folding
-from beamjax.grouping import shuffle
-from beamjax.kept import Kept
-from beamjax.keyed import Keyed
+from beamjax.ops.keyed import Keyed
 from beamjax.options import Options
+from beamjax.runtime.placed_results import Kept
+from beamjax.shuffle.folding import Folding
+from beamjax.shuffle.table_parts import parts_for
 from beamjax.sources.array_source import from_arrays
-from beamjax.sources.data_files import is_url
-from beamjax.sources.keyed_table import KeyedTable, write_keyed
-from beamjax.sources.placed import Placed
+from beamjax.sources.arrays.data_files import is_url
+from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import LeafSpec
+from beamjax.sources.tables.keyed_table import KeyedTable, write_keyed
 from beamjax.sources.zipped_source import ZippedSource
-from beamjax.table_parts import parts_for
+from beamjax.tables.grouping import shuffle
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from beamjax import collecting
 from beamjax.call_checks import parsed_options
-from beamjax.collecting import Collecting, part_path
-from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
-from beamjax.grouping import LOCAL, checked_folder, found_before, write_manifest
 from beamjax.options import Options
-from beamjax.sources.collected_source import CollectedMembers
+from beamjax.plan.dropping import DeadLetters, Dropped
+from beamjax.shuffle import collecting
+from beamjax.shuffle.collecting import Collecting, part_path
+from beamjax.sources.arrays.npy_source import map_file
 from beamjax.sources.leaf_checks import member_leaves
-from beamjax.sources.npy_source import map_file
-from beamjax.sources.one_member import MemberType
 from beamjax.sources.source_base import PyTreeDef, natural
-from beamjax.trees import tree_to_json
+from beamjax.sources.streams.collected_source import CollectedMembers
+from beamjax.sources.streams.one_member import MemberType
+from beamjax.storage.treedefs import tree_to_json
+from beamjax.tables.grouping import LOCAL, checked_folder, found_before, write_manifest
 
 VERSION = 1
 PARTS = "parts.json"
@@ -109,7 +109,7 @@ def _collect(
     options: Options,
 ) -> None:
     """Runs the pipeline, and lists what its workers wrote."""
-    from beamjax.pipelines import collecting as pipeline
+    from beamjax.pipelines.tables import collect as pipeline
 
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

@@ -28,11 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import process_ids, records
-from beamjax.arrays import decode_array, encode_array
-from beamjax.dropping import Dropped, decode_file, encode_file, encode_lines
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
-from beamjax.progress import Progress, WorkerRecord
+from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
+from beamjax.storage import records
+from beamjax.storage.arrays import decode_array, encode_array
+from beamjax.telemetry import process_ids
+from beamjax.telemetry.progress import Progress, WorkerRecord
 
 FORMAT = 1
 SILENCE = 60.0
@@ -45,7 +46,7 @@ _OWN = re.compile(
 
 
 def _files() -> Any:
-    from beamjax.pipelines import files  # imports Beam only for URLs
+    from beamjax.storage import files  # imports Beam only for URLs
 
     return files
 

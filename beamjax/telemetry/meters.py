@@ -12,13 +12,13 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from beamjax.compile_time import compile_clock
-from beamjax.counts import counts
+from beamjax.bodies.compile_time import compile_clock
+from beamjax.bodies.counts import counts
+from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
-from beamjax.job_folder import JobFolder
-from beamjax.padded_bytes import padding_bytes
-from beamjax.progress import SECONDS, Range, StepCount, Tally, WorkerRecord, merged
-from beamjax.transfer_time import transfer_seconds
+from beamjax.sources.padded_bytes import padding_bytes
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.progress import SECONDS, Range, StepCount, Tally, WorkerRecord, merged
 
 EVERY = 1.0
 """Seconds between two records of a worker, in which a job that is cancelled goes on."""

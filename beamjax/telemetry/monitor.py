@@ -10,21 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax.dropping import DeadLetters, Dropped
 from beamjax.errors import JobCancelledError
-from beamjax.job_folder import JobFolder
-from beamjax.meters import Reports
-from beamjax.plan import Plan
-from beamjax.progress import (
-    Progress,
-    Tally,
-    WorkerRecord,
-    expected,
-    step_name,
-    tallies,
-)
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.timeline import Moments
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.plan.dropping import DeadLetters, Dropped
+from beamjax.plan.steps import Plan
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.meters import Reports
+from beamjax.telemetry.progress import Progress, Tally, WorkerRecord, expected, step_name, tallies
+from beamjax.telemetry.timeline import Moments
 
 _log = logging.getLogger("beamjax")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from beamjax import records
 from beamjax.errors import ArrayFormatError
-from beamjax.plan import Branch, Loop, Map, Plan, Step
+from beamjax.plan.steps import Branch, Loop, Map, Plan, Step
+from beamjax.storage import records
 
 Range = tuple[int, int, int]
 """Members [start, stop), and how often they were computed."""

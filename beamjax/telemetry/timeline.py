@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from beamjax.errors import ArrayFormatError
-from beamjax.progress import SECONDS, Progress
+from beamjax.telemetry.progress import SECONDS, Progress
 
 MOST = 400
 """Samples that are kept at most."""

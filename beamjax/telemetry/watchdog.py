@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import jax
 
-from beamjax.compile_time import compile_clock
+from beamjax.bodies.compile_time import compile_clock
+from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
-from beamjax.plan import Map, Server
-from beamjax.restaging import with_settings_of_here
-from beamjax.shards import Shard, shard_errors
-from beamjax.working_files import Entry, WorkingFile
+from beamjax.plan.steps import Map, Server
+from beamjax.runtime.shard_executor import Shard, shard_errors
+from beamjax.telemetry.working_files import Entry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
 """For a thread of this process to end that was told to."""

@@ -16,8 +16,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax import process_ids
-from beamjax.allocation import allocate
+from beamjax.storage.allocation import allocate
+from beamjax.telemetry import process_ids
 
 PREFIX = "working-"
 SLOTS = 64

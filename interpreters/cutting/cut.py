@@ -15,9 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from beamjax.interpreters.flat_program import Atom, BranchEqn, Eqn, FlatBlock, LoopEqn, Var
-from beamjax.interpreters.levels import find_levels
-from beamjax.interpreters.pieces import (
+from beamjax.interpreters.cutting.levels import find_levels
+from beamjax.interpreters.cutting.pieces import (
     BlockPiece,
     BranchPiece,
     Emission,
@@ -28,9 +27,10 @@ from beamjax.interpreters.pieces import (
     ScatterPiece,
     ServerPiece,
 )
-from beamjax.interpreters.places import Along, Place, PlacedProgram
-from beamjax.interpreters.remaking import CHEAP, Decisions, by_cost
-from beamjax.interpreters.rules import Fold, Local
+from beamjax.interpreters.cutting.remat import CHEAP, Decisions, by_cost
+from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
+from beamjax.interpreters.program import Atom, BranchEqn, Eqn, FlatBlock, LoopEqn, Var
+from beamjax.interpreters.rules.table import Fold, Local
 
 
 def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Piece]:

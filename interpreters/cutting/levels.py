@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
-from beamjax.interpreters.places import Place, PlacedProgram
-from beamjax.interpreters.rules import Fold, Local
+from beamjax.interpreters.placement.places import Place, PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
+from beamjax.interpreters.rules.table import Fold, Local
 
 
 def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:

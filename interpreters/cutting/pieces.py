@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from beamjax.interpreters.flat_program import BranchEqn, Eqn, FlatBlock, LoopEqn, Var
-from beamjax.interpreters.places import Along, Place
-from beamjax.interpreters.rules import Fold, Local
+from beamjax.interpreters.placement.places import Along, Place
+from beamjax.interpreters.program import BranchEqn, Eqn, FlatBlock, LoopEqn, Var
+from beamjax.interpreters.rules.table import Fold, Local
 
 
 @dataclass(eq=False)

@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from beamjax.costs import USUAL
-from beamjax.interpreters import rules
-from beamjax.interpreters.cost import member_cost
+from beamjax.interpreters.cutting.pieces import Emission, MapPiece
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Eqn, FlatBlock, Var
-from beamjax.interpreters.flatten import host_call
-from beamjax.interpreters.pieces import Emission, MapPiece
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.rules import Local
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Eqn, FlatBlock, Var
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.table import Local
+from beamjax.interpreters.staging.flatten import host_call
+from beamjax.interpreters.tuning.cost import member_cost
+from beamjax.plan.cost import USUAL
 
 CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
     "bj_broadcast", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "rev",

@@ -11,10 +11,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import StagingError
-from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Atom, Eqn, Var
-from beamjax.interpreters.lines import is_library
-from beamjax.interpreters.pieces import (
+from beamjax.interpreters.cutting.pieces import (
     BranchPiece,
     GatherPiece,
     LoopPiece,
@@ -24,10 +21,13 @@ from beamjax.interpreters.pieces import (
     ServerPiece,
     walk,
 )
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.readings import Local, shape_of
-from beamjax.placements import unobserved
-from beamjax.plan import size_name
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, Var
+from beamjax.interpreters.rules.readings import Local, shape_of
+from beamjax.interpreters.staging.lines import is_library
+from beamjax.ops.placements import unobserved
+from beamjax.plan.steps import size_name
 
 
 class UnknownSizeError(StagingError):

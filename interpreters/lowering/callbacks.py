@@ -10,14 +10,14 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.bodies import NotExportedError, export_body
+from beamjax.bodies.export import NotExportedError, export_body
+from beamjax.bodies.python_bodies import PythonFunction, python_body
 from beamjax.errors import StagingError
-from beamjax.interpreters.flat_program import aval_of
-from beamjax.interpreters.flatten import Eqn, host_call
-from beamjax.interpreters.lines import user_line
+from beamjax.interpreters.program import aval_of
+from beamjax.interpreters.staging.flatten import Eqn, host_call
+from beamjax.interpreters.staging.lines import user_line
 from beamjax.options import Options
-from beamjax.plan import Body
-from beamjax.restaging import PythonFunction, python_body
+from beamjax.plan.steps import Body
 
 NOT_EXPORTED = "nothing is exported here"
 

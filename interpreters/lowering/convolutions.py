@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Eqn, MemberEqn
+from beamjax.interpreters.program import Eqn, MemberEqn
 
 _FLOATS = ("float16", "float32")
 _MOST_AXES = 3

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from beamjax.dropping import Guard
 from beamjax.options import Options
-from beamjax.plan import Block, Branch, Carried, Loop, Map, Plan, Step, ValueType, walk
+from beamjax.plan.dropping import Guard
+from beamjax.plan.steps import Block, Branch, Carried, Loop, Map, Plan, Step, ValueType, walk
 
 Kept = dict[str, str]
 """For a placement, the name of the value that says who is kept so far."""

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.flat_program import Var, aval_of
-from beamjax.interpreters.pieces import MapPiece
-from beamjax.interpreters.rules import Combination, Fold, Local
-from beamjax.plan import Lane, Reduction, ValueType
-from beamjax.reducers import reducer_of
+from beamjax.interpreters.cutting.pieces import MapPiece
+from beamjax.interpreters.program import Var, aval_of
+from beamjax.interpreters.rules.table import Combination, Fold, Local
+from beamjax.numerics.reducers import reducer_of
+from beamjax.plan.steps import Lane, Reduction, ValueType
 
 
 def lanes_of(

@@ -11,20 +11,16 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax.bodies import NotExportedError, default_platform, export_body, unwrap, value_type, wrap
-from beamjax.choices import Looping
-from beamjax.costs import Cost
+from beamjax.bodies.export import (
+    NotExportedError,
+    default_platform,
+    export_body,
+    unwrap,
+    value_type,
+    wrap,
+)
 from beamjax.errors import StagingError
-from beamjax.interpreters import callbacks, masks, rules
-from beamjax.interpreters.convolutions import with_channels_last
-from beamjax.interpreters.cost import server_cost
-from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
-from beamjax.interpreters.keeping import guard_of, with_kept_members
-from beamjax.interpreters.lanes import lanes_of, saved_bytes
-from beamjax.interpreters.looping import looping_of
-from beamjax.interpreters.map_bodies import map_body, one_by_one, read
-from beamjax.interpreters.pieces import (
+from beamjax.interpreters.cutting.pieces import (
     BlockPiece,
     BranchPiece,
     GatherPiece,
@@ -35,12 +31,24 @@ from beamjax.interpreters.pieces import (
     ServerPiece,
     walk,
 )
-from beamjax.interpreters.places import Along, Place, PlacedProgram
-from beamjax.interpreters.reasons import why_on_server
-from beamjax.interpreters.rules import Combination
-from beamjax.interpreters.sizing import cost_of_member, shard_sizes
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.lowering import callbacks, masks
+from beamjax.interpreters.lowering.convolutions import with_channels_last
+from beamjax.interpreters.lowering.keeping import guard_of, with_kept_members
+from beamjax.interpreters.lowering.lanes import lanes_of, saved_bytes
+from beamjax.interpreters.lowering.map_bodies import map_body, one_by_one, read
+from beamjax.interpreters.lowering.reasons import why_on_server
+from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.table import Combination
+from beamjax.interpreters.tuning.cost import server_cost
+from beamjax.interpreters.tuning.shard_size import cost_of_member, shard_sizes
+from beamjax.interpreters.tuning.vectorize import looping_of
 from beamjax.options import Options
-from beamjax.plan import (
+from beamjax.options.choices import Looping
+from beamjax.plan.cost import Cost
+from beamjax.plan.steps import (
     Block,
     Body,
     Branch,

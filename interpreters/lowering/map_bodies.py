@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from beamjax.bodies import unwrap, wrap
-from beamjax.dropping import Guard
-from beamjax.interpreters import rules
-from beamjax.interpreters.flat_program import Atom, Eqn, Var
-from beamjax.interpreters.lanes import lane_vector
-from beamjax.interpreters.pieces import MapPiece
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.rules import Combination, Fold
-from beamjax.plan import Lane
+from beamjax.bodies.export import unwrap, wrap
+from beamjax.interpreters.cutting.pieces import MapPiece
+from beamjax.interpreters.lowering.lanes import lane_vector
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, Var
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.table import Combination, Fold
+from beamjax.plan.dropping import Guard
+from beamjax.plan.steps import Lane
 
 
 def map_body(

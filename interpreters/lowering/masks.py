@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from beamjax.interpreters.cutting.pieces import MapPiece
 from beamjax.interpreters.dimensions import is_unknown, known_size
-from beamjax.interpreters.pieces import MapPiece
-from beamjax.interpreters.readings import Fold, shape_of
+from beamjax.interpreters.rules.readings import Fold, shape_of
 
 MASKED_SECONDS = 1e-9
 """That a masked value of a member may cost, in products that are not made one."""

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax._compat import scan_counts
-from beamjax.interpreters.pieces import MapPiece
+from beamjax.interpreters.cutting.pieces import MapPiece
 
 Own = list[bool]
 """Which values each member has of its own."""

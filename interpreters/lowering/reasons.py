@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from beamjax.interpreters.flat_program import Eqn
-from beamjax.interpreters.flatten import HOST_CALLS
-from beamjax.interpreters.readings import draw_by_batch
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.readings import draw_by_batch
+from beamjax.interpreters.staging.flatten import HOST_CALLS
 
 
 def why_on_server(user: Eqn) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from beamjax.interpreters import rules
-from beamjax.interpreters.flat_program import (
+from beamjax.interpreters.placement.places import Along, Place
+from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
     Eqn,
@@ -15,7 +15,7 @@ from beamjax.interpreters.flat_program import (
     Var,
     aval_of,
 )
-from beamjax.interpreters.places import Along, Place
+from beamjax.interpreters.rules import table as rules
 
 
 class PlacementKeys:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
-from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
 
 VIEWS = frozenset(
     {

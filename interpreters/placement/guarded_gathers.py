@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.readings import Local
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
+from beamjax.interpreters.rules.readings import Local
 
 _LOGICAL = frozenset({"reduce_and", "reduce_or"})
 

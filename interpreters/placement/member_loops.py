@@ -11,7 +11,8 @@ from typing import Any
 
 from jax import lax
 
-from beamjax.interpreters.flat_program import (
+from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
+from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
     Eqn,
@@ -21,8 +22,7 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
 )
-from beamjax.interpreters.places import Along, Place, PlacedProgram
-from beamjax.interpreters.readings import Emit, Fold, Local, Shard, bind
+from beamjax.interpreters.rules.readings import Emit, Fold, Local, Shard, bind
 
 
 def read_by_members(

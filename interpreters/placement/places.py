@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, FlatProgram, Var
-from beamjax.interpreters.rules import Fold, Local
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var
+from beamjax.interpreters.rules.table import Fold, Local
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,17 @@ import math
 from collections.abc import Iterable, Mapping, Set
 
 from beamjax.errors import PlacementError, StagingError
-from beamjax.interpreters import rules
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import (
+from beamjax.interpreters.placement.demand import PlacementKeys, find_wanted, requirements
+from beamjax.interpreters.placement.gathers import share_gathers
+from beamjax.interpreters.placement.guarded_gathers import gather_from_passes
+from beamjax.interpreters.placement.member_loops import distributes, read_by_members
+from beamjax.interpreters.placement.places import Along, Border, Place, PlacedProgram
+from beamjax.interpreters.placement.regrouping import Regrouping
+from beamjax.interpreters.placement.reshaped import reshaped
+from beamjax.interpreters.placement.sliced import sliced
+from beamjax.interpreters.placement.views import drop_view, make_views
+from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
     Eqn,
@@ -24,19 +32,11 @@ from beamjax.interpreters.flat_program import (
     Var,
     WholeEqn,
 )
-from beamjax.interpreters.guarded_gathers import gather_from_passes
-from beamjax.interpreters.member_loops import distributes, read_by_members
-from beamjax.interpreters.picks import MAX_SHARE
-from beamjax.interpreters.places import Along, Border, Place, PlacedProgram
-from beamjax.interpreters.readings import shape_of
-from beamjax.interpreters.regrouping import Regrouping
-from beamjax.interpreters.reshaped import reshaped
-from beamjax.interpreters.rules import Fold, Local
-from beamjax.interpreters.sharing import share_gathers
-from beamjax.interpreters.sliced import sliced
-from beamjax.interpreters.views import drop_view, make_views
-from beamjax.interpreters.wanted import PlacementKeys, find_wanted, requirements
-from beamjax.plan import MAX_MEMBERS
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.picks import MAX_SHARE
+from beamjax.interpreters.rules.readings import shape_of
+from beamjax.interpreters.rules.table import Fold, Local
+from beamjax.plan.steps import MAX_MEMBERS
 
 
 def place(

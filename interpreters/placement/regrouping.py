@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
-from beamjax.interpreters.flatten import flatten
-from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
+from beamjax.interpreters.staging.flatten import flatten
 
 
 @dataclass(frozen=True)

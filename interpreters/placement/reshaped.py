@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from beamjax.extremes import lowest_value
-from beamjax.interpreters import rules
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Eqn, FlatBlock, Var, aval_of
-from beamjax.interpreters.folds import REDUCTIONS
-from beamjax.interpreters.places import Along, PlacedProgram
-from beamjax.interpreters.readings import bind, shape_of
-from beamjax.interpreters.regrouping import Step, is_served
-from beamjax.plan import MAX_MEMBERS
-from beamjax.reducers import REDUCERS
+from beamjax.interpreters.placement.places import Along, PlacedProgram
+from beamjax.interpreters.placement.regrouping import Step, is_served
+from beamjax.interpreters.program import Eqn, FlatBlock, Var, aval_of
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.folds import REDUCTIONS
+from beamjax.interpreters.rules.readings import bind, shape_of
+from beamjax.numerics.extremes import lowest_value
+from beamjax.numerics.reducers import REDUCERS
+from beamjax.plan.steps import MAX_MEMBERS
 
 MAX_ROWS = 8
 """Of a table that each shard sends, for few members; for more, the square root of their number."""

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from beamjax import primitives
-from beamjax.interpreters import rules
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatProgram, Var, aval_of
-from beamjax.interpreters.places import Along
-from beamjax.interpreters.prune import prune
-from beamjax.interpreters.readings import Local, Shard
-from beamjax.plan import MAX_MEMBERS
+from beamjax.interpreters.placement.places import Along
+from beamjax.interpreters.program import Atom, Eqn, FlatProgram, Var, aval_of
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.readings import Local, Shard
+from beamjax.interpreters.staging.prune import prune
+from beamjax.ops import primitives
+from beamjax.plan.steps import MAX_MEMBERS
 
 
 def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:

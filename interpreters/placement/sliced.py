@@ -14,13 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from beamjax.interpreters import rules
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Atom, Eqn, FlatBlock, Var
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.readings import Combination, Fold, Local, Shard, bind, replaced, shape_of
-from beamjax.interpreters.regrouping import Step, is_served
-from beamjax.reducers import REDUCERS
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.placement.regrouping import Step, is_served
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.readings import (
+    Combination,
+    Fold,
+    Local,
+    Shard,
+    bind,
+    replaced,
+    shape_of,
+)
+from beamjax.numerics.reducers import REDUCERS
 
 MIN_SHARE = 0.5
 """Of the members that a slice has, below which all of them are not computed for it."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from beamjax.interpreters.flat_program import Eqn, FlatProgram, Var
-from beamjax.interpreters.places import Along
-from beamjax.interpreters.row_maps import is_cut, move_cuts
+from beamjax.interpreters.placement.places import Along
+from beamjax.interpreters.placement.row_maps import is_cut, move_cuts
+from beamjax.interpreters.program import Eqn, FlatProgram, Var
 
 
 def make_views(

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from beamjax.combining import combine_of, fold_members
-from beamjax.extremes import lowest_value
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Eqn, aval_of
-from beamjax.interpreters.picks import MAX_SHARE
-from beamjax.interpreters.readings import (
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.rules.picks import MAX_SHARE
+from beamjax.interpreters.rules.readings import (
     Axes,
     Combination,
     Local,
@@ -33,7 +31,9 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
-from beamjax.plan import MAX_MEMBERS
+from beamjax.numerics.extremes import lowest_value
+from beamjax.ops.combining import combine_of, fold_members
+from beamjax.plan.steps import MAX_MEMBERS
 
 # --- by a function of the user
 

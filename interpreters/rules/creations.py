@@ -13,9 +13,9 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Eqn
-from beamjax.interpreters.memberwise import at_shard_size
-from beamjax.interpreters.readings import (
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.memberwise import at_shard_size
+from beamjax.interpreters.rules.readings import (
     Local,
     Shard,
     bind,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.combinations import reduce_bits
-from beamjax.interpreters.flat_program import Eqn, aval_of
-from beamjax.interpreters.readings import (
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.rules.combinations import reduce_bits
+from beamjax.interpreters.rules.readings import (
     Axes,
     Fold,
     Local,
@@ -23,7 +23,7 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
-from beamjax.reducers import REDUCERS
+from beamjax.numerics.reducers import REDUCERS
 
 REDUCTIONS = {
     "reduce_sum": "sum",

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from beamjax.interpreters.flat_program import Eqn, aval_of
-from beamjax.interpreters.picks import pick_gathered
-from beamjax.interpreters.readings import (
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.rules.picks import pick_gathered
+from beamjax.interpreters.rules.readings import (
     Axes,
     Fold,
     Local,
@@ -20,8 +20,8 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
-from beamjax.interpreters.writes import write_scattered
-from beamjax.reducers import REDUCERS
+from beamjax.interpreters.rules.writes import write_scattered
+from beamjax.numerics.reducers import REDUCERS
 
 
 def _remaining(rank: int, *gone: Sequence[int]) -> list[int]:

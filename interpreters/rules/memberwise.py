@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from beamjax.interpreters.flat_program import Eqn, aval_of
-from beamjax.interpreters.member_indices import clamped
-from beamjax.interpreters.picks import pick_rows
-from beamjax.interpreters.readings import (
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.rules.member_indices import clamped
+from beamjax.interpreters.rules.picks import pick_rows
+from beamjax.interpreters.rules.readings import (
     Axes,
     Fold,
     Local,
@@ -29,7 +29,7 @@ from beamjax.interpreters.readings import (
     rule,
     shape_of,
 )
-from beamjax.interpreters.writes import write_rows
+from beamjax.interpreters.rules.writes import write_rows
 
 # --- placed operators
 

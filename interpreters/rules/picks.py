@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from beamjax.bodies import unwrap, value_type
+from beamjax.bodies.export import unwrap, value_type
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Eqn, aval_of
-from beamjax.interpreters.member_indices import OUTSIDE, bounded
-from beamjax.interpreters.readings import Fold, Shard, bind, replaced, shape_of
-from beamjax.reducers import PICK
-from beamjax.survivors import hole_of
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded
+from beamjax.interpreters.rules.readings import Fold, Shard, bind, replaced, shape_of
+from beamjax.numerics.reducers import PICK
+from beamjax.runtime.failing_members import hole_of
 
 MAX_SHARE = 0.5
 """Of the members, past which all are gathered."""

@@ -13,9 +13,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Eqn
-from beamjax.interpreters.lines import user_line
-from beamjax.interpreters.member_indices import OUTSIDE
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.member_indices import OUTSIDE
+from beamjax.interpreters.staging.lines import user_line
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis along which its members lie; None on the server."""

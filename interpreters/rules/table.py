@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from beamjax.interpreters import combinations, folds, indexing, memberwise
-from beamjax.interpreters.creations import CREATE
-from beamjax.interpreters.flat_program import Eqn
-from beamjax.interpreters.memberwise import ELEMENTWISE
-from beamjax.interpreters.readings import (
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules import combinations, folds, indexing, memberwise
+from beamjax.interpreters.rules.creations import CREATE
+from beamjax.interpreters.rules.memberwise import ELEMENTWISE
+from beamjax.interpreters.rules.readings import (
     RULES,
     Axes,
     Combination,

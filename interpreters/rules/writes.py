@@ -10,10 +10,10 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Eqn
-from beamjax.interpreters.member_indices import OUTSIDE, bounded, clamped
-from beamjax.interpreters.readings import Local, Shard, bind, replaced, shape_of
-from beamjax.plan import MAX_MEMBERS
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded, clamped
+from beamjax.interpreters.rules.readings import Local, Shard, bind, replaced, shape_of
+from beamjax.plan.steps import MAX_MEMBERS
 
 
 def write_rows(eqn: Eqn, axis: int, n: Any) -> Local | None:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Atom, BranchEqn, LoopEqn, Var, effects_of
+from beamjax.interpreters.program import Atom, BranchEqn, LoopEqn, Var, effects_of
 
 if TYPE_CHECKING:
-    from beamjax.interpreters.flatten import Inliner
+    from beamjax.interpreters.staging.flatten import Inliner
 
 
 def scan_loop(

@@ -27,9 +27,9 @@ from typing import Any
 
 import jax
 
-from beamjax import api
-from beamjax.layouts import AnyMesh
-from beamjax.placements import activate
+from beamjax.ops import operators as api
+from beamjax.ops.placements import activate
+from beamjax.ops.sharding import AnyMesh
 
 OPERATORS = ("broadcast", "map_fn", "reduce_mean", "reduce_sum", "reduce_weighted_mean")
 

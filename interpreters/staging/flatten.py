@@ -20,8 +20,8 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import StagingError
-from beamjax.interpreters import control_flow, dimensions
-from beamjax.interpreters.flat_program import (
+from beamjax.interpreters import dimensions
+from beamjax.interpreters.program import (
     Atom,
     Eqn,
     FlatBlock,
@@ -31,11 +31,12 @@ from beamjax.interpreters.flat_program import (
     aval_of,
     is_placed_operator,
 )
-from beamjax.interpreters.float0 import FLOAT0, without_float0
-from beamjax.interpreters.hoist import hoist
-from beamjax.interpreters.lines import user_line
-from beamjax.interpreters.prune import prune
-from beamjax.interpreters.ravels import Ravels
+from beamjax.interpreters.staging import control_flow
+from beamjax.interpreters.staging.float0 import FLOAT0, without_float0
+from beamjax.interpreters.staging.hoist import hoist
+from beamjax.interpreters.staging.lines import user_line
+from beamjax.interpreters.staging.prune import prune
+from beamjax.interpreters.staging.ravels import Ravels
 
 # Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
 CALLS = frozenset(

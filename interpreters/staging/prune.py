@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from beamjax import _compat
-from beamjax.interpreters.flat_program import Eqn, FlatBlock, FlatProgram, Var
+from beamjax.interpreters.program import Eqn, FlatBlock, FlatProgram, Var
 
 
 def prune(flat: FlatProgram) -> None:

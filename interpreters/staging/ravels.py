@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from beamjax.interpreters.flat_program import Atom, Eqn, Var, aval_of
+from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 VECTORS = (((0,), (0,)), ((), ()))

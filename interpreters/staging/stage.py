@@ -16,13 +16,13 @@ from jax.extend import core as jex
 from beamjax import _compat
 from beamjax.call_checks import refuse_tracers
 from beamjax.errors import StructureError
-from beamjax.interpreters import drjax
+from beamjax.interpreters.cutting.unknown_sizes import explained
 from beamjax.interpreters.dimensions import is_unknown, members_of_streams
-from beamjax.interpreters.unknown import explained
-from beamjax.leaves import name_of
-from beamjax.placements import observe
-from beamjax.snapshots import is_immutable
+from beamjax.interpreters.staging import drjax
+from beamjax.ops.leaves import name_of
+from beamjax.ops.placements import observe
 from beamjax.sources.source_base import Source, StreamSource
+from beamjax.storage.snapshots import is_immutable
 
 
 @dataclass(frozen=True)

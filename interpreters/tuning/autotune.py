@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax import plan_cache, probe
-from beamjax.bodies import default_platform
-from beamjax.choices import Choices, Looping, Trial, read_choices, write_json
+from beamjax.bodies.export import default_platform
 from beamjax.errors import BeamjaxError, OptionsError
-from beamjax.interpreters import planner
-from beamjax.interpreters.lower import lower_passes
-from beamjax.interpreters.pieces import Piece
-from beamjax.interpreters.places import PlacedProgram
+from beamjax.interpreters.cutting.pieces import Piece
+from beamjax.interpreters.lowering.lower import lower_passes
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.tuning import plan_cache, probe
+from beamjax.interpreters.tuning import search as planner
 from beamjax.options import Options
-from beamjax.plan import Map, Plan, walk
+from beamjax.options.choices import Choices, Looping, Trial, read_choices, write_json
+from beamjax.plan.steps import Map, Plan, walk
 
 WORTH_SECONDS = 5.0
 """Of the passes of a program, at which a probe pays. They are told by what is counted, and so are

@@ -13,15 +13,15 @@ from typing import Any
 
 import jax
 
-from beamjax.choices import Looping
-from beamjax.costs import Cost
 from beamjax.errors import BeamjaxError
-from beamjax.inputs import raw_array
-from beamjax.interpreters.sizing import MAX_SHARD_BYTES, power_of_two
-from beamjax.interpreters.stage import Argument
-from beamjax.padded_bytes import bucket_shares, padding_text
-from beamjax.padding import MORE_PADDING
-from beamjax.plan import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
+from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.tuning.shard_size import MAX_SHARD_BYTES, power_of_two
+from beamjax.options.choices import Looping
+from beamjax.plan.cost import Cost
+from beamjax.plan.steps import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
+from beamjax.runtime.inputs import raw_array
+from beamjax.sources.padded_bytes import bucket_shares, padding_text
+from beamjax.sources.padding import MORE_PADDING
 from beamjax.sources.source_base import Source
 
 Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]

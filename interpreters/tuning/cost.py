@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax.costs import Cost
+from beamjax.interpreters.cutting.pieces import MapPiece, ServerPiece
 from beamjax.interpreters.dimensions import is_unknown, known_size
-from beamjax.interpreters.flat_program import BranchEqn, Eqn, LoopEqn, MemberEqn
-from beamjax.interpreters.pieces import MapPiece, ServerPiece
+from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
+from beamjax.plan.cost import Cost
 
 GUESSED_ROUNDS = 10
 """Of loops that go on while a condition on their data holds."""

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from beamjax import _compat
-from beamjax.choices import write_json
+from beamjax.options.choices import write_json
 
 VARIABLE = "BEAMJAX_PLANNER_CACHE"
 MAX_BYTES = 1 << 20
@@ -32,7 +32,9 @@ def folder() -> Path | None:
         return None
     try:
         if given is None:
-            from beamjax.pipelines.tools import cache_folder  # of what else takes long to make
+            from beamjax.pipelines.clusters.programs import (
+                cache_folder,  # of what else takes long to make
+            )
 
             return cache_folder("planner")
         Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import BeamjaxError
-from beamjax.fan_out import is_in_files
 from beamjax.options import Options
-from beamjax.plan import Map, Plan, ValueType
-from beamjax.shards import Shard, ShardExecutor, add_computed, new_accumulators
-from beamjax.xla_threads import compute_device
+from beamjax.plan.merging import is_in_files
+from beamjax.plan.steps import Map, Plan, ValueType
+from beamjax.runtime.shard_executor import Shard, ShardExecutor, add_computed, new_accumulators
 
 REPEATED_SECONDS = 0.1
 """A shard is computed again until so much time has passed; the best time counts."""

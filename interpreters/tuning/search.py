@@ -14,14 +14,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax.choices import MULTIPLE, Looping, Trial
-from beamjax.costs import USUAL
-from beamjax.interpreters import sizing
-from beamjax.interpreters.cost import GUESSED_ROUNDS, piece_waits_for_data
-from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.flat_program import Eqn, MemberEqn
-from beamjax.interpreters.map_bodies import goes_one_by_one
-from beamjax.interpreters.pieces import (
+from beamjax.interpreters.cutting.pieces import (
     BlockPiece,
     BranchPiece,
     GatherPiece,
@@ -31,7 +24,14 @@ from beamjax.interpreters.pieces import (
     ScatterPiece,
     ServerPiece,
 )
-from beamjax.plan import Map, Plan, walk
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
+from beamjax.interpreters.program import Eqn, MemberEqn
+from beamjax.interpreters.tuning import shard_size as sizing
+from beamjax.interpreters.tuning.cost import GUESSED_ROUNDS, piece_waits_for_data
+from beamjax.options.choices import MULTIPLE, Looping, Trial
+from beamjax.plan.cost import USUAL
+from beamjax.plan.steps import Map, Plan, walk
 
 GAIN = 1.15
 """How much faster another choice has to be than that of the rule; less may be noise."""

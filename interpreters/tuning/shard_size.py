@@ -15,16 +15,16 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax.costs import USUAL, Cost
 from beamjax.errors import OptionsError
-from beamjax.interpreters.callbacks import reason_for_python
-from beamjax.interpreters.cost import member_cost
+from beamjax.interpreters.cutting.pieces import Emission, MapPiece, Piece, walk
 from beamjax.interpreters.dimensions import is_unknown, known_size
-from beamjax.interpreters.map_bodies import goes_one_by_one
-from beamjax.interpreters.pieces import Emission, MapPiece, Piece, walk
-from beamjax.interpreters.places import PlacedProgram
-from beamjax.interpreters.rules import Local
+from beamjax.interpreters.lowering.callbacks import reason_for_python
+from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.rules.table import Local
+from beamjax.interpreters.tuning.cost import member_cost
 from beamjax.options import Options
+from beamjax.plan.cost import USUAL, Cost
 
 CACHE_BYTES = 1 << 20
 MULTIPLE = 8

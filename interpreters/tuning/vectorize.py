@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax.choices import Looping
-from beamjax.interpreters import sizing
+from beamjax.interpreters.cutting.pieces import MapPiece
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.map_bodies import goes_one_by_one
-from beamjax.interpreters.own_kernels import convolves_by_member
-from beamjax.interpreters.pieces import MapPiece
+from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
+from beamjax.interpreters.lowering.own_kernels import convolves_by_member
+from beamjax.interpreters.tuning import shard_size as sizing
 from beamjax.options import Options
-from beamjax.plan import Lane
+from beamjax.options.choices import Looping
+from beamjax.plan.steps import Lane
 
 VMAP = Looping()
 

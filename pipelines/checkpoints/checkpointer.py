@@ -9,27 +9,35 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from beamjax import fingerprints
-from beamjax.arrays import decode_arrays
-from beamjax.checkpoints import Array, Checkpoint, Members, Record, Rows, Stored, members_file
 from beamjax.errors import ArrayFormatError, CheckpointError
-from beamjax.file_hashes import FileHashes
-from beamjax.inputs import Inputs
-from beamjax.liveness import Position, live_at, loops_at
+from beamjax.numerics.provenance import UNKNOWN
 from beamjax.options import Options
-from beamjax.pipelines import files
-from beamjax.pipelines.checkpoint_folder import CheckpointFolder
-from beamjax.pipelines.checkpoint_records import (
+from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.pipelines.checkpoints.records import (
     FolderStore,
     check_type,
     entry_type,
     record_of,
     ref_of,
 )
-from beamjax.pipelines.members import MembersSource
-from beamjax.pipelines.values import leaf_spec
-from beamjax.plan import Block, Plan, ValueType
-from beamjax.provenance import UNKNOWN
+from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.values import leaf_spec
+from beamjax.plan.liveness import Position, live_at, loops_at
+from beamjax.plan.steps import Block, Plan, ValueType
+from beamjax.runtime import fingerprints
+from beamjax.runtime.checkpoints import (
+    Array,
+    Checkpoint,
+    Members,
+    Record,
+    Rows,
+    Stored,
+    members_file,
+)
+from beamjax.runtime.inputs import Inputs
+from beamjax.sources.arrays.file_hashes import FileHashes
+from beamjax.storage import files
+from beamjax.storage.arrays import decode_arrays
 
 ROWS = 1024
 """Small entries of a stacked result in one array; after that many it is not written again."""

@@ -1,6 +1,6 @@
 """A folder of checkpoints: the last ones of one run, with the files that their values are in.
 
-    00000012.checkpoint   a manifest, see `beamjax.checkpoints`
+    00000012.checkpoint   a manifest, see `beamjax.runtime.checkpoints`
     *.arrays, *.members   values, under names that are unique or hashes of the content
     inputs.record         hashes of the files that are inputs
     lock                  held by the process whose run this is
@@ -21,10 +21,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from beamjax import checkpoints, records
-from beamjax.checkpoints import Checkpoint
 from beamjax.errors import ArrayFormatError, CheckpointError
-from beamjax.pipelines import files as file_io
+from beamjax.runtime import checkpoints
+from beamjax.runtime.checkpoints import Checkpoint
+from beamjax.storage import files as file_io
+from beamjax.storage import records
 
 MANIFEST = re.compile(r"(\d{8,18})\.checkpoint")
 INPUTS = f"inputs{records.SUFFIX}"

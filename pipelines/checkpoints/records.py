@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays
-from beamjax.checkpoints import Array, Record, Stored
 from beamjax.errors import ArrayFormatError
-from beamjax.pipelines.checkpoint_folder import CheckpointFolder
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.plan import ValueType
-from beamjax.stored_dtypes import dtype_name
+from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.plan.steps import ValueType
+from beamjax.runtime.checkpoints import Array, Record, Stored
+from beamjax.storage.arrays import decode_arrays
+from beamjax.storage.dtypes import dtype_name
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import encode_arrays, plain_array
-from beamjax.checkpoints import (
+from beamjax.errors import ArrayFormatError
+from beamjax.options import Options
+from beamjax.pipelines.checkpoints.checkpointer import BaseKeeper
+from beamjax.pipelines.checkpoints.folder import held
+from beamjax.pipelines.checkpoints.records import check_kind, entry_type, record_of, ref_of
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.values import Placed, Served, Value, scattered, stack_of
+from beamjax.plan.steps import Plan, ValueType
+from beamjax.runtime.checkpoints import (
     Array,
     Entry,
     Given,
@@ -30,18 +38,10 @@ from beamjax.checkpoints import (
     Stored,
     members_file,
 )
-from beamjax.errors import ArrayFormatError
-from beamjax.inputs import Inputs
-from beamjax.options import Options
-from beamjax.pipelines import files
-from beamjax.pipelines.checkpoint_folder import held
-from beamjax.pipelines.checkpoint_records import check_kind, entry_type, record_of, ref_of
-from beamjax.pipelines.checkpointing import BaseKeeper
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.values import Placed, Served, Value, scattered, stack_of
-from beamjax.plan import Plan, ValueType
+from beamjax.runtime.inputs import Inputs
 from beamjax.sources.source_base import open_spec
+from beamjax.storage import files
+from beamjax.storage.arrays import encode_arrays, plain_array
 
 FILE_BYTES = 16 << 20
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import jars, processes, tools
-from beamjax.pipelines.processes import LOOPBACK, Process
-from beamjax.pipelines.worker_pool import READY
+from beamjax.pipelines.clusters import jars, processes
+from beamjax.pipelines.clusters import programs as tools
+from beamjax.pipelines.clusters.processes import LOOPBACK, Process
+from beamjax.pipelines.clusters.worker_pool import READY
 
 WORKERS = "beamjax-workers"
 """The name by which every task manager knows its own pool."""
@@ -233,7 +234,7 @@ def _start(folder: Path, cluster: Cluster) -> None:
 
     started = []
     for number, host in enumerate(cluster.pools):
-        pool = [sys.executable, "-m", "beamjax.pipelines.worker_pool"]
+        pool = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool"]
         pool += [f"--host={host}", f"--port={cluster.pool_port}"]
         started.append(processes.start(f"workers-{number}", pool, folder))
     entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from beamjax.pipelines import flink_cluster
-from beamjax.pipelines.flink_cluster import Settings
+from beamjax.pipelines.clusters import flink_cluster
+from beamjax.pipelines.clusters.flink_cluster import Settings
 
 _HELP = {
     "taskmanagers": "how many task managers, each with a pool of Python workers of its own",

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from beamjax.pipelines import tools
+from beamjax.pipelines.clusters import programs as tools
 
 _OPENED = ("lang", "util", "nio", "io", "util.concurrent", "net", "lang.reflect", "text", "time")
 JAVA_OPTIONS = (

@@ -19,7 +19,7 @@ import grpc
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, PortableOptions
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import guard, jars, processes
+from beamjax.pipelines.clusters import guard, jars, processes
 
 _SECONDS_TO_START = 90.0
 _SECONDS_TO_ANSWER = 60.0

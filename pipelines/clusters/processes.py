@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from beamjax import process_ids
+from beamjax.telemetry import process_ids
 
 LOOPBACK = "127.0.0.1"
 _SECONDS_TO_STOP = 10.0

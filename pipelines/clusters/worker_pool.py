@@ -111,7 +111,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
 
 def supervise(arguments: list[str]) -> None:
     """Runs a pool as a child process, and another one whenever it dies."""
-    command = [sys.executable, "-m", "beamjax.pipelines.worker_pool", *arguments]
+    command = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool", *arguments]
     command.append(f"--supervisor={os.getpid()}")
     while True:
         child = subprocess.Popen(command)
@@ -123,7 +123,7 @@ def supervise(arguments: list[str]) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Runs a pool until it is stopped."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m beamjax.pipelines.worker_pool")
+    parser = argparse.ArgumentParser(prog="python -m beamjax.pipelines.clusters.worker_pool")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=50001, help="port to listen at")
     parser.add_argument("--supervisor", type=int, help=argparse.SUPPRESS)
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     server = serve(arguments.host, arguments.port, loaded)
     import jax
 
-    import beamjax.pipelines.workers  # noqa: F401  (so that the first job finds it loaded)
+    import beamjax.pipelines.worker.map_shards  # noqa: F401  (so that the first job finds it loaded)
 
     # The device is taken before the first job, and a machine without one is told at once.
     print(f"devices: {jax.devices()}", flush=True)

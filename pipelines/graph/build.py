@@ -13,10 +13,22 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
-from beamjax.fan_out import FanOut, fan_out, workers_of
-from beamjax.machine import Machine
-from beamjax.one_pass import open_placements
-from beamjax.pipelines.combiners import (
+from beamjax.pipelines.graph.counting import count_members
+from beamjax.pipelines.graph.elements import Environment
+from beamjax.pipelines.graph.results import ReadMembers
+from beamjax.pipelines.graph.streaming import LoadBlocks, ReadStreams, WriteBlocks
+from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.map_shards import (
+    DROPPED,
+    PARTIALS,
+    MapShards,
+    Ranges,
+    RunServer,
+    combined,
+)
+from beamjax.pipelines.worker.merge import (
     Assemble,
     AssignGroups,
     FinishCombine,
@@ -26,17 +38,12 @@ from beamjax.pipelines.combiners import (
     PartsOfBlocks,
     PartsOfSource,
 )
-from beamjax.pipelines.connections import Connection
-from beamjax.pipelines.counting import count_members
-from beamjax.pipelines.elements import Environment
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.results import ReadMembers
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.streaming import LoadBlocks, ReadStreams, WriteBlocks
-from beamjax.pipelines.tasks import AnyStep, Sources, StoredBody, Task, store_body
-from beamjax.pipelines.wide import FinishSections, MergeSectionGroup
-from beamjax.pipelines.workers import DROPPED, PARTIALS, MapShards, Ranges, RunServer, combined
-from beamjax.plan import Gather, Map, Plan, Scatter, Server, size_name
+from beamjax.pipelines.worker.merge_in_files import FinishSections, MergeSectionGroup
+from beamjax.pipelines.worker.tasks import AnyStep, Sources, StoredBody, Task, store_body
+from beamjax.plan.merging import FanOut, fan_out, workers_of
+from beamjax.plan.one_pass import open_placements
+from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
+from beamjax.runtime.worker_environment import Machine
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""

@@ -11,10 +11,10 @@ from apache_beam import typehints
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.errors import SourceError
-from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StepFn
-from beamjax.plan import size_name
+from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.plan.steps import size_name
 
 Range = tuple[int, int]
 """Members [start, stop)."""

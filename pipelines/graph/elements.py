@@ -1,7 +1,7 @@
 """What travels between the steps of a pipeline, and the coders that turn it to bytes.
 
 The coders are deterministic, and nothing in an element is pickled: arrays and names go through
-`beamjax.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A partial
+`beamjax.storage.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A partial
 result is a plain `tuple[str, bytes]` (lane, encoded accumulator), for which Beam has coders.
 """
 
@@ -14,11 +14,11 @@ import numpy as np
 from apache_beam.coders.coders import Coder
 from apache_beam.coders.typecoders import registry
 
-from beamjax import arrays as wire
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.provenance import UNKNOWN, Provenance
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.storage import arrays as wire
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Environment:
 
 
 class _Coder(Coder, Generic[T]):
-    """A deterministic coder of one type, through `beamjax.arrays`."""
+    """A deterministic coder of one type, through `beamjax.storage.arrays`."""
 
     element: type
 

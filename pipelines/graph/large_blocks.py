@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from beamjax.pipelines.elements import Block
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.graph.elements import Block
+from beamjax.pipelines.values.store import Store
 
 LIMIT_BYTES = (64 << 20) - (64 << 10)
 """Of the values in a block; an element of 64 MiB has a header too."""

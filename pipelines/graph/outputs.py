@@ -11,12 +11,9 @@ from dataclasses import replace
 import apache_beam as beam
 from apache_beam import typehints
 
-from beamjax.dropping import Dropped
-from beamjax.kept import NOTHING, Kept
-from beamjax.one_pass import open_placements
-from beamjax.pipelines import files
-from beamjax.pipelines.build import Graph
-from beamjax.pipelines.results import (
+from beamjax.numerics.provenance import UNKNOWN
+from beamjax.pipelines.graph.build import Graph
+from beamjax.pipelines.graph.results import (
     WriteDropped,
     WritePlaced,
     WriteServed,
@@ -25,9 +22,12 @@ from beamjax.pipelines.results import (
     find_provenance,
     read_served,
 )
-from beamjax.pipelines.values import Placed, Served, members
-from beamjax.plan import size_name
-from beamjax.provenance import UNKNOWN
+from beamjax.pipelines.values.values import Placed, Served, members
+from beamjax.plan.dropping import Dropped
+from beamjax.plan.one_pass import open_placements
+from beamjax.plan.steps import size_name
+from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.storage import files
 
 
 class Outputs:

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.dropping import Dropped, decode_file, encode_file
 from beamjax.errors import ArrayFormatError, WorkerError
-from beamjax.kept import NOTHING, Kept
-from beamjax.pipelines import files
-from beamjax.pipelines.elements import Block, Environment, EnvironmentCoder
-from beamjax.pipelines.large_blocks import cut
-from beamjax.pipelines.members import MembersSource
-from beamjax.pipelines.step_metrics import StepTimes
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, StepFn
-from beamjax.pipelines.values import leaf_spec
-from beamjax.plan import Plan
-from beamjax.provenance import UNKNOWN, Provenance, merged
-from beamjax.shards import shards
+from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
+from beamjax.pipelines.graph.elements import Block, Environment, EnvironmentCoder
+from beamjax.pipelines.graph.large_blocks import cut
+from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.values import leaf_spec
+from beamjax.pipelines.worker.metrics import StepTimes
+from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.plan.dropping import Dropped, decode_file, encode_file
+from beamjax.plan.steps import Plan
+from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.shard_executor import shards
+from beamjax.storage import files
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".arrays"
 FILE_BYTES = 4 << 20

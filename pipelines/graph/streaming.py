@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from apache_beam.transforms.window import GlobalWindows
 
-from beamjax.chunks import Streams
-from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.large_blocks import whole
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import Sources, StepFn
+from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.graph.large_blocks import whole
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.sources.source_base import StreamSource
+from beamjax.sources.streams.chunks import Streams
 
 DEAL_BYTES = 1 << 22
 """Of the blocks that are dealt to a worker together."""

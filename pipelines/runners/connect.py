@@ -20,10 +20,10 @@ from apache_beam.utils.interactive_utils import is_in_ipython
 
 from beamjax.errors import OptionsError
 from beamjax.options import Options
-from beamjax.pipelines import dataflow, direct, flink, prism, spark
-from beamjax.pipelines.job_servers import loops_back
+from beamjax.pipelines.clusters.job_servers import loops_back
 from beamjax.pipelines.quick_options import QuickOptions
-from beamjax.worker_processes import computing_threads
+from beamjax.pipelines.runners import dataflow, direct, flink, prism, spark
+from beamjax.pipelines.topology import computing_threads
 
 RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.

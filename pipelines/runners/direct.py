@@ -11,7 +11,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.portability import python_urns
 from apache_beam.runners.portability import fn_api_runner
 
-from beamjax.pipelines import direct_worker
+from beamjax.pipelines.worker import direct_worker
 
 
 class FnApiRunner(fn_api_runner.FnApiRunner):

@@ -11,16 +11,17 @@ from typing import Any
 from apache_beam.options.pipeline_options import GoogleCloudOptions, TestOptions
 
 from beamjax.errors import OptionsError
-from beamjax.inputs import Inputs
-from beamjax.monitor import Monitor
 from beamjax.options import Options
-from beamjax.pipelines import build, files
-from beamjax.pipelines.connections import connect
+from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher, new_pipeline
-from beamjax.pipelines.runners import drive, sources_for, store_program
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.values import Value
-from beamjax.plan import Plan
+from beamjax.pipelines.run import drive, sources_for, store_program
+from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.values import Value
+from beamjax.plan.steps import Plan
+from beamjax.runtime.inputs import Inputs
+from beamjax.storage import files
+from beamjax.telemetry.monitor import Monitor
 
 
 @dataclass(frozen=True)

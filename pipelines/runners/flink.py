@@ -12,8 +12,8 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import flink_cluster, jars, job_servers, orphans
-from beamjax.pipelines.cluster_options import ClusterOptions
+from beamjax.pipelines.clusters import flink_cluster, jars, job_servers, orphans
+from beamjax.pipelines.runners.cluster_options import ClusterOptions
 
 _EMBEDDED = ("[local]", "[auto]")
 _LOG = logging.getLogger("beamjax")

@@ -18,7 +18,7 @@ from apache_beam.runners.portability import local_job_service
 from apache_beam.runners.portability.fn_api_runner import worker_handlers
 from apache_beam.runners.worker import worker_pool_main
 
-from beamjax.pipelines.processes import LOOPBACK
+from beamjax.pipelines.clusters.processes import LOOPBACK
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
 """One address, not a name that has two: a free port of the first may be taken at the second."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from apache_beam.options.pipeline_options import PipelineOptions
 
-import beamjax.pipelines.cluster_options  # noqa: F401  (adds its flags to Beam's)
+import beamjax.pipelines.runners.cluster_options  # noqa: F401  (adds its flags to Beam's)
+from beamjax._text import hint
 from beamjax.errors import OptionsError
 from beamjax.options import OWN
-from beamjax.suggestions import hint
 
 _ALL_IN_PYTHON = ("local", "direct", "fnapi", "dataflow")
 

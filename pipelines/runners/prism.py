@@ -22,7 +22,8 @@ from apache_beam.runners.portability.prism_runner import PrismJobServer
 from apache_beam.version import __version__ as beam_version
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines import job_servers, tools
+from beamjax.pipelines.clusters import job_servers
+from beamjax.pipelines.clusters import programs as tools
 
 MODULE = "github.com/apache/beam/sdks/v2"
 PACKAGE = "go/cmd/prism"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from apache_beam.options.pipeline_options import PipelineOptions, SparkRunnerOptions
 
-from beamjax.pipelines import job_servers
+from beamjax.pipelines.clusters import job_servers
 
 _LOOPBACK = (
     "-Dspark.driver.bindAddress=127.0.0.1",

@@ -13,17 +13,17 @@ from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.timestamp import MIN_TIMESTAMP
 from apache_beam.utils.windowed_value import WindowedValue
 
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.collecting import Block, Collecting, encoded, gathered
 from beamjax.errors import StructureError
 from beamjax.options import Options
-from beamjax.pipelines.connections import connect
-from beamjax.pipelines.failures import transform_errors
 from beamjax.pipelines.launch import new_pipeline, run_steps
-from beamjax.pipelines.runners import temporary_store
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StepFn
-from beamjax.sources.one_member import shown
+from beamjax.pipelines.run import temporary_store
+from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.errors import transform_errors
+from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.shuffle.collecting import Block, Collecting, encoded, gathered
+from beamjax.sources.streams.one_member import shown
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 BLOCKS, GATHER, LIST, WRITE = "Write blocks", "Gather blocks", "List blocks", "Write members"
 _OWN = "beamjax"

@@ -11,16 +11,16 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
-from beamjax.dealt_rows import DealtRows
 from beamjax.options import Options
-from beamjax.pipelines.connections import connect
 from beamjax.pipelines.launch import new_pipeline, run_steps
-from beamjax.pipelines.runners import temporary_store
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StepFn
+from beamjax.pipelines.run import temporary_store
+from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.shuffle.dealt_rows import DealtRows
+from beamjax.shuffle.table_parts import Grouping
 from beamjax.sources.live_sources import live_spec, register, release
 from beamjax.sources.source_base import Source, open_spec
-from beamjax.table_parts import Grouping
 
 DEAL, LIST, WRITE = "Deal rows", "List files", "Write groups"
 

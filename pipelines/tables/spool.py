@@ -17,18 +17,14 @@ import numpy as np
 from apache_beam import typehints
 
 from beamjax import _compat
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.chunks import blocks_of, check_count
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
-from beamjax.pipelines import files
-from beamjax.pipelines.connections import Connection, connect
+from beamjax.pipelines.graph.results import FILE_BYTES
 from beamjax.pipelines.launch import new_pipeline, run_steps
-from beamjax.pipelines.results import FILE_BYTES
-from beamjax.pipelines.runners import opened_streams, temporary_store
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StepFn
-from beamjax.sources.chunk_source import ChunkSource
+from beamjax.pipelines.run import opened_streams, temporary_store
+from beamjax.pipelines.runners.connect import Connection, connect
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -39,7 +35,11 @@ from beamjax.sources.source_base import (
     natural,
     open_spec,
 )
-from beamjax.spool import spool
+from beamjax.sources.streams.chunk_source import ChunkSource
+from beamjax.sources.streams.chunks import blocks_of, check_count
+from beamjax.sources.streams.spool import spool
+from beamjax.storage import files
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".members"
 

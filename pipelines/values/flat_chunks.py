@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from beamjax import aligned
 from beamjax.errors import ArrayFormatError
+from beamjax.storage import aligned
 
 CHUNK_OVERHEAD = 256
 """Bytes of a chunk in its file besides its values, at most: header and alignment."""

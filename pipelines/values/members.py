@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import decode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines import files
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.sources.member_files import MemberFiles
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.sources.arrays.member_files import MemberFiles
 from beamjax.sources.source_base import LeafSpec, Source, field, natural, open_spec
-from beamjax.stored_dtypes import dtype_from_name
+from beamjax.storage import files
+from beamjax.storage.arrays import decode_arrays
+from beamjax.storage.dtypes import dtype_from_name
 
 SUFFIX = ".members"
 
 
 class MembersSource(MemberFiles, kind="members"):
-    """One placed value in files of `beamjax.arrays` in the store of a run."""
+    """One placed value in files of `beamjax.storage.arrays` in the store of a run."""
 
     suffix = SUFFIX
 

@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from beamjax import aligned
-from beamjax import arrays as wire
+from beamjax.bodies.transfer_time import transferring
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
-from beamjax.meters import Reports
-from beamjax.pipelines import files as file_io
-from beamjax.pipelines.flat_chunks import CHUNK_OVERHEAD, assemble, pack
-from beamjax.pipelines.in_process import Shelf, is_fixed, shelf_of
-from beamjax.pipelines.refs import (
+from beamjax.pipelines.values.flat_chunks import CHUNK_OVERHEAD, assemble, pack
+from beamjax.pipelines.values.in_memory import Shelf, is_fixed, shelf_of
+from beamjax.pipelines.values.refs import (
     SUFFIX,
     Ref,
     content_key,
@@ -34,9 +31,12 @@ from beamjax.pipelines.refs import (
     ref_to_files,
     unique_key,
 )
-from beamjax.shared_cache import SharedCache, nbytes
-from beamjax.stored_dtypes import dtype_from_name, dtype_name
-from beamjax.transfer_time import transferring
+from beamjax.storage import aligned
+from beamjax.storage import arrays as wire
+from beamjax.storage import files as file_io
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.shared_cache import SharedCache, nbytes
+from beamjax.telemetry.meters import Reports
 
 PIECE_BYTES = 64 * 2**20
 """Largest file, in bytes."""
@@ -106,7 +106,7 @@ class Store:
         """Writes a value, unless the same one is there already.
 
         Args:
-            arrays: arrays of any shapes, with dtypes that `beamjax.arrays` takes.
+            arrays: arrays of any shapes, with dtypes that `beamjax.storage.arrays` takes.
             hint: a word for people who look into the folder, for example a step's name.
             inline: whether a small value may travel inside of its reference.
             hashed: whether files are named by what they hold. Without that the same value may be

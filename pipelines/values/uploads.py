@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
-from beamjax.arrays import encode_arrays
-from beamjax.canonical import check_members
-from beamjax.pipelines import files
-from beamjax.pipelines.members import MembersSource
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.store import Store
+from beamjax.sources.canonical import check_members
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import Source
+from beamjax.storage import files
+from beamjax.storage.arrays import encode_arrays
 
 FILE_BYTES = 16 * 2**20
 """Of one file: what a worker reads for a shard, at least."""

@@ -8,12 +8,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from beamjax.pipelines import files
-from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store
-from beamjax.plan import Plan, ValueType
+from beamjax.pipelines.values.members import (
+    EntrySource,
+    MembersSource,
+    ScatteredSource,
+    StackedSource,
+)
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.plan.steps import Plan, ValueType
 from beamjax.sources.source_base import LeafSpec, open_spec
+from beamjax.storage import files
 
 
 class Served:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from beamjax.restaging import with_settings_of_here
+from beamjax.bodies.python_bodies import with_settings_of_here
 
 AHEAD = 2
 """Jobs that a device has at most: one that it computes, and others that wait."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax import errors, records
+from beamjax import errors
 from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
-from beamjax.pipelines import files
-from beamjax.pipelines.store import Store
+from beamjax.pipelines.values.store import Store
+from beamjax.storage import files, records
 
 _STEM = "error-"
 _TOLD_CHARACTERS = 4000

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax import process_ids, working_files
-from beamjax.at_work import Table, placed_error
 from beamjax.errors import BeamjaxError, Failure, WorkerError
-from beamjax.pipelines import files
-from beamjax.pipelines.failures import OFTEN, RepeatedError, record_error
-from beamjax.pipelines.store import Store
-from beamjax.plan import Map, Step
-from beamjax.shards import Shard
-from beamjax.working_files import Entry, WorkingProcess
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.errors import OFTEN, RepeatedError, record_error
+from beamjax.plan.steps import Map, Step
+from beamjax.runtime.shard_executor import Shard
+from beamjax.storage import files
+from beamjax.telemetry import process_ids, working_files
+from beamjax.telemetry.watchdog import Table, placed_error
+from beamjax.telemetry.working_files import Entry, WorkingProcess
 
 MAX_TABLES = 64
 MAX_TRACE = 16_000

@@ -14,25 +14,25 @@ from apache_beam import typehints
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
-from beamjax import pace
-from beamjax.bodies import run_server
-from beamjax.dropping import DeadLetters, encode_lines
-from beamjax.dyadic import DyadicTree
-from beamjax.fan_out import is_in_files
-from beamjax.lane_pieces import Piece, key_of, step_pieces
-from beamjax.meters import Meter, recorder_for
-from beamjax.pipelines.combiners import partials_of_tree
-from beamjax.pipelines.dealing import CpuTurn, Dealer
-from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.large_blocks import cut, whole
-from beamjax.pipelines.parcels import send
-from beamjax.pipelines.step_metrics import StepMetrics, StepTimes
-from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task, executors
-from beamjax.pipelines.wide import scratch_of, terms_of_bundle
-from beamjax.plan import Map, Server
-from beamjax.progress import Tally
-from beamjax.restaging import with_settings
-from beamjax.shards import (
+from beamjax.bodies.export import run_server
+from beamjax.bodies.python_bodies import with_settings
+from beamjax.numerics.ordered_tree import DyadicTree
+from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.graph.large_blocks import cut, whole
+from beamjax.pipelines.worker.devices import CpuTurn, Dealer
+from beamjax.pipelines.worker.merge import partials_of_tree
+from beamjax.pipelines.worker.merge_in_files import scratch_of, terms_of_bundle
+from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
+from beamjax.pipelines.worker.spill import send
+from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
+from beamjax.plan.dropping import DeadLetters, encode_lines
+from beamjax.plan.lane_pieces import Piece, key_of, step_pieces
+from beamjax.plan.merging import is_in_files
+from beamjax.plan.steps import Map, Server
+from beamjax.runtime import pace
+from beamjax.runtime.failing_members import Computed
+from beamjax.runtime.large_reductions import WideLanes
+from beamjax.runtime.shard_executor import (
     Shard,
     ShardExecutor,
     add_computed,
@@ -41,8 +41,8 @@ from beamjax.shards import (
     shard_errors,
     shards,
 )
-from beamjax.survivors import Computed
-from beamjax.wide_lanes import WideLanes
+from beamjax.telemetry.meters import Meter, recorder_for
+from beamjax.telemetry.progress import Tally
 
 PARTIALS = "partials"
 DROPPED = "dropped"

@@ -13,21 +13,21 @@ from apache_beam import typehints
 from apache_beam.coders.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
-from beamjax import aligned
-from beamjax.dyadic import DyadicTree
-from beamjax.lane_pieces import Piece, step_pieces
-from beamjax.meters import Reports
-from beamjax.pipelines.elements import Block, Environment
-from beamjax.pipelines.parcels import receive, send
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.step_metrics import StepTimes
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import ComputeFn, Sources, StepFn, Task
-from beamjax.plan import Gather, Map, Plan, ValueType, size_name
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.reducers import decode_accumulator
-from beamjax.shards import finish_lane, finish_tree, join_shards, shards
-from beamjax.transfer_time import transferring
+from beamjax.bodies.transfer_time import transferring
+from beamjax.numerics.ordered_tree import DyadicTree
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.reducers import decode_accumulator
+from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.metrics import StepTimes
+from beamjax.pipelines.worker.spill import receive, send
+from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
+from beamjax.plan.lane_pieces import Piece, step_pieces
+from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
+from beamjax.runtime.shard_executor import finish_lane, finish_tree, join_shards, shards
+from beamjax.storage import aligned
+from beamjax.telemetry.meters import Reports
 
 
 class AccumulatorCoder(Coder):

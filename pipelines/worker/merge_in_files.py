@@ -1,6 +1,6 @@
 """Reductions too large for memory, in a pipeline: their partials are in the store.
 
-What travels are pairs of the key of a section (`beamjax.lane_pieces`) and a small text that says
+What travels are pairs of the key of a section (`beamjax.plan.lane_pieces`) and a small text that says
 where its `Terms` are.
 """
 
@@ -12,20 +12,16 @@ from typing import Any
 import numpy as np
 from apache_beam import typehints
 
-from beamjax import aligned
-from beamjax.arrays import decode_arrays, encode_arrays
-from beamjax.lane_pieces import Piece, key_of
-from beamjax.pipelines import files
-from beamjax.pipelines.combiners import plan_with_size
-from beamjax.pipelines.elements import Environment
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.step_metrics import StepTimes
-from beamjax.pipelines.store import Store
-from beamjax.pipelines.tasks import StepFn, Task
-from beamjax.plan import Map
-from beamjax.provenance import UNKNOWN, Provenance
-from beamjax.scratch import Scratch
-from beamjax.wide_lanes import (
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.pipelines.graph.elements import Environment
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.merge import plan_with_size
+from beamjax.pipelines.worker.metrics import StepTimes
+from beamjax.pipelines.worker.tasks import StepFn, Task
+from beamjax.plan.lane_pieces import Piece, key_of
+from beamjax.plan.steps import Map
+from beamjax.runtime.large_reductions import (
     Terms,
     WideLanes,
     decoded_terms,
@@ -34,6 +30,9 @@ from beamjax.wide_lanes import (
     merge_terms,
     merged_pieces,
 )
+from beamjax.storage import aligned, files
+from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.storage.scratch import Scratch
 
 MAX_OPEN = 64
 """Partials of a section that are merged at once: each is a file that is open."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from apache_beam.metrics import Metrics
 
-from beamjax.meters import COUNTED, Meter, Reports, recorder_for
-from beamjax.progress import SECONDS, Tally
+from beamjax.telemetry.meters import COUNTED, Meter, Reports, recorder_for
+from beamjax.telemetry.progress import SECONDS, Tally
 
 NAMESPACE = "beamjax"
 

@@ -7,14 +7,14 @@ pipeline, a large one is handed over as it is.
 
 from __future__ import annotations
 
-from beamjax.accumulators import Accumulator
-from beamjax.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines import files
-from beamjax.pipelines.in_process import shelf_of
-from beamjax.pipelines.refs import is_name, unique_key
-from beamjax.pipelines.store import Store
-from beamjax.reducers import decode_accumulator
+from beamjax.numerics.accumulators import Accumulator
+from beamjax.numerics.reducers import decode_accumulator
+from beamjax.pipelines.values.in_memory import shelf_of
+from beamjax.pipelines.values.refs import is_name, unique_key
+from beamjax.pipelines.values.store import Store
+from beamjax.storage import files
+from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays
 
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
 """Largest element, in bytes: where the store is a local folder, and where files are at URLs, each

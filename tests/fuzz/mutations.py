@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from beamjax.arrays import ALIGNMENT, MAGIC, VERSION
+from beamjax.storage.arrays import ALIGNMENT, MAGIC, VERSION
 
 _PREFIX = struct.Struct("<8sHHIQI")
 _START = _PREFIX.size + 4

@@ -29,25 +29,33 @@ import tfrecords
 from jax import export
 
 import beamjax as bj
-from beamjax import arrays, checkpoints, job_results, records
-from beamjax.accumulators import decode_accumulator, make_accumulator
-from beamjax.bodies import default_platform, load_body
-from beamjax.chunks import members_of
-from beamjax.commands import command_lines
+from beamjax.bodies.export import default_platform, load_body
+from beamjax.commands.arguments import command_lines
 from beamjax.errors import BeamjaxError, WorkerError
-from beamjax.job_folder import JobFolder
-from beamjax.kept import Kept
-from beamjax.pipelines import elements, results, spooling
-from beamjax.pipelines.failures import recorded_error
-from beamjax.pipelines.members import EntrySource, MembersSource, ScatteredSource, StackedSource
-from beamjax.pipelines.refs import Ref
-from beamjax.pipelines.store import Store, clear_cache
-from beamjax.plan import Body
-from beamjax.progress import Progress, StepCount, Tally, WorkerRecord, tally
-from beamjax.sources.grouped_source import grouped
-from beamjax.sources.placed import Placed
+from beamjax.jobs import results as job_results
+from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
+from beamjax.pipelines.graph import elements, results
+from beamjax.pipelines.tables import spool as spooling
+from beamjax.pipelines.values.members import (
+    EntrySource,
+    MembersSource,
+    ScatteredSource,
+    StackedSource,
+)
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store, clear_cache
+from beamjax.pipelines.worker.errors import recorded_error
+from beamjax.plan.steps import Body
+from beamjax.runtime import checkpoints
+from beamjax.runtime.placed_results import Kept
+from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
+from beamjax.sources.streams.chunks import members_of
+from beamjax.sources.tables.grouped_source import grouped
+from beamjax.storage import arrays, records
+from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.progress import Progress, StepCount, Tally, WorkerRecord, tally
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -527,7 +535,7 @@ def _body(data: bytes, _: Path) -> None:
     """An exported body, as far as it is read before it is compiled."""
     key = "fuzzed"
     body = Body("lambda", {default_platform(): data})
-    with mock.patch.dict("beamjax.bodies._loaded", clear=True):
+    with mock.patch.dict("beamjax.bodies.export._loaded", clear=True):
         load_body(key, body)
 
 

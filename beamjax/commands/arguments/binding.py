@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 import beamjax
-from beamjax.commands.target import find_target
-from beamjax.commands.values import read_value, static_value
+from beamjax._text import hint
+from beamjax.commands.arguments.target import find_target
+from beamjax.commands.arguments.values import read_value, static_value
 from beamjax.errors import OptionsError
-from beamjax.interpreters.stage import flatten_arguments
-from beamjax.leaves import name_of
+from beamjax.interpreters.planning import plan_for
+from beamjax.interpreters.staging.stage import flatten_arguments
+from beamjax.ops.leaves import name_of
 from beamjax.options import Options
-from beamjax.planning import plan_for
-from beamjax.suggestions import hint
 
 MAP_BYTES = 16 * 2**20
 """Of an .npy file from which workers read by themselves, where the program uses it as placed."""

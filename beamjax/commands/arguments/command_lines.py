@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax import records
-from beamjax.job_folder import JobFolder
+from beamjax.storage import records
+from beamjax.telemetry.job_folder import JobFolder
 
 NAME = "command"
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax.commands.value_help import VALUES
+from beamjax._text import closest
+from beamjax.commands.arguments.value_help import VALUES
 from beamjax.errors import OptionsError
-from beamjax.option_checks import CHOICES
 from beamjax.options import OWN, Options, parse_options
-from beamjax.suggestions import closest
+from beamjax.options.checks import CHOICES
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 a run failed, or a result is past its tolerance; 2 the command line is wrong;
@@ -164,7 +164,7 @@ class _Parser(argparse.ArgumentParser):
 def _beam_parser() -> argparse.ArgumentParser:
     from apache_beam.options.pipeline_options import PipelineOptions
 
-    import beamjax.pipelines.cluster_options  # noqa: F401  (adds its own)
+    import beamjax.pipelines.runners.cluster_options  # noqa: F401  (adds its own)
 
     parser = _Parser(allow_abbrev=False, add_help=False, conflict_handler="resolve")
     kinds: Any = dict.fromkeys(PipelineOptions.__subclasses__())

@@ -13,8 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from beamjax._text import closest, hint, listed
 from beamjax.errors import OptionsError
-from beamjax.suggestions import closest, hint, listed
 
 EXPECTED = "module:function or file.py:function"
 

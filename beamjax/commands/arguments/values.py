@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import beamjax
+from beamjax._text import closest, hint, listed
 from beamjax.errors import OptionsError, SourceError
-from beamjax.sources.data_files import is_url
+from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.leaf_checks import native_dtype
-from beamjax.suggestions import closest, hint, listed
 
 DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from beamjax.pages.markup import Markup, joined, number, tag
-from beamjax.pages.words import human_seconds
-from beamjax.progress import SECONDS, Tally
+from beamjax.diagnostics.pages.markup import Markup, joined, number, tag
+from beamjax.diagnostics.pages.words import human_seconds
+from beamjax.telemetry.progress import SECONDS, Tally
 
 WIDTH, HEIGHT = 460.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 30.0

@@ -1,4 +1,4 @@
-"""The drawing of a graph as SVG: boxes and lines of `beamjax.pages.graph`, and where they are."""
+"""The drawing of a graph as SVG: boxes and lines of `beamjax.diagnostics.pages.graph`, and where they are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from beamjax.pages.graph import Area, Item, Line
-from beamjax.pages.layout import Point, Route
-from beamjax.pages.markup import Markup, joined, number, tag
-from beamjax.pages.words import LINE, PAD, Words, label_size
+from beamjax.diagnostics.pages.graph import Area, Item, Line
+from beamjax.diagnostics.pages.layout import Point, Route
+from beamjax.diagnostics.pages.markup import Markup, joined, number, tag
+from beamjax.diagnostics.pages.words import LINE, PAD, Words, label_size
 
 MARGIN = 12.0
 STRIPE = 4.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from beamjax.fact_types import (
+from beamjax.diagnostics.fact_types import (
     BlockFact,
     Bytes,
     Edge,
@@ -25,9 +25,9 @@ from beamjax.fact_types import (
     human_bytes,
     walk_facts,
 )
-from beamjax.mermaid import rounds_text
-from beamjax.pages.layout import Box, Layout, Link, layered
-from beamjax.pages.words import (
+from beamjax.diagnostics.mermaid import rounds_text
+from beamjax.diagnostics.pages.layout import Box, Layout, Link, layered
+from beamjax.diagnostics.pages.words import (
     LINE,
     PAD,
     Words,

@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from beamjax.choice_facts import told_of
-from beamjax.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
-from beamjax.memory_text import memory_sections
-from beamjax.mermaid import rounds_text
-from beamjax.pages.charts import shares_bar, shares_legend
-from beamjax.pages.drawing import drawing
-from beamjax.pages.graph import Seconds, plan_area
-from beamjax.pages.markup import Markup, joined, table, tag
-from beamjax.pages.shell import Page
-from beamjax.pages.words import human_seconds
-from beamjax.progress import SECONDS, Tally
-from beamjax.total_text import total_rows
+from beamjax.diagnostics.choice_facts import told_of
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
+from beamjax.diagnostics.memory_text import memory_sections
+from beamjax.diagnostics.mermaid import rounds_text
+from beamjax.diagnostics.pages.charts import shares_bar, shares_legend
+from beamjax.diagnostics.pages.drawing import drawing
+from beamjax.diagnostics.pages.graph import Seconds, plan_area
+from beamjax.diagnostics.pages.markup import Markup, joined, table, tag
+from beamjax.diagnostics.pages.shell import Page
+from beamjax.diagnostics.pages.words import human_seconds
+from beamjax.diagnostics.total_text import total_rows
+from beamjax.telemetry.progress import SECONDS, Tally
 
 KINDS = {
     "Map": "a pass over members",
@@ -39,7 +39,7 @@ def plan_page(
 
     Args:
       facts: of the plan.
-      sources: the text of lines of the user, see `beamjax.source_lines`.
+      sources: the text of lines of the user, see `beamjax.diagnostics.source_lines`.
       steps: what was measured of each step, after a run.
       wall: seconds that the run took.
     """

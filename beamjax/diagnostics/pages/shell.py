@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from beamjax._version import __version__
+from beamjax.diagnostics.pages.markup import Markup, script_json, tag
 from beamjax.errors import SourceError
-from beamjax.pages.markup import Markup, script_json, tag
 
 _numbers = itertools.count(1)
 
@@ -64,7 +64,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     Raises:
       SourceError: it can't be written.
     """
-    from beamjax.pipelines import files  # imports Beam only for URLs
+    from beamjax.storage import files  # imports Beam only for URLs
 
     name = os.fspath(path)
     try:
@@ -96,4 +96,4 @@ def _part(page: Page, prefix: str, *styles: Markup) -> Markup:
 
 @functools.cache
 def _file(name: str) -> str:
-    return resources.files("beamjax.pages").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("beamjax.diagnostics.pages").joinpath(name).read_text(encoding="utf-8")

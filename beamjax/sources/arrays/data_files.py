@@ -249,6 +249,6 @@ def _user() -> str:
 
 def _remote() -> Any:
     """What is at URLs; imports Beam."""
-    from beamjax.pipelines import remote_files
+    from beamjax.storage import remote_files
 
     return remote_files

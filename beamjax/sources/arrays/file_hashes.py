@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from beamjax.sources.data_files import is_url, readable
+from beamjax.sources.arrays.data_files import is_url, readable
 
 _THREADS = 4
 """Files that are hashed side by side: hashlib and reads release the GIL."""
@@ -50,7 +50,7 @@ class FileHashes:
     def _hash(self, path: str) -> str:
         with readable(path):
             if is_url(path):
-                from beamjax.pipelines import remote_files
+                from beamjax.storage import remote_files
 
                 return remote_files.content_mark(path)
             found = os.stat(path)

@@ -9,7 +9,7 @@ import numpy as np
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
-from beamjax.stored_dtypes import dtype_from_name, dtype_name
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
 """Kinds of dtypes that hold the numbers of Python."""

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.npy_header import HEADER_ERRORS, read_header
+from beamjax.sources.arrays.npy_header import HEADER_ERRORS, read_header
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
+from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
 from beamjax.sources.block_source import Block, blocks_of, ends_of, read_blocks
-from beamjax.sources.data_files import DataFile, find_files, is_url, look
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -33,7 +33,7 @@ from beamjax.sources.source_base import (
     natural,
     row_text,
 )
-from beamjax.stored_dtypes import FLOAT0
+from beamjax.storage.dtypes import FLOAT0
 
 Stamps: TypeAlias = Sequence[DataFile] | None
 """Files as they were when a source was made of them, if that matters."""

@@ -17,10 +17,9 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.shared_cache import SharedCache
-from beamjax.sources.data_files import DataFile, is_url, look, readable
+from beamjax.sources.arrays.data_files import DataFile, is_url, look, readable
+from beamjax.sources.arrays.npy_header import HEADER_ERRORS, read_header
 from beamjax.sources.leaf_checks import check_sizes, checked_dtype, native_view
-from beamjax.sources.npy_header import HEADER_ERRORS, read_header
 from beamjax.sources.source_base import (
     MAX_VALUES,
     HoldsLeaves,
@@ -31,6 +30,7 @@ from beamjax.sources.source_base import (
     natural,
     row_text,
 )
+from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "an .npz file of np.savez"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip; then its name and extra data

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.sources import data_files
-from beamjax.sources.member_files import MemberFiles
-from beamjax.sources.npy_source import map_file, restored, storable, stored_dtype
+from beamjax.sources.arrays import data_files
+from beamjax.sources.arrays.member_files import MemberFiles
+from beamjax.sources.arrays.npy_source import map_file, restored, storable, stored_dtype
 from beamjax.sources.source_base import PyTreeDef, describe_source
 
 MANIFEST = "placed.json"
@@ -98,7 +98,7 @@ class Placed(MemberFiles, kind="placed"):
     def remove(self) -> None:
         """Removes the folder, if nothing else is in it, and the files."""
         if data_files.is_url(self.folder):
-            from beamjax.pipelines import files
+            from beamjax.storage import files
 
             files.remove_files(self.folder, [*self.files, MANIFEST])
             return

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from beamjax.errors import SourceError
-from beamjax.sources.data_files import readable
+from beamjax.sources.arrays.data_files import readable
 
 
 @dataclasses.dataclass(frozen=True)

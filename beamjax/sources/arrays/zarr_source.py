@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
-from beamjax.shared_cache import SharedCache
+from beamjax.sources.arrays.cf_packing import Packing, packing_of, packing_text
+from beamjax.sources.arrays.data_files import DataFile, is_url, look, readable
+from beamjax.sources.arrays.zarr_chunks import ChunkFiles, chunk_files
 from beamjax.sources.block_source import BLOCKS
-from beamjax.sources.cf_packing import Packing, packing_of, packing_text
-from beamjax.sources.data_files import DataFile, is_url, look, readable
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,
@@ -35,7 +35,7 @@ from beamjax.sources.source_base import (
     natural,
     row_text,
 )
-from beamjax.sources.zarr_chunks import ChunkFiles, chunk_files
+from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "an array or a group of Zarr"
 _METADATA = ("zarr.json", ".zarray")  # of the formats 3 and 2

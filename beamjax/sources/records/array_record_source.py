@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from beamjax.errors import PlacementError, SourceError
-from beamjax.sources.data_files import DataFile, find_files, is_url, look
-from beamjax.sources.record_source import (
+from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
+from beamjax.sources.records.record_source import (
     Counted,
     RecordSource,
     features_of_spec,
     files_of_spec,
 )
-from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
+from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 
 WHO = "from_array_record"
 MAX_OPEN = 64

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.arrays import Buffer
+from beamjax.storage.arrays import Buffer
 
 _POLYNOMIAL = 0x82F63B78  # reflected
 _START = b"\x54\x64\x1f\x64"

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.sources.data_files import DataFile
+from beamjax.sources.arrays.data_files import DataFile
+from beamjax.sources.records.tf_example import ExampleParser
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
@@ -19,7 +20,6 @@ from beamjax.sources.source_base import (
     field,
     natural,
 )
-from beamjax.sources.tf_example import ExampleParser
 
 Counted = tuple[DataFile, int]
 """A file, and how many records are in it."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.leaf_checks import member_leaves
+from beamjax.sources.records.varints import decode_varints
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
-from beamjax.sources.varints import decode_varints
 
 FLOATS, INTS, BYTES = "float_list", "int64_list", "bytes_list"
 

@@ -10,8 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.sources.crc32c import checksums, checksums_of_rows, masked
-from beamjax.sources.data_files import (
+from beamjax.sources.arrays.data_files import (
     DataFile,
     open_file,
     open_stream,
@@ -19,6 +18,7 @@ from beamjax.sources.data_files import (
     packing_of_content,
     readable,
 )
+from beamjax.sources.records.crc32c import checksums, checksums_of_rows, masked
 
 HEADER = 12
 FOOTER = 4

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import PlacementError, SourceError
-from beamjax.sources.data_files import (
+from beamjax.sources.arrays.data_files import (
     DataFile,
     find_files,
     is_url,
@@ -19,12 +19,23 @@ from beamjax.sources.data_files import (
     open_file,
     readable,
 )
-from beamjax.sources.record_source import (
+from beamjax.sources.records.record_source import (
     Counted,
     RecordSource,
     features_of_spec,
     files_for_people,
     files_of_spec,
+)
+from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
+from beamjax.sources.records.tfrecord_frames import (
+    EXPECTED,
+    HEADER,
+    block_offsets,
+    check_records,
+    frames_in,
+    packing_of,
+    record_offsets,
+    stream_records,
 )
 from beamjax.sources.source_base import (
     HoldsLeaves,
@@ -34,17 +45,6 @@ from beamjax.sources.source_base import (
     describe_source,
     field,
     natural,
-)
-from beamjax.sources.tf_example import ExampleParser, feature_leaves, infer_features
-from beamjax.sources.tfrecord_frames import (
-    EXPECTED,
-    HEADER,
-    block_offsets,
-    check_records,
-    frames_in,
-    packing_of,
-    record_offsets,
-    stream_records,
 )
 
 WHO = "from_tfrecord"

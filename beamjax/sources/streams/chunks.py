@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.canonical import check_chunk, check_members
 from beamjax.errors import BeamjaxError, SourceError
-from beamjax.plan import MAX_MEMBERS
+from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.sources.canonical import check_chunk, check_members
 from beamjax.sources.source_base import Source, StreamSource
-from beamjax.stored_dtypes import dtype_name
+from beamjax.storage.dtypes import dtype_name
 
 Arrays = list[np.ndarray]
 """One array of consecutive members for each leaf of a source, or for some of them."""

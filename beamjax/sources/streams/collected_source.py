@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from beamjax.dropping import Dropped
-from beamjax.sources.npy_source import NpySeries
+from beamjax.plan.dropping import Dropped
+from beamjax.sources.arrays.npy_source import NpySeries
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
 
 

@@ -70,7 +70,7 @@ def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
         return value
     import jax
 
-    from beamjax.bodies import unwrap
+    from beamjax.bodies.export import unwrap
 
     if isinstance(value, jax.Array):
         value = np.asarray(unwrap(value))

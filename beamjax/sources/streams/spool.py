@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from beamjax import _compat
-from beamjax.canonical import check_members
-from beamjax.chunks import check_count, checked_chunks
 from beamjax.errors import SourceError
 from beamjax.options import Options
-from beamjax.sources.npy_source import NpySource, storable, stored_dtype
+from beamjax.sources.arrays.npy_source import NpySource, storable, stored_dtype
+from beamjax.sources.canonical import check_members
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
-from beamjax.stored_dtypes import FLOAT0
+from beamjax.sources.streams.chunks import check_count, checked_chunks
+from beamjax.storage.dtypes import FLOAT0
 
 BLOCK_BYTES = 1 << 22
 """Of members that are read together."""

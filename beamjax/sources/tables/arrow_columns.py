@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.sources.arrow_types import axes_order, is_list, is_tensor, is_text
-from beamjax.sources.data_files import readable
+from beamjax.sources.arrays.data_files import readable
 from beamjax.sources.source_base import MAX_VALUES
+from beamjax.sources.tables.arrow_types import axes_order, is_list, is_tensor, is_text
 
 
 class RowError(SourceError):

@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from beamjax.shared_cache import SharedCache
-from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.arrow_footer import BatchHeader, batch_headers
+from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file, readable
 from beamjax.sources.block_source import Arrays, Block
-from beamjax.sources.data_files import DataFile, is_url, look, open_file, readable
-from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
+from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
+from beamjax.sources.tables.arrow_footer import BatchHeader, batch_headers
+from beamjax.sources.tables.table_source import Rows, TableFile, TableSource, from_tables
+from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "a file of Arrow (IPC with a footer, or Feather of version 2)"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.sources.npy_source import NpySeries
+from beamjax.sources.arrays.npy_source import NpySeries
 from beamjax.sources.source_base import LeafSpec, Source, open_spec
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.sources.npy_source import NpySeries
+from beamjax.sources.arrays.npy_source import NpySeries
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
 
 MANIFEST = "keys.json"
@@ -93,7 +93,7 @@ def write_keyed(
     Raises:
       SourceError: the folder can't be written.
     """
-    from beamjax.trees import tree_to_json
+    from beamjax.storage.treedefs import tree_to_json
 
     record = {
         "version": VERSION,
@@ -120,7 +120,7 @@ def open_keyed(folder: str | os.PathLike[str]) -> KeyedTable:
       SourceError: there is none.
       ArrayFormatError: what is there is not what was written.
     """
-    from beamjax.trees import tree_from_json
+    from beamjax.storage.treedefs import tree_from_json
 
     where = os.path.abspath(folder)
     path = os.path.join(where, MANIFEST)

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from beamjax.errors import OptionsError
-from beamjax.shared_cache import SharedCache
-from beamjax.sources.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.data_files import DataFile, is_url, look, open_file
+from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.ragged_source import GroupedRows
-from beamjax.sources.table_source import Rows, TableFile, TableSource, from_tables
+from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
+from beamjax.sources.tables.table_source import Rows, TableFile, TableSource, from_tables
+from beamjax.storage.shared_cache import SharedCache
 
 PIECE_BYTES = 2**26
 """Of decoded members; row groups of more than twice as much are decoded by pieces."""
@@ -229,6 +229,6 @@ def from_parquet(
     source = from_tables(ParquetSource, paths, columns, text_bytes, buckets, "from_parquet")
     if group_by is None or folder is None:
         return source
-    from beamjax import grouping  # is made of sources itself
+    from beamjax.tables import grouping  # is made of sources itself
 
     return grouping.group_by(source, group_by, folder=folder)

@@ -11,10 +11,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import numpy as np
 
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.sources.arrow_columns import Batch, RowError, known_shape, to_padded, to_rows
-from beamjax.sources.arrow_types import Shape, agree, chosen, row_type
+from beamjax.sources.arrays.data_files import DataFile, find_files, is_url
 from beamjax.sources.block_source import Arrays, Block, BlockSource
-from beamjax.sources.data_files import DataFile, find_files, is_url
 from beamjax.sources.source_base import (
     MAX_VALUES,
     LeafSpec,
@@ -23,6 +21,8 @@ from beamjax.sources.source_base import (
     field,
     natural,
 )
+from beamjax.sources.tables.arrow_columns import Batch, RowError, known_shape, to_padded, to_rows
+from beamjax.sources.tables.arrow_types import Shape, agree, chosen, row_type
 
 _FOOTERS_AT_ONCE = 16
 

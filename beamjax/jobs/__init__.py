@@ -1,0 +1,1 @@
+"""A run as any process sees it: its state, results and report."""

@@ -1,0 +1,1 @@
+"""Tables in files: Parquet and Arrow."""

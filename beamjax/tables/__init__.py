@@ -1,0 +1,1 @@
+"""Tables: rows grouped by a key, joined, or read from a pipeline, and results by key."""

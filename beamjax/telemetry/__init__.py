@@ -1,0 +1,1 @@
+"""What a run counts and times while it goes on, and where that is written."""

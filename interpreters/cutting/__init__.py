@@ -1,0 +1,1 @@
+"""A program cut into the stages that run one after the other."""

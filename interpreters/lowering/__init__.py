@@ -1,0 +1,1 @@
+"""From stages to the steps of a plan."""

@@ -1,0 +1,1 @@
+"""Where each value lives: on the server, or along the members of a placement."""

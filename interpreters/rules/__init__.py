@@ -1,0 +1,1 @@
+"""How each primitive acts along the members."""

@@ -1,0 +1,1 @@
+"""From a function to blocks of equations."""

@@ -1,0 +1,1 @@
+"""Sizes of shards, and how the members of one are computed."""

@@ -1,0 +1,1 @@
+"""Servers that beamjax starts: Flink, job servers, pools of workers."""

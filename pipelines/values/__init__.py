@@ -1,0 +1,1 @@
+"""Values between the pipelines of a run."""

@@ -1,0 +1,1 @@
+"""What workers do: DoFns, CombineFns, and how their errors travel."""
