@@ -1,9 +1,11 @@
-"""Suggestions for names that were mistyped."""
+"""Text for people: suggestions for mistyped names, sizes with units, aligned columns."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 _SHOWN = 12
 
@@ -26,3 +28,42 @@ def listed(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{', '.join(found[:_SHOWN])}{more}" if found else "none"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, each column as wide as its widest cell."""
+    table = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
+@dataclass(frozen=True)
+class MemberBytes:
+    """Bytes for each member, where the number of members is unknown, and `fixed` ones besides."""
+
+    each: int
+    fixed: int = 0
+
+    def __add__(self, other: Bytes) -> MemberBytes:
+        if isinstance(other, MemberBytes):
+            return MemberBytes(self.each + other.each, self.fixed + other.fixed)
+        return MemberBytes(self.each, self.fixed + other)
+
+    __radd__ = __add__
+
+
+Bytes: TypeAlias = int | MemberBytes
+
+
+def human_bytes(count: Bytes) -> str:
+    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
+    if isinstance(count, MemberBytes):
+        fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
+        return f"n x {human_bytes(count.each)}{fixed}"
+    if count < 1024:
+        return f"{count} B"
+    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.95 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.1f} {units[0]}"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import jax
-import numpy as np
-
 from beamjax._text import hint
-from beamjax.errors import StagingError, StructureError
-from beamjax.interpreters.staging.lines import calling_line
+from beamjax.errors import StructureError
 from beamjax.ops.leaves import name_of
 from beamjax.options import Options, parse_options
 
@@ -62,36 +58,3 @@ def parsed_options(options: Any, runner: Any) -> Options:
 
         check_flags(parsed.beam, runner if isinstance(runner, str) else type(runner).__name__)
     return parsed
-
-
-def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> None:
-    """Refuses values that JAX traces.
-
-    Args:
-      front: the function of beamjax that the user called.
-      fn: what it is to run.
-      values: by what they are, for the message.
-
-    Raises:
-      StagingError: one of them is a tracer.
-    """
-    for what, group in values.items():
-        for value in group:
-            if isinstance(value, jax.core.Tracer):
-                raise _traced(front, fn, f"{what} is a tracer of type {jax.typeof(value)}")
-
-
-def refuse_compilation(front: str, fn: Any) -> None:
-    """StagingError inside a function that `jax.jit` traces, where nothing has a value."""
-    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):  # which compiles nothing
-        raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
-
-
-def _traced(front: str, fn: Any, found: str) -> StagingError:
-    name = name_of(fn)
-    return StagingError(
-        f"{calling_line()}: {front} of {name}: {found}, expected a call with values, outside of "
-        f"jax.grad, jax.vmap, jax.jit and all other transformations: a runner computes outside of "
-        f"JAX. Transform the function that is run: beamjax.{front}(jax.grad({name}), ...) or "
-        f"beamjax.{front}(jax.vmap({name}), ...). It needs no jax.jit."
-    )

@@ -50,7 +50,7 @@ def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
     """
     parsed = parsed_options(options, "DataflowRunner")
     plan, inputs = plan_of(fn, args, parsed)
-    from beamjax.pipelines.runners.dry_run import described, first_job
+    from beamjax.pipelines.dry_run import described, first_job
 
     job, files = first_job(plan, inputs, parsed)
     return DryRun(described(job), job.proto_pipeline, files)

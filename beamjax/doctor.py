@@ -46,7 +46,7 @@ def examine(
 
 def check_speed() -> Finding:
     """How fast this machine is; measured if it never was, which opens its devices."""
-    from beamjax.diagnostics.calibration import calibrated
+    from beamjax.commands.measure import calibrated
 
     known = calibrated()
     rates = known.rates

@@ -14,14 +14,15 @@ import numpy as np
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
-from beamjax.call_checks import by_position, parsed_options, refuse_compilation, refuse_tracers
+from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.forecast import forecast, learn, small_work
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import OptionsError, StagingError
-from beamjax.interpreters.planning import bind_inputs, plan_for
+from beamjax.interpreters.planning import bind_inputs, make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
 from beamjax.jobs.job import Job, Work, launch_work, run_work
 from beamjax.options import Options, parse_options
 from beamjax.pipelines.topology import Workers
@@ -375,7 +376,9 @@ def _with_recipe(
     """The plan as other processes need it; a cached one must not keep the user's function."""
     if not any(body.python for body in plan.bodies.values()):
         return plan
-    return replace(plan, recipe=Recipe(fn, arguments, restore, options, plan.choices, unroll))
+    return replace(
+        plan, recipe=Recipe(make_plan, fn, arguments, restore, options, plan.choices, unroll)
+    )
 
 
 def output_array(

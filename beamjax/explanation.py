@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from beamjax import reading as reading_of
+from beamjax._text import aligned, human_bytes
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.choice_facts import (
     choice_facts,
@@ -24,7 +25,7 @@ from beamjax.diagnostics.choice_facts import (
     prediction_fact,
     tried_facts,
 )
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.diagnostics.facts import input_facts, memory_fact, plan_facts
 from beamjax.diagnostics.memory_text import memory_sections
 from beamjax.diagnostics.mermaid import plan_mermaid, rounds_text
@@ -38,14 +39,13 @@ from beamjax.interpreters.cutting.remat import Decisions, crossings
 from beamjax.interpreters.staging import flatten as _flatten
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
-from beamjax.interpreters.tuning import search as planner
+from beamjax.interpreters.tuning import search
 from beamjax.interpreters.tuning.buckets import padding_notes
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options
 from beamjax.options.choices import Choices, write_json
 from beamjax.plan.merging import workers_of
-from beamjax.verification import aligned
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.shell import Page
@@ -336,7 +336,7 @@ def told_facts(
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
     plan, workers = planned.plan, workers_of(parsed.beam)
-    crossed = crossings(planned.placed, planner.named_passes(planned.pieces))
+    crossed = crossings(planned.placed, search.named_passes(planned.pieces))
     facts = plan_facts(plan, inputs, paths, parsed.reduction, workers, parsed.merge_fan_out)
     return dataclasses.replace(
         facts,

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from beamjax.errors import PlacementError
-from beamjax.interpreters.cutting.unknown_sizes import SOME_NUMBER, UnknownSizeError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.staging.stage import Argument, declared_sizes
+from beamjax.interpreters.staging.unknown_sizes import SOME_NUMBER, UnknownSizeError
 from beamjax.options import Options
 from beamjax.plan.one_pass import obstacle
 from beamjax.sources.source_base import Source, StreamSource

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from beamjax import _compat, execution
+from beamjax._text import aligned
 from beamjax.bodies.export import unwrap, wrap
 from beamjax.call_checks import by_position
 from beamjax.errors import OptionsError, VerificationError
@@ -363,10 +364,3 @@ def _unsigned_difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """|x - y| of 64-bit integers as uint64, where it can't overflow."""
     larger = np.maximum(x, y).astype(np.uint64)
     return larger - np.minimum(x, y).astype(np.uint64)
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, each column as wide as its widest cell."""
-    table = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]

@@ -23,10 +23,11 @@ from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.options import parse_options
+from beamjax.plan.shard import Shard
+from beamjax.plan.shard import shards as shards_of
 from beamjax.plan.steps import Map
 from beamjax.runtime.ordered_pool import usual_threads
-from beamjax.runtime.shard_executor import Shard, ShardExecutor
-from beamjax.runtime.shard_executor import shards as shards_of
+from beamjax.runtime.shard_executor import ShardExecutor
 
 
 def timed(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

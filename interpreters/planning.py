@@ -13,7 +13,7 @@ import jax
 
 from beamjax.bodies.python_bodies import settings
 from beamjax.interpreters.cutting import cut as _split
-from beamjax.interpreters.cutting import unknown_sizes as _unknown
+from beamjax.interpreters.cutting import settle_sizes as _unknown
 from beamjax.interpreters.cutting.pieces import Piece
 from beamjax.interpreters.cutting.remat import Decisions
 from beamjax.interpreters.lowering import lower as _lower

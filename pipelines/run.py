@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.diagnostics.memory import store_budget
 from beamjax.errors import JobCancelledError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import work_folder
@@ -35,6 +34,7 @@ from beamjax.sources import live_spec, register, release
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource
 from beamjax.storage import files
+from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax.options import Options, beam_flags
-from beamjax.runtime.ordered_pool import usual_threads
+from beamjax.runtime.ordered_pool import computing_threads
 
 DIRECT = ("direct", "fnapi")
 EMBEDDED_FLINK = ("[local]", "[auto]")
@@ -83,11 +83,6 @@ class Workers:
         if self.shared:
             return f"{threads} of the launching process"
         return f"processes of {threads}"
-
-
-def computing_threads(options: Options) -> int:
-    """How many threads compute the shards of a bundle that has a machine for itself, at most."""
-    return options.local_threads or usual_threads()
 
 
 def _found(name: str, flags: Mapping[str, Any]) -> tuple[bool, int]:

@@ -19,10 +19,10 @@ from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.counting import count_members
-from beamjax.pipelines.graph.elements import Block
-from beamjax.pipelines.graph.large_blocks import whole
 from beamjax.pipelines.run import remove_store, source_specs, store_program, stream_specs
 from beamjax.pipelines.runners.connect import Connection, connection_of
+from beamjax.pipelines.values.elements import Block
+from beamjax.pipelines.values.large_blocks import whole
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn

@@ -10,8 +10,8 @@ import pytest
 
 from beamjax.bodies import compile_time
 from beamjax.errors import Failure, JobCancelledError, WorkerError
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server
-from beamjax.runtime.shard_executor import Shard
 from beamjax.telemetry import watchdog as at_work
 from beamjax.telemetry.watchdog import Table, bounded
 

@@ -14,7 +14,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner, execution
 from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.values.elements import Block, Environment
 
 N = 40
 THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import beamjax as bj
-from beamjax.interpreters.tuning.cost import GATHERED, GUESSED_ROUNDS, body_cost, waits_for_data
+from beamjax.interpreters.cutting.cost import GATHERED, GUESSED_ROUNDS, body_cost, waits_for_data
 from beamjax.plan.cost import Cost, Rates
 
 

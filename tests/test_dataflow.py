@@ -33,8 +33,8 @@ import beamjax as bj
 from beamjax import dataflow
 from beamjax.errors import OptionsError, SourceError
 from beamjax.options import parse_options
+from beamjax.pipelines.dry_run import DryStore
 from beamjax.pipelines.runners.dataflow import is_dataflow, prepare
-from beamjax.pipelines.runners.dry_run import DryStore
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.map_shards import MapShards
 from beamjax.pipelines.worker.merge import FinishPieces

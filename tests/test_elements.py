@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.pipelines.graph import elements
-from beamjax.pipelines.graph.elements import (
+from beamjax.pipelines.values import elements
+from beamjax.pipelines.values.elements import (
     ArrayCoder,
     Block,
     BlockCoder,

@@ -14,7 +14,7 @@ from programs import CASES, N, W, X, Y
 
 import beamjax
 from beamjax import sources
-from beamjax.diagnostics.fact_types import MemberBytes, human_bytes
+from beamjax._text import MemberBytes, human_bytes
 from beamjax.diagnostics.facts import exactness
 from beamjax.diagnostics.mermaid import _escaped
 from beamjax.errors import OptionsError, StagingError

@@ -15,7 +15,7 @@ from beamjax.pipelines import waiting
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import RepeatedError, own_errors, record_error, recorded_error
 from beamjax.pipelines.worker.tasks import StepFn
-from beamjax.runtime.shard_executor import Shard, shard_errors
+from beamjax.plan.shard import Shard, shard_errors
 from beamjax.storage import files, records
 
 

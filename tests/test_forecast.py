@@ -19,8 +19,9 @@ import beamjax as bj
 from beamjax.bodies import transfer_time
 from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import from_device, to_device, transfer_seconds, transferring
+from beamjax.commands.measure import calibrated, measure
 from beamjax.diagnostics import calibration, choice_facts, forecast
-from beamjax.diagnostics.calibration import Calibration, calibrated, measure, remember
+from beamjax.diagnostics.calibration import Calibration, remember
 from beamjax.diagnostics.forecast import StepTime, learn, small_work
 from beamjax.diagnostics.gains import Gain, gain
 from beamjax.interpreters.tuning import plan_cache

@@ -12,10 +12,11 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.pipelines import driver
 from beamjax.pipelines import transform as transforms
-from beamjax.pipelines.graph import large_blocks, results, streaming
-from beamjax.pipelines.graph.elements import Block, BlockCoder
-from beamjax.pipelines.graph.large_blocks import cut, whole
+from beamjax.pipelines.graph import results, streaming
 from beamjax.pipelines.runners.connect import make_runner
+from beamjax.pipelines.values import large_blocks
+from beamjax.pipelines.values.elements import Block, BlockCoder
+from beamjax.pipelines.values.large_blocks import cut, whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import map_shards as workers
 

@@ -32,7 +32,7 @@ import ctypes, os, signal, sys, threading, time
 from beamjax.pipelines.worker.lost_workers import table_of
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Map
-from beamjax.runtime.shard_executor import Shard
+from beamjax.plan.shard import Shard
 
 step = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
 table = table_of(Store(sys.argv[1]), here=False)

@@ -14,10 +14,11 @@ from programs import CASES
 import beamjax as bj
 from beamjax.bodies.export import load_body
 from beamjax.interpreters.lowering import masks
+from beamjax.interpreters.lowering import shard_size as sizing
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.tuning import shard_size as sizing
-from beamjax.runtime.shard_executor import Shard, ShardExecutor
+from beamjax.plan.shard import Shard
+from beamjax.runtime.shard_executor import ShardExecutor
 
 N, D = 20, 16
 RNG = np.random.default_rng(0)

@@ -9,7 +9,8 @@ import pytest
 from programs import CASES
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import MemberBytes, PlanFacts
+from beamjax._text import MemberBytes
+from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.errors import ArrayFormatError
 from beamjax.storage.schema import from_plain
 

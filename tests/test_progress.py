@@ -21,9 +21,9 @@ from beamjax.numerics.exact_sum import ExactSum
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.pipelines.worker import map_shards as workers
 from beamjax.pipelines.worker import merge as combiners
+from beamjax.plan.shard import shards
 from beamjax.runtime import local as evaluate
 from beamjax.runtime import passes
-from beamjax.runtime.shard_executor import shards
 from beamjax.storage import records
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.meters import COUNTED, Meter, Recorder, Reports, recorder_for

@@ -15,7 +15,7 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, OptionsError, WorkerError
 from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
 from beamjax.numerics.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
-from beamjax.pipelines.graph.elements import Block, BlockCoder, Environment, EnvironmentCoder
+from beamjax.pipelines.values.elements import Block, BlockCoder, Environment, EnvironmentCoder
 from beamjax.runtime.large_reductions import Terms, decoded_terms, encoded_terms
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 

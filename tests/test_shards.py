@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import SourceError, WorkerError
+from beamjax.plan.shard import Shard, shard_errors, shards
 from beamjax.plan.steps import Map
-from beamjax.runtime.shard_executor import Shard, ShardExecutor, shard_errors, shards
+from beamjax.runtime.shard_executor import ShardExecutor
 
 
 @given(n=st.integers(1, 500), size=st.integers(1, 64), cut=st.integers(0, 20))

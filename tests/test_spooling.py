@@ -20,10 +20,10 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.options import Options
 from beamjax.pipelines.graph import results
-from beamjax.pipelines.graph.elements import Block, Environment
 from beamjax.pipelines.graph.results import WritePlaced, WriteServed, find_placed, read_served
 from beamjax.pipelines.run import source_specs
 from beamjax.pipelines.tables.spool import SpooledSource, spooled
+from beamjax.pipelines.values.elements import Block, Environment
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Input, Plan, ValueType
 from beamjax.runtime.inputs import Inputs

@@ -16,9 +16,10 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import tasks
 from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
 from beamjax.pipelines.worker.tasks import Sources, Task, store_body
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map
 from beamjax.runtime import shard_executor as shards
-from beamjax.runtime.shard_executor import Shard, ShardExecutor
+from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources import live_spec, register, release
 
 N, SIZE = 20, 8

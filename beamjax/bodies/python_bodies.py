@@ -190,6 +190,7 @@ class Recipe:
     """What a plan is made from.
 
     Attributes:
+      make_plan: `interpreters.planning.make_plan`, which workers call again.
       fn: the user's function.
       arguments: the flat arguments of `interpreters.stage`, with or without their values.
       restore: from flat values to the arguments.
@@ -200,6 +201,7 @@ class Recipe:
       settings: of JAX.
     """
 
+    make_plan: Callable[..., Any]
     fn: Callable[..., Any]
     arguments: Sequence[Any]
     restore: Callable[..., Any]
@@ -223,9 +225,8 @@ class Recipe:
             on_nonfinite=self.options.on_nonfinite,
         )
         try:
-            recipe = _dumps(
-                (self.fn, arguments, self._skeleton(), options, self.unroll, dict(self.settings))
-            )
+            call = self.fn, arguments, self._skeleton(), options, self.unroll, dict(self.settings)
+            recipe = _dumps((self.make_plan, *call))
             nodes = _nodes()
         except Exception as error:  # of any kind: objects say so as they like
             raise StagingError(
@@ -334,6 +335,7 @@ def _restage(name: str, program: bytes) -> Plan:
 
 
 def _make_plan(
+    make_plan: Callable[..., Any],
     fn: Any,
     arguments: Any,
     skeleton: Any,
@@ -341,13 +343,11 @@ def _make_plan(
     unroll: bool,
     values: Mapping[str, Any],
 ) -> Plan:
-    from beamjax.interpreters import planning  # it imports this module
-
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
     assert isinstance(options.plan, Choices)
     chosen = options.plan.sizes, options.plan.loopings
     with with_settings(values):
-        return planning.make_plan(fn, arguments, restore, options, unroll, *chosen).plan
+        return make_plan(fn, arguments, restore, options, unroll, *chosen).plan
 
 
 # --- messages

@@ -140,7 +140,7 @@ def _data(row: Times, jit: Times | None) -> dict[str, Any]:
 
 
 def _table(name: str, rows: list[Times], jit: Times | None) -> str:
-    from beamjax.verification import aligned
+    from beamjax._text import aligned
 
     cells: list[tuple[str, ...]] = [
         ("", "first call", "of it once", "best", "median", "median / jit")

@@ -184,7 +184,8 @@ PROBED = (
     (
         "body",
         "export and compile",
-        "`python -m beamjax.commands.probes body` shows the whole error; install jax and jaxlib anew",
+        "`python -m beamjax.commands.probes body` shows the whole error; install jax and jaxlib "
+        "again",
     ),
     (
         "job",
@@ -279,18 +280,19 @@ def check_runners(required: Sequence[str]) -> Iterator[Finding]:
 
 
 def _prism() -> list[str]:
-    from beamjax.pipelines.clusters import programs as tools
+    from beamjax.pipelines.clusters import programs
+    from beamjax.storage.cache_folder import cache_folder
 
-    built = any(tools.cache_folder("").glob("prism-*-loopback/prism"))
-    if built or tools.find("go"):
+    built = any(cache_folder("").glob("prism-*-loopback/prism"))
+    if built or programs.find("go"):
         return []
     return ["install Go, from which Prism is built, or give prism_location=PATH"]
 
 
 def _java() -> list[str]:
-    from beamjax.pipelines.clusters import programs as tools
+    from beamjax.pipelines.clusters import programs
 
-    return [] if tools.find("java") else ["install Java 11 or 17 (a JDK)"]
+    return [] if programs.find("java") else ["install Java 11 or 17 (a JDK)"]
 
 
 def _flink() -> list[str]:

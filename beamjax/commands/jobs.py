@@ -10,7 +10,7 @@ import shlex
 import sys
 from typing import Any
 
-from beamjax._text import hint, listed
+from beamjax._text import aligned, hint, listed
 from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
 from beamjax.commands.arguments.command_lines import read_command
 from beamjax.errors import BeamjaxError, JobError, OptionsError, SourceError
@@ -19,7 +19,6 @@ from beamjax.jobs.report import read_report
 from beamjax.sources.arrays.data_files import is_url
 from beamjax.storage.records import SUFFIX
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.verification import aligned
 
 ROOT = "BEAMJAX_JOBS"
 """The variable of the environment that names the folder of all jobs."""

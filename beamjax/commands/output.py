@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from beamjax._text import aligned
 from beamjax.bodies.export import unwrap
 from beamjax.errors import OptionsError, SourceError
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
-from beamjax.verification import aligned
 
 SMALL = 8
 """Elements of a leaf that a summary shows all of."""

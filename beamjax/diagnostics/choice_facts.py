@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from beamjax._text import aligned, human_bytes
 from beamjax.diagnostics.calibration import calibration
 from beamjax.diagnostics.fact_types import (
     ChoiceFact,
@@ -13,7 +14,6 @@ from beamjax.diagnostics.fact_types import (
     StepSeconds,
     TriedFact,
     WayFact,
-    human_bytes,
     walk_facts,
 )
 from beamjax.diagnostics.forecast import forecast, small_work
@@ -22,7 +22,6 @@ from beamjax.options import Options
 from beamjax.pipelines.topology import Workers
 from beamjax.plan.merging import MERGE_RATE, FanOut
 from beamjax.plan.steps import Loop, Map, Plan, walk
-from beamjax.verification import aligned
 
 
 def choice_facts(

@@ -1,45 +1,13 @@
-"""What is told of a plan: plain facts, for people and programs. `beamjax.diagnostics.facts` finds them."""
+"""What beamjax reports of a plan: plain facts, which `beamjax.diagnostics.facts` finds."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from beamjax._text import Bytes
 from beamjax.plan.merging import FanOut
-
-
-@dataclass(frozen=True)
-class MemberBytes:
-    """Bytes for each member, where the number of members is unknown, and `fixed` ones besides."""
-
-    each: int
-    fixed: int = 0
-
-    def __add__(self, other: Bytes) -> MemberBytes:
-        if isinstance(other, MemberBytes):
-            return MemberBytes(self.each + other.each, self.fixed + other.fixed)
-        return MemberBytes(self.each, self.fixed + other)
-
-    __radd__ = __add__
-
-
-Bytes: TypeAlias = int | MemberBytes
-
-
-def human_bytes(count: Bytes) -> str:
-    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
-    if isinstance(count, MemberBytes):
-        fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
-        return f"n x {human_bytes(count.each)}{fixed}"
-    if count < 1024:
-        return f"{count} B"
-    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while size >= 1023.95 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.1f} {units[0]}"
 
 
 @dataclass(frozen=True)

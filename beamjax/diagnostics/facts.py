@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from beamjax._text import Bytes, MemberBytes
 from beamjax.bodies.export import value_type
 from beamjax.diagnostics.device_memory import device_estimates
 from beamjax.diagnostics.fact_types import (
     BlockFact,
-    Bytes,
     DeviceFact,
     Edge,
     HandedFact,
     InputFact,
-    MemberBytes,
     MemoryFact,
     OutputFact,
     PlacementFact,

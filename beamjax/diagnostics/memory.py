@@ -21,7 +21,7 @@ from beamjax.runtime.large_reductions import MAX_ROWS
 from beamjax.runtime.ordered_pool import most_jobs
 from beamjax.runtime.placed_results import HANDED_BYTES
 from beamjax.sources.source_base import Source
-from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES
+from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES, block_budget, store_budget
 
 BASE_BYTES = 272 << 20
 """Of a process with Python, JAX and Beam, in which XLA compiles and calls its libraries: 155 MiB
@@ -32,10 +32,6 @@ SLACK = 1.25
 """What allocators keep of what was freed, over what is in use."""
 FILES_BYTES = 4 << 22
 """Of results on their way to files: those of a file, together, encoded."""
-SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
-"""Of the limit of a process: a quarter for decoded blocks, an eighth for server values."""
-STORE_BYTES = 1 << 30
-"""Of server values that a process keeps where there is no limit."""
 MAX_EXECUTORS = 8
 PIECE_BYTES = 1 << 25
 """Of an accumulator that is merged, about."""
@@ -245,18 +241,6 @@ def merging_bytes(step: Map, mode: str, bundles: int) -> int:
     """
     whole = sums_bytes(step, mode)
     return bundles * whole // 2 + 4 * min(whole, PIECE_BYTES)
-
-
-def block_budget(limit: int | None) -> int:
-    """Bytes of decoded blocks that a process of so much memory keeps."""
-    return 2 * LASTING_BYTES if limit is None else limit // SHARE_OF_BLOCKS
-
-
-def store_budget(limit: int | None) -> int:
-    """Bytes of server values that a process of so much memory keeps of those in files, and again of
-    those that workers in the launching process hand on.
-    """
-    return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES
 
 
 def some(parts: Iterable[tuple[str, float]]) -> list[Part]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax.diagnostics.fact_types import human_bytes
+from beamjax._text import human_bytes
 from beamjax.diagnostics.memory import Estimate, estimate
 from beamjax.errors import StagingError
 from beamjax.options import Options

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from beamjax.diagnostics.fact_types import MemoryFact, human_bytes
+from beamjax._text import human_bytes
+from beamjax.diagnostics.fact_types import MemoryFact
 
 Row: TypeAlias = tuple[str, str, str]
 

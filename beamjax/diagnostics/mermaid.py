@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, human_bytes, walk_facts
+from beamjax._text import human_bytes
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, walk_facts
 from beamjax.diagnostics.memory_text import step_texts
 
 

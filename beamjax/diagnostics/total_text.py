@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from beamjax.diagnostics.fact_types import PlanFacts, human_bytes, walk_facts
+from beamjax._text import human_bytes
+from beamjax.diagnostics.fact_types import PlanFacts, walk_facts
 
 
 def move_lines(facts: PlanFacts) -> list[str]:

@@ -12,8 +12,7 @@ from beamjax.errors import ArrayFormatError
 from beamjax.runtime.placed_results import open_placed
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable, open_keyed
-from beamjax.storage import records
-from beamjax.storage import treedefs as trees
+from beamjax.storage import records, treedefs
 from beamjax.telemetry.job_folder import JobFolder
 
 
@@ -39,7 +38,7 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
         for leaf in leaves
     ]
     leaves = [np.empty(0) if isinstance(leaf, Placed | KeyedTable) else leaf for leaf in leaves]
-    record = {"tree": trees.tree_to_json(treedef), "types": types, "x64": x64}
+    record = {"tree": treedefs.tree_to_json(treedef), "types": types, "x64": x64}
     folder.write_result([np.asarray(unwrap(leaf)) for leaf in leaves], record)
 
 
@@ -62,9 +61,9 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
     path = f"{folder.path}/result{records.SUFFIX}"
     found = records.checked(record, {"types": list, "x64": bool}, path)
     if like is not None:
-        treedef = trees.like(like, len(arrays))
+        treedef = treedefs.like(like, len(arrays))
     else:
-        treedef = trees.tree_from_json(record.get("tree"), path)
+        treedef = treedefs.tree_from_json(record.get("tree"), path)
     if not treedef.num_leaves == len(arrays) == len(found["types"]):
         raise ArrayFormatError(
             f"{path}: found a tree of {treedef.num_leaves} leaves with {len(found['types'])} types "

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from beamjax.diagnostics.fact_types import human_bytes
+from beamjax._text import human_bytes
 from beamjax.diagnostics.pages.charts import Line, chart, shares_bar, shares_legend, stacked_chart
 from beamjax.diagnostics.pages.markup import Markup, joined, table, tag
 from beamjax.diagnostics.pages.plan_page import graph_section, tile
 from beamjax.diagnostics.pages.shell import Page
 from beamjax.diagnostics.pages.words import human_seconds
-from beamjax.jobs.report import Curve, Report
 from beamjax.telemetry.progress import SECONDS, Tally
 from beamjax.telemetry.timeline import Samples
+
+if TYPE_CHECKING:
+    from beamjax.jobs.report import Curve, Report  # which makes such a page of itself
 
 STATES = {
     "running": "▶ running",

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from beamjax.errors import StructureError, WorkerError
-from beamjax.numerics import serialization as digit_bytes
+from beamjax.numerics import serialization
 from beamjax.numerics.exact_add import Rows
 from beamjax.numerics.partials import check_partial, check_same, describe, described, fail, left_out
 from beamjax.numerics.provenance import UNKNOWN, Provenance
@@ -224,7 +224,7 @@ class ExactSum:
         self.compact()
         more = {"left_out": self.left_out} if self.left_out else {}
         meta = describe(self, width=self._width, **more)
-        return encode_arrays(digit_bytes.pack(self._blocks), meta)
+        return encode_arrays(serialization.pack(self._blocks), meta)
 
     @classmethod
     def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> ExactSum:
@@ -238,7 +238,7 @@ class ExactSum:
             fail(f"digits of {width!r} bits", "20 to 50")
         same = cls(*described(meta), width=width)
         same.left_out = left_out(meta)
-        same._blocks = digit_bytes.unpack(arrays, same._length, LOWEST[same._real], width)
+        same._blocks = serialization.unpack(arrays, same._length, LOWEST[same._real], width)
         return same
 
     def _block(self, number: int) -> Digits:

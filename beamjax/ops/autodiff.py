@@ -1,6 +1,6 @@
 """How the primitives of a program are differentiated, transposed, batched and pruned.
 
-The rules are closed: what they produce is again made of `beamjax.ops.primitives` with bodies for one
+The rules are closed: what they produce is made of `beamjax.ops.primitives` with bodies for one
 member, so that `jax.grad(program)` can be taken apart as well as the program itself. Each rule for
 `bj_map` is a public JAX transformation applied to the body, which is then traced anew.
 """
@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._compat import ad, batching
-from beamjax.ops import sharding as layouts
+from beamjax.ops import sharding
 from beamjax.ops.primitives import (
     REDUCE_PRIMITIVES,
     bind_map,
@@ -184,7 +184,7 @@ def _map_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
             continue
         if i < num_broadcast:
             out = reduce_sum_p.bind(out, placement=params["placement"])
-        results[i] = layouts.lay_out_like(out, args[i].aval)
+        results[i] = sharding.lay_out_like(out, args[i].aval)
     return results
 
 
@@ -267,16 +267,16 @@ _compat.register_dce(map_p, _map_dce)
 
 
 def _broadcast(x: jax.Array, placement: str, n: Any) -> jax.Array:
-    return broadcast_p.bind(x, placement=placement, n=n, mesh=layouts.active_mesh(placement))
+    return broadcast_p.bind(x, placement=placement, n=n, mesh=sharding.active_mesh(placement))
 
 
 def _broadcast_transpose(ct: jax.Array, x: Any, *, placement: str, **_: Any) -> list[Any]:
-    return [layouts.lay_out_like(reduce_sum_p.bind(ct, placement=placement), x.aval)]
+    return [sharding.lay_out_like(reduce_sum_p.bind(ct, placement=placement), x.aval)]
 
 
 def _sum_transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
     ct = jnp.asarray(ct, x.aval.dtype)  # A user's cotangent may be a Python scalar.
-    return [layouts.lay_out_like(_broadcast(ct, placement, x.aval.shape[0]), x.aval)]
+    return [sharding.lay_out_like(_broadcast(ct, placement, x.aval.shape[0]), x.aval)]
 
 
 def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
@@ -286,7 +286,7 @@ def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
     size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
     share = jax.lax.convert_element_type(ct, wide) / size
     share = jax.lax.convert_element_type(share, dtype)
-    return [layouts.lay_out_like(_broadcast(share, placement, n), x.aval)]
+    return [sharding.lay_out_like(_broadcast(share, placement, n), x.aval)]
 
 
 ad.deflinear2(broadcast_p, _broadcast_transpose)
@@ -319,7 +319,7 @@ def _weighted_sum(weights: Any, x: Any, placement: str, name: str) -> Any:
 
 
 def _map(fn: Any, broadcast: Any, placed: Any, placement: str, name: str) -> jax.Array:
-    mesh, n = layouts.active_mesh(placement), placed[0].shape[0]
+    mesh, n = sharding.active_mesh(placement), placed[0].shape[0]
     (out,) = map_members(
         lambda *a: [fn(*a)], broadcast, placed, placement=placement, n=n, name=name, mesh=mesh
     )
@@ -360,7 +360,7 @@ def _prod_jvp(
         one, none = jnp.ones_like(v), jnp.zeros_like(v)
         return [zero.astype(np.int32), jnp.where(zero, one, v), jnp.where(zero, v, none)]
 
-    mesh, n = layouts.active_mesh(placement), x.shape[0]
+    mesh, n = sharding.active_mesh(placement), x.shape[0]
     is_zero, nonzeros, zeros = map_members(
         parts, [], [x], placement=placement, n=n, name="prod_parts", mesh=mesh
     )

@@ -28,7 +28,7 @@ from jax.extend import core as jex
 from beamjax import _compat
 from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError
-from beamjax.ops import sharding as layouts
+from beamjax.ops import sharding
 from beamjax.ops.primitives import trace_body
 
 Leaves = Sequence[Any]
@@ -111,13 +111,13 @@ def _reduce_abstract_eval(
                 f"bj_reduce of {name}: found an operand of shape {aval.shape}, expected "
                 f"{(n, *member.shape)} for the {n} members of {placement!r}."
             )
-    return [layouts.reduced_aval(aval, aval.dtype, False) for aval in avals[num_served:]]
+    return [sharding.reduced_aval(aval, aval.dtype, False) for aval in avals[num_served:]]
 
 
 def _fold_arrays(
     *args: jax.Array, jaxpr: jex.ClosedJaxpr, num_served: int, **_: Any
 ) -> list[jax.Array]:
-    leaves = [layouts.whole(x) for x in args[num_served:]]
+    leaves = [sharding.whole(x) for x in args[num_served:]]
     return fold_members(combine_of(jaxpr, args[:num_served]), leaves)
 
 
@@ -250,7 +250,7 @@ def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any
     found = jax.linear_transpose(outputs, *avals)([cts[i] for i in used])
     places = [i for i, mark in enumerate(linear) if mark]
     for i, aval, ct in zip(places, avals, found, strict=True):
-        results[i] = layouts.lay_out_like(ct, aval)
+        results[i] = sharding.lay_out_like(ct, aval)
     return results
 
 
@@ -277,7 +277,7 @@ def _reduce_batch(
         axis_name=axis_data.name,
         spmd_axis_name=axis_data.spmd_name,
     )
-    members = [layouts.member_aval(jax.typeof(x), params["placement"]) for x in leaves]
+    members = [sharding.member_aval(jax.typeof(x), params["placement"]) for x in leaves]
     avals = [*map(jax.typeof, served), *members, *members]
     jaxpr, consts = trace_body(lambda *values: function(*values), avals)
     kept = {key: params[key] for key in ("placement", "n", "name")}

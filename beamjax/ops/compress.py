@@ -35,7 +35,7 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import StructureError
-from beamjax.ops import operators as api
+from beamjax.ops import operators
 from beamjax.ops.fields import bits_for, compressed_p, fields_of, pack, unpack
 from beamjax.ops.leaves import as_array, as_placed
 from beamjax.ops.placements import resolve
@@ -247,8 +247,8 @@ def _averaged(
             ]
         return wide, [_magnitude(value) for value in wide]
 
-    members, largest = api.map_fn(full, (values, errors), placement=placement)
-    largest = api.reduce_max(largest, placement=placement)
+    members, largest = operators.map_fn(full, (values, errors), placement=placement)
+    largest = operators.reduce_max(largest, placement=placement)
     shared = largest if scales is None else _cast(scales, largest)
 
     def coded(member: list[jax.Array], key: Any) -> Any:
@@ -260,13 +260,13 @@ def _averaged(
             lost.append(value - _restored(codes, scale, levels))
         return found, lost, np.int32(1)
 
-    words, lost, ones = api.map_fn(coded, (members, keys), placement=placement)
+    words, lost, ones = operators.map_fn(coded, (members, keys), placement=placement)
     words = [
         compressed_p.bind(word, instead=nbytes(jax.ShapeDtypeStruct(value.shape[1:], value.dtype)))
         for word, value in zip(words, members, strict=True)
     ]
     # Members may be dropped, so they are counted.
-    sums, count = api.reduce_sum((words, ones), placement=placement)
+    sums, count = operators.reduce_sum((words, ones), placement=placement)
     means = []
     for word, value, scale, seen in zip(sums, values, shared, largest, strict=True):
         total = unpack(word, bits, math.prod(value.shape[1:])).reshape(value.shape[1:])
@@ -286,7 +286,7 @@ def _straight_through(averaged: Any, placement: str) -> Any:
         values, errors = tangents[:2]
         if errors is not None:
             values = [v + e.astype(v.dtype) for v, e in zip(values, errors, strict=True)]
-        slopes = api.reduce_mean(values, placement=placement)
+        slopes = operators.reduce_mean(values, placement=placement)
         return found, (slopes, *(list(map(jnp.zeros_like, each)) for each in found[1:]))
 
     return call

@@ -24,8 +24,7 @@ from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops import autodiff as _derivatives  # noqa: F401  (registers the rules)
 from beamjax.ops import error_checks as _error_checks  # noqa: F401
-from beamjax.ops import primitives
-from beamjax.ops import sharding as layouts
+from beamjax.ops import primitives, sharding
 from beamjax.ops import taylor as _taylor  # noqa: F401
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
@@ -104,7 +103,7 @@ def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = No
       StructureError: a leaf is not an array.
     """
     placement, n = resolve("broadcast", placement)
-    mesh = layouts.mesh_for("broadcast", placement, n, mesh)
+    mesh = sharding.mesh_for("broadcast", placement, n, mesh)
 
     def broadcast_leaf(path: Any, leaf: Any) -> jax.Array:
         array = as_array("broadcast", "x", path, leaf)
@@ -141,7 +140,7 @@ def map_fn(
       StructureError: a leaf of `arg`, or of what `fn` returns, is not an array.
     """
     placement, n = resolve("map_fn", placement)
-    mesh = layouts.mesh_for("map_fn", placement, n, mesh)
+    mesh = sharding.mesh_for("map_fn", placement, n, mesh)
     name = name_of(fn)
     leaves = tree_util.tree_leaves_with_path(arg)
     placed = [as_placed("map_fn", "arg", path, leaf, placement, n) for path, leaf in leaves]

@@ -29,7 +29,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
-from beamjax.ops import sharding as layouts
+from beamjax.ops import sharding
 
 map_p = jex.Primitive("bj_map")
 map_p.multiple_results = True
@@ -98,10 +98,10 @@ def bind_map(
     placement: str,
     n: Any,
     name: str,
-    mesh: layouts.AnyMesh | None,
+    mesh: sharding.AnyMesh | None,
 ) -> list[jax.Array]:
     """Maps a body without consts over the members of `placed`; see the head of this file."""
-    auto = mesh is not None and not layouts.is_explicit(mesh, placement)
+    auto = mesh is not None and not sharding.is_explicit(mesh, placement)
     return map_p.bind(
         *broadcast,
         *placed,
@@ -123,7 +123,7 @@ def map_members(
     placement: str,
     n: Any,
     name: str,
-    mesh: layouts.AnyMesh | None,
+    mesh: sharding.AnyMesh | None,
     tree: Any = None,
 ) -> list[jax.Array]:
     """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
@@ -132,10 +132,10 @@ def map_members(
     values; or, where there is a `tree`, the arguments that this makes of them.
     """
     avals = [jax.typeof(x) for x in broadcast]
-    avals += [layouts.member_aval(jax.typeof(x), placement) for x in placed]
+    avals += [sharding.member_aval(jax.typeof(x), placement) for x in placed]
     jaxpr, consts = trace_body(fn, avals if tree is None else tree_util.tree_unflatten(tree, avals))
     for const in consts:
-        layouts.check_shared(const, placement, mesh)
+        sharding.check_shared(const, placement, mesh)
     broadcast = [*consts, *broadcast]
     return bind_map(jaxpr, broadcast, placed, placement=placement, n=n, name=name, mesh=mesh)
 
@@ -151,7 +151,7 @@ def _map_abstract_eval(
     placement: str,
     n: Any,
     name: str,
-    mesh: layouts.AnyMesh | None,
+    mesh: sharding.AnyMesh | None,
     spmd_axis_name: str | None,
 ) -> tuple[list[Any], Any]:
     for aval, member in zip(avals[num_broadcast:], jaxpr.in_avals[num_broadcast:], strict=True):
@@ -160,7 +160,7 @@ def _map_abstract_eval(
                 f"bj_map of {name}: found an operand of shape {aval.shape}, expected "
                 f"{(n, *member.shape)} for the {n} members of {placement!r}."
             )
-    outs = [layouts.placed_aval(aval, placement, n, mesh) for aval in jaxpr.out_avals]
+    outs = [sharding.placed_aval(aval, placement, n, mesh) for aval in jaxpr.out_avals]
     return outs, _compat.outer_effects(jaxpr.effects)
 
 
@@ -171,21 +171,21 @@ def _map_over_axis(
     placement: str,
     n: Any,
     name: str,
-    mesh: layouts.AnyMesh | None,
+    mesh: sharding.AnyMesh | None,
     spmd_axis_name: str | None,
 ) -> list[jax.Array]:
     del name
     # JAX batches a shard_map over an Explicit mesh axis only where that axis is not in use.
-    whole = layouts.is_explicit(mesh, placement) and _contains_shard_map(jaxpr.jaxpr)
+    whole = sharding.is_explicit(mesh, placement) and _contains_shard_map(jaxpr.jaxpr)
     broadcast = args[:num_broadcast]
-    placed = [layouts.lay_out(x, placement, mesh, whole) for x in args[num_broadcast:]]
+    placed = [sharding.lay_out(x, placement, mesh, whole) for x in args[num_broadcast:]]
     body = jax.vmap(
         jex.jaxpr_as_fun(jaxpr),
         in_axes=[None] * len(broadcast) + [0] * len(placed),
         axis_size=n,
         spmd_axis_name=spmd_axis_name,
     )
-    return [layouts.lay_out(out, placement, mesh) for out in body(*broadcast, *placed)]
+    return [sharding.lay_out(out, placement, mesh) for out in body(*broadcast, *placed)]
 
 
 def _contains_shard_map(jaxpr: jex.Jaxpr) -> bool:
@@ -217,15 +217,15 @@ _compat.register_to_lojax(map_p, _map_to_lojax)
 
 @broadcast_p.def_abstract_eval
 def _broadcast_abstract_eval(
-    x: Any, *, placement: str, n: Any, mesh: layouts.AnyMesh | None
+    x: Any, *, placement: str, n: Any, mesh: sharding.AnyMesh | None
 ) -> Any:
-    return layouts.placed_aval(x, placement, n, mesh)
+    return sharding.placed_aval(x, placement, n, mesh)
 
 
 def _broadcast_array(
-    x: jax.Array, *, placement: str, n: Any, mesh: layouts.AnyMesh | None
+    x: jax.Array, *, placement: str, n: Any, mesh: sharding.AnyMesh | None
 ) -> jax.Array:
-    return layouts.lay_out(jnp.broadcast_to(x, (n, *x.shape)), placement, mesh)
+    return sharding.lay_out(jnp.broadcast_to(x, (n, *x.shape)), placement, mesh)
 
 
 broadcast_p.def_impl(_broadcast_array)
@@ -254,7 +254,7 @@ def _define_reduction(op: str) -> None:
     def abstract_eval(x: Any, *, placement: str) -> Any:
         members = jax.ShapeDtypeStruct((1,), x.dtype, weak_type=x.weak_type)
         result = jax.eval_shape(lambda v: function(v, axis=0), members)
-        return layouts.reduced_aval(x, result.dtype, result.weak_type)
+        return sharding.reduced_aval(x, result.dtype, result.weak_type)
 
     def reduce_array(x: jax.Array, *, placement: str) -> jax.Array:
         return function(x, axis=0)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.ops import sharding as layouts
+from beamjax.ops import sharding
 from beamjax.ops.combining import bind_reduce
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
@@ -104,7 +104,7 @@ def reduce_by_key(
     """
     name = "reduce_by_key"
     placement, n = resolve(name, placement)
-    mesh = layouts.mesh_for(name, placement, n, None)
+    mesh = sharding.mesh_for(name, placement, n, None)
     if op not in _SEGMENTS:
         raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(_SEGMENTS)}.")
     size = None if num_keys is None else _check_num_keys(num_keys)
@@ -124,7 +124,7 @@ def reduce_by_key(
             lambda *member: list(member), [], [keys, *values], placement=placement, n=n,
             name=f"{name}_{op}", mesh=mesh,
         )  # fmt: skip
-        keys, *values = map(layouts.whole, found)
+        keys, *values = map(sharding.whole, found)
         names = [dtype_name(np.dtype(dtype)) for dtype in results]
         return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
     num_keys = size
@@ -139,7 +139,7 @@ def reduce_by_key(
     prepared = map_members(
         prepare, [], [keys, *values], placement=placement, n=n, name=f"{name}_{op}", mesh=mesh
     )
-    keys, ones, *values = map(layouts.whole, prepared)
+    keys, ones, *values = map(sharding.whole, prepared)
     totals = [_SEGMENTS[op](value, keys, num_keys) for value in values]
     if op == "mean":
         counts = jax.ops.segment_sum(ones, keys, num_keys)
@@ -234,12 +234,12 @@ def reduce(
         effects.
     """
     placement, n = resolve("reduce", placement)
-    mesh = layouts.mesh_for("reduce", placement, n, None)
+    mesh = sharding.mesh_for("reduce", placement, n, None)
     name = name_of(combine)
     paths, tree = tree_util.tree_flatten_with_path(x)
     leaves = [as_placed("reduce", "x", path, leaf, placement, n) for path, leaf in paths]
     members = [
-        layouts.member_aval(jax.typeof(leaf), placement).update(weak_type=False) for leaf in leaves
+        sharding.member_aval(jax.typeof(leaf), placement).update(weak_type=False) for leaf in leaves
     ]
 
     # Messages of JAX then name the user's function, its file and its parameters.
@@ -259,7 +259,7 @@ def reduce(
             "in which it is called differs from runner to runner."
         )
     for value in served:
-        layouts.check_shared(value, placement, mesh)
+        sharding.check_shared(value, placement, mesh)
     if not leaves:
         return tree_util.tree_unflatten(tree, [])
     if isinstance(n, int) and n == 0:

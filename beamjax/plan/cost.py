@@ -80,3 +80,30 @@ class Rates:
 
 USUAL = Rates()
 """Of a machine that nobody measured. What is decided by these is the same on all machines."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a runner takes for itself, in seconds.
+
+    Attributes:
+      pipeline: for each pipeline.
+      step: for each step in one.
+      shard: for each shard, whose range and partials are elements of Beam.
+    """
+
+    pipeline: float
+    step: float
+    shard: float = 2e-4
+
+
+RUNNERS = {
+    "local": Fixed(0.0, 3e-4, 0.0),
+    "DirectRunner": Fixed(0.025, 0.05, 5e-5),
+    "PrismRunner": Fixed(0.5, 0.1),
+    "FlinkRunner": Fixed(3.0, 0.2),
+    "SparkRunner": Fixed(4.0, 0.3),
+    "DataflowRunner": Fixed(240.0, 5.0),
+}
+"""Before anything was measured: of warm job servers and of workers that run."""
+ELSEWHERE = Fixed(3.0, 0.2)

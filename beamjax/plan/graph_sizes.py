@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from beamjax.diagnostics.calibration import ELSEWHERE, RUNNERS, Fixed
 from beamjax.options import Options
+from beamjax.plan.cost import ELSEWHERE, RUNNERS, Fixed
 from beamjax.plan.liveness import made
 from beamjax.plan.steps import Gather, Loop, Map, Plan, Scatter, Step
 

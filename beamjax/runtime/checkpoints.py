@@ -1,9 +1,9 @@
 """Checkpoints as bytes: where a run is, and the values that what is left of it needs.
 
-A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*. Small values are arrays in it; big
-ones are files beside it, which hold buffers of `beamjax.storage.arrays` too, so that every byte is under a
-checksum. Nothing is pickled. What is read is checked before it is used: a lying manifest costs no
-more memory than it is long.
+A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*. Small values are arrays in
+it; big ones are files beside it, which hold such buffers too, so that a checksum covers every byte.
+Nothing is pickled. What is read is checked before it is used: a lying manifest costs no more memory
+than it is long.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ import numpy as np
 from beamjax.bodies.compile_cache import use_compile_cache
 from beamjax.bodies.export import run_server
 from beamjax.bodies.xla_threads import compute_device
-from beamjax.diagnostics.memory import block_budget
 from beamjax.errors import WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.topology import computing_threads
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.liveness import Position, step_index
 from beamjax.plan.one_pass import open_placements, split
+from beamjax.plan.shard import Shard, shard_errors, shards
 from beamjax.plan.steps import (
     Block,
     Branch,
@@ -37,13 +36,15 @@ from beamjax.plan.steps import (
 )
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.runtime.ordered_pool import computing_threads
 from beamjax.runtime.passes import Done, Sums, computed
 from beamjax.runtime.placed_results import HANDED_BYTES, NOTHING, Kept
-from beamjax.runtime.shard_executor import Shard, ShardExecutor, read_shard, shard_errors, shards
+from beamjax.runtime.shard_executor import ShardExecutor, read_shard
 from beamjax.runtime.tracker import Keeper, Tracker, starts_anew
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.streams.chunks import MemberBlock
+from beamjax.storage.block_cache import block_budget
 from beamjax.storage.scratch import file_array
 from beamjax.telemetry.meters import Meter
 from beamjax.telemetry.monitor import Monitor

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import JobCancelledError
+from beamjax.options import Options
 
 MAX_THREADS = 64
 """More have more shards in memory than gain time."""
@@ -133,3 +134,8 @@ def _done(number: int, job: Callable[[], Any]) -> _Outcome:
         return number, None, job()
     except BaseException as error:
         return number, error, None
+
+
+def computing_threads(options: Options) -> int:
+    """How many threads compute the shards of a bundle that has a machine for itself, at most."""
+    return options.local_threads or usual_threads()

@@ -12,18 +12,13 @@ import numpy as np
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.options import Options
 from beamjax.plan.merging import is_in_files
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Plan
 from beamjax.runtime import pace
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.large_reductions import WideLanes
 from beamjax.runtime.ordered_pool import OrderedPool
-from beamjax.runtime.shard_executor import (
-    Shard,
-    add_computed,
-    finish_lane,
-    finish_tree,
-    new_accumulators,
-)
+from beamjax.runtime.shard_executor import add_computed, finish_lane, finish_tree, new_accumulators
 from beamjax.storage.scratch import Scratch
 from beamjax.telemetry.meters import Meter
 

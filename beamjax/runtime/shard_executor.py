@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ import numpy as np
 from beamjax.bodies.counts import counts
 from beamjax.bodies.export import load_body, on_device, with_x64
 from beamjax.bodies.transfer_time import from_device, is_copied, to_device, transferring
-from beamjax.errors import BeamjaxError, Failure, WorkerError
+from beamjax.errors import WorkerError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.reducers import PICK, make_accumulator, reducer_of
 from beamjax.numerics.side_by_side import are_alike, in_parts
 from beamjax.plan.dropping import Guard
+from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Combine, Fitted, Lane, Map, PaddingCheck, Plan
 from beamjax.runtime.failing_members import (
     Call,
@@ -32,22 +32,6 @@ from beamjax.runtime.failing_members import (
 )
 from beamjax.runtime.inputs import Reader
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Members [start, start + count) of a placement: shard number `index`."""
-
-    index: int
-    start: int
-    count: int
-
-
-def shards(n: int, size: int, first: int = 0, last: int | None = None) -> Iterator[Shard]:
-    """Shards number [first, last) of n members in shards of `size`; the last one may be short."""
-    for index in range(first, -(-n // size) if last is None else last):
-        start = index * size
-        yield Shard(index, start, min(size, n - start))
 
 
 class ShardExecutor:
@@ -293,40 +277,6 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
         return value
     counts.broadcasts += 1
     return jax.device_put(value, device)
-
-
-class shard_errors:
-    """Says of every error in a `with` block which step and shard it belongs to.
-
-    Raises:
-      BeamjaxError: of the same type if it is one of ours, otherwise a `WorkerError`.
-    """
-
-    # No generator: it is entered for each shard, and twice.
-    __slots__ = ("shard", "step")
-
-    def __init__(self, step: Map, shard: Shard):
-        self.step = step
-        self.shard = shard
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, Exception):
-            return
-        step, shard = self.step, self.shard
-        functions = f" ({', '.join(step.functions)})" if step.functions else ""
-        where = (
-            f"step {step.name!r}{functions}, shard {shard.index} of placement "
-            f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
-        )
-        told: BeamjaxError = WorkerError(f"{where}: {type(error).__name__}: {error}")
-        if isinstance(error, BeamjaxError):
-            told = type(error)(f"{where}: {error}")
-        members = shard.start, shard.start + shard.count - 1
-        told.failure = Failure(step.name, shard.index, members)
-        raise told from error
 
 
 def new_accumulators(step: Map, mode: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from beamjax.diagnostics.fact_types import human_bytes
+from beamjax._text import human_bytes
 from beamjax.sources.source_base import LeafSpec, Source
 
 SCANNED = 1 << 20

@@ -22,6 +22,10 @@ LASTING_BYTES = 2**29
 LASTING_READS = 3
 """Times that a block is decoded until it is one of these: more than the passes of most programs."""
 _MAX_COUNTED = 1 << 16
+SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
+"""Of the limit of a process: a quarter for decoded blocks, an eighth for server values."""
+STORE_BYTES = 1 << 30
+"""Of server values that a process keeps where there is no limit."""
 
 
 class BlockCache:
@@ -61,3 +65,15 @@ class BlockCache:
         self.passing.clear()
         self.lasting.clear()
         self._reads.clear()
+
+
+def block_budget(limit: int | None) -> int:
+    """Bytes of decoded blocks that a process of so much memory keeps."""
+    return 2 * LASTING_BYTES if limit is None else limit // SHARE_OF_BLOCKS
+
+
+def store_budget(limit: int | None) -> int:
+    """Bytes of server values that a process of so much memory keeps of those in files, and again of
+    those that workers in the launching process hand on.
+    """
+    return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES

@@ -1,7 +1,7 @@
 """Small records of a job: plain JSON values in files that are whole, and known to be intact.
 
-A record is the checked header of `beamjax.storage.arrays` without arrays: written under a temporary name
-and renamed, with checksums that every reader verifies.
+A record is the checked header of `beamjax.storage.arrays` without arrays: written under a temporary
+name and renamed, with checksums that every reader verifies.
 """
 
 from __future__ import annotations

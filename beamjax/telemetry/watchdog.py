@@ -21,11 +21,12 @@ from typing import TypeVar
 
 import jax
 
+from beamjax import _compat
 from beamjax.bodies.compile_time import compile_clock
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
+from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Server
-from beamjax.runtime.shard_executor import Shard, shard_errors
 from beamjax.telemetry.working_files import Entry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
@@ -249,7 +250,7 @@ _watched: dict[int, AtWork] = {}
 _starting = threading.Lock()
 _watchdog: threading.Thread | None = None
 _LONGEST_PAUSE = 0.5
-_OURS = tuple(os.path.dirname(str(module)) for module in (__file__, jax.__file__))
+_OURS = tuple(os.path.dirname(str(module)) for module in (_compat.__file__, jax.__file__))
 
 
 def _watch(work: AtWork) -> None:

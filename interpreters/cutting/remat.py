@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.pieces import Emission, MapPiece
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
@@ -18,7 +19,6 @@ from beamjax.interpreters.program import Eqn, FlatBlock, Var
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.table import Local
 from beamjax.interpreters.staging.flatten import host_call
-from beamjax.interpreters.tuning.cost import member_cost
 from beamjax.plan.cost import USUAL
 
 CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {

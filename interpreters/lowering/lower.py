@@ -20,6 +20,7 @@ from beamjax.bodies.export import (
     wrap,
 )
 from beamjax.errors import StagingError
+from beamjax.interpreters.cutting.cost import server_cost
 from beamjax.interpreters.cutting.pieces import (
     BlockPiece,
     BranchPiece,
@@ -38,13 +39,12 @@ from beamjax.interpreters.lowering.keeping import guard_of, with_kept_members
 from beamjax.interpreters.lowering.lanes import lanes_of, saved_bytes
 from beamjax.interpreters.lowering.map_bodies import map_body, one_by_one, read
 from beamjax.interpreters.lowering.reasons import why_on_server
+from beamjax.interpreters.lowering.shard_size import cost_of_member, shard_sizes
+from beamjax.interpreters.lowering.vectorize import looping_of
 from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.table import Combination
-from beamjax.interpreters.tuning.cost import server_cost
-from beamjax.interpreters.tuning.shard_size import cost_of_member, shard_sizes
-from beamjax.interpreters.tuning.vectorize import looping_of
 from beamjax.options import Options
 from beamjax.options.choices import Looping
 from beamjax.plan.cost import Cost

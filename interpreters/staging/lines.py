@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import types
+from importlib.util import find_spec
 from typing import Any
-
-import jax
-import numpy as np
-
-import beamjax
 
 
 def user_line(eqn: Any) -> str:
@@ -36,11 +32,10 @@ def is_library(file_name: str) -> bool:
 
 
 def _libraries() -> tuple[str, ...]:
-    packages = [os.path.dirname(os.path.abspath(str(m.__file__))) for m in (jax, beamjax, np)]
     # In a checkout, the sub-packages lie beside `beamjax/` and not in it.
-    interpreters = os.path.dirname(os.path.abspath(__file__))
-    pipelines = os.path.join(os.path.dirname(interpreters), "pipelines")
-    return (*(folder + os.sep for folder in (*packages, interpreters, pipelines)), "<frozen ")
+    names = ("jax", "numpy", "beamjax", "beamjax.interpreters", "beamjax.pipelines")
+    files = [str(found.origin) for name in names if (found := find_spec(name)) is not None]
+    return (*(os.path.dirname(os.path.abspath(file)) + os.sep for file in files), "<frozen ")
 
 
 _LIBRARIES = _libraries()

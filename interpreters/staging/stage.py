@@ -14,11 +14,11 @@ from jax import tree_util
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.call_checks import refuse_tracers
 from beamjax.errors import StructureError
-from beamjax.interpreters.cutting.unknown_sizes import explained
 from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.staging import drjax
+from beamjax.interpreters.staging.tracers import refuse_tracers
+from beamjax.interpreters.staging.unknown_sizes import explained
 from beamjax.ops.leaves import name_of
 from beamjax.ops.placements import observe
 from beamjax.sources.source_base import Source, StreamSource

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from beamjax.errors import BeamjaxError
+from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.stage import Argument
-from beamjax.interpreters.tuning.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.options.choices import Looping
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk

@@ -20,6 +20,7 @@ import jax
 
 from beamjax import _compat
 from beamjax.options.choices import write_json
+from beamjax.storage.cache_folder import cache_folder
 
 VARIABLE = "BEAMJAX_PLANNER_CACHE"
 MAX_BYTES = 1 << 20
@@ -32,10 +33,6 @@ def folder() -> Path | None:
         return None
     try:
         if given is None:
-            from beamjax.pipelines.clusters.programs import (
-                cache_folder,  # of what else takes long to make
-            )
-
             return cache_folder("planner")
         Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -13,8 +13,9 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import BeamjaxError
 from beamjax.options import Options
 from beamjax.plan.merging import is_in_files
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Plan, ValueType
-from beamjax.runtime.shard_executor import Shard, ShardExecutor, add_computed, new_accumulators
+from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulators
 
 REPEATED_SECONDS = 0.1
 """A shard is computed again until so much time has passed; the best time counts."""

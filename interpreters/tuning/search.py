@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS, piece_waits_for_data
 from beamjax.interpreters.cutting.pieces import (
     BlockPiece,
     BranchPiece,
@@ -25,10 +26,9 @@ from beamjax.interpreters.cutting.pieces import (
     ServerPiece,
 )
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.lowering import shard_size
 from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
 from beamjax.interpreters.program import Eqn, MemberEqn
-from beamjax.interpreters.tuning import shard_size as sizing
-from beamjax.interpreters.tuning.cost import GUESSED_ROUNDS, piece_waits_for_data
 from beamjax.options.choices import MULTIPLE, Looping, Trial
 from beamjax.plan.cost import USUAL
 from beamjax.plan.steps import Map, Plan, walk
@@ -85,7 +85,7 @@ def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[P
         at_once = {"loop": 1, "vmap": size}.get(step.looping.kind, step.looping.batch)
         calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
-        largest = max(sizing.largest_size(piece, n, limit), size)
+        largest = max(shard_size.largest_size(piece, n, limit), size)
         loops = goes_one_by_one(piece, step.lanes)
         found.append(
             Pass(name, piece.placement, rounds, size, step.looping, loops, largest, seconds)

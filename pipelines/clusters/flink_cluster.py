@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import jars, processes
-from beamjax.pipelines.clusters import programs as tools
+from beamjax.pipelines.clusters import jars, processes, programs
 from beamjax.pipelines.clusters.processes import LOOPBACK, Process
 from beamjax.pipelines.clusters.worker_pool import READY
+from beamjax.storage.cache_folder import cache_folder
 
 WORKERS = "beamjax-workers"
 """The name by which every task manager knows its own pool."""
@@ -89,7 +89,7 @@ class Cluster:
 
 def default_folder() -> Path:
     """Where a cluster is if nobody says where."""
-    return tools.cache_folder("flink-cluster")
+    return cache_folder("flink-cluster")
 
 
 def read(folder: Path | str) -> Cluster | None:
@@ -161,7 +161,7 @@ def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
     settings = Settings() if settings is None else settings
     folder = Path(folder).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tools.locked(folder):
+    with programs.locked(folder):
         found = read(folder)
         if found is not None and status(folder)["healthy"]:
             has = found.settings
@@ -195,7 +195,7 @@ def down(folder: Path | str) -> list[str]:
     folder = Path(folder).absolute()
     if not folder.is_dir():
         return []
-    with tools.locked(folder):
+    with programs.locked(folder):
         return _stop(folder)
 
 

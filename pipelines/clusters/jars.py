@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from beamjax.pipelines.clusters import programs as tools
+from beamjax.pipelines.clusters import programs
+from beamjax.storage.cache_folder import cache_folder
 
 _OPENED = ("lang", "util", "nio", "io", "util.concurrent", "net", "lang.reflect", "text", "time")
 JAVA_OPTIONS = (
@@ -37,16 +38,16 @@ def classpath(name: str) -> Path:
     """
     pom = SOURCES / f"{name}.xml"
     purpose = f"the jars of {name.capitalize()}"
-    folder = tools.cache_folder(f"{name}-{_digest(pom)}")
+    folder = cache_folder(f"{name}-{_digest(pom)}")
     jars = folder / "jars"
-    with tools.locked(folder):
+    with programs.locked(folder):
         if not jars.exists():
-            maven = tools.require("mvn", purpose)
-            tools.require("java", purpose)
+            maven = programs.require("mvn", purpose)
+            programs.require("java", purpose)
             _LOG.warning("beamjax: fetching %s to %s (about 200 MB, once)", purpose, folder)
             fetched = folder / "fetched"
             shutil.rmtree(fetched, ignore_errors=True)
-            tools.run(
+            programs.run(
                 [maven, "-B", "-q", "-f", str(pom), "dependency:copy-dependencies",
                  f"-DoutputDirectory={fetched}"],
                 purpose,
@@ -68,14 +69,14 @@ def own_classes(jars: Path, *names: str) -> Path:
     """
     sources = [SOURCES / f"{name}.java" for name in names]
     folder = jars.parent / f"classes-{_digest(*sources)}"
-    with tools.locked(jars.parent):
+    with programs.locked(jars.parent):
         if not folder.exists():
             purpose = f"the servers of Beam ({', '.join(names)})"
             made = jars.parent / "compiled"
             shutil.rmtree(made, ignore_errors=True)
-            javac = tools.require("javac", purpose)
+            javac = programs.require("javac", purpose)
             command = [javac, "-nowarn", "-cp", f"{jars}/*", "-d", str(made), *map(str, sources)]
-            tools.run(command, purpose)
+            programs.run(command, purpose)
             os.replace(made, folder)
     return folder
 
@@ -92,7 +93,7 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
       OptionsError: there is no Java.
     """
     entries = [str(path / "*") if path.name == "jars" else str(path) for path in classes]
-    program = tools.require("java", "runner")
+    program = programs.require("java", "runner")
     return [program, *JAVA_OPTIONS, f"-Xmx{heap}m", "-cp", os.pathsep.join(entries), *arguments]
 
 

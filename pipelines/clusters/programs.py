@@ -21,20 +21,6 @@ _HELP = {
 _LINES_OF_A_FAILURE = 20
 
 
-def cache_folder(name: str) -> Path:
-    """A folder for what takes long to make, for this user only: `$BEAMJAX_CACHE/name`.
-
-    By default that is `~/.cache/beamjax/name`, or below `$XDG_CACHE_HOME`.
-    """
-    root = os.environ.get("BEAMJAX_CACHE")
-    if not root:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        root = os.path.join(caches, "beamjax")
-    folder = Path(root).absolute() / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
 def find(tool: str) -> str | None:
     """The path of a program on `PATH`, or in `$JAVA_HOME` if it is one of Java's."""
     home = os.environ.get("JAVA_HOME")

@@ -14,10 +14,10 @@ import apache_beam as beam
 from apache_beam import typehints
 
 from beamjax.pipelines.graph.counting import count_members
-from beamjax.pipelines.graph.elements import Environment
 from beamjax.pipelines.graph.results import ReadMembers
 from beamjax.pipelines.graph.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.map_shards import (

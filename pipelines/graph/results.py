@@ -10,17 +10,17 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
-from beamjax.pipelines.graph.elements import Block, Environment, EnvironmentCoder
-from beamjax.pipelines.graph.large_blocks import cut
+from beamjax.pipelines.values.elements import Block, Environment, EnvironmentCoder
+from beamjax.pipelines.values.large_blocks import cut
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import leaf_spec
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
+from beamjax.plan.shard import shards
 from beamjax.plan.steps import Plan
 from beamjax.runtime.placed_results import NOTHING, Kept
-from beamjax.runtime.shard_executor import shards
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from apache_beam.transforms.window import GlobalWindows
 
-from beamjax.pipelines.graph.elements import Block, Environment
-from beamjax.pipelines.graph.large_blocks import whole
+from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.large_blocks import whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.sources.source_base import StreamSource

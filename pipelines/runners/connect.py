@@ -23,7 +23,7 @@ from beamjax.options import Options
 from beamjax.pipelines.clusters.job_servers import loops_back
 from beamjax.pipelines.quick_options import QuickOptions
 from beamjax.pipelines.runners import dataflow, direct, flink, prism, spark
-from beamjax.pipelines.topology import computing_threads
+from beamjax.runtime.ordered_pool import computing_threads
 
 RUNNERS: dict[str, Callable[[], Any]] = {
     # Beam's own name for it tries Prism first, and so means another runner on another machine.

@@ -22,8 +22,8 @@ from apache_beam.runners.portability.prism_runner import PrismJobServer
 from apache_beam.version import __version__ as beam_version
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import job_servers
-from beamjax.pipelines.clusters import programs as tools
+from beamjax.pipelines.clusters import job_servers, programs
+from beamjax.storage.cache_folder import cache_folder
 
 MODULE = "github.com/apache/beam/sdks/v2"
 PACKAGE = "go/cmd/prism"
@@ -85,7 +85,7 @@ def locate(options: PipelineOptions | None = None) -> str:
     given = options.view_as(PrismRunnerOptions)
     location = given.prism_location
     if not location and not given.prism_beam_version_override:
-        if tools.find("go") is None and not installed().exists():
+        if programs.find("go") is None and not installed().exists():
             raise OptionsError(
                 f"runner: found no Prism at {installed()}, and there is no Go to build it; {ADVICE}"
                 f"{_on_path()}"
@@ -120,7 +120,7 @@ def _on_path() -> str:
 
 def installed() -> Path:
     """Where `install` puts the program."""
-    return tools.cache_folder(f"prism-{beam_version}-loopback") / "prism"
+    return cache_folder(f"prism-{beam_version}-loopback") / "prism"
 
 
 def install() -> str:
@@ -134,9 +134,9 @@ def install() -> str:
       OptionsError: there is no Go, the build fails, or the line is another one.
     """
     target = installed()
-    with tools.locked(target.parent):
+    with programs.locked(target.parent):
         if not target.exists():
-            go = tools.require("go", "beamjax prism install")
+            go = programs.require("go", "beamjax prism install")
             _LOG.warning(
                 "beamjax: building Prism of Beam %s with Go in %s (about three minutes of CPU, "
                 "once)%s", beam_version, target.parent, _on_path(),
@@ -152,7 +152,7 @@ def _build(go: str, folder: Path) -> None:
     purpose, environment = "beamjax prism install", {"GOWORK": "off"}
     advice = "; it needs the Go module proxy ($GOPROXY)"
     download = [go, "mod", "download", "-json", f"{MODULE}@v{beam_version}"]
-    told = json.loads(tools.run(download, purpose, environment, advice, folder))
+    told = json.loads(programs.run(download, purpose, environment, advice, folder))
     _extract(Path(told["Zip"]), folder)
     server = folder / _SERVER
     text = server.read_text(encoding="utf-8") if server.exists() else ""
@@ -168,7 +168,7 @@ def _build(go: str, folder: Path) -> None:
     # Without what depends on the folder, so that Go's cache serves a second build.
     flags = ["-mod=readonly", "-trimpath", "-buildvcs=false"]
     build = [go, "build", *flags, "-o", installed().name, f"./{PACKAGE}"]
-    tools.run(build, purpose, environment, advice, folder)
+    programs.run(build, purpose, environment, advice, folder)
 
 
 def _extract(module: Path, folder: Path) -> None:

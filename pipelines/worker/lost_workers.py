@@ -17,8 +17,8 @@ from typing import Any
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import OFTEN, RepeatedError, record_error
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
-from beamjax.runtime.shard_executor import Shard
 from beamjax.storage import files
 from beamjax.telemetry import process_ids, working_files
 from beamjax.telemetry.watchdog import Table, placed_error

@@ -17,8 +17,8 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies.export import run_server
 from beamjax.bodies.python_bodies import with_settings
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.pipelines.graph.elements import Block, Environment
-from beamjax.pipelines.graph.large_blocks import cut, whole
+from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.large_blocks import cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, Dealer
 from beamjax.pipelines.worker.merge import partials_of_tree
 from beamjax.pipelines.worker.merge_in_files import scratch_of, terms_of_bundle
@@ -28,19 +28,12 @@ from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, exe
 from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.lane_pieces import Piece, key_of, step_pieces
 from beamjax.plan.merging import is_in_files
+from beamjax.plan.shard import Shard, shard_errors, shards
 from beamjax.plan.steps import Map, Server
 from beamjax.runtime import pace
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.large_reductions import WideLanes
-from beamjax.runtime.shard_executor import (
-    Shard,
-    ShardExecutor,
-    add_computed,
-    new_accumulator,
-    read_shard,
-    shard_errors,
-    shards,
-)
+from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulator, read_shard
 from beamjax.telemetry.meters import Meter, recorder_for
 from beamjax.telemetry.progress import Tally
 

@@ -17,15 +17,16 @@ from beamjax.bodies.transfer_time import transferring
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.reducers import decode_accumulator
-from beamjax.pipelines.graph.elements import Block, Environment
+from beamjax.pipelines.values.elements import Block, Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.spill import receive, send
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan.lane_pieces import Piece, step_pieces
+from beamjax.plan.shard import shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
-from beamjax.runtime.shard_executor import finish_lane, finish_tree, join_shards, shards
+from beamjax.runtime.shard_executor import finish_lane, finish_tree, join_shards
 from beamjax.storage import aligned
 from beamjax.telemetry.meters import Reports
 

@@ -1,7 +1,7 @@
 """Reductions too large for memory, in a pipeline: their partials are in the store.
 
-What travels are pairs of the key of a section (`beamjax.plan.lane_pieces`) and a small text that says
-where its `Terms` are.
+What travels are pairs of the key of a section (`beamjax.plan.lane_pieces`) and a small text that
+says where its `Terms` are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from apache_beam import typehints
 
 from beamjax.numerics.provenance import UNKNOWN, Provenance
-from beamjax.pipelines.graph.elements import Environment
+from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.merge import plan_with_size

@@ -22,22 +22,23 @@ from beamjax.bodies.export import with_x64
 from beamjax.bodies.python_bodies import debugging
 from beamjax.bodies.transfer_time import transferring
 from beamjax.bodies.xla_threads import compute_device
-from beamjax.diagnostics.memory import block_budget, store_budget
 from beamjax.numerics.provenance import Provenance, merged
-from beamjax.pipelines.graph.elements import Environment
 from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.values import store as stores
+from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import recorded
 from beamjax.pipelines.worker.lost_workers import table_of
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan, Server
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
-from beamjax.runtime.shard_executor import Shard, ShardExecutor, put_broadcast
+from beamjax.runtime.shard_executor import ShardExecutor, put_broadcast
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources import open_spec
 from beamjax.sources.block_source import BLOCKS
+from beamjax.storage.block_cache import block_budget, store_budget
 from beamjax.storage.shared_cache import SharedCache, SingleFlight
 
 MAX_EXECUTORS = 8

@@ -34,8 +34,9 @@ from beamjax.commands.arguments import command_lines
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.jobs import results as job_results
 from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
-from beamjax.pipelines.graph import elements, results
+from beamjax.pipelines.graph import results
 from beamjax.pipelines.tables import spool as spooling
+from beamjax.pipelines.values import elements
 from beamjax.pipelines.values.members import (
     EntrySource,
     MembersSource,

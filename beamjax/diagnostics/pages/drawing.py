@@ -1,4 +1,4 @@
-"""The drawing of a graph as SVG: boxes and lines of `beamjax.diagnostics.pages.graph`, and where they are."""
+"""The drawing of a graph of `beamjax.diagnostics.pages.graph` as SVG."""
 
 from __future__ import annotations
 

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from beamjax._text import Bytes, MemberBytes, human_bytes
 from beamjax.diagnostics.fact_types import (
     BlockFact,
-    Bytes,
     Edge,
     InputFact,
-    MemberBytes,
     OutputFact,
     PlanFacts,
     StepFact,
     ValueFact,
-    human_bytes,
     walk_facts,
 )
 from beamjax.diagnostics.mermaid import rounds_text

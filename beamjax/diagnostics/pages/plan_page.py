@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from beamjax._text import human_bytes
 from beamjax.diagnostics.choice_facts import told_of
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, human_bytes, walk_facts
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.diagnostics.memory_text import memory_sections
 from beamjax.diagnostics.mermaid import rounds_text
 from beamjax.diagnostics.pages.charts import shares_bar, shares_legend

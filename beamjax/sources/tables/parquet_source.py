@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from beamjax.errors import OptionsError
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
-from beamjax.sources.ragged_source import GroupedRows
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.tables.table_source import Rows, TableFile, TableSource, from_tables
 from beamjax.storage.shared_cache import SharedCache
@@ -183,9 +180,7 @@ def from_parquet(
     *,
     text_bytes: int | None = None,
     buckets: Sequence[int] | None = None,
-    group_by: str | None = None,
-    folder: str | os.PathLike[str] | None = None,
-) -> ParquetSource | GroupedRows:
+) -> ParquetSource:
     """A placed input from files of Parquet, whose rows are the members.
 
     A member is a dictionary of the columns: numbers and bools are arrays of shape (), lists of one
@@ -209,9 +204,6 @@ def from_parquet(
       buckets: pads the lists of columns whose rows have lists of any length: ascending lengths, of
         which the last one is at least the longest. The member has a leaf "mask" besides, True for
         items; those of all such columns of a row are as many. See `from_ragged`.
-      group_by: a column; the rows with the same value in it are one member, as
-        `beamjax.group_by(source, column, folder=folder)` groups them.
-      folder: for the groups, which the next call finds there.
 
     Raises:
       SourceError: a file is missing, is no file of Parquet, has not the columns of the first one,
@@ -219,16 +211,5 @@ def from_parquet(
         length, or the file has changed.
       StructureError: a column has other than numbers, such as times, or texts without `text_bytes`.
       PlacementError: there are no rows.
-      OptionsError: `group_by` without a folder, or one with other groups.
     """
-    if (group_by is None) != (folder is None):
-        raise OptionsError(
-            f"from_parquet: found group_by={group_by!r} and folder={folder!r}, expected both, or "
-            "neither: groups are in files of a folder, where the next call finds them."
-        )
-    source = from_tables(ParquetSource, paths, columns, text_bytes, buckets, "from_parquet")
-    if group_by is None or folder is None:
-        return source
-    from beamjax.tables import grouping  # is made of sources itself
-
-    return grouping.group_by(source, group_by, folder=folder)
+    return from_tables(ParquetSource, paths, columns, text_bytes, buckets, "from_parquet")

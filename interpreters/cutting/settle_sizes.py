@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core as jex
 
 from beamjax import _compat
@@ -25,76 +23,8 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules.readings import Local, shape_of
-from beamjax.interpreters.staging.lines import is_library
-from beamjax.ops.placements import unobserved
+from beamjax.interpreters.staging.unknown_sizes import ADVICE, INSTEAD, UnknownSizeError
 from beamjax.plan.steps import size_name
-
-
-class UnknownSizeError(StagingError):
-    """A program can't be staged without the number of members, but could be with it.
-
-    Attributes:
-      reason: what needs it, without what to do about that.
-    """
-
-    def __init__(self, message: str, reason: str = ""):
-        super().__init__(message)
-        self.reason = reason
-
-
-ADVICE = (
-    "Give the number of members in the decorator of the program and in the jax.ShapeDtypeStruct"
-)
-
-
-INSTEAD = "or reduce over the members, or do it for each of them inside a map_fn"
-
-SOME_NUMBER = 840
-"""Of members: with this one a program is tried that can't be staged with an unknown one. Many
-numbers divide it."""
-
-
-def explained(
-    error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
-) -> UnknownSizeError | None:
-    """What to raise for a function that can't be traced, if an unknown number is the reason.
-
-    Args:
-      error: of `fn` at `avals`.
-      fn: takes flat arguments.
-      avals: their types.
-    """
-    found = next((d for a in avals for d in getattr(a, "shape", ()) if is_unknown(d)), None)
-    if found is None:
-        return None
-    known = [
-        jax.ShapeDtypeStruct((SOME_NUMBER, *a.shape[1:]), a.dtype)
-        if any(map(is_unknown, getattr(a, "shape", ())))
-        else a
-        for a in avals
-    ]
-    try:
-        with unobserved():
-            jax.make_jaxpr(lambda *args: fn(*args))(*known)
-    except Exception:  # of any kind: then the number of members is not the reason
-        return None
-    what = str(error).split("\n")[0]
-    reason = f"{_line(error) or 'in the program'}: this needs the number of members as a constant"
-    return UnknownSizeError(
-        f"{reason}, but {found} is found only while the program runs ({type(error).__name__}: "
-        f"{what}). {ADVICE}.",
-        reason,
-    )
-
-
-def _line(error: Exception) -> str:
-    """The innermost line of an error's traceback that is no library's."""
-    line = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if not is_library(code.co_filename):
-            line = f"{code.co_filename}:{number} ({code.co_name})"
-    return line
 
 
 def settle_sizes(program: PlacedProgram, pieces: Sequence[Piece]) -> None:

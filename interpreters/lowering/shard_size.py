@@ -16,13 +16,13 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax.errors import OptionsError
+from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.pieces import Emission, MapPiece, Piece, walk
 from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.lowering.callbacks import reason_for_python
 from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.rules.table import Local
-from beamjax.interpreters.tuning.cost import member_cost
 from beamjax.options import Options
 from beamjax.plan.cost import USUAL, Cost
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from beamjax.pipelines.graph.elements import Block
+from beamjax.pipelines.values.elements import Block
 from beamjax.pipelines.values.store import Store
 
 LIMIT_BYTES = (64 << 20) - (64 << 10)

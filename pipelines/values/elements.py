@@ -1,8 +1,8 @@
 """What travels between the steps of a pipeline, and the coders that turn it to bytes.
 
 The coders are deterministic, and nothing in an element is pickled: arrays and names go through
-`beamjax.storage.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A partial
-result is a plain `tuple[str, bytes]` (lane, encoded accumulator), for which Beam has coders.
+`beamjax.storage.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A
+partial result is a plain `tuple[str, bytes]` (lane, encoded accumulator); Beam has coders for it.
 """
 
 from __future__ import annotations

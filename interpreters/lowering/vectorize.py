@@ -7,9 +7,9 @@ from typing import Any
 
 from beamjax.interpreters.cutting.pieces import MapPiece
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.lowering import shard_size
 from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
 from beamjax.interpreters.lowering.own_kernels import convolves_by_member
-from beamjax.interpreters.tuning import shard_size as sizing
 from beamjax.options import Options
 from beamjax.options.choices import Looping
 from beamjax.plan.steps import Lane
@@ -48,7 +48,7 @@ def looping_of(
         found, why = _by_rule(piece, n, options, platforms)
     if found.kind == "batches":
         found = Looping(
-            "batches", found.batch or min(sizing.batch_size(piece, n), size // 2 // 8 * 8)
+            "batches", found.batch or min(shard_size.batch_size(piece, n), size // 2 // 8 * 8)
         )
         if found.batch == 0 or size % found.batch or size <= found.batch:
             return VMAP, ""
@@ -59,7 +59,7 @@ def _by_rule(
     piece: MapPiece, n: Any, options: Options, platforms: Sequence[str]
 ) -> tuple[Looping, str]:
     """How the members of a shard of any size had better be computed, and why."""
-    if sizing.is_large(piece, n):
+    if shard_size.is_large(piece, n):
         return Looping("loop"), "large members"
     if tuple(platforms) != ("cpu",):
         return VMAP, ""
@@ -67,6 +67,6 @@ def _by_rule(
         return Looping("loop"), "convolutions with kernels of the members' own"
     if is_unknown(n) or options.shard_size is not None:
         return VMAP, ""
-    if sizing.is_streamed(piece, n):
+    if shard_size.is_streamed(piece, n):
         return VMAP, ""
-    return Looping("batches", sizing.fitting_size(piece, n)), "the cache holds no more of them"
+    return Looping("batches", shard_size.fitting_size(piece, n)), "the cache holds no more of them"

@@ -1,0 +1,164 @@
+"""How fast this machine computes, reads and merges, measured in less than a second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beamjax.bodies.export import on_device
+from beamjax.bodies.xla_threads import compute_device
+from beamjax.diagnostics.calibration import (
+    MIN_SECONDS,
+    UNMEASURED,
+    Calibration,
+    calibration,
+    remember,
+)
+from beamjax.execution import run
+from beamjax.interpreters.cutting.cost import body_cost
+from beamjax.numerics.reducers import make_accumulator
+from beamjax.ops.operators import map_fn, program, reduce_sum
+from beamjax.plan.cost import USUAL, Cost, Rates
+
+MAX_UNUSUAL = 10.0
+"""How far from the usual a machine may be."""
+_RUNS = 5
+
+
+def calibrated() -> Calibration:
+    """That of this machine, measured if it never was, in less than a second."""
+    found = calibration()
+    if not found.measured:
+        with on_device(compute_device(1)):  # with which shards are computed, unless somebody asks
+            rates, read, merge = measure()
+        found = replace(found, rates=rates, read=read, merge=merge, factors={}, measured=True)
+        remember(found)
+    return found
+
+
+def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, float, float]:
+    """Rates of computing, bytes a second that are read, and bytes of partials that are merged.
+
+    What is timed looks like what bodies do, and is counted as they are.
+    """
+
+    def usually(function: Callable[[], Any], runs: int = _RUNS) -> float:
+        """Seconds of a function, not the first time, and not at best."""
+        function()
+        times = []
+        for _ in range(runs):
+            start = clock()
+            function()
+            times.append(clock() - start)
+        return max(statistics.median(times), MIN_SECONDS)
+
+    def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Cost]:
+        """Seconds and cost of a jitted function."""
+        cost = body_cost(jax.make_jaxpr(function)(*args))
+        return usually(lambda: np.asarray(function(*args))) - call, cost
+
+    float32 = np.dtype("float32")
+    call = usually(lambda: np.asarray(_double(np.ones(8, float32))))
+    large = np.ones(1 << 22, float32)
+    moved, _ = timed(_pass_through, jax.device_put(large.reshape(-1, 1024)))
+    few, counted = timed(_many, np.ones(512, float32))
+    loose, cost = timed(_loose, np.arange(4096, dtype=np.uint32).reshape(2, -1))
+    extra = cost.extra / max(loose - cost.flops / USUAL.flops, loose / 2)
+    dense, cost = timed(_descend, np.ones((8, 64, 256), float32), np.ones((8, 64), float32))
+    flops = cost.flops / max(dense - cost.extra / extra, dense / 2)
+    copied = usually(lambda: large.copy())
+    partial = np.ones(1 << 20, float32)  # smaller ones take no time to speak of
+
+    def merge() -> None:
+        accumulator = make_accumulator("sum", float32, partial.size, mode="exact")
+        accumulator.add(partial, 0)
+        accumulator.add(partial, 0)
+
+    rates = Rates(
+        _near(flops, USUAL.flops),
+        _near(_TIMES * large.nbytes / max(moved, MIN_SECONDS), USUAL.nbytes),
+        _near(few / counted.calls, UNMEASURED.call),
+        _near(usually(_shards_run(), 3) / _SHARDS, USUAL.shard),
+        _near(extra, UNMEASURED.extra),
+    )
+    usual = Calibration()
+    read = _near(large.nbytes / copied, usual.read)
+    return rates, read, _near(2 * 8 * partial.size / usually(merge, 3), usual.merge)
+
+
+def _near(found: float, usual: float) -> float:
+    """What was found, if it can be; a machine that others use too may say anything."""
+    return min(max(found, usual / MAX_UNUSUAL), usual * MAX_UNUSUAL)
+
+
+def _shards_run() -> Callable[[], Any]:
+    """A run in this process of many shards that hardly compute."""
+
+    @program(members=None)
+    def total(x: jax.Array) -> Any:
+        return reduce_sum(map_fn(_double, x))
+
+    options = {"shard_size": 8, "member_loop": "vmap", "local_threads": 1, "progress": False}
+    x = np.ones((8 * _SHARDS, 4), np.float32)
+    return lambda: run(total, x, runner="local", options=options)
+
+
+_MANY = 1000
+_SHARDS = 200
+_TIMES = 4
+
+
+@jax.jit
+def _double(x: jax.Array) -> jax.Array:
+    return x + x
+
+
+@jax.jit
+def _pass_through(weights: jax.Array) -> jax.Array:
+    """Reads more than the cache holds, and makes little, so that no memory is to be had for it."""
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        return total + weights @ jnp.full(weights.shape[1], i, jnp.float32)
+
+    return jax.lax.fori_loop(0, _TIMES, step, jnp.zeros(weights.shape[0]))
+
+
+@jax.jit
+def _descend(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Steps of gradient descent of eight members, in the cache."""
+
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        def step(_: int, w: jax.Array) -> jax.Array:
+            return w - 1e-3 * ((x @ w - y) @ x)
+
+        return jax.lax.fori_loop(0, 400, step, jnp.zeros(x.shape[1]))
+
+    return jax.vmap(one)(x, y)
+
+
+@jax.jit
+def _loose(numbers: jax.Array) -> jax.Array:
+    """What is no matrix product: a few random numbers of each member, and functions of them."""
+    key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+
+    def one(number: jax.Array) -> jax.Array:
+        return jnp.exp(jax.random.uniform(jax.random.fold_in(key, number), (4,)))
+
+    return jax.lax.map(jax.vmap(one), numbers)
+
+
+@jax.jit
+def _many(x: jax.Array) -> jax.Array:
+    """Operations so small that their number counts; in a loop over less XLA makes one of all."""
+
+    def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x[::-1] * (1 + 1e-9 * jnp.sum(x)), None
+
+    return jax.lax.scan(one, x, None, length=_MANY)[0]

@@ -1,0 +1,46 @@
+"""Calls with values that JAX traces, which no runner can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from beamjax.errors import StagingError
+from beamjax.interpreters.staging.lines import calling_line
+from beamjax.ops.leaves import name_of
+
+
+def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> None:
+    """Refuses values that JAX traces.
+
+    Args:
+      front: the function of beamjax that the user called.
+      fn: what it is to run.
+      values: by what they are, for the message.
+
+    Raises:
+      StagingError: one of them is a tracer.
+    """
+    for what, group in values.items():
+        for value in group:
+            if isinstance(value, jax.core.Tracer):
+                raise _traced(front, fn, f"{what} is a tracer of type {jax.typeof(value)}")
+
+
+def refuse_compilation(front: str, fn: Any) -> None:
+    """StagingError inside a function that `jax.jit` traces, where nothing has a value."""
+    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):  # which compiles nothing
+        raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
+
+
+def _traced(front: str, fn: Any, found: str) -> StagingError:
+    name = name_of(fn)
+    return StagingError(
+        f"{calling_line()}: {front} of {name}: {found}, expected a call with values, outside of "
+        f"jax.grad, jax.vmap, jax.jit and all other transformations: a runner computes outside of "
+        f"JAX. Transform the function that is run: beamjax.{front}(jax.grad({name}), ...) or "
+        f"beamjax.{front}(jax.vmap({name}), ...). It needs no jax.jit."
+    )
