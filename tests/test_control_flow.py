@@ -290,14 +290,9 @@ def vmap_of_a_branch(w, x, flags):
     return jax.vmap(cond_of_server_and_placed, (None, None, 0))(w, x, flags)
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Compiles in half of the time; settings are those of all tests again before the next one."""
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_as_under_jit_with_the_same_bits_on_beam(name):
+    jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
     fn, args, gathers, scatters = CASES[name]
     run_everywhere(fn, *args, rtol=2e-5, atol=2e-6, **OPTIONS)
     kinds = step_kinds(fn, *args, **OPTIONS)

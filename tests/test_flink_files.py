@@ -13,7 +13,7 @@ from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker" / "flink"
 RUNNERS = (ROOT / "docs" / "runners.md").read_text()
-POM = (ROOT / "pipelines" / "java" / "flink.xml").read_text()
+POM = (ROOT / "pipelines" / "clusters" / "java" / "flink.xml").read_text()
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 JOB_PORT, ARTIFACT_PORT, EXPANSION_PORT, REST_PORT, POOL_PORT = 8099, 8098, 8097, 8081, 50001
 CLUSTER = Cluster(Settings(), JOB_PORT, REST_PORT, POOL_PORT, ("localhost",))
@@ -57,7 +57,7 @@ def test_versions_jars_and_options_of_java():
         assert line.findall(DOCKERFILE) == line.findall(gpu)[:1]
     for line in (
         "ARG JAVA=17", "ARG PYTHON=3.12", f"ARG BEAM={beam.__version__}",
-        "COPY pipelines/java /java", "ENV CLASSPATH=/opt/beam/jars/*",
+        "COPY pipelines/clusters/java /java", "ENV CLASSPATH=/opt/beam/jars/*",
         'ENTRYPOINT ["python", "-m", "beamjax.pipelines.clusters.worker_pool"]',
     ):  # fmt: skip
         assert f"{line}\n" in DOCKERFILE

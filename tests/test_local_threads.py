@@ -341,7 +341,7 @@ def test_the_option(pools):
 
 
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
-    monkeypatch.setattr("beamjax.pipelines.topology.usual_threads", lambda: 4)
+    monkeypatch.setattr("beamjax.runtime.ordered_pool.usual_threads", lambda: 4)
     x = np.zeros((2048, 4096), np.float32)
     local(summed, x, shard_size=256, memory="3000MiB")
     local(summed, x, shard_size=256, memory="300MiB")

@@ -266,7 +266,8 @@ def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[...,
     compiled = jax.jit(call, in_shardings=each, out_shardings=each)
 
     def in_turn(*args: Any) -> Any:
-        with _on_several:
+        # A mesh that the user has set is none of the body's.
+        with _on_several, jax.set_mesh(mesh):
             return jax.block_until_ready(compiled(*args))
 
     return in_turn
