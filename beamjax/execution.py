@@ -18,6 +18,7 @@ from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.forecast import forecast, learn, small_work
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
+from beamjax.diagnostics.topology import Workers
 from beamjax.errors import OptionsError, StagingError
 from beamjax.interpreters.planning import bind_inputs, make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage
@@ -25,7 +26,6 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
 from beamjax.jobs.job import Job, Work, launch_work, run_work
 from beamjax.options import Options, parse_options
-from beamjax.pipelines.topology import Workers
 from beamjax.plan.steps import Output, Plan
 from beamjax.reading import choose, counted
 from beamjax.runtime import local as _evaluate

@@ -25,12 +25,11 @@ from beamjax.diagnostics.choice_facts import (
     prediction_fact,
     tried_facts,
 )
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, source_lines, walk_facts
 from beamjax.diagnostics.facts import input_facts, memory_fact, plan_facts
 from beamjax.diagnostics.memory_text import memory_sections
 from beamjax.diagnostics.mermaid import plan_mermaid, rounds_text
 from beamjax.diagnostics.piece_text import graph_text
-from beamjax.diagnostics.source_lines import source_lines
 from beamjax.diagnostics.total_text import move_lines, total_rows
 from beamjax.errors import OptionsError
 from beamjax.interpreters import planning

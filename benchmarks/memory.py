@@ -156,7 +156,7 @@ def noting_estimates() -> list[Any]:
     """A list to which the estimate of each run is added from now on."""
     from beamjax import execution
     from beamjax.diagnostics.memory import estimate
-    from beamjax.pipelines.topology import Workers
+    from beamjax.diagnostics.topology import Workers
     from beamjax.tables import grouping
     from beamjax.tables.grouping_memory import grouping_estimate
 

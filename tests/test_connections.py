@@ -17,6 +17,7 @@ from apache_beam.runners.portability.portable_runner import PortableRunner
 from apache_beam.transforms import environments
 
 import beamjax as bj
+from beamjax.diagnostics.topology import Workers
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
 from beamjax.pipelines.clusters import flink_cluster
@@ -29,7 +30,6 @@ from beamjax.pipelines.runners.connect import (
     shares_memory,
     spreads,
 )
-from beamjax.pipelines.topology import Workers
 from beamjax.runtime.ordered_pool import usual_threads
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)

@@ -17,6 +17,7 @@ from source_files import refused, write_parquet
 
 import beamjax as bj
 from beamjax.diagnostics.memory import SLACK
+from beamjax.diagnostics.topology import Workers
 from beamjax.errors import (
     ArrayFormatError,
     OptionsError,
@@ -26,7 +27,6 @@ from beamjax.errors import (
     StructureError,
 )
 from beamjax.options import Options
-from beamjax.pipelines.topology import Workers
 from beamjax.shuffle import dealt_rows, table_parts
 from beamjax.shuffle.table_parts import Grouping, parts_for
 from beamjax.sources.source_base import LeafSpec
@@ -385,7 +385,7 @@ memory.write_rows(folder / "rows.parquet", 20_000)
 import beamjax as bj
 from beamjax.tables import grouping
 from beamjax.tables.grouping_memory import grouping_estimate
-from beamjax.pipelines.topology import Workers
+from beamjax.diagnostics.topology import Workers
 found = []
 def noted(rows, grouping, options, runner):
     found.append(grouping_estimate(rows, grouping, Workers.of(runner, options)))

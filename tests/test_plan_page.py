@@ -16,11 +16,10 @@ from programs import N, X
 from test_explanation import W, rounds
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import ChoiceFact
+from beamjax.diagnostics.fact_types import ChoiceFact, source_lines
 from beamjax.diagnostics.pages import drawing, graph, markup, words
 from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of
 from beamjax.diagnostics.pages.shell import document, fragment
-from beamjax.diagnostics.source_lines import source_lines
 from beamjax.errors import SourceError
 from beamjax.telemetry.progress import Tally
 

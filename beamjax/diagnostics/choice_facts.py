@@ -17,9 +17,9 @@ from beamjax.diagnostics.fact_types import (
     walk_facts,
 )
 from beamjax.diagnostics.forecast import forecast, small_work
+from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.cutting.remat import Crossing
 from beamjax.options import Options
-from beamjax.pipelines.topology import Workers
 from beamjax.plan.merging import MERGE_RATE, FanOut
 from beamjax.plan.steps import Loop, Map, Plan, walk
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import linecache
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -320,3 +322,17 @@ class PlanFacts:
     choices: tuple[ChoiceFact, ...] = ()
     tried: tuple[TriedFact, ...] = ()
     predicted: PredictionFact | None = None
+
+
+_LINE = re.compile(r"(.+):(\d+)(?: \(|$)")
+
+
+def source_lines(facts: PlanFacts) -> dict[str, str]:
+    """The text of lines by `file:line (function)`, of those that can be read here."""
+    found = {}
+    for line in dict.fromkeys(line for step in walk_facts(facts.steps) for line in step.lines):
+        match = _LINE.match(line)
+        text = linecache.getline(match[1], int(match[2])).strip() if match else ""
+        if text:
+            found[line] = text
+    return found

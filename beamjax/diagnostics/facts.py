@@ -32,10 +32,10 @@ from beamjax.diagnostics.fact_types import (
     walk_facts,
 )
 from beamjax.diagnostics.memory import Part, StepMemory, estimate
+from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.options import Options
-from beamjax.pipelines.topology import Workers
 from beamjax.plan.merging import FanOut, fan_out
 from beamjax.plan.steps import (
     Block,

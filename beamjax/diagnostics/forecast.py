@@ -12,10 +12,10 @@ import numpy as np
 
 from beamjax.diagnostics import gains
 from beamjax.diagnostics.calibration import KINDS, Calibration, calibration, remember
+from beamjax.diagnostics.topology import DIRECT, Workers
 from beamjax.interpreters.tuning import plan_cache
 from beamjax.options import Options
 from beamjax.options.choices import Looping
-from beamjax.pipelines.topology import DIRECT, Workers
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.pace import LONG_IN_BUNDLE
 from beamjax.telemetry.progress import Progress, Tally

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from beamjax.diagnostics.topology import Workers
 from beamjax.options import Options
-from beamjax.pipelines.topology import Workers
 from beamjax.plan import lane_pieces
 from beamjax.plan.merging import accumulator_bytes, is_in_files
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk

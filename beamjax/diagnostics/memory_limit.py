@@ -9,9 +9,9 @@ from typing import Any
 
 from beamjax._text import human_bytes
 from beamjax.diagnostics.memory import Estimate, estimate
+from beamjax.diagnostics.topology import Workers
 from beamjax.errors import StagingError
 from beamjax.options import Options
-from beamjax.pipelines.topology import Workers
 from beamjax.plan.steps import Plan
 from beamjax.sources.source_base import Source
 

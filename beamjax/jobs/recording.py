@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from beamjax._version import __version__
-from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.diagnostics.source_lines import source_lines
+from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.jobs.report import ABOUT, COURSE, Curve, curve_to_json, plain_plan, read_report
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan

@@ -12,8 +12,8 @@ from typing import Any
 
 from beamjax.diagnostics.memory import SLACK, Estimate, StepMemory, some
 from beamjax.diagnostics.memory_limit import advised_limit, refuse, threads_advice
+from beamjax.diagnostics.topology import Workers
 from beamjax.options import Options
-from beamjax.pipelines.topology import Workers
 from beamjax.shuffle.table_parts import Grouping
 from beamjax.sources.source_base import Source
 from beamjax.storage.block_cache import PASSING_BYTES

@@ -40,7 +40,7 @@ def plan_page(
 
     Args:
       facts: of the plan.
-      sources: the text of lines of the user, see `beamjax.diagnostics.source_lines`.
+      sources: the text of lines of the user, see `beamjax.diagnostics.fact_types`.
       steps: what was measured of each step, after a run.
       wall: seconds that the run took.
     """
