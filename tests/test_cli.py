@@ -141,7 +141,7 @@ def test_flags_that_only_a_server_may_know(capsys):
 
 
 def test_a_reader_that_has_enough():
-    code = "import sys; from beamjax import cli; sys.exit(cli.main(['jobs', 'list']))"
+    code = "import sys; from beamjax.commands import cli; sys.exit(cli.main(['jobs', 'list']))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

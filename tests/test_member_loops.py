@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers import assert_close, assert_same_bits
 from jax import lax
-from rule_rows import GROUPS, Placed
 
 import beamjax as bj
 
@@ -149,32 +148,6 @@ def test_beam_gives_the_same_bits():
     for fn in programs:
         local = bj.run(fn, W, X, runner="local", options=OPTIONS)
         assert_same_bits(bj.run(fn, W, X, runner="DirectRunner", options=OPTIONS), local)
-
-
-# --- reductions of sliced and reshaped members
-
-
-@pytest.mark.parametrize("name", ["sliced", "reshaped"])
-def test_reductions_of_parts_of_members_gather_nothing(name):
-    """Of all rows, the plan; of some, the values: `test_rules` compares those of all."""
-    group = GROUPS[name]
-    n = next(len(a.value) for a in group.args if isinstance(a, Placed))
-    rows = [function for _, function in group.rows.values()]
-
-    def reducing(rows):
-        @bj.program(clients=n)
-        def prog(*values):
-            seen = [
-                jnp.moveaxis(bj.map_fn(lambda v: v, x), 0, a.axis) if isinstance(a, Placed) else x
-                for x, a in zip(values, group.args, strict=True)
-            ]
-            return [row(*seen) for row in rows]
-
-        return prog
-
-    values = [a.value if isinstance(a, Placed) else a for a in group.args]
-    assert bj.explain(reducing(rows), *values).facts.gathered_bytes == 0
-    check(reducing(rows[::4]), *values)
 
 
 A = jax.random.normal(jax.random.key(0), (N, 4))
