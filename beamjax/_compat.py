@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -85,12 +86,19 @@ def cpu_client(threads: int, devices: int) -> Any:
 _XLA_THREADS = "PJRT_NPROC"
 
 
-def hide_frames(folder: str) -> None:
-    """Leaves the files of `folder` out of the source lines that JAX attributes to the user."""
-    source_info_util.register_exclusion(os.path.join(folder, ""))
+def folders_of(*names: str) -> list[str]:
+    """The folders of packages, each with a separator at its end."""
+    found = [str(spec.origin) for name in names if (spec := find_spec(name)) is not None]
+    return [os.path.join(os.path.dirname(os.path.abspath(path)), "") for path in found]
 
 
-hide_frames(os.path.dirname(__file__))
+OWN_FOLDERS = folders_of("beamjax", "beamjax.interpreters", "beamjax.pipelines")
+"""In a checkout, the last two lie beside the first one and not in it."""
+
+# JAX then attributes equations to the lines of the user, and the bytes of an exported body do not
+# depend on the lines of beamjax that led to it.
+for _folder in OWN_FOLDERS:
+    source_info_util.register_exclusion(_folder)
 
 
 def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None:

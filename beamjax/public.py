@@ -55,6 +55,7 @@ from beamjax.sources.random_access_source import from_random_access as from_rand
 from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.records.array_record_source import from_array_record as from_array_record
 from beamjax.sources.records.tfrecord_source import from_tfrecord as from_tfrecord
+from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.sources.streams.chunk_source import from_chunks as from_chunks
 from beamjax.sources.tables.arrow_source import from_arrow as from_arrow

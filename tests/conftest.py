@@ -63,7 +63,11 @@ def pytest_collection_finish():
 def pytest_runtest_setup(item):
     """Compiles large tables without optimizations, in half of the time."""
     table = item.get_closest_marker("table") is not None
-    jax.config.update("jax_disable_most_optimizations", table)
+    if jax.config.read("jax_disable_most_optimizations") != table:
+        from beamjax.bodies import export
+
+        export._loaded.clear()  # Worker processes compile with optimizations, to other last bits.
+        jax.config.update("jax_disable_most_optimizations", table)
 
 
 @pytest.fixture(scope="session")

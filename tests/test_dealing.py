@@ -109,10 +109,11 @@ def test_what_is_cancelled_does_not_start():
 def test_no_two_bundles_have_one_thread():
     first, second = CpuTurn(), CpuTurn()
     assert first.device != second.device
-    free = first.device
+    _, number = first.device
+    assert number in _turns
     del first
     gc.collect()
-    assert CpuTurn().device == free  # and nobody has it any more
+    assert number not in _turns
 
 
 N = 83
@@ -151,13 +152,14 @@ def idents(threads):
 def test_a_bundle_reads_while_it_computes(read_in):
     expected = bj.run(reduced, X, runner="local", options={"shard_size": 8, "local_threads": 1})
     two = {"direct_num_workers": 2, "direct_running_mode": "multi_threading"}
+    before = set(_turns)
     for threads, flags, most in ((1, {}, 1), (3, {}, 3), (3, two, 2)):
         read_in.clear()
         found = bj.run(reduced, X, options={"shard_size": 8, "local_threads": threads, **flags})
         assert_same_bits(found, expected)
         assert len(idents(read_in)) <= most
         assert flags or len(idents(read_in)) == most
-        assert not _turns
+        assert _turns <= before
 
 
 def test_a_body_that_keeps_all_cores_busy_has_one_thread(monkeypatch):

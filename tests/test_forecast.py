@@ -378,7 +378,7 @@ def test_what_is_predicted_is_beside_what_was_measured(runner):
 def test_a_machine_is_measured_once(cache, monkeypatch):
     times = []
     fake = lambda: times.append(1) or (Rates(1e9, 2e9, 3e-6, 4e-5), 5e9, 6e8)
-    monkeypatch.setattr(calibration, "measure", fake)
+    monkeypatch.setattr("beamjax.commands.measure.measure", fake)
     assert not calibration.calibration().measured
     found = calibrated()
     assert (found.rates, found.read, found.merge) == fake()

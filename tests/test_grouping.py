@@ -232,9 +232,8 @@ def test_tables_of_parquet_and_texts_as_keys(tmp_path, small):
     texts = np.array([name.encode() for name in names])
     assert_groups(clients, {"client": texts, "y": TABLE["y"]}, "client")
     write_parquet(path, {"client": KEYS, "y": TABLE["y"]}, 700)
-    clients = bj.from_parquet(path, group_by="client", folder=tmp_path / "h")
+    clients = bj.group_by(bj.from_parquet(path), "client", folder=tmp_path / "h")
     assert_groups(clients, {"client": KEYS, "y": TABLE["y"]}, "client")
-    refused(OptionsError, "expected both, or neither", bj.from_parquet, path, group_by="client")
 
 
 def test_what_cannot_be_grouped(tmp_path):

@@ -163,6 +163,8 @@ def test_pieces_of_lanes_give_the_same_bits(whole, monkeypatch):
 
 
 def test_values_that_are_files_give_the_same_bits(whole, monkeypatch):
+    store._CACHE.clear()  # Of tests whose runs were killed.
+    tasks._executors.clear()
     monkeypatch.setattr(store, "INLINE_BYTES", 0)
     monkeypatch.setattr("beamjax.pipelines.graph.results.FILE_BYTES", 64)
     assert_same_bits(run_stages(), whole)

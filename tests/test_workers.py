@@ -16,9 +16,8 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import tasks
 from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
 from beamjax.pipelines.worker.tasks import Sources, Task, store_body
-from beamjax.plan.shard import Shard
+from beamjax.plan.shard import Shard, shards
 from beamjax.plan.steps import Body, Map
-from beamjax.runtime import shard_executor as shards
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources import live_spec, register, release
 
@@ -97,10 +96,10 @@ def test_ranges_are_all_shards_once():
     for count, width in ((1, 1), (7, 3), (6, 3), (256, 1), (5, 9)):
         found = list(Ranges(count, width).process(None))
         assert [i for first, last in found for i in range(first, last)] == list(range(count))
-    whole = list(shards.shards(N, SIZE))
+    whole = list(shards(N, SIZE))
     assert whole == [Shard(0, 0, 8), Shard(1, 8, 8), Shard(2, 16, 4)]
-    assert list(shards.shards(N, SIZE, 1, 3)) == whole[1:]
-    assert list(shards.shards(16, SIZE)) == whole[:2]
+    assert list(shards(N, SIZE, 1, 3)) == whole[1:]
+    assert list(shards(16, SIZE)) == whole[:2]
 
 
 def test_any_bundles_give_the_same_blocks_and_sums(plan, store, token, monkeypatch):

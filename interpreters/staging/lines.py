@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
-from importlib.util import find_spec
 from typing import Any
+
+from beamjax import _compat
 
 
 def user_line(eqn: Any) -> str:
@@ -31,11 +31,4 @@ def is_library(file_name: str) -> bool:
     return file_name.startswith(_LIBRARIES)
 
 
-def _libraries() -> tuple[str, ...]:
-    # In a checkout, the sub-packages lie beside `beamjax/` and not in it.
-    names = ("jax", "numpy", "beamjax", "beamjax.interpreters", "beamjax.pipelines")
-    files = [str(found.origin) for name in names if (found := find_spec(name)) is not None]
-    return (*(os.path.dirname(os.path.abspath(file)) + os.sep for file in files), "<frozen ")
-
-
-_LIBRARIES = _libraries()
+_LIBRARIES = (*_compat.folders_of("jax", "numpy"), *_compat.OWN_FOLDERS, "<frozen ")
