@@ -55,7 +55,6 @@ def test_examples_are_short_and_say_how_they_are_called():
         assert len(text.splitlines()) <= 120
         assert f"    python examples/{path.name} " in text
         assert "--runner" in text
-        assert f"examples/{path.name}" in README
         assert f"{{literalinclude}} ../examples/{path.name}" in shown
         # The last column says that all runners printed the same.
         assert re.search(rf"^\| \[{path.name}\]\(.* \| yes \|$", measured, re.M), path.name
