@@ -37,12 +37,12 @@ def elementwise(x: jax.Array) -> jax.Array:
 
 
 CASES: Mapping[str, tuple[Callable[..., Any], int, int, int]] = {
-    "products, 64 members": (products, 64, 512, 32),
-    "products, 1 member": (products, 1, 2048, 8),
-    "singular values, 16 members": (singular_values, 16, 256, 8),
-    "singular values, 1 member": (singular_values, 1, 768, 8),
-    "elementwise, 64 members": (elementwise, 64, 256, 32),
-    "elementwise, 1 member": (elementwise, 1, 2048, 8),
+    "products, 64 members": (products, 64, 512, 8),
+    "products, 8 large members": (products, 8, 1024, 8),
+    "singular values, 64 members": (singular_values, 64, 128, 8),
+    "singular values, 8 members": (singular_values, 8, 384, 8),
+    "elementwise, 64 members": (elementwise, 64, 256, 8),
+    "elementwise, 8 large members": (elementwise, 8, 1024, 8),
 }
 """Of each: the body, the members, the rows and columns of a member, and the members of a shard."""
 
