@@ -1,9 +1,9 @@
-"""What one XLA thread per computation costs: `python benchmarks/threads.py`.
+"""What a fixed number of XLA threads costs: `python benchmarks/threads.py`.
 
 Bits depend on how many threads XLA divides a computation among, so beamjax fixes the number
-(`xla_threads`, 1 by default) and computes shards side by side instead. The table shows each program
-with `runner="local"`, with one thread and with one for each core, against `jax.jit`, which uses all
-cores. The ways are timed in turn in one process; the table shows the shortest times.
+(`xla_threads`), whatever the machine has. The table shows each program with `runner="local"`, with
+one thread, with one for each core, and with the default, against `jax.jit`, which uses all cores.
+The ways are timed in turn in one process; the table shows the shortest times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import beamjax as bj
+from beamjax.options import XLA_THREADS
 
 
 def products(x: jax.Array) -> jax.Array:
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    print(f"{'':30} {'jit':>8}  1 thread  {cores} threads")
+    print(f"{'':30} {'jit':>8}  1 thread  {cores} threads  {XLA_THREADS} threads")
     for title, (body, n, width, shard_size) in CASES.items():
         x = np.random.default_rng(0).normal(size=(n, width, width)).astype(np.float32)
 
@@ -78,11 +79,11 @@ def main() -> None:
             return lambda: bj.run(program, x, runner="local", options=options)
 
         jitted = jax.jit(program)
-        times = best(
-            {"jit": lambda x=x, f=jitted: f(x), "one": local(1), "all": local(cores)}, args.repeats
-        )
-        jit = times["jit"]
-        print(f"{title:30} {jit:7.3f}s {times['one'] / jit:7.2f}x {times['all'] / jit:7.2f}x")
+        ways = {"jit": lambda x=x, f=jitted: f(x)}
+        ways |= {str(count): local(count) for count in (1, cores, XLA_THREADS)}
+        jit, *others = best(ways, args.repeats).values()
+        ratios = "".join(f"{seconds / jit:8.2f}x " for seconds in others)
+        print(f"{title:30} {jit:7.3f}s {ratios}")
 
 
 if __name__ == "__main__":

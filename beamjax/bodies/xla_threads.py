@@ -3,7 +3,8 @@
 XLA divides a long contraction, and LAPACK a factorization, among as many threads as the machine has
 cores; partial sums are rounded, so another number of cores gives other bits. JAX fixes its number
 when it starts and has no option for it. Therefore beamjax computes with a CPU client of its own,
-whatever JAX has in the same process. Shards are computed side by side in Python threads instead.
+whatever JAX has in the same process. The number is the same on every machine, and not 1: XLA hands
+parts of most bodies to these threads, so with one of them shards would wait for each other.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ def compute_device(threads: int) -> Any:
 _devices: dict[int, tuple[Any, ...]] = {}
 _starting = threading.Lock()
 
+
+LAPACK_THREADS = 1
+"""More of them gain little for the matrices of one member, and cost much where shards are computed
+side by side; their number shows in the bits as well."""
 
 # --- LAPACK, which is SciPy's, and has threads for all of the process
 

@@ -25,6 +25,7 @@ from beamjax.execution import run
 from beamjax.interpreters.cutting.cost import body_cost
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.ops.operators import map_fn, program, reduce_sum
+from beamjax.options import XLA_THREADS
 from beamjax.plan.cost import USUAL, Cost, Rates
 
 MAX_UNUSUAL = 10.0
@@ -36,7 +37,7 @@ def calibrated() -> Calibration:
     """That of this machine, measured if it never was, in less than a second."""
     found = calibration()
     if not found.measured:
-        with on_device(compute_device(1)):  # with which shards are computed, unless somebody asks
+        with on_device(compute_device(XLA_THREADS)):
             rates, read, merge = measure()
         found = replace(found, rates=rates, read=read, merge=merge, factors={}, measured=True)
         remember(found)

@@ -14,6 +14,10 @@ from beamjax.errors import OptionsError
 from beamjax.options.checks import check_options
 from beamjax.options.choices import Choices, chosen
 
+XLA_THREADS = 16
+"""Enough for the shards of most machines to be computed side by side. Idle threads cost nothing;
+XLA makes no part of a computation smaller than what is worth handing to another thread."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -79,10 +83,9 @@ class Options:
         its one worker in this process. None takes one for each core, and one or none for shards
         that are computed in no time or on all cores by XLA; 1 computes them one after the other.
         The bits do not depend on it.
-      xla_threads: among how many threads XLA and LAPACK divide one computation on a CPU, in all
-        processes of the run. The bits depend on this number, and not on the cores of a machine.
-        beamjax computes shards side by side anyway; more than 1 is for few shards, or steps on the
-        server, that take long.
+      xla_threads: among how many threads XLA divides one computation on a CPU, in all processes of
+        the run. The bits depend on this number, and not on the cores of a machine, so it is the
+        same on every machine. LAPACK computes with one thread.
       strict: True fails a run whose results were computed on machines that may give other bits:
         other processors, or versions of JAX. False only reports it.
       compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
@@ -144,7 +147,7 @@ class Options:
     preallocate: bool | None = None
     local_devices: int | None = None
     local_threads: int | None = None
-    xla_threads: int = 1
+    xla_threads: int = XLA_THREADS
     strict: bool = False
     compile_cache: str | None = None
     shard_timeout: float | None = None

@@ -21,9 +21,9 @@ from beamjax import _compat
 from beamjax._version import __version__
 from beamjax.bodies.compile_cache import use_compile_cache
 from beamjax.bodies.export import default_platform
-from beamjax.bodies.xla_threads import cpu_devices, hold_lapack_threads
+from beamjax.bodies.xla_threads import LAPACK_THREADS, cpu_devices, hold_lapack_threads
 from beamjax.errors import WorkerError
-from beamjax.options import REQUIRED, Options
+from beamjax.options import REQUIRED, XLA_THREADS, Options
 
 PROCESS = uuid.uuid4().hex
 """Of this process, to know it again."""
@@ -150,7 +150,7 @@ class Machine:
     compile_cache: str | None = None
     versions: Versions | None = None
     custom_calls: tuple[str, ...] = ()
-    xla_threads: int = 1
+    xla_threads: int = XLA_THREADS
     strict: bool = False
     launcher: str = PROCESS
 
@@ -276,7 +276,7 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     if default_platform() == "cpu":
         devices = cpu_devices(machine.xla_threads)
         if not machine.is_here:  # where it is, LAPACK's threads are the user's after the run
-            hold_lapack_threads(machine.xla_threads)
+            hold_lapack_threads(LAPACK_THREADS)
         count = count or 1
     return devices[:count]
 
