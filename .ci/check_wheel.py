@@ -1,4 +1,4 @@
-"""Checks an installed wheel: `python -W error -I check_wheel.py beamjax.whl`."""
+"""Checks an installed wheel against its tree: `python -W error -I check_wheel.py WHEEL TREE`."""
 
 import pathlib
 import sys
@@ -11,6 +11,12 @@ pages = "beamjax/diagnostics/pages"
 assert {f"{pages}/style.css", f"{pages}/page.js"} <= set(names), names
 tops = {name.split("/")[0] for name in names}
 assert all(top.startswith("beamjax") for top in tops), f"the wheel fills site-packages with {tops}"
+
+tree = pathlib.Path(sys.argv[2])
+folders = ("beamjax", "beamjax/interpreters", "beamjax/pipelines")
+files = {p.relative_to(tree).as_posix() for f in folders for p in (tree / f).rglob("*.py")}
+modules = {name for name in names if name.endswith(".py")}
+assert modules == files, f"the wheel and the tree differ in {sorted(modules ^ files)}"
 
 import beamjax  # noqa: E402
 

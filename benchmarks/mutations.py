@@ -187,17 +187,15 @@ def chosen(tests: Sequence[tuple[float, str]]) -> tuple[float, list[str]]:
 
 
 def copy_tree(folder: Path) -> None:
-    """Copies the tree so that `import beamjax` finds all of it in the copy, and nothing else."""
+    """Copies the files that git has or would take."""
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.split("\0")  # fmt: skip
     for name in filter(None, names):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
-    for package in ("interpreters", "pipelines"):
-        (folder / "beamjax" / package).symlink_to(folder / package)
+            shutil.copyfile(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def _pytest(tree: Path, names: Sequence[str], output: Path) -> None:
