@@ -236,7 +236,8 @@ def test_prism_ends_with_a_launcher_that_is_killed(started):
     code = (
         "import os, signal\n"
         "from apache_beam.options.pipeline_options import PipelineOptions\n"
-        "from beamjax.pipelines import job_servers, prism\n"
+        "from beamjax.pipelines.clusters import job_servers\n"
+        "from beamjax.pipelines.runners import prism\n"
         "prism.connected(PipelineOptions([]))\n"
         "(server,) = job_servers._servers.values()\n"
         "print(server.endpoint, flush=True)\n"
