@@ -34,7 +34,6 @@ from beamjax.interpreters.tuning.buckets import (
 from beamjax.options import Options
 from beamjax.options.choices import Choices, Looping
 from beamjax.plan.steps import Plan
-from beamjax.runtime.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -251,9 +250,3 @@ def _nbytes(plan: Plan) -> int:
 
 
 _plans = _PlanCache()
-
-
-def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
-    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
-    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
-    return Inputs(plan, [*values, *plan.constants])

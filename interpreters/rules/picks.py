@@ -20,7 +20,7 @@ from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded
 from beamjax.interpreters.rules.readings import Fold, Shard, bind, replaced, shape_of
 from beamjax.numerics.reducers import PICK
-from beamjax.runtime.failing_members import hole_of
+from beamjax.plan.dropping import hole_of
 
 MAX_SHARE = 0.5
 """Of the members, past which all are gathered."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
+from beamjax.bodies.export import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.options.choices import Looping
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
-from beamjax.runtime.inputs import raw_array
 from beamjax.sources.padded_bytes import bucket_shares, padding_text
 from beamjax.sources.padding import MORE_PADDING
 from beamjax.sources.source_base import Source
