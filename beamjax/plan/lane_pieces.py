@@ -31,7 +31,7 @@ class Piece:
         return cls(*map(int, key.split(":")))
 
     def cut(self, limit: int) -> Iterator[Piece]:
-        """Splits this range into ranges of at most `limit` values; an empty one is left as it is."""
+        """Splits this range into ranges of at most `limit` values; an empty one stays one range."""
         for start in range(self.start, max(self.stop, self.start + 1), limit):
             yield Piece(self.lane, start, min(start + limit, self.stop))
 

@@ -1,4 +1,4 @@
-"""The level of an equation: the number of passes over the members that must be over before it."""
+"""Levels: the number of passes over the members that must be complete before an equation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from beamjax.interpreters.rules.table import Fold, Local
 
 
 def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
-    """The level of each equation of a block that counts, and of each value made in it.
+    """The level of each live equation of a block, and of each value defined in it.
 
-    An equation counts if an output needs it or if it has an effect.
+    An equation is live if an output needs it or if it has an effect.
     """
     levels = _earliest(program, block)
     last = max((levels.get(v, 0) for v in block.outputs if isinstance(v, Var)), default=0)
@@ -38,7 +38,7 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
             level = levels[eqn]
             place = program.place(operand)
             if isinstance(operand, Var) and operand in made and place not in (None, along):
-                level = levels[operand]  # gathered, so it stays in the pass that makes it
+                level = levels[operand]  # It is gathered after the pass that computes it.
             use(operand, level)
     return levels
 
@@ -47,9 +47,9 @@ def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
     levels: dict[Eqn | Var, int] = {}
 
     def available(atom: Atom, along: Place) -> int:
-        """The level from which on a value can be read at a place."""
+        """The first level at which a value can be read at a place."""
         if not isinstance(atom, Var) or atom not in levels:
-            return 0  # an input, or of a block around this one
+            return 0  # An input, or a value of an enclosing block.
         if program.place(atom) == along:
             return levels[atom]
         return levels[atom] + (program.place(atom) is not None)
@@ -62,7 +62,7 @@ def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
             turn = level + bool(eqn.blocks)
         levels[eqn] = level
         folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
-        # What a loop or a branch gives is there only after the passes of its own level.
+        # Results of a loop or a branch exist only after the passes of its own level.
         after = folds or bool(eqn.blocks)
         levels.update(dict.fromkeys(eqn.outputs, level + after))
     return levels

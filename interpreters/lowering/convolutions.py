@@ -1,8 +1,7 @@
-"""Convolutions in the layout that XLA computes by its libraries on a CPU.
+"""Changes convolutions to the layout for which XLA's CPU backend uses a library.
 
-XLA brings convolutions into that layout itself, but only those that stand in no loop. The others,
-such as the derivatives of those that a network takes in the steps of its training, are computed
-several times more slowly.
+XLA changes the layout itself, but not inside of loops. There, convolutions in other layouts, such
+as derivatives in the training steps of a network, are several times slower.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from beamjax.interpreters.program import Eqn, MemberEqn
 
 _FLOATS = ("float16", "float32")
 _MOST_AXES = 3
-"""Along which a kernel moves, for the libraries."""
+"""Largest number of spatial axes that the library supports."""
 
 
 def with_channels_last(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], eqns: Iterable[Eqn]
 ) -> Callable[..., Sequence[Any]]:
-    """The same function, with its convolutions in that layout.
+    """The same function with its convolutions in the layout (batch, spatial..., channels).
 
     Args:
-      function: of flat arrays to a flat sequence of arrays.
-      arguments: their types.
-      eqns: that it evaluates.
+      function: takes flat arrays and returns a flat sequence of arrays.
+      arguments: types of these arrays.
+      eqns: the equations that the function evaluates.
     """
     if not any(map(_convolves, eqns)):
         return function
@@ -80,14 +79,14 @@ def _holds_jaxprs(values: tuple[Any, ...]) -> bool:
 
 
 def _can_be(eqn: Any) -> bool:
-    """Whether the libraries can compute a convolution, once it is laid out for them."""
+    """Whether the library can compute a convolution after a change of the layout."""
     groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     floats = all(var.aval.dtype.name in _FLOATS for var in (*eqn.invars, *eqn.outvars))
     return groups == (1, 1) and floats and 3 <= len(eqn.invars[0].aval.shape) <= 2 + _MOST_AXES
 
 
 def _laid_out(eqn: Any) -> list[Any]:
-    """The equations that stand for a convolution."""
+    """Equations for a convolution in the other layout, with transposes around it."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     batch, features, *axes = numbers.lhs_spec
     out, contracted, *window = numbers.rhs_spec

@@ -1,8 +1,8 @@
-"""Who was dropped, handed from each pass over a placement to the next one.
+"""Passes the mask of dropped members from each pass over a placement to the next one.
 
-Where members may be dropped, each pass tells who is kept by it, as a placed boolean, and reads what
-the pass before it told: a member that one pass left out is left out of all that follow. Loops carry
-the booleans, and branches return them.
+Where members may be dropped, each pass returns a placed boolean, which is False for members that
+are dropped, and reads that of the pass before. So a member that one pass drops is left out of all
+later ones. Loops carry the mask, and branches return it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from beamjax.plan.dropping import Guard
 from beamjax.plan.steps import Block, Branch, Carried, Loop, Map, Plan, Step, ValueType, walk
 
 Kept = dict[str, str]
-"""For a placement, the name of the value that says who is kept so far."""
+"""For each placement, the name of the current mask of members that were not dropped."""
 
 
 def guard_of(options: Options) -> Guard | None:
-    """What options want of all passes."""
+    """The guard that the options ask for, None if errors and NaN need no handling."""
     if options.on_error == "raise" and options.on_nonfinite == "keep":
         return None
     return Guard(options.on_error, options.on_nonfinite)
 
 
 def with_kept_members(plan: Plan, empty_pass: Callable[[str], Map]) -> Plan:
-    """The plan in which passes hand on who is kept.
+    """Adds the masks of dropped members to a plan.
 
     Args:
-      plan: its passes have guards.
-      empty_pass: makes a pass over a placement that computes nothing; it is where a loop or a
-        branch comes first, and needs to know that all are kept.
+      plan: a plan whose passes have guards.
+      empty_pass: makes a pass over a placement that computes nothing. It goes before a loop or a
+        branch that no pass precedes, to give it a mask with all members.
     """
     return _Keeping(plan, empty_pass).plan
 
@@ -47,13 +47,13 @@ class _Keeping:
         self.plan = replace(plan, steps=_without_unread(steps, read), values=self.values)
 
     def name(self, placement: str) -> str:
-        """A fresh name for who is kept."""
+        """A new name for a mask."""
         name = f"kept.{next(self.numbers)}@{placement}"
         self.values[name] = ValueType((), "bool", None, placement)
         return name
 
     def steps(self, steps: Sequence[Step], kept: Kept) -> tuple[Step, ...]:
-        """Steps that hand on who is kept; `kept` is brought up to date."""
+        """The steps with masks added; updates `kept`."""
         found: list[Step] = []
         for step in steps:
             match step:
@@ -78,7 +78,7 @@ class _Keeping:
         )
 
     def first_passes(self, step: Step, kept: Kept) -> list[Map]:
-        """Passes over the placements of a step with blocks that no pass was over so far."""
+        """Empty passes over those placements of a loop or branch that have no mask yet."""
         return [
             self.map(self.empty_pass(placement), kept)
             for placement in _placements([step])
@@ -122,7 +122,7 @@ def _placements(steps: Iterable[Step]) -> list[str]:
 
 
 def _read(steps: Iterable[Step]) -> Iterable[str]:
-    """Names of all placed values that steps read or hand on."""
+    """Names of all placed values that steps read or return."""
     for step in walk(steps):
         match step:
             case Map():
@@ -136,7 +136,7 @@ def _read(steps: Iterable[Step]) -> Iterable[str]:
 
 
 def _without_unread(steps: Sequence[Step], read: set[str]) -> tuple[Step, ...]:
-    """Steps whose passes tell who is kept only where somebody reads it."""
+    """The steps without masks that no step reads."""
     found: list[Step] = []
     for step in steps:
         match step:

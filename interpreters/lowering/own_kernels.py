@@ -1,7 +1,7 @@
-"""Whether the members of a pass convolve images of their own with kernels of their own.
+"""Finds out whether the members of a pass have convolution kernels that differ between members.
 
-`vmap` makes one grouped convolution of these, which XLA on a CPU computes at a fraction of the
-speed of the single ones. Networks that members train have such kernels from the second step on.
+`vmap` makes one grouped convolution of these, which XLA's CPU backend computes at a fraction of the
+speed of separate ones. If each member trains a network, its kernels differ from the second step on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from beamjax._compat import scan_counts
 from beamjax.interpreters.cutting.pieces import MapPiece
 
 Own = list[bool]
-"""Which values each member has of its own."""
+"""For each value, whether it differs between members."""
 
 
 def convolves_by_member(piece: MapPiece) -> bool:
-    """Whether a body of a pass does that."""
+    """Whether a pass holds a convolution whose input and kernel both differ between members."""
     return any(
         _flow(
             emission.eqn.params["jaxpr"], [axis is not None for axis in emission.reading.in_axes]
@@ -30,7 +30,7 @@ def convolves_by_member(piece: MapPiece) -> bool:
 
 
 def _flow(closed: Any, own: Sequence[bool]) -> tuple[bool, Own]:
-    """Whether a jaxpr does that, and which of its outputs are own, if these inputs are."""
+    """Whether a jaxpr holds such a convolution, and which of its outputs differ between members."""
     jaxpr = getattr(closed, "jaxpr", closed)
     env = dict(zip(jaxpr.invars, own, strict=True))
     read = lambda atom: not hasattr(atom, "val") and env.get(atom, False)
@@ -46,7 +46,7 @@ def _flow(closed: Any, own: Sequence[bool]) -> tuple[bool, Own]:
 
 
 def _through(eqn: Any, ins: Own) -> tuple[bool, Own]:
-    """The same for an equation."""
+    """Like `_flow`, for one equation."""
     inner = list(jex.jaxprs_in_params(eqn.params))
     everything = [any(ins)] * len(eqn.outvars)
     if not inner or not any(ins):
@@ -64,7 +64,7 @@ def _through(eqn: Any, ins: Own) -> tuple[bool, Own]:
     flows = [_flow(j, ins if _arity(j) == len(ins) else [True] * _arity(j)) for j in inner]
     if any(found for found, _ in flows):
         return True, []
-    # Of jaxprs with other operands or results it is not known which of them are which.
+    # If a jaxpr has other numbers of operands or results, they can't be matched to the equation's.
     if all(_arity(j) == len(ins) and len(outs) == len(eqn.outvars)
            for j, (_, outs) in zip(inner, flows, strict=True)):  # fmt: skip
         return False, [any(outs) for outs in zip(*(outs for _, outs in flows), strict=True)]
@@ -72,7 +72,7 @@ def _through(eqn: Any, ins: Own) -> tuple[bool, Own]:
 
 
 def _rounds(jaxpr: Any, consts: Own, carried: Own, given: Own) -> tuple[bool, Own]:
-    """A loop: what one round makes own stays so in the next."""
+    """Like `_flow`, for a loop: repeats rounds until no further carried value differs."""
     while True:
         found, outs = _flow(jaxpr, [*consts, *carried, *given])
         if found:

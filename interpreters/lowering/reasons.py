@@ -1,4 +1,4 @@
-"""Why values of the members are needed on the server, in words."""
+"""Explains why a placed value has to be gathered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from beamjax.interpreters.staging.flatten import HOST_CALLS
 
 
 def why_on_server(user: Eqn) -> str:
-    """Why an equation reads a placed value there."""
+    """Why an equation reads a placed value on the server, as text."""
     name = user.primitive.name
     if name == "bj_map":
         draw = draw_by_batch(user.params["jaxpr"])
