@@ -1,7 +1,7 @@
-"""Taking out of the body of a map what it computes of all members, and not of its own.
+"""Hoists computations on all members out of the body of a map.
 
-`map_fn(lambda v: v - jnp.mean(x, 0), x)` closes over all members of `x`. Inside of the body they
-would have to be gathered; outside of it, the mean is a reduction.
+`map_fn(lambda v: v - jnp.mean(x, 0), x)` closes over all members of `x`. Inside the body, they
+would have to be gathered. Outside, the mean is a reduction.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from jax.extend import core as jex
 def hoist(
     closed: jex.ClosedJaxpr, num_served: int, n: int
 ) -> tuple[jex.ClosedJaxpr, jex.ClosedJaxpr] | None:
-    """Splits a body, if that leaves whole placed values out of it.
+    """Splits a body in two, if the second part then reads fewer whole placed values.
 
-    What looks like a placed value here is a served operand with a row for each member.
+    A whole placed value is a server operand with one row per member.
 
     Args:
-      closed: the body, without consts. Its first inputs are served: they are the same for all
-        members.
-      num_served: how many these are.
+      closed: the body, without consts. Its first inputs are server values.
+      num_served: the number of these inputs.
       n: the number of members.
 
     Returns:
-      A jaxpr from the served operands to some values, and a body that takes these values before all
-      that it took; or None.
+      A jaxpr from the server operands to some values, and a body that takes these values before its
+      other operands; or None.
     """
     jaxpr = closed.jaxpr
     served: list[Any] = jaxpr.invars[:num_served]

@@ -1,4 +1,4 @@
-"""A flat program without what nobody reads: equations, and parts of maps."""
+"""Dead code elimination for a flat program: removes equations and unused parts of maps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from beamjax.interpreters.program import Eqn, FlatBlock, FlatProgram, Var
 
 
 def prune(flat: FlatProgram) -> None:
-    """Drops, in place, equations without a use or an effect, and unused parts of maps."""
+    """Removes, in place, equations without uses and effects, and unused parts of maps."""
     _prune(flat, {atom for atom in flat.outputs if isinstance(atom, Var)})
 
 
 def _prune(block: FlatBlock, live: set[Var]) -> None:
-    """Works backward; `live` is all that is read later, in this block or after it."""
+    """Works backward; `live` are the values that are read later, in this block or after it."""
     kept: list[Eqn] = []
     for eqn in reversed(block.eqns):
         used = [var in live for var in eqn.outputs]
@@ -31,7 +31,7 @@ def _prune(block: FlatBlock, live: set[Var]) -> None:
 
 
 def _narrow(eqn: Eqn, used: list[bool]) -> None:
-    """Leaves a map the results that are used and the operands that they need."""
+    """Removes unused results of a map, and the operands that only they need."""
     jaxpr, needed = _compat.dce(eqn.params["jaxpr"], used)
     served = sum(needed[: eqn.params["num_broadcast"]])
     eqn.params = {**eqn.params, "jaxpr": jaxpr, "num_broadcast": served}

@@ -1,7 +1,8 @@
-"""Reductions and products of all that a raveled value holds, as those of the value itself.
+"""Rewrites reductions and products of raveled arrays to those of the arrays themselves.
 
-Raveling merges the members' axis with others, but `jnp.vdot(x, y)` and `x.reshape(-1).sum()` don't
-ask where in the vector a number stands.
+Raveling merges the axis of the members with others, so that raveled arrays must be gathered. But
+the results of `jnp.vdot(x, y)` and `x.reshape(-1).sum()` do not depend on the order of the
+elements.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ VECTORS = (((0,), (0,)), ((), ()))
 
 
 class Ravels:
-    """Which vectors of a program are raveled arrays."""
+    """Tracks which vectors of a program are raveled arrays."""
 
     def __init__(self) -> None:
         self.arrays: dict[Atom, Atom] = {}
 
     def see(self, eqn: Eqn) -> None:
-        """Notes what an equation ravels, or rewrites it, in place, to one of arrays."""
+        """Records an equation that ravels; rewrites one, in place, that reads raveled arrays."""
         name, shapes = eqn.primitive.name, [getattr(atom.aval, "shape", ()) for atom in eqn.inputs]
         if name == "reshape" and eqn.params["dimensions"] is None and len(shapes) == 1:
             (out,) = eqn.outputs
@@ -39,7 +40,10 @@ class Ravels:
 
 
 def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[str, Any] | None:
-    """What changes in the parameters if arrays of these shapes take the place of their ravels."""
+    """Parameters to change if an equation reads arrays of these shapes instead of raveled ones.
+
+    None if the equation can't be rewritten.
+    """
     if not shapes:
         return None
     axes = tuple(range(len(shapes[0])))
