@@ -1,7 +1,7 @@
-"""One gather for several views of the same placed value.
+"""Gathers a placed value once if the server reads several views of it.
 
 `y @ y.T` and `x[:, None] - x[None]` read one value in two shapes. The value is gathered once, and
-the server makes the shapes.
+the server computes the views.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VIEWS = frozenset(
 
 
 def share_gathers(program: PlacedProgram, block: FlatBlock) -> None:
-    """Makes views of a value on the server, in place, where all of them would be more to gather."""
+    """Moves views of a placed value to the server, in place, if the value is smaller than them."""
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     views: dict[Var, set[Var]] = {}
     for eqn in block.eqns:
@@ -60,7 +60,7 @@ def _gathered(program: PlacedProgram, eqn: Eqn) -> Iterator[Var]:
 
 
 def _origin(var: Var, makers: dict[Var, Eqn]) -> Var:
-    """The value that a value is a view of, or itself."""
+    """The value of which `var` is a view; `var` itself if it is none."""
     while var in makers and makers[var].primitive.name in VIEWS:
         operands = _variables(makers[var].inputs)
         if len(operands) != 1 or len(makers[var].outputs) != 1:
@@ -80,7 +80,7 @@ def _size(var: Var) -> int:
 def _clone(
     var: Var, origin: Var, makers: dict[Var, Eqn], clones: dict[Var, Var], made: dict[Eqn, Eqn]
 ) -> Var:
-    """A view as the server makes it of the gathered value."""
+    """The variable of a view that the server computes from the gathered value."""
     if var is origin:
         return var
     if var not in clones:

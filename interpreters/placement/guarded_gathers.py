@@ -1,7 +1,8 @@
-"""What the server reads of members that may be left out, or that are checked for NaN.
+"""Gathers for runs that may drop members or check them for NaN.
 
-A run with a guard gathers only what a pass gives: there a value is checked, and a member that is
-left out has NaN, or 0 where there is none. An input, or what a loop hands on, is copied by a pass.
+Such a run gathers only results of passes. A pass checks its results, and fills those of dropped
+members with NaN, or with 0 if the dtype has no NaN. So before an input or a carried value of a loop
+is gathered, a pass copies it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LOGICAL = frozenset({"reduce_and", "reduce_or"})
 
 
 def gather_from_passes(program: PlacedProgram) -> None:
-    """Lets all that is gathered or returned come from a pass, in place."""
+    """Changes a program in place so that all gathered and returned values are results of passes."""
     _Tests(program).block(program.flat)
     copies = _Copies(program)
     copies.block(program.flat)
@@ -32,7 +33,7 @@ def gather_from_passes(program: PlacedProgram) -> None:
 
 
 class _Copies:
-    """Reads on the server, or as a result, of what no equation in a pass makes."""
+    """Adds copies of placed values that the server reads and no equation of a pass computes."""
 
     def __init__(self, program: PlacedProgram):
         self.program = program
@@ -40,7 +41,7 @@ class _Copies:
         self.copies: dict[Var, Eqn] = {}
 
     def block(self, block: FlatBlock) -> None:
-        """Lets the equations of a block, and of those inside of it, read the copies."""
+        """Makes the equations of a block, and of blocks in it, read the copies."""
         program = self.program
         for eqn in block.eqns:
             if not eqn.blocks:
@@ -64,7 +65,7 @@ class _Copies:
                 ]
 
     def of(self, atom: Atom) -> Atom:
-        """The value that is read in the place of a placed one."""
+        """The value to read instead of a placed one."""
         if not isinstance(atom, Var) or atom in self.made:
             return atom
         if atom not in self.copies:
@@ -76,7 +77,7 @@ class _Copies:
         return self.copies[atom].outputs[0]
 
     def insert(self, block: FlatBlock) -> None:
-        """Puts the copies where what they copy is made."""
+        """Inserts the equation of each copy after the definition of the copied value."""
         found = list(self._copied(block.inputs))
         if isinstance(block, type(self.program.flat)):
             found += self._copied(list(block.views))
@@ -91,17 +92,17 @@ class _Copies:
 
 
 class _Tests:
-    """Tests of all members, by `jnp.any` and `jnp.all`, of which a value that is gathered depends.
+    """Moves tests of all members, by `jnp.any` and `jnp.all`, to the server.
 
-    `jnp.median` looks for NaN among the members before it sorts them. It must find what is in the
-    place of those that are left out, so the server makes the test from the values that it sorts.
+    `jnp.median` looks for NaN among the members before it sorts them on the server. It must also
+    find the NaN of dropped members, so the server tests the gathered values that it sorts.
     """
 
     def __init__(self, program: PlacedProgram):
         self.program = program
 
     def block(self, block: FlatBlock) -> None:
-        """Lets the server make such tests itself."""
+        """Makes the equations of a block that run on the server read tests of the server."""
         self.makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
         self.tested: dict[Var, bool] = {}
         self.clones: dict[Var, Var] = {}
@@ -121,7 +122,7 @@ class _Tests:
                 self.block(inner)
 
     def is_tested(self, atom: Atom) -> bool:
-        """Whether a value depends on such a test."""
+        """Whether a value depends on a test of all members."""
         eqn = self._maker(atom)
         if eqn is None or not isinstance(atom, Var):
             return False
@@ -131,7 +132,10 @@ class _Tests:
         return self.tested[atom]
 
     def on_server(self, atom: Atom, found: list[Eqn]) -> Atom:
-        """A value as the server makes it, from floats that are gathered; adds its equations."""
+        """The same value, computed by the server from gathered floats.
+
+        Appends the new equations to `found`.
+        """
         eqn = self._maker(atom)
         if eqn is None or not isinstance(atom, Var):
             return atom

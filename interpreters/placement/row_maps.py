@@ -1,8 +1,8 @@
-"""What is computed of the rows of a batch before a program cuts it into members.
+"""Moves computations on the rows of a batch behind the reshape that makes members of the rows.
 
-`(tokens[:, 1:] * 2).reshape(n, b, ...)` acts on each row alone, so each member can do it to the b
-rows that it gets: the cut is moved to the inputs, and what was computed becomes a map over members.
-Likewise `jax.random.split(key, 2 * n).reshape(n, 2)`, whose rows each member makes for itself.
+`(tokens[:, 1:] * 2).reshape(n, b, ...)` acts on each row separately, so each member can compute it
+for its own b rows. The inputs are reshaped instead, and the computation becomes a map over members.
+The same holds for `jax.random.split(key, 2 * n).reshape(n, 2)`: each member computes its own rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from beamjax.plan.steps import MAX_MEMBERS
 
 
 def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
-    """Whether an equation gives n members along its first axis, each of several rows."""
+    """Whether an equation reshapes rows into n members of several rows, along axis 0."""
     if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
         return False
     shape = aval_of(eqn.inputs[0]).shape
@@ -36,11 +36,11 @@ def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
 def move_cuts(
     flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
 ) -> None:
-    """Moves cuts that only placed operators read to the inputs, in place.
+    """Moves reshapes into members, if only placed operators read them, to the inputs, in place.
 
     Args:
-      flat: the program.
-      wanted: from `find_wanted`; the cuts of inputs are added to it.
+      flat: the program; it is changed.
+      wanted: from `find_wanted`; the places of reshaped inputs are added.
       sizes: the number of members of each placement.
     """
     users: dict[Var, list[Eqn]] = {}
@@ -53,7 +53,7 @@ def move_cuts(
         along = wanted.get(eqn.outputs[0]) if len(eqn.outputs) == 1 else None
         if along is None or not is_cut(eqn, along, sizes[along.placement]):
             continue
-        if aval_of(eqn.inputs[0]).shape[0] > MAX_MEMBERS:  # A member knows its rows by an int32.
+        if aval_of(eqn.inputs[0]).shape[0] > MAX_MEMBERS:  # Indices of rows are int32.
             continue
         readers = users.get(eqn.outputs[0], [])
         placements = {_placement(reader) for reader in readers}
@@ -72,12 +72,12 @@ def _placement(eqn: Eqn) -> str | None:
 
 
 class _Rows:
-    """The row-wise equations, over `size` rows, that a value is made by.
+    """The equations that compute a value with `size` rows, row by row.
 
     Attributes:
-      eqns: in order, each with its reading.
-      inputs: of the program, whose rows they read.
-      served: what they read besides.
+      eqns: the equations in order, each with its sharding rule.
+      inputs: inputs of the program whose rows they read.
+      served: values that they read as a whole.
     """
 
     def __init__(self, flat: FlatProgram, size: int):
@@ -89,7 +89,7 @@ class _Rows:
         self.served: dict[Var, None] = {}
 
     def need(self, atom: Atom) -> bool:
-        """Adds all that makes the rows of a value; False if something mixes rows."""
+        """Adds all equations that compute a value; returns False if one of them mixes rows."""
         if not isinstance(atom, Var):
             return False
         if atom in self.flat.inputs:
@@ -114,7 +114,7 @@ class _Rows:
     def replace(
         self, cut: Eqn, along: Along, placement: str, n: int, wanted: MutableMapping[Var, Along]
     ) -> None:
-        """Makes a map of the cut, over cuts of the inputs."""
+        """Replaces the reshape `cut` by a map over reshaped inputs."""
         rows, count = self.size // n, len(self.served)
         body = self.body(cut, rows)
 
@@ -142,7 +142,7 @@ class _Rows:
         cut.inputs = [env[v] for v in mapped.invars]
 
     def body(self, cut: Eqn, rows: int) -> Any:
-        """The function of one member: of what is served, its index, and its rows."""
+        """The function of one member, of the `served` values, its index, and its rows."""
 
         def fn(*values: Any) -> list[jax.Array]:
             served = dict(zip(self.served, values, strict=False))

@@ -1,7 +1,8 @@
-"""Inputs that a program cuts into members: `x.reshape(n, b, ...)` of an argument with n * b rows.
+"""Views: inputs that a program reshapes into members, `x.reshape(n, b, ...)` of n * b rows.
 
-Such an input is read by shards, b consecutive rows for each member, instead of whole by the
-launching process, which would have to send it out again. It is then an input of its own, a view.
+Workers read such an input by shards, b consecutive rows per member. Otherwise the launching process
+would have to read it and send it to the workers. The reshaped input becomes a separate input of the
+flat program, a view.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from beamjax.interpreters.program import Eqn, FlatProgram, Var
 def make_views(
     flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
 ) -> dict[Var, Along]:
-    """Lets reshapes of inputs whose results are wanted along axis 0 read views, in place.
+    """Replaces the operands of reshapes of inputs into members by views, in place.
 
     Args:
-      flat: the program; the views are noted in it.
+      flat: the program; the views are added to it.
       wanted: from `find_wanted`.
       sizes: the number of members of each placement.
 
@@ -42,7 +43,7 @@ def make_views(
 
 
 def drop_view(flat: FlatProgram, view: Var) -> None:
-    """Lets all that reads a view read the input again, in place."""
+    """Replaces a view by its input in all equations, in place."""
     origin = flat.views.pop(view)
     for eqn in flat.walk():
         eqn.inputs[:] = [origin if atom is view else atom for atom in eqn.inputs]
@@ -51,7 +52,7 @@ def drop_view(flat: FlatProgram, view: Var) -> None:
 def _cuts(
     flat: FlatProgram, wanted: Mapping[Var, Along], sizes: Mapping[str, Any]
 ) -> Iterator[tuple[Eqn, Var, Along]]:
-    """The reshapes that cut an input into members, with the input and the place of the result."""
+    """The reshapes of inputs into members, with the input and the place of the result."""
     inputs = set(flat.inputs)
     for eqn in flat.walk():
         along = wanted.get(eqn.outputs[0]) if eqn.outputs else None
