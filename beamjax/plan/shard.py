@@ -56,5 +56,5 @@ class shard_errors:
         if isinstance(error, BeamjaxError):
             raised = type(error)(f"{where}: {error}")
         members = shard.start, shard.start + shard.count - 1
-        told.failure = Failure(step.name, shard.index, members)
+        raised.failure = Failure(step.name, shard.index, members)
         raise raised from error
