@@ -38,13 +38,14 @@ from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.keeping import guard_of, with_kept_members
 from beamjax.interpreters.lowering.lanes import lanes_of, saved_bytes
 from beamjax.interpreters.lowering.map_bodies import map_body, one_by_one, read
-from beamjax.interpreters.lowering.reasons import why_on_server
 from beamjax.interpreters.lowering.shard_size import cost_of_member, shard_sizes
 from beamjax.interpreters.lowering.vectorize import looping_of
 from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.readings import draw_by_batch
 from beamjax.interpreters.rules.table import Combination
+from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
 from beamjax.options.choices import Looping
 from beamjax.plan.cost import Cost
@@ -433,3 +434,21 @@ def _platforms(options: Options) -> tuple[str, ...]:
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:
     shape = value.shape if members is None else (members, *value.shape)
     return jax.ShapeDtypeStruct(shape, np.dtype(value.dtype))
+
+
+def why_on_server(user: Eqn) -> str:
+    """Why an equation reads a placed value on the server, as text."""
+    name = user.primitive.name
+    if name == "bj_map":
+        draw = draw_by_batch(user.params["jaxpr"])
+        if draw is not None:
+            return (
+                f"the body {user.params['name']} draws from rbg keys ({draw[0]} at "
+                f"{draw[1] or user.line}), and such draws depend on all members"
+            )
+        return f"the body {user.params['name']} closes over a placed value"
+    if user.is_placed_operator:
+        return f"{name.removeprefix('bj_')} reads it as a server value"
+    if name in HOST_CALLS:
+        return f"{name} calls back to the host with all members"
+    return f"{name} mixes members"

@@ -8,8 +8,8 @@ from typing import Any
 from beamjax.interpreters.cutting.pieces import MapPiece
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import shard_size
+from beamjax.interpreters.lowering.convolutions import convolves_by_member
 from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
-from beamjax.interpreters.lowering.own_kernels import convolves_by_member
 from beamjax.options import Options
 from beamjax.options.choices import Looping
 from beamjax.plan.steps import Lane

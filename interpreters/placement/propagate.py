@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Set
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.demand import PlacementKeys, find_wanted, requirements
-from beamjax.interpreters.placement.gathers import share_gathers
-from beamjax.interpreters.placement.guarded_gathers import gather_from_passes
+from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import distributes, read_by_members
 from beamjax.interpreters.placement.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.placement.regrouping import Regrouping

@@ -33,10 +33,8 @@ from beamjax.interpreters.program import (
 )
 from beamjax.interpreters.staging import control_flow
 from beamjax.interpreters.staging.float0 import FLOAT0, without_float0
-from beamjax.interpreters.staging.hoist import hoist
 from beamjax.interpreters.staging.lines import user_line
-from beamjax.interpreters.staging.prune import prune
-from beamjax.interpreters.staging.ravels import Ravels
+from beamjax.interpreters.staging.simplify import Ravels, hoist, prune
 
 # Primitives that call a jaxpr once.
 CALLS = frozenset(
