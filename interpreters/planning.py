@@ -26,7 +26,7 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
     buckets_of,
-    fitted,
+    with_buckets,
     fitting_notes,
     is_ragged,
     with_padding_checks,
@@ -91,7 +91,7 @@ def plan_for(
     special = "members have unequal lengths" if buckets else ""
     planned = _chosen(planned, arguments, options, special)
     if buckets:
-        planned = _fitted(planned, fn, arguments, restore, options, unroll)
+        planned = _with_buckets(planned, fn, arguments, restore, options, unroll)
     if any(map(is_ragged, arguments)):
         planned = _with_padding_checks(planned, fn, arguments, restore, options, unroll)
     is_pending = planned.plan.choices.origin == PENDING
@@ -119,7 +119,7 @@ def _is_abstract(argument: Argument) -> bool:
     return argument.value is None or isinstance(argument.value, jax.ShapeDtypeStruct)
 
 
-def _fitted(
+def _with_buckets(
     planned: Planned,
     fn: Callable[..., Any],
     arguments: Sequence[Argument],
@@ -136,7 +136,7 @@ def _fitted(
             sizes = planned.plan.shard_sizes
         return make_plan(fn, others, restore, options, unroll, sizes, loopings).plan
 
-    plan, reason = fitted(planned.plan, arguments, make)
+    plan, reason = with_buckets(planned.plan, arguments, make)
     return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
 
 

@@ -34,7 +34,7 @@ def buckets_of(arguments: Sequence[Argument]) -> dict[int, tuple[int, ...]]:
     return {key: source.buckets for key, source in sources.items() if len(source.buckets) > 1}
 
 
-def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple[Plan, str]:
+def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple[Plan, str]:
     """A plan with bodies for each bucket, so that short members need little padding.
 
     Args:
