@@ -26,9 +26,9 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
     buckets_of,
-    with_buckets,
     fitting_notes,
     is_ragged,
+    with_buckets,
     with_padding_checks,
 )
 from beamjax.options import Options

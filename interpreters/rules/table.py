@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules import combinations, folds, indexing, memberwise
+
+# These modules register their rules when they are imported.
+from beamjax.interpreters.rules import combinations, folds, indexing, memberwise  # noqa: F401
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE
 from beamjax.interpreters.rules.readings import (
@@ -32,8 +34,7 @@ from beamjax.interpreters.rules.readings import (
 )
 
 __all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shard", "bind",
-           "classify", "combinations", "create", "folds", "indexing", "invert",
-           "memberwise"]  # fmt: skip
+           "classify", "create", "invert"]  # fmt: skip
 
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
