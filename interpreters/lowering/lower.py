@@ -352,8 +352,8 @@ class _Lowering:
             key = short = self.export(name, sized, size, arguments, eqns)
         return Map(
             name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
-            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece),
-            short_body=short,
+            combines, guard, turns=turns, looping=looping,
+            saved=saved_bytes(piece), short_body=short,
         )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:

@@ -3,8 +3,8 @@
 The function that is registered for a primitive is asked: if the operands have their members along
 these axes, can the equation be computed a shard at a time? It returns one of
 
-* `Local`: yes, it acts on each member. The rule gives the axis of the members in each operand and
-  result, and how to emit the equation for a shard.
+* `Local`: yes, it acts on each member. The rule gives the axis of the members in each
+  operand and result, and how to emit the equation for a shard.
 * `Fold`: it reduces over the members. Each shard gives a partial, and partials are merged.
 * `None`: it mixes members, or the primitive has no rule. Its operands are gathered.
 
