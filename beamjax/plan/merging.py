@@ -102,13 +102,13 @@ def fan_out(
         why = f"the option merge_fan_out={fixed}"
         return predicted(min(fixed, max(partials, 1)))
     groups = _groups(pieces, partials, each, workers or 1)
-    who = "the workers" if workers is None else f"{workers} workers"
+    workers_text = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
-        why = f"{who} for {partials} partials"
+        why = f"{workers_text} for {partials} partials"
     elif pieces < (workers or 1):
-        why = f"too little to be divided for {who}"
+        why = f"too little to be divided for {workers_text}"
     else:
-        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {who}"
+        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {workers_text}"
     return predicted(groups)
 
 

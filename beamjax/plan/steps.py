@@ -217,9 +217,9 @@ class Map:
     used instead. A pass over members of unequal length has a `padding_check` if its body can be
     made for more padding.
 
-    `looping` says how the body computes the members of a shard, and `turns` why it does not use
-    vmap for all of them at once ("" if it does). Compression makes the partials of a shard `saved`
-    bytes smaller.
+    `looping` says how the body computes the members of a shard, and `turns` why it does
+    not use vmap for all of them at once ("" if it does). Compression makes the partials of a shard
+    `saved` bytes smaller.
     """
 
     name: str

@@ -142,9 +142,9 @@ def by_cost(
         chain = ancestors(program, [var], makers)
         if any(host_call(emission.eqn) for emission in chain):
             continue
-        told = remaking(program, [var], chain, placement, readers)
+        predicted = remaking(program, [var], chain, placement, readers)
         again = var in rule
-        if told.is_clear(again=not again):
+        if predicted.is_clear(again=not again):
             again = not again
         if not decisions.decide(again):
             chosen.discard(var)
@@ -218,14 +218,14 @@ class Crossing:
       step: name of the pass that computes them first.
       later: names of the passes that need them.
       is_kept: whether they are stored.
-      told: predicted times of storing and of rematerializing.
+      predicted: predicted times of storing and of rematerializing.
       is_elementwise: whether cheap, elementwise operations compute them.
     """
 
     step: str
     later: tuple[str, ...]
     is_kept: bool
-    told: Remaking
+    predicted: Remaking
     is_elementwise: bool = False
 
 
@@ -256,11 +256,11 @@ def crossings(
             possible = set(values) <= made and not given & kept
             possible = possible and not any(e.eqn.effects or host_call(e.eqn) for e in chain)
             later = dict(reader for var in values for reader in readers[var])
-            told = remaking(
+            predicted = remaking(
                 program, values, chain if possible else None, piece.placement,
                 sum(later.values()), rounds,
             )  # fmt: skip
-            yield Crossing(name, tuple(later), True, told)
+            yield Crossing(name, tuple(later), True, predicted)
         first |= {
             e.eqn: (name, rounds)
             for e in piece.emissions
@@ -284,9 +284,9 @@ def _made_again(
         makers = {var: e.eqn for e in again for var in e.eqn.outputs}
         if front:
             chain = ancestors(program, front, makers)
-            told = remaking(program, front, chain, piece.placement, rounds, times)
+            predicted = remaking(program, front, chain, piece.placement, rounds, times)
             cheap = all(e.eqn.primitive.name in CHEAP for e in chain)
-            yield Crossing(other, (name,), False, told, cheap)
+            yield Crossing(other, (name,), False, predicted, cheap)
 
 
 def _read(program: PlacedProgram, emission: Emission) -> Iterator[Var]:

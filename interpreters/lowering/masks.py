@@ -19,6 +19,7 @@ MASKED_SECONDS = 1e-9
 EXECUTABLE_SECONDS = 0.3
 """Seconds to stage, export and compile one more executable."""
 UNKNOWN_MEMBERS = 1 << 20
+"""Assumed number of members where it is unknown."""
 
 
 def are_all_full(n: Any, size: int) -> bool:
