@@ -13,7 +13,7 @@ import numpy as np
 
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
-from beamjax.bodies.xla_threads import LAPACK_THREADS, with_lapack_threads
+from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.forecast import forecast, learn, small_work
@@ -172,7 +172,7 @@ def _work(
 
     def compute(monitor: Monitor) -> Any:
         with sources:
-            with results.cleared(), with_lapack_threads(LAPACK_THREADS):
+            with results.cleared(), with_lapack_threads():
                 values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
             learn(plan, options, told, monitor.progress())
