@@ -13,14 +13,14 @@ import numpy as np
 
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
-from beamjax.bodies.xla_threads import LAPACK_THREADS, with_lapack_threads
+from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.forecast import forecast, learn, small_work
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import OptionsError, StagingError
-from beamjax.interpreters.planning import bind_inputs, make_plan, plan_for
+from beamjax.interpreters.planning import make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
@@ -172,7 +172,7 @@ def _work(
 
     def compute(monitor: Monitor) -> Any:
         with sources:
-            with results.cleared(), with_lapack_threads(LAPACK_THREADS):
+            with results.cleared(), with_lapack_threads():
                 values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
             learn(plan, options, told, monitor.progress())
@@ -331,6 +331,12 @@ def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tu
     plan = plan_for(fn, arguments, key, restore, options).plan
     plan = _with_recipe(plan, fn, arguments, restore, options)
     return plan, bind_inputs(plan, arguments)
+
+
+def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
+    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
+    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
+    return Inputs(plan, [*values, *plan.constants])
 
 
 def _refuse_streams_with_checkpoint(arguments: Sequence[Argument], options: Options) -> None:

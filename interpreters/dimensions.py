@@ -1,7 +1,7 @@
-"""Numbers of members that a program reads as values, where they are known only as it runs.
+"""Symbolic dimensions: numbers of members that are unknown until the program runs.
 
-Such a program is staged with a symbolic dimension for the number of members. What reads it as a
-value reads a server value instead, one for each symbol, which no equation makes.
+A program is staged with a symbolic dimension for an unknown number of members. Equations that read
+the number as a value read a server value instead: one for each symbol, which no equation defines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_unknown(dim: Any) -> bool:
 
 
 def known_size(shape: Iterable[Any]) -> int:
-    """The number of entries, of which an axis of unknown length counts as one."""
+    """The number of entries of a shape, where an axis of unknown length counts as 1."""
     return math.prod(int(dim) for dim in shape if not is_unknown(dim))
 
 
@@ -34,15 +34,15 @@ def known_size(shape: Iterable[Any]) -> int:
 def members_of_streams() -> Any:
     """The dimension that stands for the number of members of sources of unknown length.
 
-    It is one for all of them: those of a call that are not as long as each other are told apart
-    once they have been read.
+    All such sources share it. If sources of one call have different lengths, this is found when
+    they have been read.
     """
     (n,) = jax.export.symbolic_shape("n")
     return n
 
 
 def size_of(eqn: Any) -> Any | None:
-    """The symbolic dimension that an equation gives as a number, if that is what it does."""
+    """The symbolic dimension whose value an equation returns, None for other equations."""
     if eqn.primitive.name == _compat.DIM_AS_VALUE:
         return eqn.params["dim"]
     if eqn.primitive.name == "bj_size" and is_unknown(eqn.params["n"]):
@@ -53,15 +53,15 @@ def size_of(eqn: Any) -> Any | None:
 def size_function(
     dim: Any, dtype: Any, sizes: dict[str, Var]
 ) -> tuple[Callable[..., jax.Array], list[Var]]:
-    """How a symbolic dimension follows from the values of its symbols.
+    """The function that computes a symbolic dimension from the values of its symbols.
 
     Args:
       dim: the dimension.
-      dtype: of its value.
-      sizes: the variable of each symbol; those that are new get one.
+      dtype: dtype of the result.
+      sizes: the variable of each symbol; variables of new symbols are added.
 
     Returns:
-      A function of arrays, and the variables that are its operands.
+      A function of arrays, and the variables of its operands.
     """
     names = sorted(_compat.symbols_of(dim))
 
@@ -75,11 +75,11 @@ def size_function(
 
 
 def share_sizes(eqn: Eqn, number: Callable[[Any, Any, str], Atom]) -> None:
-    """Gives the body of a map, as further server values, the unknown sizes that it reads.
+    """Passes the unknown sizes that the body of a map reads to it as server values.
 
     Args:
-      eqn: the map, which is changed.
-      number: gives the value of a dimension, for its dtype and the user's line.
+      eqn: the map; it is changed in place.
+      number: returns the value of a dimension, given a dtype and the user's line.
     """
     body, dims = _compat.hoist_dims(eqn.params["jaxpr"])
     if dims:

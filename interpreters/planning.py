@@ -1,4 +1,4 @@
-"""From a function to its plan: all stages, cached by function and types of arguments."""
+"""Plans a function: runs all passes from tracing to lowering, and caches their results."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
     buckets_of,
-    fitted,
     fitting_notes,
     is_ragged,
+    with_buckets,
     with_padding_checks,
 )
 from beamjax.options import Options
 from beamjax.options.choices import Choices, Looping
 from beamjax.plan.steps import Plan
-from beamjax.runtime.inputs import Inputs
 
 
 @dataclass(frozen=True)
 class Planned:
-    """All stages of one program for one set of argument types.
+    """The results of all passes for one program and one set of argument types.
 
     Attributes:
-      staged: the jaxpr, for the longest of members of unequal length.
-      flat: its equations, calls inlined.
-      placed: the same with a place for every value.
-      pieces: cut at the reductions.
-      plan: what is run.
-      notes: what people are told of it.
+      staged: the jaxpr; for members of unequal length, it is for the longest.
+      flat: its equations, with calls inlined.
+      placed: the flat program with a place for every value.
+      pieces: the program cut into stages.
+      plan: the plan to run.
+      notes: remarks for the user, which `explain` shows.
     """
 
     staged: _stage.Staged
@@ -66,7 +65,16 @@ def plan_for(
     options: Options,
     unroll: bool = False,
 ) -> Planned:
-    """The stages of `fn` for arguments of these types, from the cache if they were made before."""
+    """Plans `fn` for arguments of these types, or returns the cached result.
+
+    Args:
+      fn: the user's function.
+      arguments: from `flatten_arguments`.
+      key: the hashable structure of the arguments, from `flatten_arguments`.
+      restore: from `flatten_arguments`.
+      options: options of the run.
+      unroll: whether to unroll loops and branches, for graphs without a driver.
+    """
     types = tuple(
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
         for a in arguments
@@ -83,7 +91,7 @@ def plan_for(
     special = "members have unequal lengths" if buckets else ""
     planned = _chosen(planned, arguments, options, special)
     if buckets:
-        planned = _fitted(planned, fn, arguments, restore, options, unroll)
+        planned = _with_buckets(planned, fn, arguments, restore, options, unroll)
     if any(map(is_ragged, arguments)):
         planned = _with_padding_checks(planned, fn, arguments, restore, options, unroll)
     is_pending = planned.plan.choices.origin == PENDING
@@ -94,7 +102,7 @@ def plan_for(
 def _chosen(
     planned: Planned, arguments: Sequence[Argument], options: Options, special: str
 ) -> Planned:
-    """The same with the plan that is run: of what is worth it, the fastest one."""
+    """The same with the plan to run: saved or probed choices replace those of the rules."""
 
     def relower(sizes: Mapping[str, int], loopings: Mapping[str, Looping]) -> Plan:
         placed, pieces, name = planned.placed, planned.pieces, planned.staged.name
@@ -111,7 +119,7 @@ def _is_abstract(argument: Argument) -> bool:
     return argument.value is None or isinstance(argument.value, jax.ShapeDtypeStruct)
 
 
-def _fitted(
+def _with_buckets(
     planned: Planned,
     fn: Callable[..., Any],
     arguments: Sequence[Argument],
@@ -119,7 +127,7 @@ def _fitted(
     options: Options,
     unroll: bool,
 ) -> Planned:
-    """The same with bodies for short members, if they can have their own."""
+    """The same with bodies for each bucket of lengths, if that is possible."""
 
     loopings = planned.plan.choices.loopings if options.plan is not None else None
 
@@ -128,7 +136,7 @@ def _fitted(
             sizes = planned.plan.shard_sizes
         return make_plan(fn, others, restore, options, unroll, sizes, loopings).plan
 
-    plan, reason = fitted(planned.plan, arguments, make)
+    plan, reason = with_buckets(planned.plan, arguments, make)
     return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
 
 
@@ -140,13 +148,13 @@ def _with_padding_checks(
     options: Options,
     unroll: bool,
 ) -> Planned:
-    """The same with bodies that find out whether others read the padding of members."""
+    """The same with bodies that check whether bodies read the padding of members."""
 
     def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
         return make_plan(fn, others, restore, options, unroll, sizes).plan
 
     plan, reason = with_padding_checks(planned.plan, arguments, make)
-    note = f"Whether bodies read the padding of members can't be checked, because {reason}."
+    note = f"beamjax can't check whether bodies read the padding of members, because {reason}."
     return replace(planned, plan=plan, notes=(*planned.notes, note) if reason else planned.notes)
 
 
@@ -159,7 +167,17 @@ def make_plan(
     shard_sizes: Mapping[str, int] | None = None,
     loopings: Mapping[str, Looping] | None = None,
 ) -> Planned:
-    """Stage, flatten, place, split, lower; `unroll` is for graphs that nobody drives."""
+    """Runs all passes: stage, flatten, place, cut and lower.
+
+    Args:
+      fn: the user's function.
+      arguments: from `flatten_arguments`.
+      restore: from `flatten_arguments`.
+      options: options of the run.
+      unroll: whether to unroll loops and branches, for graphs without a driver.
+      shard_sizes: members per shard of each placement; by default chosen by rules.
+      loopings: how each pass, by name, vectorizes over a shard; by default chosen by rules.
+    """
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
     placed = placed_program(staged, flat, arguments, options)
@@ -185,7 +203,7 @@ def placed_program(
     arguments: Sequence[Argument],
     options: Options,
 ) -> PlacedProgram:
-    """A flat program with a place for every value; what comes by shards is placed in any case."""
+    """Places a flat program; inputs that only workers read are placed in any case."""
     known = {
         var: argument.path
         for var, argument in zip(flat.arguments, arguments, strict=True)
@@ -196,33 +214,33 @@ def placed_program(
 
 MAX_PLANS = 64
 MAX_PLAN_BYTES = 256 * 2**20
-"""Bounds of the cache: plans, and bytes of their executables and constants."""
+"""Bounds of the plan cache: number of plans, and bytes of their executables and constants."""
 
 
 class _PlanCache:
-    """The least recently used plans of this process; those of a function end with it."""
+    """An LRU cache of the plans of this process. It holds functions by weak references."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = (
             weakref.WeakKeyDictionary()
         )
-        # The bytes of each plan by (weak reference to the function, key), the oldest use first.
+        # Bytes of each plan by (weak reference to the function, key), least recently used first.
         self._order: collections.OrderedDict[tuple[Any, Any], int] = collections.OrderedDict()
 
     def get(self, fn: Callable[..., Any], key: Any) -> Planned | None:
-        """The plan of a function for a key, if it is still there."""
+        """The cached plan of a function for a key, or None."""
         try:
             with self._lock:
                 found = self._plans.get(fn, {}).get(key)
                 if found is not None:
                     self._order.move_to_end((weakref.ref(fn), key))
                 return found
-        except TypeError:  # not hashable, or no weak references: partials of arrays, builtins
+        except TypeError:  # Partials of arrays aren't hashable; builtins have no weak references.
             return None
 
     def put(self, fn: Callable[..., Any], key: Any, planned: Planned) -> None:
-        """Keeps a plan, and forgets the oldest ones past the bounds."""
+        """Adds a plan, and removes the least recently used ones beyond the bounds."""
         try:
             with self._lock:
                 self._plans.setdefault(fn, {})[key] = planned
@@ -251,9 +269,3 @@ def _nbytes(plan: Plan) -> int:
 
 
 _plans = _PlanCache()
-
-
-def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
-    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
-    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
-    return Inputs(plan, [*values, *plan.constants])

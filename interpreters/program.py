@@ -1,4 +1,4 @@
-"""A flat program: equations over values. Loops and branches are equations that hold blocks."""
+"""Flat programs: equations over values. Loops and branches are equations with blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 @dataclass(eq=False, slots=True)
 class Var:
-    """One value of a flat program. Compared and hashed by identity."""
+    """One value of a flat program; compared and hashed by identity."""
 
     name: str
     aval: Any
@@ -30,7 +30,7 @@ def is_placed_operator(primitive: jex.Primitive) -> bool:
 
 
 def aval_of(atom: Atom) -> Any:
-    """The type of an atom, which JAX declares for literals more loosely than it is."""
+    """The abstract value of an atom; JAX's annotations for literals are too loose for mypy."""
     return atom.aval
 
 
@@ -38,8 +38,8 @@ def aval_of(atom: Atom) -> Any:
 class Eqn:
     """One primitive applied to atoms.
 
-    `line` is the user's `file:line (function)` or empty; an equation with `effects` is evaluated
-    once, whether its results are used or not.
+    `line` is the user's `file:line (function)`, or "". An equation with `effects` is evaluated
+    exactly once, even if its results are not used.
     """
 
     primitive: jex.Primitive
@@ -66,21 +66,21 @@ class Eqn:
 
 @dataclass(eq=False)
 class FlatBlock:
-    """Equations in order, over inputs of their own and values of the blocks around them."""
+    """Equations in order, over the inputs of the block and values of enclosing blocks."""
 
     inputs: list[Var]
     eqns: list[Eqn] = field(default_factory=list)
     outputs: list[Atom] = field(default_factory=list)
 
     def walk(self) -> Iterator[Eqn]:
-        """All equations, those in the blocks of loops and branches included."""
+        """All equations, including those in the blocks of loops and branches."""
         for eqn in self.eqns:
             yield eqn
             for block in eqn.blocks:
                 yield from block.walk()
 
     def reads(self) -> Iterator[Atom]:
-        """All that an equation reads or that leaves a block, here or in the blocks inside."""
+        """All operands of equations and outputs of blocks, here and in nested blocks."""
         yield from self.outputs
         for eqn in self.eqns:
             yield from eqn.inputs
@@ -101,12 +101,11 @@ class FlatProgram(FlatBlock):
 
     Attributes:
       constants: the values of the last inputs.
-      views: inputs of their own that read others in groups of rows, with those others.
-      mapped: values that maps hand on as they came, with the name and the size of the placement.
-      unrolled: whether loops and branches around placed operators are written out, since nobody
-        drives them.
-      sizes: for each symbol that stands for an unknown number of members, a variable that no
-        equation makes, an int32.
+      views: variables whose members are groups of rows of an input, with that input.
+      mapped: values that a map returns unchanged, with the name and the size of the placement.
+      unrolled: whether loops and branches around placed operators were inlined.
+      sizes: for each symbol that stands for an unknown number of members, an int32 variable, which
+        no equation defines.
     """
 
     constants: list[Any] = field(default_factory=list)
@@ -126,17 +125,17 @@ class FlatProgram(FlatBlock):
 class LoopEqn(Eqn):
     """A scan or a while around placed operators.
 
-    The inputs are the first values of the carried ones, then the stacked values of which each round
-    reads an entry; the outputs the last values of the carried ones, then stacked results.
+    The inputs are the initial carried values, then the stacked values of which each round reads one
+    entry. The outputs are the final carried values, then the stacked results.
 
     Attributes:
-      block: one round, over params for the carried values and the entries.
-      condition: for a while, a block over the same params that gives one boolean.
+      block: one round; its inputs are the carried values and the entries.
+      condition: for a while, a block over the same inputs that returns one boolean.
       carried: the number of carried values.
-      rounds: for a scan, their number.
-      reverse: whether the first round reads and gives the last entries.
-      selects: whether the condition says, under vmap, that any row goes on, and a round changes
-        only the rows that do.
+      rounds: for a scan, the number of rounds.
+      reverse: whether rounds run from the last entry to the first.
+      selects: whether this is a vmapped while: its condition holds if it does for any row, and a
+        round changes only the rows for which it does.
     """
 
     block: FlatBlock
@@ -157,9 +156,9 @@ class LoopEqn(Eqn):
 
 @dataclass(eq=False, repr=False, slots=True)
 class WholeEqn(Eqn):
-    """A scan, a while or a cond without placed operators; `expand` makes a loop or a branch of it.
+    """A scan, a while or a cond without placed operators.
 
-    The loop or branch has the same outputs.
+    `expand` makes an equivalent loop or branch with the same outputs.
     """
 
     expand: Callable[[], LoopEqn | BranchEqn]
@@ -167,9 +166,9 @@ class WholeEqn(Eqn):
 
 @dataclass(eq=False, repr=False, slots=True)
 class MemberEqn(Eqn):
-    """A scan, a while or a cond that acts on each member alone.
+    """A scan, a while or a cond that acts on each member separately.
 
-    `structure` is the same, expanded.
+    `structure` is the equivalent loop or branch.
     """
 
     structure: LoopEqn | BranchEqn
@@ -177,7 +176,7 @@ class MemberEqn(Eqn):
 
 @dataclass(eq=False, repr=False, slots=True)
 class BranchEqn(Eqn):
-    """A cond or a switch around placed operators: one input, the number of the block to take."""
+    """A cond or a switch around placed operators. Its only input is the number of the block."""
 
     branches: tuple[FlatBlock, ...]
 

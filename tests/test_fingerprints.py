@@ -13,7 +13,8 @@ import pytest
 
 import beamjax as bj
 from beamjax.errors import SourceError
-from beamjax.interpreters.planning import bind_inputs, make_plan
+from beamjax.execution import bind_inputs
+from beamjax.interpreters.planning import make_plan
 from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.options import Options
 from beamjax.runtime.fingerprints import differences, input_fingerprints, plan_fingerprint

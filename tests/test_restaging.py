@@ -20,6 +20,7 @@ from helpers import planned
 import beamjax as bj
 from beamjax.bodies import python_bodies as restaging
 from beamjax.errors import StagingError, WorkerError
+from beamjax.execution import bind_inputs
 from beamjax.interpreters import planning
 from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.options import Options
@@ -50,7 +51,7 @@ def plan_and_inputs(fn, args):
         planning.make_plan, fn, arguments, restore, options, found.plan.choices
     )
     plan = dataclasses.replace(found.plan, recipe=recipe)
-    return plan, planning.bind_inputs(plan, arguments)
+    return plan, bind_inputs(plan, arguments)
 
 
 def elsewhere(plan, program=None):

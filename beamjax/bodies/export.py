@@ -63,6 +63,12 @@ def unwrap(x: Any) -> Any:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
+def raw_array(value: Any) -> np.ndarray:
+    """An array or a scalar as a NumPy array: key data for typed keys, bools for float0."""
+    array = np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
+    return np.zeros(array.shape, np.bool_) if array.dtype == jax.dtypes.float0 else array
+
+
 def wrap(x: Any, impl: str | None) -> Any:
     """Typed keys from their data where `impl` says so; anything else as it is."""
     return jax.random.wrap_key_data(x, impl=impl) if impl else x

@@ -31,7 +31,7 @@ def cpu_devices(threads: int) -> tuple[Any, ...]:
     found = _devices.get(threads)
     if found is None:
         count = jax.local_device_count("cpu")
-        with _starting:  # All threads of this process need the same ones.
+        with _starting:  # All threads of this process must use the same devices.
             found = _devices.get(threads)
             if found is None:
                 found = tuple(_compat.cpu_client(threads, count).local_devices())
@@ -49,52 +49,46 @@ _starting = threading.Lock()
 
 
 LAPACK_THREADS = 1
-"""More of them gain little for the matrices of one member, and cost much where shards are computed
-side by side; their number shows in the bits as well."""
-
-# --- LAPACK, which is SciPy's, and has threads for all of the process
+"""The number of LAPACK's threads while beamjax computes. The number shows in the bits, so it is the
+same on every machine. More threads gain little for the matrices of one member, and cost much where
+shards are computed side by side."""
 
 
 class _Limit:
-    """The threads of LAPACK and BLAS in this process, fixed while somebody holds their number.
+    """Limits LAPACK and BLAS in this process to `LAPACK_THREADS` while anything holds the limit.
 
-    It takes effect when LAPACK is first needed: most programs need none, and it takes long to load.
+    The limit takes effect when LAPACK is first needed: most programs need none, and LAPACK takes
+    long to load.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders: list[int] = []
+        self._holders = 0
         self._limited: Any = None
 
     @property
-    def threads(self) -> int | None:
-        """The number, or None while nobody holds it."""
-        holders = self._holders
-        return holders[0] if holders else None
+    def held(self) -> bool:
+        """Whether anything holds the limit."""
+        return self._holders > 0
 
-    def hold(self, threads: int) -> None:
-        """Holds a number until `release`; while somebody else holds another one, that one stays."""
+    def hold(self) -> None:
+        """Holds the limit until `release`; calls nest."""
         with self._lock:
-            self._holders.append(threads)
+            self._holders += 1
 
-    def release(self, threads: int) -> None:
-        """Undoes `hold`."""
+    def release(self) -> None:
+        """Undoes one `hold`; the last one restores the number of threads of the process."""
         with self._lock:
-            before = self.threads
-            self._holders.remove(threads)
-            if self._limited is not None and self.threads != before:
+            self._holders -= 1
+            if not self.held and self._limited is not None:
                 self._limited.restore_original_limits()
                 self._limited = None
-                self._apply()
 
     def use(self) -> None:
-        """LAPACK is needed now."""
+        """Applies the limit if it is held. Call it when LAPACK is needed."""
         with self._lock:
-            self._apply()
-
-    def _apply(self) -> None:
-        if self._limited is None and self.threads is not None:
-            self._limited = _libraries().limit(limits=self.threads, user_api="blas")
+            if self.held and self._limited is None:
+                self._limited = _libraries().limit(limits=LAPACK_THREADS, user_api="blas")
 
 
 _limit = _Limit()
@@ -102,35 +96,35 @@ _limit = _Limit()
 
 @functools.cache
 def _libraries() -> threadpoolctl.ThreadpoolController:
-    """Those with threads that are loaded in this process, LAPACK among them."""
-    import scipy.linalg.cython_lapack  # noqa: F401  (JAX takes it from there)
+    """The loaded libraries that have thread pools, with the LAPACK that JAX calls among them."""
+    import scipy.linalg.cython_lapack  # noqa: F401  (JAX takes LAPACK from SciPy)
 
     return threadpoolctl.ThreadpoolController()
 
 
 def lapack_threads() -> int | None:
-    """Threads of LAPACK in this process if beamjax holds their number, else None."""
-    return _limit.threads
+    """The number of LAPACK's threads if beamjax limits it in this process, else None."""
+    return LAPACK_THREADS if _limit.held else None
 
 
-def hold_lapack_threads(threads: int) -> None:
-    """Fixes the number of threads of LAPACK for the rest of the process: that of a worker."""
-    if _limit.threads is None:
-        _limit.hold(threads)
+def hold_lapack_threads() -> None:
+    """Limits LAPACK to `LAPACK_THREADS` for the rest of the process, which is a worker."""
+    if not _limit.held:
+        _limit.hold()
 
 
 @contextlib.contextmanager
-def with_lapack_threads(threads: int) -> Iterator[None]:
-    """A context in which LAPACK has this many threads, in all threads of this process."""
-    _limit.hold(threads)
+def with_lapack_threads() -> Iterator[None]:
+    """A context that limits LAPACK to `LAPACK_THREADS`, in all threads of this process."""
+    _limit.hold()
     try:
         yield
     finally:
-        _limit.release(threads)
+        _limit.release()
 
 
 def use_lapack(artefact: bytes | None) -> None:
-    """Fixes the threads of LAPACK now, if a body needs it.
+    """Applies the limit on LAPACK's threads if a body needs LAPACK.
 
     Args:
       artefact: the exported body; None for one that runs as Python. JAX loads LAPACK when it
@@ -142,5 +136,5 @@ def use_lapack(artefact: bytes | None) -> None:
 
 
 _LAPACK = b"lapack_"
-"""How XLA's names of calls to LAPACK begin; they are in an exported body as they are."""
+"""The prefix of XLA's names for calls to LAPACK, which an exported body contains verbatim."""
 _SCIPY = "scipy.linalg.cython_lapack"

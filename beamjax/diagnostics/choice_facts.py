@@ -86,7 +86,7 @@ def _groups(count: int) -> str:
 
 def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
     """What one pass makes and a later one reads, or makes again."""
-    told, later = crossing.told, ", ".join(crossing.later)
+    told, later = crossing.predicted, ", ".join(crossing.later)
     kept = f"{human_bytes(told.nbytes)} kept"
     if crossing.is_kept:
         what, chosen = f"results of {crossing.step}", kept

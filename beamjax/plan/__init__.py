@@ -1,1 +1,1 @@
-"""What is to be run, as data, and what follows from it alone."""
+"""The plan: what beamjax runs, as data, and what can be computed from a plan alone."""

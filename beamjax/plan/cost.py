@@ -1,4 +1,4 @@
-"""What a body costs, in operations and bytes, and how long that takes on a machine."""
+"""The cost of a body in operations and bytes, and how long a machine takes for it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """What has to be done, counted from equations.
+    """The work in some equations, as counted without running them.
 
     Attributes:
       flops: arithmetic operations; a transcendental function counts as several.
-      nbytes: that move between memory and the processor, at most.
-      calls: operations that are started, each of which has a price of its own.
-      guessed: whether a loop is in it whose rounds depend on data, and are taken to be a few.
-      extra: operations of a matrix product that take as long as these take longer than so many of
-        a matrix product.
-      shared: how much of the weight XLA has all cores work on, wherever it stands.
+      nbytes: upper bound of the bytes that move between memory and the processor.
+      calls: number of operations that are started; starting one takes `Rates.call` seconds.
+      guessed: whether it includes a loop whose number of rounds depends on data and was guessed.
+      extra: time by which these operations are slower than matrix products of as many operations,
+        in operations of a matrix product.
+      shared: the part of `weight` that XLA runs on all cores, even inside a loop.
     """
 
     flops: float = 0.0
@@ -37,7 +37,7 @@ class Cost:
         )
 
     def times(self, count: float) -> Cost:
-        """The same so many times."""
+        """The cost of doing this work `count` times."""
         flops, nbytes, calls = count * self.flops, count * self.nbytes, count * self.calls
         return Cost(
             flops, nbytes, calls, self.guessed, count * self.extra, count * self.shared
@@ -45,7 +45,7 @@ class Cost:
 
     @property
     def weight(self) -> float:
-        """Operations of a matrix product that take as long."""
+        """The number of operations of a matrix product that take as long as this work."""
         return self.flops + self.extra
 
 
@@ -54,13 +54,12 @@ class Rates:
     """How fast a machine is.
 
     Attributes:
-      flops: operations of matrix products a second on a core, in bodies as they are, not at best.
-      nbytes: bytes a second between memory and the processor.
+      flops: operations of matrix products per second on one core, in typical bodies (not the peak).
+      nbytes: bytes per second between memory and the processor.
       call: seconds to start an operation in an executable.
-      shard: seconds that a shard takes besides: to be handed to an executable, and its results
-        back.
-      extra: of what `Cost.extra` counts, a second; as many as of matrix products on a machine on
-        which slower operations are as much slower as `interpreters.cost` says.
+      shard: seconds of overhead per shard: passing it to an executable and getting its results.
+      extra: units of `Cost.extra` per second. It equals `flops` on a machine where slow operations
+        are as slow as the tables in `interpreters/cutting/cost.py` assume.
     """
 
     flops: float = 5e10
@@ -70,26 +69,26 @@ class Rates:
     extra: float = 5e10
 
     def seconds(self, cost: Cost) -> float:
-        """Of work that is done on many members at once, without that of starting it.
+        """Predicted seconds for work on many members at once, without the time to start it.
 
-        What computes waits for what moves or the other way round: a roofline (S. Williams,
-        A. Waterman and D. Patterson, Communications of the ACM 52(4), 2009).
+        This is a roofline model: either arithmetic or memory traffic is the bottleneck
+        (S. Williams, A. Waterman and D. Patterson, Communications of the ACM 52(4), 2009).
         """
         return max(cost.flops / self.flops + cost.extra / self.extra, cost.nbytes / self.nbytes)
 
 
 USUAL = Rates()
-"""Of a machine that nobody measured. What is decided by these is the same on all machines."""
+"""Rates of a typical machine. Decisions based on them are the same on all machines."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What a runner takes for itself, in seconds.
+    """The overhead of a runner.
 
     Attributes:
-      pipeline: for each pipeline.
-      step: for each step in one.
-      shard: for each shard, whose range and partials are elements of Beam.
+      pipeline: seconds per pipeline.
+      step: seconds per step of a pipeline.
+      shard: seconds per shard, for the Beam elements of its range and partials.
     """
 
     pipeline: float
@@ -105,5 +104,5 @@ RUNNERS = {
     "SparkRunner": Fixed(4.0, 0.3),
     "DataflowRunner": Fixed(240.0, 5.0),
 }
-"""Before anything was measured: of warm job servers and of workers that run."""
+"""Overheads of runners, measured with a warm job server and running workers."""
 ELSEWHERE = Fixed(3.0, 0.2)

@@ -1,4 +1,4 @@
-"""Members that a pass can't be computed for: what becomes of them, and who is told."""
+"""Members that a pass can't compute: how they are handled, recorded and reported."""
 
 from __future__ import annotations
 
@@ -19,23 +19,33 @@ from beamjax.storage.arrays import decode_array, encode_array
 
 _LOG = logging.getLogger("beamjax")
 MAX_MESSAGE = 2000
-"""Characters that are kept of an error."""
+"""Longest error message that is recorded, in characters; the rest is cut off."""
+
+
+def hole_of(dtype: Any) -> Any:
+    """The value that stands for a member that is left out: NaN, or 0 where the dtype has no NaN."""
+    name = np.dtype(dtype).name
+    if name.startswith(("float", "bfloat", "complex")):
+        nan = np.array(np.nan).astype(dtype)
+        if np.isnan(nan.astype(np.complex128)):  # Some narrow floats have no NaN.
+            return nan[()]
+    return np.zeros((), dtype)[()]
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What a pass does with members that it can't be computed for.
+    """How a pass handles members that it can't compute.
 
     The body of a guarded pass takes `(start, members, kept, *broadcasts, *operands)`: the index of
-    the first member of the shard, the index of each member, of whom some may stand for others, and
-    which of them count. It gives as its last array the flags of members of which all floats are
-    finite, if `on_nonfinite` is not "keep".
+    the first member of the shard, the index of the member in each row (a row of a dropped member
+    holds a copy of another one), and a mask of the rows that count. Unless `on_nonfinite` is
+    "keep", its last result is a mask of the members whose floats are all finite.
 
     Attributes:
       on_error: "raise" or "drop", for members that can't be read or computed.
-      on_nonfinite: "keep", "raise" or "drop", for members that give NaN or infinity.
-      reads: whether the last operand of the pass says who was kept by those before it.
-      tells: whether the last result of the pass says who is kept by it.
+      on_nonfinite: "keep", "raise" or "drop", for members whose results hold NaN or infinity.
+      reads: whether the last operand of the pass is the mask of members that earlier passes kept.
+      tells: whether the last result of the pass is the mask of members that it keeps.
     """
 
     on_error: str
@@ -45,20 +55,20 @@ class Guard:
 
     @property
     def drops(self) -> bool:
-        """Whether members may be left out."""
+        """Whether the pass may drop members."""
         return "drop" in (self.on_error, self.on_nonfinite)
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A member that was left out of a pass, and of all that follow it.
+    """A member that was dropped from a pass and from all later ones.
 
     Attributes:
-      placement: that it is a member of.
+      placement: name of its placement.
       member: its index.
       step: name of the pass.
       reason: "error" or "nonfinite".
-      message: what was raised, or found.
+      message: the error, or the value that was found.
     """
 
     placement: str
@@ -68,15 +78,15 @@ class Dropped:
     message: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """This record as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Any, path: str) -> Dropped:
-        """Undoes `to_json`.
+        """The inverse of `to_json`.
 
         Raises:
-          ArrayFormatError: the record at `path` is something else.
+          ArrayFormatError: the record at `path` is not a dropped member.
         """
         if not isinstance(record, dict):
             raise ArrayFormatError(f"{path}: found {record!r:.200}, expected a dropped member")
@@ -93,15 +103,15 @@ _FIELDS: dict[str, Any] = {
 
 
 def encode_lines(dropped: Iterable[Dropped]) -> bytes:
-    """A line of JSON for each member."""
+    """Encodes members as JSON Lines."""
     return b"".join(json.dumps(each.to_json()).encode() + b"\n" for each in dropped)
 
 
 def decode_lines(data: bytes, path: str) -> list[Dropped]:
-    """Undoes `encode_lines`.
+    """The inverse of `encode_lines`.
 
     Raises:
-      ArrayFormatError: the bytes at `path` are something else.
+      ArrayFormatError: the bytes at `path` are not lines of dropped members.
     """
     try:
         found = [json.loads(line) for line in data.splitlines()]
@@ -111,15 +121,15 @@ def decode_lines(data: bytes, path: str) -> list[Dropped]:
 
 
 def encode_file(lines: bytes) -> bytes:
-    """Such lines as a file with checksums."""
+    """Wraps the bytes of `encode_lines` in a file with checksums."""
     return encode_array(np.frombuffer(lines, np.uint8))
 
 
 def decode_file(data: bytes | memoryview, path: str) -> list[Dropped]:
-    """The members in what `encode_file` wrote.
+    """The members in a file that `encode_file` made.
 
     Raises:
-      ArrayFormatError: the bytes at `path` are something else.
+      ArrayFormatError: the bytes at `path` are not such a file.
     """
     try:
         lines = decode_array(data).tobytes()
@@ -132,8 +142,8 @@ class DeadLetters:
     """The members that a run has dropped, each once, with a file that lists them.
 
     Args:
-      limit: the share of the members of a placement that may be dropped.
-      path: of the file, a path or URL; None writes none.
+      limit: the share of the members of a placement that may be dropped, from 0 to 1.
+      path: path or URL of the file; None writes no file.
     """
 
     def __init__(self, limit: float = 1.0, path: str | None = None):
@@ -148,19 +158,19 @@ class DeadLetters:
 
     @property
     def dropped(self) -> tuple[Dropped, ...]:
-        """All of them, by placement and index."""
+        """All dropped members, sorted by placement and index."""
         with self._lock:
             return tuple(self._found[key] for key in sorted(self._found))
 
     def add(self, found: Iterable[Dropped], sizes: Mapping[str, int | None]) -> None:
-        """Members were dropped.
+        """Records dropped members.
 
         Args:
-          found: they, in any order, and perhaps again.
-          sizes: the number of members of each placement, as far as it is known.
+          found: the members, in any order; those that are recorded already are ignored.
+          sizes: the number of members of each placement, None where it is unknown.
 
         Raises:
-          WorkerError: there are too many.
+          WorkerError: more members are dropped than `limit` allows.
         """
         if not self._add(found):
             return
@@ -177,7 +187,7 @@ class DeadLetters:
             )
 
     def _add(self, found: Iterable[Dropped]) -> bool:
-        """Whether there are new ones among them."""
+        """Records members; returns whether any of them is new."""
         with self._lock:
             before = len(self._found)
             for each in found:
@@ -186,10 +196,10 @@ class DeadLetters:
             return len(self._found) > before
 
     def begin(self, *, anew: bool) -> None:
-        """Removes the file, or reads what a run that goes on from a checkpoint wrote into it.
+        """Removes the file if the run starts anew; reads it if it resumes from a checkpoint.
 
         Raises:
-          ArrayFormatError: the file is something else.
+          ArrayFormatError: the file does not list dropped members.
         """
         if self.path is None:
             return
@@ -204,7 +214,7 @@ class DeadLetters:
         self._add(decode_lines(bytes(files.read(self.path)), self.path))
 
     def write(self) -> None:
-        """Writes the file, with all that are known."""
+        """Writes all recorded members to the file."""
         if self.path is None:
             return
         from beamjax.storage import files
@@ -212,7 +222,7 @@ class DeadLetters:
         files.write(self.path, encode_lines(self.dropped))
 
     def tell(self) -> None:
-        """Says in the log how many there are."""
+        """Logs how many members were dropped."""
         dropped = self.dropped
         if dropped:
             where = f"; {self.path} lists them" if self.path else ""

@@ -1,8 +1,8 @@
-"""How many rounds of a loop make one graph.
+"""Chooses how many rounds of a loop to unroll into one Beam graph.
 
-A graph has a price, and that of its steps grows a little with their number, as a runner looks at
-all of them for each. So wide graphs take less, up to a width. Seconds are usual ones: the number is
-the same on all machines.
+Each graph has an overhead. The overhead of each step in it grows with the number of steps, because
+a runner looks at all steps for each one. So unrolling more rounds pays up to some width. The choice
+uses fixed typical times and is therefore the same on all machines.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from beamjax.plan.liveness import made
 from beamjax.plan.steps import Gather, Loop, Map, Plan, Scatter, Step
 
 HERE, PAIR = RUNNERS["DirectRunner"], 2.5e-5
-"""What graphs and steps take where workers are threads of the launching process, and besides for
-each two steps of a graph."""
+"""Overhead where workers are threads of the launching process: of graphs and steps (`Fixed`), and
+seconds per pair of steps of a graph."""
 ELSEWHERE_PAIR = 4.5e-4
-"""The same where each graph starts workers or a job anew, which takes seconds to minutes."""
+"""Seconds per pair of steps where each graph starts new workers or a new job."""
 NEARLY = 1.015
-"""How much longer than at best it may take: narrow graphs hold fewer values at once."""
+"""A graph may take longer than the fastest one by this factor if it is narrower: narrow graphs hold
+fewer values at once."""
 MAX_BYTES = 1 << 28
-"""Bytes of the values that unrolled rounds make, all together, if nothing else is asked for."""
+"""Default bound of the bytes of all values that the unrolled rounds of one graph make."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """Rounds of a loop that make one graph.
+    """A number of rounds per graph, and its consequences.
 
     Attributes:
-      rounds: how many.
-      seconds: that the runner is told to take for itself, for all rounds.
-      nbytes: of the values that the rounds of a graph make.
+      rounds: rounds per graph.
+      seconds: predicted overhead of the runner for the whole loop.
+      nbytes: bytes of the values that the rounds of one graph make.
     """
 
     rounds: int
@@ -44,12 +45,12 @@ class Width:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """What was chosen, and why.
+    """The chosen number of rounds per graph.
 
     Attributes:
-      chosen: the width.
-      others: that were compared with it.
-      why: in words.
+      chosen: the choice.
+      others: alternatives that it was compared with.
+      why: the reason, as text.
     """
 
     chosen: Width
@@ -58,12 +59,12 @@ class GraphSize:
 
 
 def graph_size(plan: Plan, loop: Loop, options: Options, shared: bool) -> GraphSize:
-    """How many rounds of a loop make one graph, and what that is told to take.
+    """Chooses how many rounds of a loop to unroll into one graph, with the predicted overhead.
 
     Args:
-      plan: that the loop is part of.
-      loop: with known rounds, and a block without control flow.
-      options: `rounds_per_graph`.
+      plan: the plan of the loop.
+      loop: a loop with a known number of rounds whose block has no control flow.
+      options: `rounds_per_graph` is read.
       shared: whether workers are threads of this process.
     """
     steps = loop.block.steps
@@ -91,10 +92,10 @@ def graph_size(plan: Plan, loop: Loop, options: Options, shared: bool) -> GraphS
 
 
 def _narrowest(steps: Sequence[Step], fixed: Fixed, pair: float) -> int:
-    """The fewest rounds of such steps at which a round takes hardly more than at best."""
+    """The fewest rounds per graph whose overhead per round is within `NEARLY` of the best."""
 
     def each(rounds: float) -> float:
-        """Seconds of a round."""
+        """Predicted overhead per round, in seconds."""
         return _work(steps) * fixed.step + pair * rounds * len(steps) ** 2 + fixed.pipeline / rounds
 
     if not steps:
@@ -105,7 +106,7 @@ def _narrowest(steps: Sequence[Step], fixed: Fixed, pair: float) -> int:
 
 
 def _seconds(total: int, width: int, steps: Sequence[Step], fixed: Fixed, pair: float) -> float:
-    """What the runner takes for itself."""
+    """Predicted overhead of the runner, in seconds."""
     if not steps or not total:
         return 0.0
     pairs = pair * total * width * len(steps) ** 2
@@ -113,10 +114,10 @@ def _seconds(total: int, width: int, steps: Sequence[Step], fixed: Fixed, pair: 
 
 
 def _work(steps: Sequence[Step]) -> int:
-    """Steps that a runner runs: what is on the server is done as part of them."""
+    """The number of steps that a runner runs; server steps are computed as part of these."""
     return sum(isinstance(step, Map | Gather) for step in steps)
 
 
 def rounds_per_graph(plan: Plan, loop: Loop, options: Options, shared: bool) -> int:
-    """How many rounds of a loop make one graph; see `graph_size`."""
+    """The number of rounds of a loop to unroll into one graph; see `graph_size`."""
     return graph_size(plan, loop, options, shared).chosen.rounds

@@ -1,4 +1,4 @@
-"""Lanes cut to pieces: what an accumulator holds at once, and what a file holds of a partial."""
+"""Splits fused reduction buffers into ranges that fit in an accumulator or in a file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from beamjax.plan.steps import Lane, Map
 
 PIECE_VALUES = 1 << 20
-"""Values in a piece: an exact accumulator of as many float32 takes 16 MiB, and 64 MiB at worst."""
+"""Largest number of values in a range. An exact accumulator of so many float32 values takes 16 MiB,
+and at worst 64 MiB, the limit for Beam elements."""
 
 SECTION_BYTES = 32 << 20
-"""Of the partials of a large lane in one file, in bytes."""
+"""Largest part of a partial that goes to one file, in bytes."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Values [start, stop) of lane number `lane` of a step."""
+    """The values [start, stop) of buffer number `lane` of a step."""
 
     lane: int
     start: int
@@ -26,32 +27,32 @@ class Piece:
 
     @classmethod
     def from_key(cls, key: str) -> Piece:
-        """Undoes `key_of`."""
+        """The inverse of `key_of`."""
         return cls(*map(int, key.split(":")))
 
     def cut(self, limit: int) -> Iterator[Piece]:
-        """The same in pieces of at most `limit` values; an empty one stays as it is."""
+        """Splits this range into ranges of at most `limit` values; an empty one stays one range."""
         for start in range(self.start, max(self.stop, self.start + 1), limit):
             yield Piece(self.lane, start, min(start + limit, self.stop))
 
 
 def key_of(piece: Piece) -> str:
-    """The key of a piece."""
+    """The text that identifies a range of a step."""
     return f"{piece.lane}:{piece.start}:{piece.stop}"
 
 
 def lane_pieces(number: int, lane: Lane, limit: int | None = None) -> Iterator[Piece]:
-    """Cuts a lane to pieces of at most `limit` values; an empty lane is one empty piece."""
+    """Splits a buffer into ranges of at most `limit` values; an empty buffer is one empty range."""
     return Piece(number, 0, lane.size).cut(limit or PIECE_VALUES)
 
 
 def step_pieces(step: Map) -> list[Piece]:
-    """The pieces of all lanes of a step."""
+    """The ranges of all buffers of a step, each small enough for an accumulator."""
     return [piece for i, lane in enumerate(step.lanes) for piece in lane_pieces(i, lane)]
 
 
 def step_sections(step: Map) -> list[Piece]:
-    """All lanes of a step, cut to what a file holds of a partial."""
+    """The ranges of all buffers of a step, each small enough for a file."""
     return [
         piece
         for i, lane in enumerate(step.lanes)

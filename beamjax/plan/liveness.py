@@ -1,4 +1,4 @@
-"""Which values of a plan are still needed, at the end of any round of its loops."""
+"""Liveness: which values of a plan are needed later, at the end of any round of its loops."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import TypeAlias
 from beamjax.plan.steps import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
 
 Position: TypeAlias = tuple[tuple[str, int], ...]
-"""Where a run is: the loops and branches under way, from the outermost to the innermost one.
+"""How far a run has come: the loops and branches it is in, from the outermost to the innermost.
 
-Each is its name with a number: of rounds of a loop that are done, or of the block of a branch.
+Each is a pair of the step's name and a number: of completed rounds for a loop, of the chosen block
+for a branch.
 """
 
 
 def made(step: Step) -> tuple[str, ...]:
-    """Names of the values that a step makes, for the steps after it."""
+    """Names of the values that a step defines."""
     match step:
         case Server(outputs=outputs):
             return outputs
@@ -30,7 +31,7 @@ def made(step: Step) -> tuple[str, ...]:
 
 
 def used(step: Step) -> set[str]:
-    """Names of the values that a step needs from before it."""
+    """Names of the values that a step reads and does not define itself."""
     match step:
         case Server(inputs=inputs):
             return set(inputs)
@@ -45,12 +46,12 @@ def used(step: Step) -> set[str]:
 
 
 def used_by_block(block: Block) -> set[str]:
-    """Names of the values that a block needs from outside."""
+    """Names of the values that a block reads and does not define itself."""
     return live_before(block.steps, block.outputs)
 
 
 def used_by_rounds(loop: Loop) -> set[str]:
-    """Names of the values that rounds of a loop need, besides those that they hand on."""
+    """Names of the values from outside that rounds of a loop read, without the carried ones."""
     names = used_by_block(loop.block)
     if loop.condition is not None:
         names |= used_by_block(loop.condition)
@@ -59,11 +60,11 @@ def used_by_rounds(loop: Loop) -> set[str]:
 
 
 def live_before(steps: Sequence[Step], after: Iterable[str]) -> set[str]:
-    """Names of the values that are needed before some steps.
+    """Names of the values that are live before some steps.
 
     Args:
-      steps: in order.
-      after: names of those that are needed after them.
+      steps: the steps, in order.
+      after: names of the values that are live after them.
     """
     live = set(after)
     for step in reversed(steps):
@@ -72,9 +73,9 @@ def live_before(steps: Sequence[Step], after: Iterable[str]) -> set[str]:
 
 
 def live_at(block: Block, position: Position) -> set[str]:
-    """Names of the values that are needed at a position in a block, to run what is left of it.
+    """Names of the values that the rest of a block needs from a position on.
 
-    Entries of the stacked results of loops under way are not among them.
+    Entries of the stacked results of unfinished loops are not included.
 
     Raises:
       KeyError: there is no such position.
@@ -85,7 +86,7 @@ def live_at(block: Block, position: Position) -> set[str]:
     live = live_before(block.steps[index + 1 :], block.outputs).difference(made(step))
     match step:
         case Loop() if inner:
-            # The entries of this round are read again.
+            # A resumed round reads its entries of the sliced values anew.
             read = live_at(step.block, tuple(inner)) - {value.param for value in step.sliced}
             return live | used_by_rounds(step) | read
         case Loop():
@@ -108,7 +109,7 @@ def step_index(steps: Sequence[Step], name: str) -> int:
 
 
 def loops_at(block: Block, position: Position) -> list[tuple[Loop, int]]:
-    """The loops that are under way at a position, and how many rounds of each are done.
+    """The loops that are unfinished at a position, with their numbers of completed rounds.
 
     Raises:
       KeyError: there is no such position.

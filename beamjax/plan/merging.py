@@ -1,7 +1,7 @@
-"""How the reductions of a pass are merged: in memory or in files, in how many pieces, and where.
+"""Chooses how the reductions of a pass are merged: in memory or in files, and how far in parallel.
 
-Chosen from bytes, shards and workers alone, by usual rates, so that it can be told before anything
-runs, and is the same on all machines.
+The choice depends only on bytes, shards, workers and fixed rates, so that `explain` can show it
+before anything runs and it is the same on all machines.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from beamjax.plan.lane_pieces import step_pieces, step_sections
 from beamjax.plan.steps import Lane, Map
 
 HELD_BYTES = 512 << 20
-"""Accumulators of a pass that a process holds in memory, in bytes; larger ones are in files."""
+"""Largest total size, in bytes, of the accumulators of a pass that a process holds in memory;
+larger ones are in files."""
 
 MERGE_RATE = 2e8
-"""Bytes of accumulators that a worker merges in a second."""
+"""Bytes of accumulators that a worker merges per second."""
 
 GROUP_SECONDS = 0.1
-"""To hand a group to a worker, and what it gives on from there."""
+"""Seconds of overhead for each group: sending it to a worker and its result from there."""
 
 WORTH_SECONDS = 1.0
-"""How much sooner groups have to be done than one merge of each piece."""
+"""Seconds that merging in groups must save over one merge of each range to be chosen."""
 
 MAX_PARTIALS = 256
-"""Partials of a piece at most, one for each range of shards that a pass is dealt in."""
+"""Largest number of partials per range of values: a pass is distributed in at most as many ranges
+of shards, each with one partial."""
 
 PRODUCTS = 20
-"""Of runs of shards that wait for the next one, at most: a power of two of shards each."""
+"""Largest number of partial products that wait to be merged with the next one. Each covers a power
+of two of shards, so that 20 are enough for a million shards."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,15 @@ class FanOut:
     """How the reductions of a pass are merged.
 
     Attributes:
-      pieces: keys of the merge; each is merged by itself, on any worker.
-      nbytes: of the accumulators of one process.
-      in_files: whether partials wait in files, and travel as references to them.
-      groups: merges of one piece that go side by side before the last one.
-      why: of the last two, in words.
-      seconds: that the merges are told to take.
-      other, other_seconds: the number of groups that was compared, 0 for none, and the same of it.
-      merged: bytes that are merged in all.
+      pieces: number of ranges of values; each is merged separately, on any worker.
+      nbytes: bytes of the accumulators of one process.
+      in_files: whether partials are stored in files and travel as references to them.
+      groups: number of parallel merges of each range before the last merge; 1 for none.
+      why: the reason for the last two, as text.
+      seconds: predicted time of the merges.
+      other: the number of groups that it was compared with, 0 for none.
+      other_seconds: predicted time with `other` groups.
+      merged: total bytes that are merged.
     """
 
     pieces: int
@@ -61,7 +65,7 @@ class FanOut:
     merged: int = 0
 
     def text(self, size: str) -> str:
-        """All of it in a line, with `nbytes` as text."""
+        """A line for people; `size` is `nbytes` as text."""
         where = "files" if self.in_files else "memory"
         pieces = "1 piece" if self.pieces == 1 else f"{self.pieces} pieces"
         groups = f", each in {self.groups} groups before" if self.groups > 1 else ""
@@ -71,22 +75,22 @@ class FanOut:
 def fan_out(
     step: Map, shards: int | None, workers: int | None, mode: str, fixed: int | None = None
 ) -> FanOut:
-    """Chooses it for a pass.
+    """Chooses how the reductions of a pass are merged.
 
     Args:
       step: the pass.
-      shards: that it has, if that is known.
-      workers: that merge at the same time, if that is known.
-      mode: of the accumulators.
-      fixed: groups of each piece, if that is fixed.
+      shards: its number of shards, None if unknown.
+      workers: the number of workers that merge at the same time, None if unknown.
+      mode: of the accumulators, "exact" or "fast".
+      fixed: the number of groups, if the user chose it.
     """
     nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
     pieces = len(step_sections(step) if in_files else step_pieces(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     each = nbytes // pieces if pieces else 0
 
-    def told(groups: int) -> FanOut:
-        """With the seconds of this way, and of the nearest other one."""
+    def predicted(groups: int) -> FanOut:
+        """The result for a number of groups, with predicted times for it and an alternative."""
         other = 1 if groups > 1 else 2 if partials > 3 else 0
         seconds, others = (
             _seconds(g, pieces, partials, each, workers or 1) if g else 0.0 for g in (groups, other)
@@ -96,20 +100,20 @@ def fan_out(
 
     if fixed is not None:
         why = f"the option merge_fan_out={fixed}"
-        return told(min(fixed, max(partials, 1)))
+        return predicted(min(fixed, max(partials, 1)))
     groups = _groups(pieces, partials, each, workers or 1)
-    who = "the workers" if workers is None else f"{workers} workers"
+    workers_text = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
-        why = f"{who} for {partials} partials"
+        why = f"{workers_text} for {partials} partials"
     elif pieces < (workers or 1):
-        why = f"too little to be divided for {who}"
+        why = f"too little to be divided for {workers_text}"
     else:
-        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {who}"
-    return told(groups)
+        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {workers_text}"
+    return predicted(groups)
 
 
 def is_in_files(step: Map, mode: str) -> bool:
-    """Whether the partials of a pass wait in files: its accumulators are too large for memory."""
+    """Whether the accumulators of a pass are too large for memory, so that partials go to files."""
     return _nbytes(step, mode) > HELD_BYTES
 
 
@@ -118,7 +122,7 @@ def _nbytes(step: Map, mode: str) -> int:
 
 
 def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
-    """In how many groups the partials of a piece are merged before: a power of two."""
+    """The number of groups in which the partials of a range are merged first: a power of two."""
     if not pieces or workers <= pieces:
         return 1
     most = min(workers // pieces, math.isqrt(partials))
@@ -129,7 +133,7 @@ def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
 
 
 def _seconds(groups: int, pieces: int, partials: int, each: int, workers: int) -> float:
-    """Of merging partials of `each` bytes in every piece, with so many groups before."""
+    """Predicted time to merge partials of `each` bytes per range, first in this many groups."""
     turns = -(-pieces // workers)
     if groups <= 1:
         return turns * partials * each / MERGE_RATE
@@ -139,7 +143,7 @@ def _seconds(groups: int, pieces: int, partials: int, each: int, workers: int) -
 
 
 def workers_of(options: Any) -> int | None:
-    """The workers that options of Beam ask for; None if they do not say.
+    """The number of workers that Beam options ask for; None if they do not say.
 
     Args:
       options: a Beam `PipelineOptions`, or flags.
@@ -153,12 +157,12 @@ def workers_of(options: Any) -> int | None:
 
 
 def accumulator_bytes(lane: Lane, mode: str, most: bool = False) -> int:
-    """Bytes of the accumulator of a lane, for numbers of ordinary size.
+    """Bytes of the accumulator of a fused reduction buffer, for numbers of ordinary size.
 
     Args:
-      lane: of the accumulator.
+      lane: the buffer.
       mode: "exact" or "fast".
-      most: counts what it takes at most, for numbers of like size and a million of shards.
+      most: whether to return an upper bound, for numbers of like size and a million shards.
     """
     dtype = np.dtype(lane.dtype)
     if dtype.kind in "biu":

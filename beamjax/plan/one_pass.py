@@ -1,4 +1,4 @@
-"""Whether a plan can be run while members of unknown number are read for the first time."""
+"""Decides whether a plan can run in one pass over a stream of unknown length."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from beamjax.plan.steps import (
 
 
 def open_placements(plan: Plan) -> list[str]:
-    """The placements whose number of members is found while the plan runs."""
+    """The placements whose number of members is only known once the plan has run."""
     return [placement for placement, n in plan.sizes.items() if n is None]
 
 
 def obstacle(plan: Plan, streamed: Sequence[int]) -> str:
-    """Why members must be counted before a plan runs over them; "" if one pass is enough.
+    """Why members must be counted before the plan runs; "" if one pass is enough.
 
     Args:
       plan: staged with an unknown number of members.
-      streamed: which of its inputs are of sources of unknown length.
+      streamed: indices of the inputs that come from sources of unknown length.
     """
     for step in walk(plan.steps):
         if isinstance(step, Loop | Branch):
@@ -53,8 +53,11 @@ def obstacle(plan: Plan, streamed: Sequence[int]) -> str:
 
 
 def split(plan: Plan) -> tuple[list[Step], list[Step]]:
-    """The steps of a plan without control flow that need not wait for the numbers of members that
-    are found while it runs, and those that do; both in order."""
+    """Splits the steps of a plan without control flow, keeping their order.
+
+    Returns:
+      The steps that do not depend on an unknown number of members, and those that do.
+    """
     waiting = {size_name(placement) for placement in open_placements(plan)}
     before: list[Step] = []
     after: list[Step] = []
@@ -69,7 +72,7 @@ def split(plan: Plan) -> tuple[list[Step], list[Step]]:
 
 
 def _flow(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the values that a step reads, and of those that it makes."""
+    """The names of the values that a step reads, and of those that it defines."""
     match step:
         case Server(inputs=inputs, outputs=outputs):
             return inputs, outputs

@@ -1,4 +1,4 @@
-"""Shards: consecutive members of a placement, which one worker computes at a time."""
+"""Shards: consecutive members of a placement, the unit of work of a worker."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Shard:
 
 
 def shards(n: int, size: int, first: int = 0, last: int | None = None) -> Iterator[Shard]:
-    """Shards number [first, last) of n members in shards of `size`; the last one may be short."""
+    """Shards [first, last) of n members in shards of `size`; the last one of all may be short."""
     for index in range(first, -(-n // size) if last is None else last):
         start = index * size
         yield Shard(index, start, min(size, n - start))
 
 
 class shard_errors:
-    """Says of every error in a `with` block which step and shard it belongs to.
+    """Adds the step and the shard to the message of every error in a `with` block.
 
     Raises:
-      BeamjaxError: of the same type if it is one of ours, otherwise a `WorkerError`.
+      BeamjaxError: of the same type if the error is a BeamjaxError, otherwise a `WorkerError`.
     """
 
-    # No generator: it is entered for each shard, and twice.
+    # A class and not a generator, as it is entered twice for each shard and must be fast.
     __slots__ = ("shard", "step")
 
     def __init__(self, step: Map, shard: Shard):
@@ -52,9 +52,9 @@ class shard_errors:
             f"step {step.name!r}{functions}, shard {shard.index} of placement "
             f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
         )
-        told: BeamjaxError = WorkerError(f"{where}: {type(error).__name__}: {error}")
+        raised: BeamjaxError = WorkerError(f"{where}: {type(error).__name__}: {error}")
         if isinstance(error, BeamjaxError):
-            told = type(error)(f"{where}: {error}")
+            raised = type(error)(f"{where}: {error}")
         members = shard.start, shard.start + shard.count - 1
-        told.failure = Failure(step.name, shard.index, members)
-        raise told from error
+        raised.failure = Failure(step.name, shard.index, members)
+        raise raised from error

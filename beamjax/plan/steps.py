@@ -1,9 +1,9 @@
-"""The plan: what is to be run, as data, with no JAX tracing and no Beam in it.
+"""The plan: a program as data, without JAX tracers and without Beam transforms.
 
-A plan is a list of steps over named values. A *server* value has one copy; a *placed* value has
-one per member of a placement, and is only ever seen a shard at a time. Arrays cross the border of a
-step as raw NumPy data (the data of typed PRNG keys, with the name of their implementation), so
-nothing that runs a plan needs to know more of JAX than how to call an executable.
+A plan is a list of steps over named values. A *server* value has one copy. A *placed* value has one
+entry per member of a placement, and steps only see a shard of it at a time. Steps exchange raw
+NumPy data (for typed PRNG keys the key data; the type names their implementation), so code that
+runs a plan only has to call executables.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ValueType:
     """The type of one value.
 
     Attributes:
-      shape: of the raw data; for a placed value, of one member.
+      shape: shape of the raw data; for a placed value, of one member.
       dtype: name of the raw data's NumPy dtype.
       key_impl: implementation name if the value is an array of typed PRNG keys, else None.
       placement: name of the placement, or None for a server value.
@@ -52,11 +52,11 @@ class ValueType:
 
 @dataclass(frozen=True)
 class View:
-    """A placed value that reads an input in groups of rows: `x.reshape(n, rows, ...)`.
+    """A placed value whose members are groups of rows of an input: `x.reshape(n, rows, ...)`.
 
     Attributes:
-      placed: its name.
-      rows: the number of consecutive rows of the input in one member.
+      placed: name of the value.
+      rows: number of consecutive rows of the input per member.
     """
 
     placed: str
@@ -67,15 +67,15 @@ class View:
 class Input:
     """One flat input of the program: an argument, or a closed-over constant.
 
-    It may be read as a server value, by shards as a placed value or in views, or not at all.
+    Steps may read it as a server value, as a placed value, as views, or not at all.
 
     Attributes:
       path: where it stands in the arguments, e.g. `args[0]['w']`, or `constant 3`.
-      server: name of the server value, if any step reads it whole.
-      placed: name of the placed value, if any step reads it by shards.
-      axis: the member axis in the array given by the user.
-      views: the ways in which steps read it by shards with several rows in each member.
-      short: whether shards of it are read padded to a bucket of its source, see `Fitted`.
+      server: name of the server value, None if no step reads it whole.
+      placed: name of the placed value, None if no step reads it by shards.
+      axis: the axis of the members in the user's array.
+      views: placed values with several rows per member.
+      short: whether its shards are padded only to a bucket of its source, see `Fitted`.
     """
 
     path: str
@@ -88,13 +88,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One flat output: a value of the plan, an input passed through, or a constant.
+    """One flat output: a value of the plan, an input that is returned as it is, or a constant.
 
     Attributes:
       value: name of a server or placed value, or None.
-      input: index of the input that is returned as it is, or None.
-      constant: raw array if the output does not depend on any input, or None.
-      axis: where the member axis of a placed value goes in the result.
+      input: index of the returned input, or None.
+      constant: raw array of an output that depends on no input, or None.
+      axis: the axis of the members in the result, for a placed value.
     """
 
     value: str | None = None
@@ -105,7 +105,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction in a lane: `size` values from `offset` in the lane's flat vector."""
+    """One reduction: the `size` values from `offset` on in a fused reduction buffer."""
 
     result: str
     reducer: str
@@ -116,7 +116,9 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Lane:
-    """All reductions of a pass that share an accumulator: one flat vector a shard.
+    """A fused reduction buffer: reductions of a pass that share an accumulator.
+
+    Each shard gives one flat vector of partials for it.
 
     Attributes:
       kind: name of the accumulator ("sum", "max", ...).
@@ -132,17 +134,17 @@ class Lane:
 
 @dataclass(frozen=True)
 class Combine:
-    """A reduction by a function, which is associative but need not commute.
+    """A reduction by an associative function, which need not be commutative.
 
-    The body takes `(*inputs, *left, *right)`, server values and the arrays of two neighbouring
-    ranges of members, to the arrays of both. It is called on shards in the order of a
-    `beamjax.numerics.ordered_tree.DyadicTree`.
+    The body takes `(*inputs, *left, *right)`: server values and the partials (lists of arrays) of
+    two adjacent ranges of members. It returns the partial of both ranges together. It is called in
+    the order of a `beamjax.numerics.ordered_tree.DyadicTree`.
 
     Attributes:
-      name: of the function.
-      inputs: names of server values, which the pass broadcasts too.
-      leaves: the type of each array.
-      results: for each array, the name of the result that it is, or None.
+      name: name of the function.
+      inputs: names of server values; they are broadcasts of the pass as well.
+      leaves: type of each array of a partial.
+      results: for each array of the last partial, the name of the value it becomes, or None.
     """
 
     name: str
@@ -168,12 +170,12 @@ class Server:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The body of a pass for shards whose ragged members are short.
+    """Bodies of a pass for shards whose ragged members fit in a shorter bucket.
 
     Attributes:
-      shapes: of one member of each operand.
-      body: takes and returns what that of the pass does, but for these shapes.
-      short_body: likewise.
+      shapes: shape of one member of each operand.
+      body: like the `body` of the pass, for these shapes.
+      short_body: like the `short_body` of the pass, for these shapes.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -183,13 +185,15 @@ class Fitted:
 
 @dataclass(frozen=True)
 class PaddingCheck:
-    """The body of a pass for more padding, with which a run finds out whether a body reads padding.
+    """Bodies of a pass for members with more padding.
+
+    A run compares their results with those of the pass to find out whether a body reads padding.
 
     Attributes:
-      shapes: of one member of each operand.
-      body: takes and returns what that of the pass does, but for these shapes.
-      short_body: likewise.
-      lanes: of that body; reductions whose size depends on the padding have other sizes in them.
+      shapes: shape of one member of each operand.
+      body: like the `body` of the pass, for these shapes.
+      short_body: like the `short_body` of the pass, for these shapes.
+      lanes: reduction buffers of these bodies; sizes may differ if they depend on the padding.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -202,16 +206,20 @@ class PaddingCheck:
 class Map:
     """One pass over the members of a placement.
 
-    The body takes `(start, count, *broadcasts, *operands)`, with the index of the shard's first
-    member, the number of true members in it and operands padded to the shard size; it returns the
-    placed results of the shard, one flat vector of partials per lane, and the arrays of each
-    combine. A `guard` has it take and return more. It is for shards that are full, and `short_body`
-    for those that are not, or of which members are left out; the two are one where a mask costs
-    little, and `short_body` is None where all shards are full. One of `fitted` takes their place
-    for operands of the shapes that it is for. A pass over members of unequal length has a
-    `padding_check`, if its body can be had for more padding. `looping` says how the body computes
-    the members of a shard, and `turns` why not all of them at once, if so. Compression makes the
-    partials of a shard `saved` bytes smaller.
+    The body takes `(start, count, *broadcasts, *operands)`: the index of the shard's first member,
+    the number of members without padding, server values, and placed values padded to the shard
+    size. It returns the placed results of the shard, one flat vector of partials per `Lane`, and
+    the arrays of each `Combine`. With a `guard` it takes and returns more, see `Guard`.
+
+    `body` computes full shards. `short_body` computes shards with padding or dropped members, which
+    need a mask. They are the same body where a mask costs little; `short_body` is None where all
+    shards are full. If the shapes of the operands are those of an entry of `fitted`, its bodies are
+    used instead. A pass over members of unequal length has a `padding_check` if its body can be
+    made for more padding.
+
+    `looping` says how the body computes the members of a shard, and `turns` why it does
+    not use vmap for all of them at once ("" if it does). Compression makes the partials of a shard
+    `saved` bytes smaller.
     """
 
     name: str
@@ -233,7 +241,7 @@ class Map:
 
     @property
     def executables(self) -> tuple[str, ...]:
-        """The bodies that compute its shards, each once."""
+        """Keys of the bodies that compute its shards, each once."""
         keys = [self.body, self.short_body]
         for fitted in self.fitted:
             keys += fitted.body, fitted.short_body
@@ -241,7 +249,7 @@ class Map:
 
     @property
     def all_bodies(self) -> tuple[str, ...]:
-        """Those, and the bodies of its combines and of the check of the padding."""
+        """Keys of all its bodies, including those of its combines and its padding check."""
         check = self.padding_check
         keys = [*self.executables, *(combine.body for combine in self.combines)]
         keys += [check.body, check.short_body or check.body] if check else []
@@ -249,13 +257,13 @@ class Map:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of what a shard is reduced to."""
+        """Bytes of the partials of a shard."""
         lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in self.lanes)
         return lanes + sum(leaf.nbytes for each in self.combines for leaf in each.leaves)
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """Names of the server values that its reductions give."""
+        """Names of the server values that its reductions define."""
         lanes = (r.result for lane in self.lanes for r in lane.reductions)
         combined = (name for combine in self.combines for name in combine.results if name)
         return (*lanes, *combined)
@@ -263,7 +271,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Gather:
-    """A placed value made a server value, with all members along `axis`."""
+    """Makes a server value of a placed value, with the members along `axis`."""
 
     name: str
     operand: str
@@ -275,7 +283,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A server value cut into members along `axis`, to be read by shards."""
+    """Makes a placed value of a server value, whose members lie along `axis`."""
 
     name: str
     operand: str
@@ -287,12 +295,12 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that run as one: a branch, a condition, or one round of a loop.
+    """The steps of a branch, of a condition, or of one round of a loop.
 
-    They read their own values and those of the blocks around them.
+    They may read values of the enclosing blocks.
 
     Attributes:
-      outputs: names of the values that leave the block: made in it, or known outside.
+      outputs: names of the values that the block returns; they may come from enclosing blocks.
     """
 
     steps: tuple[Step, ...]
@@ -301,7 +309,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Carried:
-    """A value that one round of a loop hands to the next; server or placed, the same in all.
+    """A carried value of a loop; it is a server value in all rounds or a placed one in all rounds.
 
     Attributes:
       init: name of its value before the first round.
@@ -316,12 +324,13 @@ class Carried:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A value of which each round of a loop reads one entry.
+    """A value of which each round of a loop reads one entry (`xs` of `lax.scan`).
 
-    The entries lie along axis 0 of a server value, and of each member of a placed value.
+    The entries lie along axis 0 of a server value, and along axis 0 of each member of a placed one.
 
     Attributes:
-      operand: name of the whole; `param` is that of its entry.
+      operand: name of the whole value.
+      param: name under which a round reads its entry.
     """
 
     operand: str
@@ -330,19 +339,19 @@ class Sliced:
 
 @dataclass(frozen=True)
 class Loop:
-    """Rounds of one block, `lax.scan` or `lax.while_loop` around placed operators.
+    """A loop: `lax.scan` or `lax.while_loop` around placed operators.
 
-    The outputs of the block are the next value of each carried one, and then one entry for each
-    stacked result. All are read before any is handed on.
+    The outputs of the block are the next value of each carried value, then one entry of each
+    stacked result. All outputs are read before any carried value is replaced.
 
     Attributes:
-      rounds: how many, or None if a condition says so.
+      rounds: number of rounds, or None if a condition decides.
       condition: a block over the same params, with a server boolean as its only output, or None.
       block: one round.
-      carried: values that rounds hand on.
-      sliced: values that rounds read an entry of.
+      carried: the carried values.
+      sliced: values of which each round reads one entry.
       stacked: names of the values that hold the entries of all rounds, laid out as in `Sliced`.
-      reverse: whether the first round reads and gives the last entry.
+      reverse: whether rounds run from the last entry to the first.
       line: the user's line.
     """
 
@@ -359,12 +368,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branch:
-    """One of several blocks, `lax.cond` or `lax.switch` around placed operators.
+    """A branch: `lax.cond` or `lax.switch` around placed operators.
 
     Attributes:
-      index: name of a server int32 or boolean: the number of the block, clamped to those there are.
-      blocks: of which one is run.
-      results: names of its outputs afterwards; an output is placed alike in all blocks.
+      index: name of a server int32 or boolean that chooses the block; clamped to valid numbers.
+      blocks: the blocks; one of them is run.
+      results: names of the values that its outputs become; each has one placement in all blocks.
       line: the user's line.
     """
 
@@ -379,7 +388,7 @@ Step = Server | Map | Gather | Scatter | Loop | Branch
 
 
 def walk(steps: Iterable[Step]) -> Iterator[Step]:
-    """All steps, those in the blocks of loops and branches included."""
+    """All steps, including those in the blocks of loops and branches."""
     for step in steps:
         yield step
         match step:
@@ -392,14 +401,14 @@ def walk(steps: Iterable[Step]) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class PythonBody:
-    """A body that runs as Python, because StableHLO can't hold it.
+    """A body that runs as Python, because JAX can't export it to StableHLO.
 
     Attributes:
-      reason: what StableHLO can't hold, and the user's line.
-      fingerprint: of what the body computes.
-      function: a `restaging.PythonFunction`, in the process that made the plan; None elsewhere.
-      program: a pickled `restaging.Recipe` that other processes make the function from; empty in
-        the process that made the plan.
+      reason: what can't be exported, and the user's line.
+      fingerprint: identifies what the body computes.
+      function: a `python_bodies.PythonFunction` in the process that made the plan, else None.
+      program: a pickled `python_bodies.Recipe` from which other processes make the function; empty
+        in the process that made the plan.
     """
 
     reason: str
@@ -410,12 +419,12 @@ class PythonBody:
 
 @dataclass(frozen=True)
 class Body:
-    """One executable: serialized StableHLO, an artefact a platform, or a Python function.
+    """One executable: serialized StableHLO for each platform, or a Python function.
 
-    `narrow` are the dtypes of its results, if those at the border of the StableHLO are wider;
-    `working` are the bytes that it needs at once for its results and all that is in between. It
-    computes on one of the `devices` of a worker, or, where it holds a mesh, on so many together.
-    `custom_calls` are the targets in the StableHLO that other versions of JAX may lack.
+    `narrow` are the dtypes of its results where the StableHLO returns wider ones. `working` is its
+    peak memory in bytes for results and intermediate values. `devices` is 1, or the number of
+    devices of the mesh that the body uses. `custom_calls` are the custom-call targets in the
+    StableHLO, which other versions of JAX may lack.
     """
 
     name: str
@@ -429,7 +438,7 @@ class Body:
 
 
 MAX_MEMBERS = 2**31 - 1
-"""Of a placement: a shard knows its first member by an int32."""
+"""Largest number of members of a placement: the index of a shard's first member is an int32."""
 
 
 def size_name(placement: str) -> str:
@@ -439,18 +448,18 @@ def size_name(placement: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole program, ready to be run.
+    """A whole program, ready to run.
 
     Attributes:
-      sizes: number of members of each placement, or None if it is found while the plan runs: then
-        there is a server value of the name `size_name(placement)`, an int32, from the start.
-      shard_sizes: members in a shard of each placement, a multiple of 8.
+      sizes: number of members of each placement, or None if it is unknown before the plan runs. In
+        that case steps read it from the int32 server value `size_name(placement)`.
+      shard_sizes: members per shard of each placement, a multiple of 8.
       values: type of each named value.
       bodies: executables by content hash.
       x64: whether 64-bit types were enabled when the program was staged.
-      recipe: a `restaging.Recipe` of the plan, if a body runs as Python.
-      costs: of a member in each pass, and of each server step, by name of the step.
-      choices: what it was fixed to, and who chose it.
+      recipe: a `python_bodies.Recipe` of the plan, if a body runs as Python.
+      costs: cost per member of each pass, and of each server step, by name of the step.
+      choices: shard sizes and the like, with the reason for them.
     """
 
     name: str
@@ -473,10 +482,10 @@ class Plan:
         return -(-self.sizes[placement] // self.shard_sizes[placement])
 
     def passes(self) -> int:
-        """Number of passes over placed data, those of a round of a loop counted once."""
+        """Number of passes over placed data; a pass in a loop counts once."""
         return sum(isinstance(step, Map) for step in walk(self.steps))
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a value, all members included."""
+        """Bytes of a value, with all members."""
         value = self.values[name]
         return value.nbytes * (self.sizes[value.placement] if value.placement else 1)

@@ -1,4 +1,4 @@
-"""Several rounds of a loop as the steps of one graph."""
+"""Unrolls rounds of a loop into steps of one graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_straight(steps: Iterable[Step]) -> bool:
 
 
 def read(step: Step) -> set[str]:
-    """Names of the values that a step reads, those that it makes for its own blocks included."""
+    """Names of the values that a step reads, including those that its own blocks define."""
     match step:
         case Server(inputs=inputs):
             return set(inputs)
@@ -36,7 +36,7 @@ def read_by_rounds(loop: Loop) -> set[str]:
 
 
 def read_by_blocks(step: Loop | Branch) -> set[str]:
-    """Names of the values that the blocks of a step read, their own included."""
+    """Names of the values that the blocks of a step read, including those that they define."""
     blocks: tuple[Block, ...]
     if isinstance(step, Branch):
         blocks = step.blocks
@@ -47,7 +47,7 @@ def read_by_blocks(step: Loop | Branch) -> set[str]:
 
 
 def renamed(step: Step, prefix: str, new_names: Mapping[str, str] | None = None) -> Step:
-    """A step without blocks, under a longer name; values may have new names too."""
+    """A copy of a step without blocks: `prefix` before its name, and its values renamed."""
 
     def name(old: str) -> str:
         return (new_names or {}).get(old, old)
@@ -85,9 +85,9 @@ class Rounds:
     """Rounds of a loop as straight-line steps.
 
     Attributes:
-      steps: of all rounds; values and steps have names of their own in each.
-      origin: the name in the plan of each value that was renamed.
-      slices: for the name of an entry, what it is an entry of, and its index.
+      steps: the steps of all rounds; values and steps have other names in each round.
+      origin: for each new name of a value, its name in the plan.
+      slices: for each entry that a round reads, the name of the sliced value and the index.
       carried: names of the carried values after the last of these rounds.
       stacked: for each stacked result, the names of its entries, in order of the rounds.
     """
@@ -100,12 +100,12 @@ class Rounds:
 
 
 def unrolled(loop: Loop, rounds: Iterable[int], prefix: str = "") -> Rounds:
-    """Rounds of a loop, one after the other.
+    """Unrolls rounds of a loop.
 
     Args:
-      loop: with a block without control flow.
-      rounds: which.
-      prefix: of the names of steps.
+      loop: a loop whose block has no control flow.
+      rounds: the numbers of the rounds to unroll.
+      prefix: put before the names of steps and values.
     """
     own = {name for step in loop.block.steps for name in made(step)}
     steps: list[Step] = []
@@ -130,5 +130,5 @@ def unrolled(loop: Loop, rounds: Iterable[int], prefix: str = "") -> Rounds:
 
 
 def entry_index(loop: Loop, number: int) -> int:
-    """Index of the entry that a round of a loop with known rounds reads and gives."""
+    """The index at which round `number` reads its slices and writes its stacked results."""
     return (loop.rounds or 0) - 1 - number if loop.reverse else number

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import JobCancelledError, WorkerError
-from beamjax.plan.dropping import MAX_MESSAGE, Dropped
+from beamjax.plan.dropping import MAX_MESSAGE, Dropped, hole_of
 from beamjax.plan.steps import Map, ValueType
 from beamjax.sources.padding import padded_rows
 
@@ -192,16 +192,6 @@ def read_rest(
         shape = max((array.shape[1:] for array in arrays), default=())
         found[name] = np.concatenate([padded_rows(array, shape) for array in arrays])
     return found, lost
-
-
-def hole_of(dtype: Any) -> Any:
-    """What stands in the place of a member that is left out: NaN, or 0 where there is none."""
-    name = np.dtype(dtype).name
-    if name.startswith(("float", "bfloat", "complex")):
-        nan = np.array(np.nan).astype(dtype)
-        if np.isnan(nan.astype(np.complex128)):  # Not all narrow floats have one.
-            return nan[()]
-    return np.zeros((), dtype)[()]
 
 
 def filled(array: np.ndarray, kept: np.ndarray) -> np.ndarray:

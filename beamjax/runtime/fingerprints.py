@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from jax import export
 
+from beamjax.bodies.export import raw_array
 from beamjax.options import Options
 from beamjax.plan.steps import Body, Plan
-from beamjax.runtime.inputs import Inputs, raw_array
+from beamjax.runtime.inputs import Inputs
 from beamjax.sources import ArraySource, Source
 from beamjax.sources.arrays.file_hashes import FileHashes
 from beamjax.sources.streams.spool import blocks_in_order

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.bodies.export import unwrap
+from beamjax.bodies.export import raw_array
 from beamjax.errors import SourceError
 from beamjax.plan.steps import Input, Plan
 from beamjax.sources import ArraySource
@@ -166,12 +166,6 @@ class Inputs:
 
 def _is_stream(value: Any) -> bool:
     return isinstance(value, tuple) and isinstance(value[0], StreamSource)
-
-
-def raw_array(value: Any) -> np.ndarray:
-    """An array or a scalar as a NumPy array; the key data of typed keys, and bools for float0."""
-    array = np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
-    return np.zeros(array.shape, np.bool_) if array.dtype == jax.dtypes.float0 else array
 
 
 def _array_source(array: np.ndarray, path: str) -> ArraySource:

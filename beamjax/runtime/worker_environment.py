@@ -21,7 +21,7 @@ from beamjax import _compat
 from beamjax._version import __version__
 from beamjax.bodies.compile_cache import use_compile_cache
 from beamjax.bodies.export import default_platform
-from beamjax.bodies.xla_threads import LAPACK_THREADS, cpu_devices, hold_lapack_threads
+from beamjax.bodies.xla_threads import cpu_devices, hold_lapack_threads
 from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, XLA_THREADS, Options
 
@@ -276,7 +276,7 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     if default_platform() == "cpu":
         devices = cpu_devices(machine.xla_threads)
         if not machine.is_here:  # where it is, LAPACK's threads are the user's after the run
-            hold_lapack_threads(LAPACK_THREADS)
+            hold_lapack_threads()
         count = count or 1
     return devices[:count]
 

@@ -64,11 +64,22 @@ def _first_outside(array: np.ndarray, x64: bool) -> tuple[int, ...] | None:
     """The index of the first integer of a block that would wrap, if any would."""
     if x64 or array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
         return None
+    outside = _outside(array)
+    if outside is None:
+        return None
+    return tuple(map(int, np.unravel_index(int(np.argmax(outside)), array.shape)))
+
+
+def _outside(array: np.ndarray) -> np.ndarray | None:
+    """A mask of the 64-bit integers that would wrap in 32 bits; None if none would.
+
+    The array is not empty.
+    """
     limits = np.iinfo(NARROW[array.dtype.newbyteorder("=")])
+    # The test of the extremes needs no array of the size of this one; mostly nothing would wrap.
     if limits.min <= array.min() and array.max() <= limits.max:
         return None
-    outside = (array < limits.min) | (array > limits.max)
-    return tuple(map(int, np.unravel_index(int(np.argmax(outside)), array.shape)))
+    return (array < limits.min) | (array > limits.max)
 
 
 def _misfit(array: np.ndarray, index: tuple[int, ...], where: str) -> SourceError:
@@ -144,16 +155,13 @@ def _changed(array: np.ndarray) -> int:
     kind = array.dtype.kind
     if array.dtype.newbyteorder("=") not in NARROW or kind == "c" or not array.size:
         return 0
-    narrow = NARROW[array.dtype.newbyteorder("=")]
     if kind in "iu":
-        limits = np.iinfo(narrow)
-        if limits.min <= array.min() and array.max() <= limits.max:
-            return 0
-        return int(np.count_nonzero((array < limits.min) | (array > limits.max)))
+        outside = _outside(array)
+        return 0 if outside is None else int(np.count_nonzero(outside))
     # fmax and fmin ignore NaN.
     if np.fmin.reduce(array, axis=None) >= -SMALL and np.fmax.reduce(array, axis=None) <= SMALL:
         return 0
     with np.errstate(over="ignore"):
-        rounded = array.astype(narrow)
+        rounded = array.astype(NARROW[array.dtype.newbyteorder("=")])
     matters = ((np.abs(array) < LARGE) & (array == np.rint(array))) | np.isinf(rounded)
     return int(np.count_nonzero((rounded != array) & matters))

@@ -1,1 +1,1 @@
-"""A program cut into the stages that run one after the other."""
+"""Cuts a program into stages, which run one after the other."""

@@ -1,4 +1,4 @@
-"""What the pieces of a program cost, counted from their equations; nothing is compiled or run."""
+"""Counts the cost of the stages of a program from their equations, without compiling anything."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
 from beamjax.plan.cost import Cost
 
 GUESSED_ROUNDS = 10
-"""Of loops that go on while a condition on their data holds."""
+"""Assumed number of rounds of loops whose number of rounds depends on data."""
 
 LOOSE = 8.0
-"""How many operations of a matrix product take as long as one that stands alone, about."""
+"""Time of an operation outside of matrix products, in operations of a matrix product (about)."""
 GATHERED = 44.0
-"""Operations of a matrix product that take as long, besides those of a convolution, as its library
-takes to bring together what a place of the kernel meets at a place of the result: about 2 ns on a
-core of a CPU, by kernels of 5 x 5 from 1 and 6 channels to 6 and 16, laid out by
-`interpreters.convolutions`. From 1 channel to 32, 3 x 3, it is less than 1 ns; where there are more
-channels, it is little next to the operations, which take no longer than those of other products."""
+"""Time that the convolution library takes, besides the arithmetic, to gather its operands: for each
+position of the kernel at each position of the result, in operations of a matrix product.
+
+Measured as about 2 ns on a CPU core, for kernels of 5 x 5 from 1 to 6 and from 6 to 16 channels, in
+the layout of `lowering/convolutions.py`. For 3 x 3 from 1 to 32 channels it is less than 1 ns. With
+more channels it is small compared with the arithmetic, which is as fast as in matrix products."""
 SHARED_PRODUCT, SHARED_CONVOLUTION = 1e7, 1e6
-"""Operations from which XLA's libraries have all cores work on a matrix product, and on a
-convolution, in loops too: seen in how many cores are busy with them."""
+"""Arithmetic operations from which on XLA's libraries use all cores for a matrix product and for a
+convolution, even inside loops; measured by the number of busy cores."""
 
 _DEAR = dict.fromkeys(
     """exp exp2 expm1 log log1p sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh
@@ -37,26 +38,28 @@ _DEAR = dict.fromkeys(
 _DEAR |= {"threefry2x32": 60.0, "random_bits": 60.0, "random_gamma": 400.0, "igamma": 400.0}
 _DEAR |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul"), 40.0)
 _DEAR |= {"gather": 6.0, "sort": 40.0, "top_k": 40.0}
-"""Arithmetic operations that an element of a result stands for, where it is not one."""
+"""Arithmetic operations per element of the result, for primitives where it is not 1."""
 
 _BY_OPERAND = dict.fromkeys((name for name in _DEAR if name.startswith("scatter")), -1)
 _BY_OPERAND |= {"sort": 0, "top_k": 0}
-"""Those of which not the elements of the result count, but those of an operand."""
+"""Primitives whose cost depends on the elements of an operand instead: the index of the operand."""
 
 _FREE = frozenset(
     """broadcast_in_dim reshape squeeze expand_dims stop_gradient copy random_wrap random_unwrap
     iota bj_broadcast pvary""".split()
 )
-"""What is no work of its own, as XLA makes it while it is read."""
+"""Primitives without a cost, because XLA fuses them into the operations that read them."""
 _FUSED = 0.25
-"""The part of results of elementwise operations that goes to memory and back."""
+"""Share of the results of elementwise operations that XLA writes to memory; it fuses the others."""
 _SHARED = ("dot_general", "conv_general_dilated")
+"""Primitives that XLA's libraries may run on all cores."""
+# Arithmetic operations of linear algebra on an n x n matrix, in units of n**3.
 _CUBIC = {"cholesky": 1 / 3, "triangular_solve": 1.0, "lu": 2 / 3, "eigh": 10.0, "svd": 20.0}
 _CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 3}
 
 
 def member_cost(piece: MapPiece, n: Any) -> Cost:
-    """What one member costs in a pass over n."""
+    """The cost of one member in a pass over n members."""
     n = 1 if is_unknown(n) else max(n, 1)
     total = Cost()
     for emission in piece.emissions:
@@ -71,7 +74,7 @@ def member_cost(piece: MapPiece, n: Any) -> Cost:
 
 
 def server_cost(piece: ServerPiece) -> Cost:
-    """What a step on the server costs."""
+    """The cost of a server step."""
     total = Cost()
     for eqn in piece.eqns:
         n = eqn.params.get("n", 1)
@@ -80,7 +83,7 @@ def server_cost(piece: ServerPiece) -> Cost:
 
 
 def _flat_cost(eqn: Eqn, n: int) -> Cost:
-    """What an equation of a program costs, for all members of a placement of size n."""
+    """The cost of an equation of a program, for all n members."""
     match eqn:
         case LoopEqn(rounds=rounds):
             blocks = (_flat_cost(inner, n) for block in eqn.blocks for inner in block.eqns)
@@ -98,12 +101,12 @@ def _flat_cost(eqn: Eqn, n: int) -> Cost:
 
 
 def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
-    """What a jaxpr costs.
+    """The cost of a jaxpr per member.
 
     Args:
-      closed: the jaxpr, closed or not.
-      own: which inputs each member has of its own; all, if it is not said. What is computed of the
-        others alone is computed once for all members, and they are read once.
+      closed: the jaxpr, closed or open.
+      own: which inputs differ between members; by default all. Equations that read only other
+        inputs are computed once for all members, so they do not count.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     known = dict(zip(jaxpr.invars, own or [True] * len(jaxpr.invars), strict=True))
@@ -118,7 +121,7 @@ def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
 
 
 def waits_for_data(closed: Any) -> bool:
-    """Whether a jaxpr holds a loop whose rounds depend on data."""
+    """Whether a jaxpr holds a loop whose number of rounds depends on data."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return any(
         eqn.primitive.name == "while" or any(map(waits_for_data, jex.jaxprs_in_params(eqn.params)))
@@ -127,7 +130,7 @@ def waits_for_data(closed: Any) -> bool:
 
 
 def piece_waits_for_data(piece: MapPiece) -> bool:
-    """The same of a pass."""
+    """Whether a pass holds a loop whose number of rounds depends on data."""
     return any(_eqn_waits(emission.eqn) for emission in piece.emissions)
 
 
@@ -182,7 +185,7 @@ def _loose(flops: float, nbytes: float, calls: float) -> Cost:
 
 
 def _inner_cost(jaxpr: Any, own: Sequence[bool]) -> Cost:
-    """Of a jaxpr in an equation; the operands are those of the equation, or nobody knows."""
+    """The cost of a jaxpr inside an equation; `own` is for the operands of the equation."""
     count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
     return body_cost(jaxpr, own if len(own) == count else None)
 
@@ -190,7 +193,7 @@ def _inner_cost(jaxpr: Any, own: Sequence[bool]) -> Cost:
 def _dense(
     name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]
 ) -> float | None:
-    """Arithmetic operations of what is computed by a library; None for anything else."""
+    """Arithmetic operations of primitives that call a library; None for other primitives."""
     made = sum(map(_size, outs))
     match name:
         case "dot_general":
@@ -208,7 +211,7 @@ def _dense(
 
 
 def _places(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:
-    """Places of the kernel of a convolution, at all places of its result."""
+    """Positions of a convolution's kernel times positions of its result."""
     out, _, *window = params["dimension_numbers"].rhs_spec
     shape = ins[1].aval.shape
     made = sum(map(_size, outs)) / max(_dim(shape[out]), 1)
@@ -224,5 +227,5 @@ def _size(atom: Any) -> int:
 
 
 def _dim(dim: Any) -> int:
-    """An axis of unknown length counts as one."""
+    """The length of an axis, 1 if it is unknown."""
     return 1 if is_unknown(dim) else int(dim)

@@ -1,13 +1,13 @@
-"""A placed program cut at its reductions into pieces that run one after the other.
+"""Cuts a placed program at its reductions into stages that run one after the other.
 
-The *level* of a value is the number of passes over the members that must be over before it can be
-computed. All equations of one level and placement are one pass, whatever the number of maps and
-reductions among them; all server equations of one level are one executable. Everything is computed
-as late as its uses allow, so that a placed value is made in the pass that reads it. Only what an
-output needs is kept, and what has an effect.
+The *level* of a value is the number of passes over the members that must be complete before it can
+be computed. All equations of one level and placement become one pass, for any number of maps and
+reductions among them. All server equations of one level become one executable. Every equation is
+put as late as its uses allow, so that a placed value is computed in the pass that reads it.
+Equations without an effect that no output needs are dropped.
 
-A loop or a branch is a piece of its own, which holds the pieces of its blocks. What a block reads
-of the values around it is gathered or scattered outside of it, once.
+A loop or a branch is a separate stage, which holds the stages of its blocks. Values from outside
+that a block needs gathered or scattered are gathered or scattered once, before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from beamjax.interpreters.cutting.levels import find_levels
+from beamjax import _compat
 from beamjax.interpreters.cutting.pieces import (
     BlockPiece,
     BranchPiece,
@@ -34,12 +34,12 @@ from beamjax.interpreters.rules.table import Fold, Local
 
 
 def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Piece]:
-    """Cuts a program into pieces, in an order in which they can run.
+    """Cuts a program into stages, in an order in which they can run.
 
     Args:
-      program: with a place for every value.
-      decisions: which placed values later passes make again; those of this program are noted
-        there.
+      program: the placed program.
+      decisions: which placed values later passes rematerialize. The decisions for this program are
+        recorded in it.
     """
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
@@ -47,11 +47,11 @@ def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Pi
 
 
 class _Splitter:
-    """Works from the last level to the first, so that the needs of later pieces are known.
+    """Works from the last level to the first, so that it knows what later stages read.
 
     Attributes:
-      outside: for a nested block, what it reads of the values around it: on the server, by value,
-        and along the members, by value and place; with the equation that does.
+      outside: for a nested block, the values of enclosing blocks that it reads, each with the
+        equation that reads it: server values by variable, placed values by variable and place.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class _Splitter:
         self.user = user
         self.params = set(block.inputs)
         self.made = {var for eqn in block.eqns for var in eqn.outputs}
-        # A pass can make what equations around the block create.
+        # A pass in a block can also evaluate equations of enclosing blocks that create members.
         self.eqns: list[Eqn] = [*(around.eqns if around else ()), *block.eqns]
         self.numbers = {eqn: i for i, eqn in enumerate(self.eqns)}
         self.makers = {var: eqn for eqn in self.eqns for var in eqn.outputs}
@@ -81,11 +81,11 @@ class _Splitter:
             if eqn in self.levels:
                 self.by_level.setdefault(self.levels[eqn], []).append(eqn)
         self.cheap = self._cheap()
-        # Server values, and placed values of earlier pieces, that a later piece reads.
+        # Server values, and placed values of earlier stages, that a later stage reads.
         self.served: set[Var] = set()
         self.live: set[Var] = set()
         self.outside: tuple[dict[Var, Eqn], dict[tuple[Var, Along], Eqn]] = ({}, {})
-        # Placed values to be gathered, by the level of the pass that makes them (None: inputs).
+        # Placed values to gather, by the level of the pass that computes them (None: inputs).
         self.gathered: dict[int | None, list[Piece]] = {}
 
     def pieces(self) -> list[Piece]:
@@ -102,7 +102,7 @@ class _Splitter:
         return pieces
 
     def serve(self, var: Var, user: Eqn) -> None:
-        """Notes that `user` reads a value on the server."""
+        """Records that `user` reads a value on the server."""
         along = self.program.place(var)
         if self.is_outside(var):
             self.outside[0].setdefault(var, user)
@@ -112,7 +112,7 @@ class _Splitter:
         self.served.add(var)
 
     def bring(self, var: Var, along: Along, user: Eqn) -> list[Piece]:
-        """Notes that `user` reads a value along the members; gives the scatter that this takes."""
+        """Records that `user` reads a value by shards; returns the scatter if that takes one."""
         if self.is_outside(var):
             self.outside[1].setdefault((var, along), user)
             return []
@@ -124,11 +124,11 @@ class _Splitter:
         return [ScatterPiece(var, along, user)]
 
     def is_outside(self, var: Var) -> bool:
-        """Whether a value belongs to a block around this one."""
+        """Whether a value belongs to an enclosing block."""
         return var not in self.made and var not in self.params and self.around is not None
 
     def _ends(self) -> list[Piece]:
-        """Notes what leaves the block, and brings it to where it is wanted."""
+        """Records the outputs of the block; returns the gathers and scatters that they need."""
         scatters: list[Piece] = []
         for atom, along in zip(self.block.outputs, self.outputs, strict=True):
             if not isinstance(atom, Var):
@@ -144,7 +144,7 @@ class _Splitter:
         return scatters
 
     def _control(self, level: int) -> list[Piece]:
-        """The loops and branches of a level, with the scatters that they need, backward."""
+        """The loops and branches of a level, with the scatters that they need, in reverse order."""
         found: list[Piece] = []
         for eqn in reversed(self.by_level.get(level, [])):
             read = any(v in self.served or v in self.live for v in eqn.outputs)
@@ -202,7 +202,7 @@ class _Splitter:
         return found
 
     def made_here(self, eqn: Eqn, var: Var, along: Along, level: int) -> Local | None:
-        """How a pass makes a value that it needs by itself, if it does."""
+        """The rule by which a pass of this level computes a value that it reads, or None."""
         if self.program.place(var) == along:
             if var not in self.made or eqn.blocks:
                 return None
@@ -234,7 +234,7 @@ class _Splitter:
         return _Splitter(self.program, block, places, self, user, self.decisions)
 
     def _cheap(self) -> set[Var]:
-        """The placed values that later passes make again."""
+        """The placed values that later passes rematerialize."""
         recompute = self.decisions.recompute
         if recompute == "nothing":
             return set()
@@ -247,7 +247,7 @@ class _Splitter:
         return by_cost(self.program, self.block, self.levels, rule, possible, self.decisions)
 
     def _from_given(self, may: Callable[[Eqn], bool]) -> set[Var]:
-        """What such equations make, one after the other, from what is there in any pass."""
+        """The values that can be computed by such equations alone from what every pass can read."""
         found: set[Var] = set()
         for eqn in self.block.eqns:
             placement, reading = self.program.readings.get(eqn, ("", None))
@@ -286,12 +286,12 @@ class _Splitter:
 
 
 class _Pass:
-    """One pass over the members of a placement, put together from its last equation to its first.
+    """Builds one pass over the members of a placement, from its last equation to its first.
 
     Attributes:
-      effects: the equations that it evaluates whether their results are used or not.
-      need: the values that it reads along the members, and the equation that does.
-      agenda: numbers, negative, of the equations to look at: a heap.
+      effects: equations that must be evaluated even if their results are not used.
+      need: the placed values that it reads, with the equation that reads each.
+      agenda: a heap of the negated numbers of the equations to visit, so that the last comes first.
     """
 
     def __init__(self, splitter: _Splitter, level: int, placement: str, effects: frozenset[Eqn]):
@@ -307,7 +307,7 @@ class _Pass:
         self.scatters: list[Piece] = []
 
     def pieces(self, folds: Iterable[Eqn], results: list[Var]) -> list[Piece]:
-        """The pass, and the scatters that it needs, in backward order."""
+        """The pass and the scatters that it needs, in reverse order."""
         splitter = self.splitter
         for var in results:
             self.require(var, splitter.program.places[var], None)
@@ -336,7 +336,7 @@ class _Pass:
         alongs.setdefault(along, user)
 
     def visit(self, eqn: Eqn, is_fold: bool) -> None:
-        """Emits an equation, or takes its results from outside."""
+        """Adds an equation to the pass, or reads its results from outside."""
         if is_fold:
             self.emit(eqn, self.splitter.program.readings[eqn][1])
             return
@@ -363,8 +363,75 @@ class _Pass:
                 self.require(atom, Along(self.placement, axis), eqn)
 
     def supply(self, var: Var, along: Along) -> None:
-        """Takes a value from outside: an input, an earlier piece, or the server."""
+        """Reads a value from outside of the pass: an input, an earlier stage, or the server."""
         self.operands.append((var, along))
         user = self.need[var][along]
         if user is not None:
             self.scatters += self.splitter.bring(var, along, user)
+
+
+# --- levels
+
+
+def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
+    """The level of each live equation of a block, and of each value defined in it.
+
+    An equation is live if an output needs it or if it has an effect.
+    """
+    levels = _earliest(program, block)
+    last = max((levels.get(v, 0) for v in block.outputs if isinstance(v, Var)), default=0)
+    made = {var for eqn in block.eqns for var in eqn.outputs}
+    latest: dict[Var, int] = {}
+
+    def use(atom: Atom, level: int) -> None:
+        if isinstance(atom, Var) and atom in made:
+            latest[atom] = min(latest.get(atom, last), level)
+
+    for atom in block.outputs:
+        use(atom, levels.get(atom, 0) if isinstance(atom, Var) and program.place(atom) else last)
+    for eqn in reversed(block.eqns):
+        uses = [latest[var] for var in eqn.outputs if var in latest]
+        if not uses and not eqn.effects:
+            del levels[eqn]
+            continue
+        reading = program.readings.get(eqn)
+        movable = uses and not eqn.blocks and not _is_ordered(eqn)
+        if movable and (reading is None or isinstance(reading[1], Local)):
+            level = max(levels[eqn], min(uses))
+            levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
+        for operand, along in program.reads(eqn):
+            level = levels[eqn]
+            place = program.place(operand)
+            if isinstance(operand, Var) and operand in made and place not in (None, along):
+                level = levels[operand]  # It is gathered after the pass that computes it.
+            use(operand, level)
+    return levels
+
+
+def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
+    levels: dict[Eqn | Var, int] = {}
+
+    def available(atom: Atom, along: Place) -> int:
+        """The first level at which a value can be read at a place."""
+        if not isinstance(atom, Var) or atom not in levels:
+            return 0  # An input, or a value of an enclosing block.
+        if program.place(atom) == along:
+            return levels[atom]
+        return levels[atom] + (program.place(atom) is not None)
+
+    turn = 0
+    for eqn in block.eqns:
+        level = max((available(a, along) for a, along in program.reads(eqn)), default=0)
+        if _is_ordered(eqn):
+            level = max(level, turn)
+            turn = level + bool(eqn.blocks)
+        levels[eqn] = level
+        folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
+        # Results of a loop or a branch exist only after the passes of its own level.
+        after = folds or bool(eqn.blocks)
+        levels.update(dict.fromkeys(eqn.outputs, level + after))
+    return levels
+
+
+def _is_ordered(eqn: Eqn) -> bool:
+    return any(map(_compat.is_ordered, eqn.effects))

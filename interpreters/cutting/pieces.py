@@ -1,4 +1,4 @@
-"""Pieces of a program, in the order in which they run; each becomes a step of the plan."""
+"""The stages of a program; each becomes a step of the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServerPiece:
 
 @dataclass(eq=False)
 class Emission:
-    """One equation of a pass, and how it is read."""
+    """One equation of a pass, with its sharding rule."""
 
     eqn: Eqn
     reading: Local | Fold
@@ -32,10 +32,10 @@ class MapPiece:
     """One pass over the members of a placement.
 
     Attributes:
-      emissions: the equations, in order.
+      emissions: its equations, in order.
       broadcasts: server values that they read.
-      operands: placed values that they read, and where the members lie.
-      results: placed values that leave the pass.
+      operands: placed values that they read, with their places.
+      results: placed values that later stages or the outputs read.
     """
 
     placement: str
@@ -51,7 +51,7 @@ class MapPiece:
 
 @dataclass(eq=False)
 class GatherPiece:
-    """A placed value that `user` needs on the server."""
+    """Gathers a placed value, which the equation `user` needs on the server."""
 
     var: Var
     along: Along
@@ -60,7 +60,7 @@ class GatherPiece:
 
 @dataclass(eq=False)
 class ScatterPiece:
-    """A server value that `user` needs by shards."""
+    """Scatters a server value, which the equation `user` needs by shards."""
 
     var: Var
     along: Along
@@ -69,7 +69,7 @@ class ScatterPiece:
 
 @dataclass(eq=False)
 class BlockPiece:
-    """A block of a loop or a branch: its pieces, and the places of its outputs when it ends."""
+    """A block of a loop or a branch: its stages, and the places of its outputs."""
 
     block: FlatBlock
     pieces: list[Piece]
@@ -78,11 +78,11 @@ class BlockPiece:
 
 @dataclass(eq=False)
 class LoopPiece:
-    """Rounds of a block, and the condition for a further one.
+    """A loop: a block for a round, and for a while one for the condition.
 
     Attributes:
-      inputs: the places at which it takes its inputs.
-      served: the server values that it reads.
+      inputs: the places of its inputs.
+      served: server values of enclosing blocks that it reads.
     """
 
     eqn: LoopEqn
@@ -94,7 +94,7 @@ class LoopPiece:
 
 @dataclass(eq=False)
 class BranchPiece:
-    """One of several blocks; `served` are the server values that they and the choice read."""
+    """A branch; `served` are the server values that its blocks read, and its index."""
 
     eqn: BranchEqn
     branches: list[BlockPiece]
@@ -105,7 +105,7 @@ Piece = ServerPiece | MapPiece | GatherPiece | ScatterPiece | LoopPiece | Branch
 
 
 def walk(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """All pieces, those in the blocks of loops and branches included."""
+    """All stages, including those in the blocks of loops and branches."""
     for piece in pieces:
         yield piece
         for block in _blocks(piece):

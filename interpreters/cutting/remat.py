@@ -1,8 +1,8 @@
-"""Which placed values later passes make again, and which are kept for them: what that takes.
+"""Decides which placed values are stored for later passes, and which are rematerialized.
 
-A value that one pass makes and a later one reads is written and read, or is made again from what
-the program was given. Both are told by what is counted and by usual rates alone, so that the same
-program is cut in the same way on all machines and for all runners.
+A value that one pass computes and a later pass reads is either written and read, or computed anew
+from the inputs of the program. The predicted times of both depend only on counted costs and fixed
+rates, so that a program is cut in the same way on all machines and for all runners.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
     "bj_broadcast", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "rev",
     "concatenate", "split", "stack", "unstack", "random_wrap", "random_unwrap", "iota",
 }  # fmt: skip
-"""Operations whose results are made again rather than kept, unless that takes clearly longer."""
+"""Primitives whose results are rematerialized unless that clearly takes longer than storing
+them."""
 KEPT_RATE = 5e8
-"""Bytes a second at which placed values are written for later passes, or read by them, by a worker
-of Beam; where all is in one process it is faster."""
+"""Bytes per second at which a Beam worker writes placed values or reads them in a later pass. It is
+faster in a single process."""
 INPUT_RATE = 1e9
-"""Bytes a second at which inputs are read once more."""
+"""Bytes per second at which inputs are read again."""
 USUAL_SHARD = 64
-"""Members for which the operations of a body are started once."""
+"""Assumed shard size: the overhead of starting an operation is shared by so many members."""
 CLEARLY = 3.0
-"""How much less one way has to take than that of the rule."""
+"""Factor by which the other way must be faster for the default to be changed."""
 WORTH_SECONDS = 1.0
-"""How many seconds less it has to take besides."""
+"""Seconds by which the other way must be faster as well."""
 
 
 @dataclass(frozen=True)
 class Remaking:
-    """Values that cross from a pass to later ones.
+    """Predicted times for values that later passes read.
 
     Attributes:
-      nbytes: of the values, all members.
-      kept: seconds to write them, and to read them in each later pass.
-      again: seconds to make them again in each later pass; None if they can't be.
+      nbytes: bytes of the values, for all members.
+      kept: seconds to write them once and to read them in each later pass.
+      again: seconds to rematerialize them in each later pass; None if that is impossible.
     """
 
     nbytes: int
@@ -54,7 +55,7 @@ class Remaking:
     again: float | None
 
     def is_clear(self, again: bool) -> bool:
-        """Whether making the values again, or keeping them, takes clearly less than the other."""
+        """Whether one way clearly takes less time: rematerializing if `again`, else storing."""
         if self.again is None:
             return not again
         less, more = (self.again, self.kept) if again else (self.kept, self.again)
@@ -63,12 +64,12 @@ class Remaking:
 
 @dataclass
 class Decisions:
-    """Which values that cross from a pass to later ones are made again, in the program's order.
+    """For each value that a later pass reads, in program order, whether it is rematerialized.
 
     Attributes:
-      recompute: by which rule, see `Options`.
-      saved: those of a saved plan; None if costs decide.
-      made: those of this program, as far as it is cut.
+      recompute: the option of that name, see `Options`.
+      saved: decisions of a saved plan; None if costs decide.
+      made: decisions for this program, as far as it has been cut.
     """
 
     recompute: str | None = None
@@ -76,7 +77,7 @@ class Decisions:
     made: list[bool] = field(default_factory=list)
 
     def decide(self, again: bool) -> bool:
-        """Whether the next value is made again; `again` is what costs say."""
+        """Decides for the next value; `again` is the decision by cost."""
         if self.saved is not None and len(self.made) < len(self.saved):
             again = self.saved[len(self.made)]
         self.made.append(again)
@@ -91,15 +92,15 @@ def remaking(
     reads: float,
     writes: float = 1.0,
 ) -> Remaking:
-    """What values take that cross from one pass to others.
+    """Predicts the times to store values for later passes and to rematerialize them.
 
     Args:
-      program: that they belong to.
-      values: of known size.
-      emissions: that make them from what was given to the program; None if others are needed.
-      placement: of the members.
-      reads: how often later passes need them.
-      writes: how often they are made for these.
+      program: the program.
+      values: the values; their sizes must be known.
+      emissions: equations that compute them from inputs of the program; None if there are none.
+      placement: the placement of the values.
+      reads: how often later passes read them.
+      writes: how often they would be written.
     """
     n = program.sizes[placement]
     nbytes = sum(map(_nbytes, values))
@@ -122,15 +123,15 @@ def by_cost(
     possible: set[Var],
     decisions: Decisions,
 ) -> set[Var]:
-    """The values of a block that later passes make again.
+    """The values of a block that later passes rematerialize.
 
     Args:
-      program: that the block is part of.
+      program: the program of the block.
       block: the block.
-      levels: of its equations and values.
-      rule: values that are made again unless it clearly takes longer than to keep them.
-      possible: values that can be made again.
-      decisions: of a saved plan, and where those of this program are noted.
+      levels: levels of its equations and values.
+      rule: values that are rematerialized by default.
+      possible: values that can be rematerialized.
+      decisions: saved decisions; those of this program are recorded in it.
     """
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     chosen = set(rule)
@@ -141,9 +142,9 @@ def by_cost(
         chain = ancestors(program, [var], makers)
         if any(host_call(emission.eqn) for emission in chain):
             continue
-        told = remaking(program, [var], chain, placement, readers)
+        predicted = remaking(program, [var], chain, placement, readers)
         again = var in rule
-        if told.is_clear(again=not again):
+        if predicted.is_clear(again=not again):
             again = not again
         if not decisions.decide(again):
             chosen.discard(var)
@@ -155,12 +156,12 @@ def by_cost(
 def ancestors(
     program: PlacedProgram, values: Iterable[Var], makers: Mapping[Var, Eqn]
 ) -> list[Emission]:
-    """The equations that make placed values from what they don't make, in order.
+    """The equations that compute placed values from values without an entry in `makers`, in order.
 
     Args:
-      program: that they belong to.
-      values: placed ones.
-      makers: of values, in order.
+      program: the program.
+      values: placed values.
+      makers: the equation that defines each value, in program order.
     """
     wanted: set[Eqn] = set()
     agenda = [makers[var] for var in values if var in makers]
@@ -183,9 +184,9 @@ def _crossing(
     levels: Mapping[Eqn | Var, int],
     makers: Mapping[Var, Eqn],
 ) -> dict[Var, int]:
-    """Values that later passes alone read of earlier ones, and how many of these passes there are.
+    """Values of earlier passes that only later passes read, with the number of those passes.
 
-    What leaves the block, or is read by a loop or a branch, is kept in any case.
+    Outputs of the block and values that a loop or a branch reads are stored in any case.
     """
     readers: dict[Var, set[int]] = {}
     kept = {atom for atom in block.outputs if isinstance(atom, Var)}
@@ -206,36 +207,36 @@ def _crossing(
     }
 
 
-# --- what is told
+# --- for reports
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Values that a pass makes for later ones, or that a later one makes again.
+    """Values that later passes read or rematerialize.
 
     Attributes:
-      step: name of the pass that makes them first.
+      step: name of the pass that computes them first.
       later: names of the passes that need them.
-      is_kept: whether they are kept.
-      told: what both ways take.
-      is_elementwise: whether elementwise operations make them.
+      is_kept: whether they are stored.
+      predicted: predicted times of storing and of rematerializing.
+      is_elementwise: whether cheap, elementwise operations compute them.
     """
 
     step: str
     later: tuple[str, ...]
     is_kept: bool
-    told: Remaking
+    predicted: Remaking
     is_elementwise: bool = False
 
 
 def crossings(
     program: PlacedProgram, named: Iterable[tuple[str, MapPiece, float]]
 ) -> Iterator[Crossing]:
-    """What crosses from one pass of a program to another.
+    """The values that cross from one pass of a program to others.
 
     Args:
-      program: that was cut.
-      named: its passes with their names, and how often they are run.
+      program: the placed program.
+      named: its passes, with their names and how often they run.
     """
     passes = [p for p in named if not is_unknown(program.sizes[p[1].placement])]
     readers: dict[Var, list[tuple[str, float]]] = {}
@@ -255,11 +256,11 @@ def crossings(
             possible = set(values) <= made and not given & kept
             possible = possible and not any(e.eqn.effects or host_call(e.eqn) for e in chain)
             later = dict(reader for var in values for reader in readers[var])
-            told = remaking(
+            predicted = remaking(
                 program, values, chain if possible else None, piece.placement,
                 sum(later.values()), rounds,
             )  # fmt: skip
-            yield Crossing(name, tuple(later), True, told)
+            yield Crossing(name, tuple(later), True, predicted)
         first |= {
             e.eqn: (name, rounds)
             for e in piece.emissions
@@ -274,7 +275,7 @@ def _made_again(
     rounds: float,
     first: Mapping[Eqn, tuple[str, float]],
 ) -> Iterator[Crossing]:
-    """What a pass makes again, by the pass that makes it first."""
+    """The values that a pass rematerializes, grouped by the pass that computes them first."""
     again = [e for e in piece.emissions if e.eqn in first and isinstance(e.reading, Local)]
     read = {var for e in piece.emissions if e.eqn not in first for var in _read(program, e)}
     for other, times in dict.fromkeys(first[e.eqn] for e in again):
@@ -283,9 +284,9 @@ def _made_again(
         makers = {var: e.eqn for e in again for var in e.eqn.outputs}
         if front:
             chain = ancestors(program, front, makers)
-            told = remaking(program, front, chain, piece.placement, rounds, times)
+            predicted = remaking(program, front, chain, piece.placement, rounds, times)
             cheap = all(e.eqn.primitive.name in CHEAP for e in chain)
-            yield Crossing(other, (name,), False, told, cheap)
+            yield Crossing(other, (name,), False, predicted, cheap)
 
 
 def _read(program: PlacedProgram, emission: Emission) -> Iterator[Var]:

@@ -1,4 +1,4 @@
-"""What can't be done where the number of members is found only while the program runs."""
+"""Checks and completes a program whose number of members is unknown until it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from beamjax.plan.steps import size_name
 
 
 def settle_sizes(program: PlacedProgram, pieces: Sequence[Piece]) -> None:
-    """Names the values that are numbers of members, and checks that nothing needs more of them.
+    """Names the values that hold unknown numbers of members, and checks all other uses of them.
 
     Raises:
       StagingError: something needs an unknown number of members as a constant: a value with that
@@ -54,7 +54,7 @@ def _check(program: PlacedProgram, piece: Piece) -> None:
                 raise _refusal(program, user, "reads all members at once", [var])
         case ScatterPiece(var=var, along=along, user=user):
             if is_unknown(program.sizes[along.placement]):
-                raise _refusal(program, user, "reads by shards what is made as a whole", [var])
+                raise _refusal(program, user, "reads a server value by shards", [var])
         case ServerPiece(eqns=eqns):
             for eqn in eqns:
                 if any(_symbolic(shape_of(atom)) for atom in (*eqn.outputs, *eqn.inputs)):
@@ -70,8 +70,8 @@ def _check(program: PlacedProgram, piece: Piece) -> None:
                 for atom, axis in pairs:
                     rest = [d for i, d in enumerate(shape_of(atom)) if i != axis]
                     if _symbolic(rest):
-                        what = f"gives or takes as many entries as {piece.placement!r} has members"
-                        raise _refusal(program, eqn, f"{what} for each member", [atom])
+                        what = "has, for each member, a value with one entry per member of "
+                        raise _refusal(program, eqn, f"{what}{piece.placement!r}", [atom])
                 if eqn.is_placed_operator:
                     _check_inside(program, eqn)
         case LoopPiece(eqn=eqn):
@@ -82,7 +82,7 @@ def _check(program: PlacedProgram, piece: Piece) -> None:
 
 
 def _check_inside(program: PlacedProgram, eqn: Eqn) -> None:
-    """Checks the jaxprs that an equation holds."""
+    """Checks the jaxprs inside an equation."""
     if any(_mentions(sub) for sub in jex.jaxprs_in_params(eqn.params)):
         what = "reads the number of members in a loop, a branch or a function inside of it"
         instead = "or read it before, as in n = jnp.float32(x.shape[0])"
@@ -90,7 +90,7 @@ def _check_inside(program: PlacedProgram, eqn: Eqn) -> None:
 
 
 def _mentions(jaxpr: Any) -> bool:
-    """Whether a symbolic dimension is in a jaxpr, as a value or in a shape."""
+    """Whether a jaxpr holds a symbolic dimension, as a value or in a shape."""
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
     return any(
         eqn.primitive.name == _compat.DIM_AS_VALUE

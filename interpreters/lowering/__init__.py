@@ -1,1 +1,1 @@
-"""From stages to the steps of a plan."""
+"""Makes each stage of a program a step of the plan."""

@@ -1,4 +1,4 @@
-"""Steps that run as Python, because JAX can't export them: most of them call back to the host."""
+"""Steps that run as Python because JAX can't export them; most of them call back to the host."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NOT_EXPORTED = "nothing is exported here"
 
 
 def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
-    """Why a step of these equations runs as Python, or nothing if it is exported.
+    """Why a step with these equations must run as Python; "" if it can be exported.
 
     Raises:
       StagingError: an equation calls back to the host, which the options forbid.
     """
-    if options.platforms == ():  # nothing is exported, see `restaging`
+    if options.platforms == ():  # a plan of Python functions, see `bodies.python_bodies`
         return NOT_EXPORTED
     for eqn in eqns:
         call = host_call(eqn)
@@ -38,8 +38,8 @@ def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
         if not options.callbacks:
             raise StagingError(
                 f"{line}: {name} calls back to this process, which the option callbacks=False "
-                "forbids: take it out of the function, or leave the option away to let the function"
-                " travel to the workers by cloudpickle"
+                "forbids: take it out of the function, or leave out the option, so that the "
+                "function travels to the workers by cloudpickle"
             )
         return f"{name} calls back to the host at {line}"
     return ""
@@ -48,9 +48,9 @@ def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
 def reason_not_exported(
     error: NotExportedError, eqns: Sequence[Eqn], platforms: Sequence[str], options: Options
 ) -> str:
-    """Why a step of these equations runs as Python although none of them visibly calls the host.
+    """Why a step that JAX failed to export must run as Python, where no equation calls the host.
 
-    Primitives of other packages, such as `lineax.linear_solve`, may do so once they are lowered.
+    Primitives of other packages, such as `lineax.linear_solve`, may call it when they are lowered.
 
     Raises:
       NotExportedError: the options forbid steps that run as Python.
@@ -66,7 +66,7 @@ def reason_not_exported(
 
 
 def _not_exported(eqn: Any, platforms: Sequence[str]) -> tuple[str, str] | None:
-    """The name and the user's line of the innermost part of an equation that isn't exported."""
+    """The name and the user's line of the innermost equation that JAX can't export."""
     inputs = eqn.inputs if isinstance(eqn, Eqn) else eqn.invars
     call = functools.partial(_call, eqn)
     try:
@@ -78,7 +78,7 @@ def _not_exported(eqn: Any, platforms: Sequence[str]) -> tuple[str, str] | None:
                 if found:
                     return found
         return eqn.primitive.name, eqn.line if isinstance(eqn, Eqn) else user_line(eqn)
-    except Exception:  # of any kind: alone, an equation need not be a function of arrays
+    except Exception:  # any error: an equation by itself need not be a function of arrays
         return None
     return None
 
@@ -95,18 +95,18 @@ def as_python(
     eqns: Sequence[Eqn],
     reason: str,
 ) -> tuple[str, Body]:
-    """A body that runs as Python, and its key.
+    """Makes a body that runs as Python, and its key.
 
     Args:
-      name: of the step.
-      sized: from a number of members to the function of the step.
-      members: in a whole shard, None for a step on the server.
+      name: name of the step.
+      sized: maps a number of members to the function of the step.
+      members: members of a full shard, None for a step on the server.
       arguments: shapes and dtypes for that many members.
-      eqns: that the function evaluates.
+      eqns: the equations that the function evaluates.
       reason: from `reason_for_python`.
 
     Raises:
-      StagingError: the function can't be traced, such as with an ordered call in a `map_fn`.
+      StagingError: the function can't be traced, for example for an ordered call in a `map_fn`.
     """
     lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
     function = PythonFunction(sized)
@@ -125,5 +125,5 @@ def as_python(
 
 
 def _text(eqn: Eqn) -> str:
-    """An equation without the user's line, which differs between machines."""
+    """The text of an equation without the user's line, whose path differs between machines."""
     return repr(eqn).partition("    # ")[0]

@@ -1,8 +1,12 @@
-"""Convolutions in the layout that XLA computes by its libraries on a CPU.
+"""Convolutions that XLA's CPU backend computes slowly: finds them, and changes their layout.
 
-XLA brings convolutions into that layout itself, but only those that stand in no loop. The others,
-such as the derivatives of those that a network takes in the steps of its training, are computed
-several times more slowly.
+XLA's CPU backend uses a library for convolutions in the layout (batch, spatial..., channels). It
+changes the layout itself, but not inside of loops. There, convolutions in other layouts, such as
+derivatives in the training steps of a network, are several times slower.
+
+If images and kernels both differ between members, `vmap` makes one grouped convolution of them,
+which XLA's CPU backend computes at a fraction of the speed of separate ones. If each member trains
+a network, its kernels differ from the second step on.
 """
 
 from __future__ import annotations
@@ -16,22 +20,27 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax._compat import scan_counts
+from beamjax.interpreters.cutting.pieces import MapPiece
 from beamjax.interpreters.program import Eqn, MemberEqn
+
+# --- layout
+
 
 _FLOATS = ("float16", "float32")
 _MOST_AXES = 3
-"""Along which a kernel moves, for the libraries."""
+"""Largest number of spatial axes that the library supports."""
 
 
 def with_channels_last(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], eqns: Iterable[Eqn]
 ) -> Callable[..., Sequence[Any]]:
-    """The same function, with its convolutions in that layout.
+    """The same function with its convolutions in the layout (batch, spatial..., channels).
 
     Args:
-      function: of flat arrays to a flat sequence of arrays.
-      arguments: their types.
-      eqns: that it evaluates.
+      function: takes flat arrays and returns a flat sequence of arrays.
+      arguments: types of these arrays.
+      eqns: the equations that the function evaluates.
     """
     if not any(map(_convolves, eqns)):
         return function
@@ -80,14 +89,14 @@ def _holds_jaxprs(values: tuple[Any, ...]) -> bool:
 
 
 def _can_be(eqn: Any) -> bool:
-    """Whether the libraries can compute a convolution, once it is laid out for them."""
+    """Whether the library can compute a convolution after a change of the layout."""
     groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     floats = all(var.aval.dtype.name in _FLOATS for var in (*eqn.invars, *eqn.outvars))
     return groups == (1, 1) and floats and 3 <= len(eqn.invars[0].aval.shape) <= 2 + _MOST_AXES
 
 
 def _laid_out(eqn: Any) -> list[Any]:
-    """The equations that stand for a convolution."""
+    """Equations for a convolution in the other layout, with transposes around it."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     batch, features, *axes = numbers.lhs_spec
     out, contracted, *window = numbers.rhs_spec
@@ -120,3 +129,79 @@ def _laid_out(eqn: Any) -> list[Any]:
         )
         for each in new.eqns
     ]
+
+
+# --- kernels that differ between members
+
+
+Own = list[bool]
+"""For each value, whether it differs between members."""
+
+
+def convolves_by_member(piece: MapPiece) -> bool:
+    """Whether a pass holds a convolution whose input and kernel both differ between members."""
+    return any(
+        _flow(
+            emission.eqn.params["jaxpr"], [axis is not None for axis in emission.reading.in_axes]
+        )[0]
+        for emission in piece.emissions
+        if emission.eqn.primitive.name == "bj_map"
+    )
+
+
+def _flow(closed: Any, own: Sequence[bool]) -> tuple[bool, Own]:
+    """Whether a jaxpr holds such a convolution, and which of its outputs differ between members."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    env = dict(zip(jaxpr.invars, own, strict=True))
+    read = lambda atom: not hasattr(atom, "val") and env.get(atom, False)
+    for eqn in jaxpr.eqns:
+        ins = list(map(read, eqn.invars))
+        if eqn.primitive.name == "conv_general_dilated" and all(ins):
+            return True, []
+        found, outs = _through(eqn, ins)
+        if found:
+            return True, []
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return False, list(map(read, jaxpr.outvars))
+
+
+def _through(eqn: Any, ins: Own) -> tuple[bool, Own]:
+    """Like `_flow`, for one equation."""
+    inner = list(jex.jaxprs_in_params(eqn.params))
+    everything = [any(ins)] * len(eqn.outvars)
+    if not inner or not any(ins):
+        return False, everything
+    match eqn.primitive.name:
+        case "scan":
+            fixed, carried = scan_counts(eqn)
+            return _rounds(inner[0], ins[:fixed], ins[fixed:][:carried], ins[fixed + carried :])
+        case "while":
+            fixed = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            consts = ins[eqn.params["cond_nconsts"] : fixed]
+            return _rounds(eqn.params["body_jaxpr"], consts, ins[fixed:], [])
+        case "cond":
+            ins = ins[1:]
+    flows = [_flow(j, ins if _arity(j) == len(ins) else [True] * _arity(j)) for j in inner]
+    if any(found for found, _ in flows):
+        return True, []
+    # If a jaxpr has other numbers of operands or results, they can't be matched to the equation's.
+    if all(_arity(j) == len(ins) and len(outs) == len(eqn.outvars)
+           for j, (_, outs) in zip(inner, flows, strict=True)):  # fmt: skip
+        return False, [any(outs) for outs in zip(*(outs for _, outs in flows), strict=True)]
+    return False, everything
+
+
+def _rounds(jaxpr: Any, consts: Own, carried: Own, given: Own) -> tuple[bool, Own]:
+    """Like `_flow`, for a loop: repeats rounds until no further carried value differs."""
+    while True:
+        found, outs = _flow(jaxpr, [*consts, *carried, *given])
+        if found:
+            return True, []
+        after = [a or b for a, b in zip(carried, outs[: len(carried)], strict=True)]
+        if after == carried:
+            return False, [*carried, *outs[len(carried) :]]
+        carried = after
+
+
+def _arity(jaxpr: Any) -> int:
+    return len(getattr(jaxpr, "jaxpr", jaxpr).invars)

@@ -1,8 +1,8 @@
-"""Who was dropped, handed from each pass over a placement to the next one.
+"""Passes the mask of dropped members from each pass over a placement to the next one.
 
-Where members may be dropped, each pass tells who is kept by it, as a placed boolean, and reads what
-the pass before it told: a member that one pass left out is left out of all that follow. Loops carry
-the booleans, and branches return them.
+Where members may be dropped, each pass returns a placed boolean, which is False for members that
+are dropped, and reads that of the pass before. So a member that one pass drops is left out of all
+later ones. Loops carry the mask, and branches return it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from beamjax.options import Options
 from beamjax.plan.dropping import Guard
 from beamjax.plan.steps import Block, Branch, Carried, Loop, Map, Plan, Step, ValueType, walk
 
-Kept = dict[str, str]
-"""For a placement, the name of the value that says who is kept so far."""
+Masks = dict[str, str]
+"""For each placement, the name of the current mask of members that were not dropped."""
 
 
 def guard_of(options: Options) -> Guard | None:
-    """What options want of all passes."""
+    """The guard that the options ask for, None if errors and NaN need no handling."""
     if options.on_error == "raise" and options.on_nonfinite == "keep":
         return None
     return Guard(options.on_error, options.on_nonfinite)
 
 
 def with_kept_members(plan: Plan, empty_pass: Callable[[str], Map]) -> Plan:
-    """The plan in which passes hand on who is kept.
+    """Adds the masks of dropped members to a plan.
 
     Args:
-      plan: its passes have guards.
-      empty_pass: makes a pass over a placement that computes nothing; it is where a loop or a
-        branch comes first, and needs to know that all are kept.
+      plan: a plan whose passes have guards.
+      empty_pass: makes a pass over a placement that computes nothing. It goes before a loop or a
+        branch that no pass precedes, to give it a mask with all members.
     """
-    return _Keeping(plan, empty_pass).plan
+    return _Adding(plan, empty_pass).plan
 
 
-class _Keeping:
+class _Adding:
     def __init__(self, plan: Plan, empty_pass: Callable[[str], Map]):
         self.empty_pass = empty_pass
         self.values = dict(plan.values)
@@ -47,29 +47,29 @@ class _Keeping:
         self.plan = replace(plan, steps=_without_unread(steps, read), values=self.values)
 
     def name(self, placement: str) -> str:
-        """A fresh name for who is kept."""
+        """A new name for a mask."""
         name = f"kept.{next(self.numbers)}@{placement}"
         self.values[name] = ValueType((), "bool", None, placement)
         return name
 
-    def steps(self, steps: Sequence[Step], kept: Kept) -> tuple[Step, ...]:
-        """Steps that hand on who is kept; `kept` is brought up to date."""
+    def steps(self, steps: Sequence[Step], masks: Masks) -> tuple[Step, ...]:
+        """The steps with masks added; updates `masks`."""
         found: list[Step] = []
         for step in steps:
             match step:
                 case Map():
-                    found.append(self.map(step, kept))
+                    found.append(self.map(step, masks))
                 case Loop() | Branch():
-                    found += self.first_passes(step, kept)
+                    found += self.first_passes(step, masks)
                     through = self.loop if isinstance(step, Loop) else self.branch
-                    found.append(through(step, kept))  # type: ignore[arg-type]
+                    found.append(through(step, masks))  # type: ignore[arg-type]
                 case _:
                     found.append(step)
         return tuple(found)
 
-    def map(self, step: Map, kept: Kept) -> Map:
-        before = kept.get(step.placement)
-        after = kept[step.placement] = self.name(step.placement)
+    def map(self, step: Map, masks: Masks) -> Map:
+        before = masks.get(step.placement)
+        after = masks[step.placement] = self.name(step.placement)
         return replace(
             step,
             operands=step.operands if before is None else (*step.operands, before),
@@ -77,43 +77,43 @@ class _Keeping:
             guard=step.guard and replace(step.guard, reads=before is not None, tells=True),
         )
 
-    def first_passes(self, step: Step, kept: Kept) -> list[Map]:
-        """Passes over the placements of a step with blocks that no pass was over so far."""
+    def first_passes(self, step: Step, masks: Masks) -> list[Map]:
+        """Empty passes over those placements of a loop or branch that have no mask yet."""
         return [
-            self.map(self.empty_pass(placement), kept)
+            self.map(self.empty_pass(placement), masks)
             for placement in _placements([step])
-            if placement not in kept
+            if placement not in masks
         ]
 
-    def loop(self, loop: Loop, kept: Kept) -> Loop:
+    def loop(self, loop: Loop, masks: Masks) -> Loop:
         placements = _placements([loop])
         params = {placement: self.name(placement) for placement in placements}
         condition = loop.condition
         if condition is not None:
-            condition = replace(condition, steps=self.steps(condition.steps, {**kept, **params}))
-        inner = {**kept, **params}
+            condition = replace(condition, steps=self.steps(condition.steps, {**masks, **params}))
+        inner = {**masks, **params}
         steps = self.steps(loop.block.steps, inner)
         carried = list(loop.carried)
         for placement, param in params.items():
             result = self.name(placement)
-            carried.append(Carried(kept[placement], param, result))
-            kept[placement] = result
+            carried.append(Carried(masks[placement], param, result))
+            masks[placement] = result
         first = len(loop.carried)
         outputs = loop.block.outputs
-        told = tuple(inner[placement] for placement in placements)
-        block = Block(steps, (*outputs[:first], *told, *outputs[first:]))
+        last_masks = tuple(inner[placement] for placement in placements)
+        block = Block(steps, (*outputs[:first], *last_masks, *outputs[first:]))
         return replace(loop, condition=condition, block=block, carried=tuple(carried))
 
-    def branch(self, branch: Branch, kept: Kept) -> Branch:
+    def branch(self, branch: Branch, masks: Masks) -> Branch:
         placements = _placements([branch])
         blocks = []
         for block in branch.blocks:
-            inner = dict(kept)
+            inner = dict(masks)
             steps = self.steps(block.steps, inner)
-            told = tuple(inner[placement] for placement in placements)
-            blocks.append(Block(steps, (*block.outputs, *told)))
-        kept |= {placement: self.name(placement) for placement in placements}
-        results = (*branch.results, *(kept[placement] for placement in placements))
+            last_masks = tuple(inner[placement] for placement in placements)
+            blocks.append(Block(steps, (*block.outputs, *last_masks)))
+        masks |= {placement: self.name(placement) for placement in placements}
+        results = (*branch.results, *(masks[placement] for placement in placements))
         return replace(branch, blocks=tuple(blocks), results=results)
 
 
@@ -122,7 +122,7 @@ def _placements(steps: Iterable[Step]) -> list[str]:
 
 
 def _read(steps: Iterable[Step]) -> Iterable[str]:
-    """Names of all placed values that steps read or hand on."""
+    """Names of all placed values that steps read or return."""
     for step in walk(steps):
         match step:
             case Map():
@@ -136,7 +136,7 @@ def _read(steps: Iterable[Step]) -> Iterable[str]:
 
 
 def _without_unread(steps: Sequence[Step], read: set[str]) -> tuple[Step, ...]:
-    """Steps whose passes tell who is kept only where somebody reads it."""
+    """The steps without masks that no step reads."""
     found: list[Step] = []
     for step in steps:
         match step:

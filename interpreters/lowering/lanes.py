@@ -1,4 +1,4 @@
-"""The reductions of a pass, grouped by accumulator: one flat vector of partials for each group."""
+"""Fuses the reductions of a pass that share an accumulator into one flat vector of partials."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def lanes_of(
 
     Args:
       piece: the pass.
-      served: gives a value on the server its name.
-      values: types by name, once they have one.
+      served: maps a server value to its name, and adds its type to `values`.
+      values: types of the values that have a name.
     """
     groups: dict[tuple[str, str], list[Reduction]] = {}
     for emission in piece.emissions:
@@ -48,7 +48,7 @@ def lanes_of(
 
 
 def saved_bytes(piece: MapPiece) -> int:
-    """Bytes that a shard sends less than it would without compression."""
+    """Bytes by which compression makes the partials of a shard smaller."""
     saved = 0
     for emission in piece.emissions:
         eqn, reading = emission.eqn, emission.reading
@@ -60,6 +60,6 @@ def saved_bytes(piece: MapPiece) -> int:
 
 
 def lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
-    """The partials of a lane, by name of the result, as one vector."""
+    """Concatenates the partials of a buffer, given by name of the result, to one vector."""
     parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

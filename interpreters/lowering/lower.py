@@ -1,4 +1,4 @@
-"""Pieces of a program to the steps of a plan: each becomes one executable of fixed shapes."""
+"""Lowers the stages of a program to steps of a plan, each with an executable of fixed shapes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.keeping import guard_of, with_kept_members
 from beamjax.interpreters.lowering.lanes import lanes_of, saved_bytes
 from beamjax.interpreters.lowering.map_bodies import map_body, one_by_one, read
-from beamjax.interpreters.lowering.reasons import why_on_server
 from beamjax.interpreters.lowering.shard_size import cost_of_member, shard_sizes
 from beamjax.interpreters.lowering.vectorize import looping_of
 from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.readings import draw_by_batch
 from beamjax.interpreters.rules.table import Combination
+from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
 from beamjax.options.choices import Looping
 from beamjax.plan.cost import Cost
@@ -82,15 +83,15 @@ def lower(
 
     Args:
       program: the placed program.
-      pieces: its pieces, in order.
-      paths: for messages, where each input stands in the user's arguments.
-      name: of the plan.
-      options: shard size and platforms.
-      sizes: members in a shard of each placement; by default as fits the program.
-      loopings: how passes compute the members of a shard, by name; by default likewise.
+      pieces: its stages, in order.
+      paths: where each input is in the user's arguments, for messages.
+      name: name of the plan.
+      options: options of the run.
+      sizes: members per shard of each placement; by default chosen by rules.
+      loopings: how each pass, by name, vectorizes over a shard; by default chosen by rules.
 
     Raises:
-      StagingError: a piece can't be exported, or more would be gathered than the options allow.
+      StagingError: a stage can't be exported, or more would be gathered than the options allow.
     """
     if sizes is None:
         sizes = shard_sizes(program, pieces, options, _platforms(options))
@@ -105,7 +106,7 @@ def lower_passes(
     size: int,
     loopings: Mapping[str, Looping],
 ) -> Plan:
-    """The passes over one placement alone, in order and by their names, with shards of a size."""
+    """A plan of only the passes over one placement, with the given shard size."""
     sizes = {**dict.fromkeys(program.sizes, size)}
     lowering = _Lowering(program, pieces, options, sizes, loopings)
     passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
@@ -133,7 +134,7 @@ class _Lowering:
         self.served_inputs: set[Var] = set()
         self.placed_inputs: set[Var] = set()
         self.counts: dict[str, int] = {}
-        # Of steps that run as Python because JAX could not export them, by name.
+        # Reasons of steps that run as Python because JAX could not export them, by name.
         self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
 
@@ -152,7 +153,7 @@ class _Lowering:
         outputs: tuple[Output, ...] = (),
         paths: Sequence[str] | None = None,
     ) -> Plan:
-        """A plan of steps that were made; without paths it has no inputs."""
+        """A plan of lowered steps; without paths it has no inputs."""
         inputs = self.program.flat.inputs if paths is not None else []
         return Plan(
             name=name,
@@ -179,14 +180,14 @@ class _Lowering:
     # ------------------------------------------------------------------------------- values
 
     def served(self, var: Var) -> str:
-        """The name of a value on the server."""
+        """The name of a value as a server value."""
         self.values.setdefault(var.name, value_type(var.aval))
         if var in self.program.flat.inputs and self.program.place(var) is None:
             self.served_inputs.add(var)
         return var.name
 
     def placed(self, var: Var, along: Along) -> str:
-        """The name of a value along the members, in its shards or scattered."""
+        """The name of a value as a placed value; a server value is scattered."""
         name = f"{var.name}@{along.placement}"
         if self.program.place(var) != along:
             name += f".{along.axis}"
@@ -201,7 +202,7 @@ class _Lowering:
         return self.served(atom) if along is None else self.placed(atom, along)
 
     def native(self, var: Var) -> str:
-        """The name of a value where it is made."""
+        """The name of a value at the place where it is computed."""
         return self.at(var, self.program.place(var))
 
     def input(self, var: Var, path: str) -> Input:
@@ -288,7 +289,7 @@ class _Lowering:
         return Branch(name, self.at(eqn.inputs[0], None), blocks, results, eqn.line)
 
     def name(self, kind: str) -> str:
-        """A fresh name for a step."""
+        """A new name for a step."""
         number = self.counts[kind] = self.counts.get(kind, -1) + 1
         return f"{kind}_{number}"
 
@@ -340,7 +341,7 @@ class _Lowering:
         self.costs[name] = cost_of_member(piece, n)
         eqns = [e.eqn for e in piece.emissions]
         full = functools.partial(sized, full=True)
-        # A function of Python is one for all: it is called with the members that there are.
+        # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
         if exported and masks.are_all_full(n, size) and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None
@@ -351,12 +352,12 @@ class _Lowering:
             key = short = self.export(name, sized, size, arguments, eqns)
         return Map(
             name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
-            combines, guard, turns=turns, looping=looping, saved=saved_bytes(piece),
-            short_body=short,
+            combines, guard, turns=turns, looping=looping,
+            saved=saved_bytes(piece), short_body=short,
         )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:
-        """What the body of a pass takes first: where its shard starts, and who is in it."""
+        """Types of the first arguments of the body of a pass; see `Map` and `Guard`."""
         integer = np.dtype("int32")
         start = jax.ShapeDtypeStruct((), integer)
         if self.guard is None:
@@ -365,7 +366,7 @@ class _Lowering:
         return [start, jax.ShapeDtypeStruct((size,), integer), kept]
 
     def combine(self, eqn: Eqn, reading: Combination) -> Combine:
-        """A reduction by a function, whose body joins the partials of two ranges of members."""
+        """Lowers a reduction by a function; its body merges partials of two ranges of members."""
         axes = zip(eqn.inputs, reading.in_axes, strict=True)
         served = [atom for atom, axis in axes if axis is None]
         variables = [atom for atom in served if isinstance(atom, Var)]
@@ -397,7 +398,7 @@ class _Lowering:
         arguments: Sequence[jax.ShapeDtypeStruct],
         eqns: Sequence[Eqn],
     ) -> str:
-        """Makes the body of a step: `sized(size)`, of these equations, at `arguments`."""
+        """Makes the body of a step from `sized(size)`, which evaluates `eqns` on `arguments`."""
         reason = self.reasons.get(name) or callbacks.reason_for_python(eqns, self.options)
         if not reason:
             try:
@@ -433,3 +434,21 @@ def _platforms(options: Options) -> tuple[str, ...]:
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:
     shape = value.shape if members is None else (members, *value.shape)
     return jax.ShapeDtypeStruct(shape, np.dtype(value.dtype))
+
+
+def why_on_server(user: Eqn) -> str:
+    """Why an equation reads a placed value on the server, as text."""
+    name = user.primitive.name
+    if name == "bj_map":
+        draw = draw_by_batch(user.params["jaxpr"])
+        if draw is not None:
+            return (
+                f"the body {user.params['name']} draws from rbg keys ({draw[0]} at "
+                f"{draw[1] or user.line}), and such draws depend on all members"
+            )
+        return f"the body {user.params['name']} closes over a placed value"
+    if user.is_placed_operator:
+        return f"{name.removeprefix('bj_')} reads it as a server value"
+    if name in HOST_CALLS:
+        return f"{name} calls back to the host with all members"
+    return f"{name} mixes members"

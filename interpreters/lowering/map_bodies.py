@@ -1,4 +1,4 @@
-"""The function of a pass over one shard, as it is compiled."""
+"""Makes the function of a pass over one shard, which is then compiled."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def map_body(
     """The function of a pass over one shard, on raw arrays; see `Map` and `Guard`.
 
     Args:
-      program: that the pass is part of.
+      program: the program of the pass.
       piece: the pass.
-      lanes: of its reductions.
-      impls: of the typed keys among its broadcasts and operands.
-      guard: of the pass.
-      size: of a shard.
-      full: whether it is for shards without padding of which nobody is left out. They need no mask,
-        which would keep XLA from making one matrix product of a sum of products.
+      lanes: the fused buffers of its reductions.
+      impls: for each broadcast and operand, the implementation of its typed keys, or None.
+      guard: the guard of the pass.
+      size: members per shard.
+      full: whether it is for shards without padding and dropped members. They need no mask, which
+        would keep XLA from making one matrix product of a sum of products.
     """
 
     def emit(shard: rules.Shard, raw: Sequence[Any]) -> list[jax.Array]:
@@ -103,11 +103,13 @@ def one_by_one(
     full: bool = False,
     batch: int = 1,
 ) -> Callable[..., list[jax.Array]]:
-    """The same as a loop over the members of a shard, in the memory of one of them.
+    """Like `map_body`, but a sequential loop over the members (or batches) of a shard.
+
+    It needs working memory for one batch only.
 
     Args:
-      batch: members at once. Where a shard has no whole number of batches, as one that is not
-        padded, all of its members are.
+      batch: members that are computed at once. If the size of a shard is no multiple of it, which
+        is so for shards without padding, all members are computed at once.
     """
     if size % batch:
         return map_body(program, piece, lanes, impls, guard, size, full)
@@ -140,7 +142,7 @@ def one_by_one(
 
         number = np.dtype("int32")
         totals, first = members(np.zeros((), number))
-        if guard is None and not first:  # Nothing is made of padding, so it is left out.
+        if guard is None and not first:  # There are no placed results, so padding can be skipped.
             one = jnp.ones((), raw[1].dtype)
             stop = jnp.full((), rounds, raw[1].dtype) if full else (raw[1] + (batch - 1)) // batch
             return lax.fori_loop(one, stop, lambda i, totals: step(totals, i)[0], totals)
@@ -165,7 +167,7 @@ _MERGE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def goes_one_by_one(piece: MapPiece, lanes: Sequence[Lane]) -> bool:
-    """Whether what the members of a shard give can be brought together one after the other."""
+    """Whether a pass can compute its members sequentially: partials of batches can be merged."""
     return not any(isinstance(e.reading, Combination) for e in piece.emissions) and all(
         lane.kind in _MERGE and np.dtype(lane.dtype).kind != "c" for lane in lanes
     )
@@ -194,7 +196,7 @@ def _combined(eqn: Eqn, reading: Combination, args: Sequence[Any], shard: rules.
 
 
 def _are_finite(values: Sequence[tuple[Any, int]], size: int) -> jax.Array:
-    """bool[size]: the members without NaN and infinity; they lie along the axis of each value."""
+    """bool[size]: which members have no NaN or infinity in values with the given member axes."""
     finite = jnp.ones(size, np.bool_)
     for x, axis in values:
         if jnp.issubdtype(x.dtype, np.inexact):

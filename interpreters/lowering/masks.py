@@ -1,9 +1,9 @@
-"""Whether the shards of a pass that are not full have an executable of their own.
+"""Decides whether a pass has separate executables for full shards and for shards that need a mask.
 
-What a reduction must not see of a shard is masked: padding, and members that are left out. A mask
-between the members and their sum keeps XLA from making one matrix product of a sum of products,
-such as the gradients of a dense layer or the terms of a covariance, which then takes up to 80 times
-as long. All shards but the last are full, and need none.
+Reductions mask padding and dropped members. A mask between the members and their sum keeps XLA from
+making one matrix product of a sum of products, such as the gradients of a dense layer or the terms
+of a covariance, which then takes up to 80 times as long. All shards but the last are full and need
+no mask.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.rules.readings import Fold, shape_of
 
 MASKED_SECONDS = 1e-9
-"""That a masked value of a member may cost, in products that are not made one."""
+"""Assumed cost of a mask, in seconds per masked value of a member."""
 EXECUTABLE_SECONDS = 0.3
-"""To stage, to export and to compile one more."""
+"""Seconds to stage, export and compile one more executable."""
 UNKNOWN_MEMBERS = 1 << 20
+"""Assumed number of members where it is unknown."""
 
 
 def are_all_full(n: Any, size: int) -> bool:
@@ -27,7 +28,7 @@ def are_all_full(n: Any, size: int) -> bool:
 
 
 def pays_apart(piece: MapPiece, n: Any, size: int) -> bool:
-    """Whether full shards of a pass over n members had better have an executable without a mask."""
+    """Whether a separate executable for full shards saves more time than it takes to make."""
     if not is_unknown(n) and n < size:
         return False
     members = UNKNOWN_MEMBERS if is_unknown(n) else n
@@ -35,7 +36,7 @@ def pays_apart(piece: MapPiece, n: Any, size: int) -> bool:
 
 
 def _masked_values(piece: MapPiece, n: Any) -> float:
-    """Values of a member that reductions read."""
+    """The number of values per member that reductions read."""
     values = 0.0
     for emission in piece.emissions:
         if isinstance(emission.reading, Fold):

@@ -1,10 +1,10 @@
-"""How many members make a shard.
+"""Chooses the number of members per shard.
 
-On a CPU members are fastest in the largest number that stays in the second-level cache; past 64
-nothing is gained unless they are tiny, where the cost of the call is what counts. Then shards
-grow with n as well, as long as there are enough of them to be dealt to many workers. Where so many
-members are done sooner than a shard is read, handed over and added up, a shard has many times as
-many: in such batches, or at once where little is computed of what is read.
+On a CPU, a shard should be as large as fits in the second-level cache. More than 64 members only
+help if members are tiny, because then the overhead per call dominates. For tiny members, shards
+also grow with n, as long as there are enough shards for many workers. If such a shard is computed
+in less time than its overhead, it gets many times as many members, which are computed in batches,
+or all at once if little is computed per byte read.
 """
 
 from __future__ import annotations
@@ -27,32 +27,40 @@ from beamjax.options import Options
 from beamjax.plan.cost import USUAL, Cost
 
 CACHE_BYTES = 1 << 20
+"""Assumed size of the second-level cache of a core, in bytes."""
 MULTIPLE = 8
+"""Shard sizes are multiples of this: then the bits of a member do not depend on its row."""
 USUAL_LIMIT = 64
+"""Largest shard of members that are not tiny."""
 TINY_MEMBER_BYTES = 1 << 10
+"""Largest working memory of a tiny member, in bytes."""
 TINY_LIMIT, TINY_SHARDS = 4096, 64
+"""A shard has at most 4096 tiny members, or more as long as a placement has at least 64 shards."""
 LARGE_MEMBER_BYTES = 4 << 20
+"""Working memory from which on members are computed sequentially, in bytes."""
 WORTH_SECONDS = 2e-3
-"""Of arithmetic and reading, as they are counted, that a shard is to have if that takes batches."""
+"""Predicted seconds of work that a shard of several batches should have."""
 CACHE_GAIN = 8.0
-"""How much faster bytes move in the cache than from memory, about."""
+"""Approximate factor by which bytes move faster in the cache than from memory."""
 DRAWN_BYTES = 16
-"""Of a member that is little but a number, from which it is computed."""
+"""Largest number of bytes read per member for members that are computed from a seed or an index."""
 MOST_BATCHES, FEWEST_SHARDS = 256, 16
+"""Largest number of batches per shard, and the fewest such shards of a placement."""
 MAX_BATCHED_BYTES = 8 << 20
+"""Largest size of what a shard of several batches reads and returns, in bytes."""
 STREAMED_SHARE = 4
-"""Bytes used for each byte that is read, up to which members are not worth batches."""
-# What a shard reads and writes travels as elements, which have to stay under 64 MiB.
+"""Working bytes per byte read up to which members are computed at once instead of in batches."""
 MAX_SHARD_BYTES = 32 << 20
+"""Largest size of what a shard reads or returns, in bytes: Beam elements must be below 64 MiB."""
 
 
 def shard_sizes(
     program: PlacedProgram, pieces: Sequence[Piece], options: Options, platforms: Sequence[str]
 ) -> dict[str, int]:
-    """Members in a shard of each placement: a multiple of 8, one size for all passes.
+    """The number of members per shard of each placement: a multiple of 8, one size for all passes.
 
-    A fixed multiple of 8 is what makes the bits of a member independent of where it stands in the
-    shard on XLA's CPU backend.
+    With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on XLA's
+    CPU backend.
 
     Raises:
       OptionsError: `options.shard_size` is not a positive multiple of 8.
@@ -65,7 +73,7 @@ def shard_sizes(
     may_batch = _may_batch(pieces, options, platforms)
     for placement, n in program.sizes.items():
         passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
-        if is_unknown(n):  # Bytes are then counted without the axis of the members.
+        if is_unknown(n):  # Then the bytes of an array are those of one member.
             size = options.shard_size or min((fitting_size(p, 1) for p in passes), default=MULTIPLE)
             sizes[placement] = size
             continue
@@ -77,7 +85,7 @@ def shard_sizes(
 
 
 def _may_batch(pieces: Sequence[Piece], options: Options, platforms: Sequence[str]) -> bool:
-    """Whether shards of several batches are an option for the passes of a program."""
+    """Whether the passes of a program can compute shards in several batches."""
     if options.shard_size is not None or options.member_loop not in (None, "batches"):
         return False
     calls_back = any(
@@ -88,12 +96,12 @@ def _may_batch(pieces: Sequence[Piece], options: Options, platforms: Sequence[st
 
 
 def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
-    """How many batches of `size` members make a shard: a power of two."""
+    """The number of batches of `size` members per shard: a power of two."""
     costs = [member_cost(piece, n) for piece in passes]
     if not passes or any(cost.guessed for cost in costs):
         return 1
     moved = [_moved(piece, n) for piece in passes]
-    # What a batch takes besides stays in the cache.
+    # Only what a shard reads and returns grows with the batches; the rest stays in the cache.
     members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
     seconds = sum(map(USUAL.seconds, members)) / len(passes)
     most = min(
@@ -105,24 +113,25 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
 
 
 def is_streamed(piece: MapPiece, n: int) -> bool:
-    """Whether tiny members are read from memory, and little else is done with them.
+    """Whether a pass reads tiny members from memory and computes little with them.
 
-    XLA has all cores work on one large operation, as those of many tiny members are, but not in a
-    loop. So these are computed at once.
+    XLA runs one large operation over many tiny members on all cores, but not inside a loop over
+    batches. So such members are computed at once.
     """
     read, used = _read(piece, n), _used(piece, n)
     return DRAWN_BYTES < read <= TINY_MEMBER_BYTES - used and used <= STREAMED_SHARE * read
 
 
 def power_of_two(most: float) -> int:
-    """The largest power of two up to a number; 1 if that is less."""
+    """The largest power of two that is at most `most`, and at least 1."""
     return 1 << max(int(most).bit_length() - 1, 0)
 
 
 def cost_of_member(piece: MapPiece, n: Any) -> Cost:
-    """What one member costs in a pass over n, in shards and batches of these sizes.
+    """The cost of one member in a pass over n members.
 
-    What it reads and gives moves once; the rest moves in the cache, if a few members fit in there.
+    What it reads and returns moves from or to memory once. If a few members fit in the cache, all
+    other bytes move within the cache.
     """
     cost, n = member_cost(piece, n), 1 if is_unknown(n) else n
     if MULTIPLE * (_read(piece, n) + _used(piece, n)) > CACHE_BYTES:
@@ -132,7 +141,7 @@ def cost_of_member(piece: MapPiece, n: Any) -> Cost:
 
 
 def fitting_size(piece: MapPiece, n: int) -> int:
-    """The number of members at which a pass over n of them is fastest, within bounds."""
+    """The number of members per shard at which a pass over n members should be fastest."""
     moved = _moved(piece, n)
     used = _read(piece, n) + _used(piece, n)
     limit = USUAL_LIMIT
@@ -143,23 +152,25 @@ def fitting_size(piece: MapPiece, n: int) -> int:
 
 
 def is_large(piece: MapPiece, n: Any) -> bool:
-    """Whether the members of a pass are so large that a shard computes one after the other."""
+    """Whether the members of a pass are so large that they should be computed sequentially."""
     n = 1 if is_unknown(n) else n
     return _used(piece, n) >= LARGE_MEMBER_BYTES
 
 
 def batch_size(piece: MapPiece, n: Any) -> int:
-    """Members to be computed at once where those of a shard come in batches: a power of two."""
+    """The number of members per batch, for shards of several batches: a power of two."""
     n = 1 if is_unknown(n) else n
     members = min(CACHE_BYTES / max(_read(piece, n) + _used(piece, n), 1), USUAL_LIMIT)
     return max(MULTIPLE, power_of_two(members))
 
 
 def largest_size(piece: MapPiece, n: int, limit: int) -> int:
-    """The largest shard of a pass over n members that may be tried, a power of two.
+    """The largest shard size to try for a pass over n members, a power of two.
 
     Args:
-      limit: bytes that its members may take at once.
+      piece: the pass.
+      n: the number of members.
+      limit: working memory for all members of a shard, in bytes.
     """
     moved = _moved(piece, n)
     size = min(limit / max(moved + _used(piece, n), 1), MAX_SHARD_BYTES / max(moved, 1))
@@ -168,22 +179,22 @@ def largest_size(piece: MapPiece, n: int, limit: int) -> int:
 
 
 def _read(piece: MapPiece, n: int) -> float:
-    """Bytes that a pass reads of a member."""
+    """Bytes that a pass reads per member."""
     return sum(_nbytes(var.aval) for var, _ in piece.operands) / n
 
 
 def _moved(piece: MapPiece, n: int) -> float:
-    """Bytes that a pass reads of a member, and those that it gives."""
+    """Bytes that a pass reads and returns per member."""
     return _read(piece, n) + sum(_nbytes(var.aval) for var in piece.results) / n
 
 
 def _used(piece: MapPiece, n: int) -> float:
-    """Bytes that a member needs at once in a pass, besides what is read of it."""
+    """Peak working memory per member in a pass, without its operands, in bytes."""
     return max((_bytes_at_once(e, n) for e in piece.emissions), default=0)
 
 
 def _bytes_at_once(emission: Emission, n: int) -> float:
-    """Bytes that one member needs while an equation is computed, its operands left out."""
+    """Working memory per member of one equation, without its operands, in bytes."""
     eqn = emission.eqn
     if eqn.primitive.name == "bj_map":
         return _body_bytes(eqn.params["jaxpr"])
@@ -193,7 +204,7 @@ def _bytes_at_once(emission: Emission, n: int) -> float:
 
 
 def _body_bytes(closed: Any) -> int:
-    """Peak bytes of the values that are alive at once in a body, each freed after its last use."""
+    """Peak bytes of the live values in a body, where each is freed after its last use."""
     jaxpr = getattr(closed, "jaxpr", closed)
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _is_var(v)}
     last.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_var(v)})

@@ -1,4 +1,4 @@
-"""How a pass computes the members of a shard: all at once, in batches, or one after the other."""
+"""Chooses how a pass computes a shard: all members at once (vmap), in batches, or sequentially."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from beamjax.interpreters.cutting.pieces import MapPiece
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import shard_size
+from beamjax.interpreters.lowering.convolutions import convolves_by_member
 from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
-from beamjax.interpreters.lowering.own_kernels import convolves_by_member
 from beamjax.options import Options
 from beamjax.options.choices import Looping
 from beamjax.plan.steps import Lane
@@ -26,16 +26,16 @@ def looping_of(
     platforms: Sequence[str],
     chosen: Looping | None = None,
 ) -> tuple[Looping, str]:
-    """How a pass computes a shard, and why not all of its members at once, if so.
+    """How a pass computes a shard, with the reason if it is not vmap over all members.
 
     Args:
       piece: the pass.
-      lanes: of its reductions.
-      n: its members.
-      size: members in a shard.
-      options: `member_loop` and `member_batch` come first.
-      platforms: that it is for.
-      chosen: what comes next; None for what the bodies tell.
+      lanes: the fused buffers of its reductions.
+      n: the number of members.
+      size: members per shard.
+      options: `member_loop` and `member_batch` take precedence.
+      platforms: platforms of the executable.
+      chosen: a saved or probed choice, which comes second; None to choose by rules.
     """
     if not goes_one_by_one(piece, lanes):
         return VMAP, ""
@@ -58,15 +58,15 @@ def looping_of(
 def _by_rule(
     piece: MapPiece, n: Any, options: Options, platforms: Sequence[str]
 ) -> tuple[Looping, str]:
-    """How the members of a shard of any size had better be computed, and why."""
+    """How to compute a shard of any size by rules, and why."""
     if shard_size.is_large(piece, n):
         return Looping("loop"), "large members"
     if tuple(platforms) != ("cpu",):
         return VMAP, ""
     if convolves_by_member(piece):
-        return Looping("loop"), "convolutions with kernels of the members' own"
+        return Looping("loop"), "convolutions whose kernels differ between members"
     if is_unknown(n) or options.shard_size is not None:
         return VMAP, ""
     if shard_size.is_streamed(piece, n):
         return VMAP, ""
-    return Looping("batches", shard_size.fitting_size(piece, n)), "the cache holds no more of them"
+    return Looping("batches", shard_size.fitting_size(piece, n)), "no more members fit in the cache"

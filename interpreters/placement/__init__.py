@@ -1,1 +1,1 @@
-"""Where each value lives: on the server, or along the members of a placement."""
+"""Placement: finds out which values are server values and which are placed."""

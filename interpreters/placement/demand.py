@@ -1,4 +1,4 @@
-"""The backward pass of placement: at which places the values of a program are wanted."""
+"""The backward pass of placement: which places the uses of a value ask for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from beamjax.interpreters.rules import table as rules
 
 
 class PlacementKeys:
-    """Names for the placements of a program.
+    """Unique names for the placements of a program.
 
-    Programs that are composed may use one name with different sizes; such placements are kept
-    apart as `clients[10]` and `clients[20]`.
+    Composed programs may use one name with different sizes. Such placements get names like
+    `clients[10]` and `clients[20]`.
     """
 
     def __init__(self, flat: FlatProgram, placements: Iterable[tuple[str, int]]):
@@ -39,12 +39,12 @@ class PlacementKeys:
         self.sizes = {key: n for (_, n), key in self._keys.items()}
 
     def rows(self, var: Var) -> Along | None:
-        """The place of a value with as many rows as one placement has members, if it is one."""
+        """Axis 0 of the only placement with as many members as a value has rows, else None."""
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
         return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] != 1 else None
 
     def key(self, name: str, n: int) -> str:
-        """The name that is given to a placement."""
+        """The unique name of a placement."""
         return self._keys[name, n]
 
     def of(self, eqn: Eqn) -> str | None:
@@ -62,14 +62,14 @@ def _members(eqn: Eqn) -> int:
 
 
 def requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
-    """Operands that are variables, with the axis along which their members must be."""
+    """The placed operands that are variables, each with the axis that its members must be on."""
     for atom, axis in zip(eqn.inputs, in_axes, strict=True):
         if axis is not None and isinstance(atom, Var):
             yield atom, axis
 
 
 def find_wanted(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, Along]:
-    """The place that the first of its uses wants for each value that some use wants placed."""
+    """The place of each value that some use needs placed; the first use decides."""
     finder = _Finder(keys)
     finder.wanted.update({var: Along(keys.key(*pair), 0) for var, pair in flat.mapped.items()})
     finder.block(flat)
@@ -115,13 +115,13 @@ class _Finder:
             along = self.wanted.get(var)
             self.want(entry, along.moved(-1) if along else None)
         ends = list(zip(block.outputs[:carried], eqn.outputs, block.inputs, strict=False))
-        for _ in range(carried + 2):  # a want passes on by one carried value each time
+        for _ in range(carried + 2):  # Each iteration moves a demand by one carried value at most.
             before = [self.wanted.get(param) for param in block.inputs]
             for last, var, param in ends:
                 self.want(last, self.wanted.get(param) or self.wanted.get(var))
             for inner in reversed(eqn.blocks):
                 self.block(inner)
-            # What rounds hand on without a use is wanted where the loop's result is.
+            # A carried value that rounds do not change is placed as the loop's result is.
             for last, var, param in ends:
                 if last is param:
                     self.want(param, self.wanted.get(param) or self.wanted.get(var))

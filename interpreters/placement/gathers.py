@@ -1,16 +1,25 @@
-"""One gather for several views of the same placed value.
+"""Changes what the server gathers, once all values have places.
 
-`y @ y.T` and `x[:, None] - x[None]` read one value in two shapes. The value is gathered once, and
-the server makes the shapes.
+* `share_gathers` gathers a placed value once if the server reads several views of it. `y @ y.T` and
+  `x[:, None] - x[None]` read one value in two shapes. The server computes the views.
+* `gather_from_passes` is for runs that may drop members or check them for NaN. Such a run gathers
+  only results of passes. A pass checks its results, and fills those of dropped members with NaN, or
+  with 0 if the dtype has no NaN. So before an input or a carried value of a loop is gathered, a
+  pass copies it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
+from beamjax.interpreters.rules.readings import Local
 
 VIEWS = frozenset(
     {
@@ -27,7 +36,7 @@ VIEWS = frozenset(
 
 
 def share_gathers(program: PlacedProgram, block: FlatBlock) -> None:
-    """Makes views of a value on the server, in place, where all of them would be more to gather."""
+    """Moves views of a placed value to the server, in place, if the value is smaller than them."""
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     views: dict[Var, set[Var]] = {}
     for eqn in block.eqns:
@@ -60,7 +69,7 @@ def _gathered(program: PlacedProgram, eqn: Eqn) -> Iterator[Var]:
 
 
 def _origin(var: Var, makers: dict[Var, Eqn]) -> Var:
-    """The value that a value is a view of, or itself."""
+    """The value of which `var` is a view; `var` itself if it is none."""
     while var in makers and makers[var].primitive.name in VIEWS:
         operands = _variables(makers[var].inputs)
         if len(operands) != 1 or len(makers[var].outputs) != 1:
@@ -80,7 +89,7 @@ def _size(var: Var) -> int:
 def _clone(
     var: Var, origin: Var, makers: dict[Var, Eqn], clones: dict[Var, Var], made: dict[Eqn, Eqn]
 ) -> Var:
-    """A view as the server makes it of the gathered value."""
+    """The variable of a view that the server computes from the gathered value."""
     if var is origin:
         return var
     if var not in clones:
@@ -91,3 +100,150 @@ def _clone(
         inputs = [source if isinstance(atom, Var) else atom for atom in eqn.inputs]
         made[eqn] = Eqn(eqn.primitive, eqn.params, inputs, [clones[var]], eqn.line)
     return clones[var]
+
+
+# --- runs with a guard
+
+
+_LOGICAL = frozenset({"reduce_and", "reduce_or"})
+
+
+def gather_from_passes(program: PlacedProgram) -> None:
+    """Changes a program in place so that all gathered and returned values are results of passes."""
+    _Tests(program).block(program.flat)
+    copies = _Copies(program)
+    copies.block(program.flat)
+    program.flat.outputs[:] = [
+        copies.of(atom) if atom in program.flat.inputs and program.place(atom) else atom
+        for atom in program.flat.outputs
+    ]
+    copies.insert(program.flat)
+
+
+class _Copies:
+    """Adds copies of placed values that the server reads and no equation of a pass computes."""
+
+    def __init__(self, program: PlacedProgram):
+        self.program = program
+        self.made: set[Var] = set()
+        self.copies: dict[Var, Eqn] = {}
+
+    def block(self, block: FlatBlock) -> None:
+        """Makes the equations of a block, and of blocks in it, read the copies."""
+        program = self.program
+        for eqn in block.eqns:
+            if not eqn.blocks:
+                eqn.inputs[:] = [
+                    self.of(atom) if along is None and program.place(atom) else atom
+                    for atom, along in program.reads(eqn)
+                ]
+                if eqn in program.readings:
+                    self.made.update(eqn.outputs)
+                continue
+            border = program.borders[eqn]
+            eqn.inputs[:] = [
+                self.of(atom) if along is None and program.place(atom) else atom
+                for atom, along in zip(eqn.inputs, border.inputs, strict=True)
+            ]
+            for inner, places in zip(eqn.blocks, border.outputs, strict=True):
+                self.block(inner)
+                inner.outputs[:] = [
+                    self.of(atom) if along is None and program.place(atom) else atom
+                    for atom, along in zip(inner.outputs, places, strict=True)
+                ]
+
+    def of(self, atom: Atom) -> Atom:
+        """The value to read instead of a placed one."""
+        if not isinstance(atom, Var) or atom in self.made:
+            return atom
+        if atom not in self.copies:
+            self.copies[atom] = _copy(atom)
+            along = self.program.places[atom]
+            reading = Local((along.axis,), (along.axis,), lambda eqn, args, shard: list(args))
+            self.program.readings[self.copies[atom]] = along.placement, reading
+            self.program.places[self.copies[atom].outputs[0]] = along
+        return self.copies[atom].outputs[0]
+
+    def insert(self, block: FlatBlock) -> None:
+        """Inserts the equation of each copy after the definition of the copied value."""
+        found = list(self._copied(block.inputs))
+        if isinstance(block, type(self.program.flat)):
+            found += self._copied(list(block.views))
+        for eqn in block.eqns:
+            for inner in eqn.blocks:
+                self.insert(inner)
+            found += [eqn, *self._copied(eqn.outputs)]
+        block.eqns[:] = found
+
+    def _copied(self, variables: Sequence[Var]) -> Iterator[Eqn]:
+        return (self.copies[var] for var in variables if var in self.copies)
+
+
+class _Tests:
+    """Moves tests of all members, by `jnp.any` and `jnp.all`, to the server.
+
+    `jnp.median` looks for NaN among the members before it sorts them on the server. It must also
+    find the NaN of dropped members, so the server tests the gathered values that it sorts.
+    """
+
+    def __init__(self, program: PlacedProgram):
+        self.program = program
+
+    def block(self, block: FlatBlock) -> None:
+        """Makes the equations of a block that run on the server read tests of the server."""
+        self.makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
+        self.tested: dict[Var, bool] = {}
+        self.clones: dict[Var, Var] = {}
+        found: list[Eqn] = []
+        for eqn in block.eqns:
+            if not eqn.blocks and eqn not in self.program.readings:
+                eqn.inputs[:] = [
+                    self.on_server(atom, found)
+                    if self.program.place(atom) and self.is_tested(atom)
+                    else atom
+                    for atom in eqn.inputs
+                ]
+            found.append(eqn)
+        block.eqns[:] = found
+        for eqn in found:
+            for inner in eqn.blocks:
+                self.block(inner)
+
+    def is_tested(self, atom: Atom) -> bool:
+        """Whether a value depends on a test of all members."""
+        eqn = self._maker(atom)
+        if eqn is None or not isinstance(atom, Var):
+            return False
+        if atom not in self.tested:
+            is_test = eqn in self.program.readings and eqn.primitive.name in _LOGICAL
+            self.tested[atom] = is_test or any(map(self.is_tested, eqn.inputs))
+        return self.tested[atom]
+
+    def on_server(self, atom: Atom, found: list[Eqn]) -> Atom:
+        """The same value, computed by the server from gathered floats.
+
+        Appends the new equations to `found`.
+        """
+        eqn = self._maker(atom)
+        if eqn is None or not isinstance(atom, Var):
+            return atom
+        has_holes = not self.program.place(atom) or jnp.issubdtype(atom.aval.dtype, np.inexact)
+        if has_holes and not self.is_tested(atom):
+            return atom
+        if atom not in self.clones:
+            inputs = [self.on_server(each, found) for each in eqn.inputs]
+            outputs = [Var(f"{var.name}_served", var.aval) for var in eqn.outputs]
+            self.clones.update(zip(eqn.outputs, outputs, strict=True))
+            found.append(Eqn(eqn.primitive, eqn.params, inputs, outputs, eqn.line))
+        return self.clones[atom]
+
+    def _maker(self, atom: Atom) -> Eqn | None:
+        eqn = self.makers.get(atom) if isinstance(atom, Var) else None
+        if eqn is None or eqn.blocks or eqn.effects or eqn.is_placed_operator:
+            return None
+        return eqn
+
+
+def _copy(var: Var) -> Eqn:
+    like = jax.make_jaxpr(jnp.copy)(jax.ShapeDtypeStruct((), np.float32)).eqns[0]
+    return Eqn(like.primitive, {}, [var], [Var(f"{var.name}_kept", var.aval)], "")

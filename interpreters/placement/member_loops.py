@@ -1,7 +1,7 @@
-"""Scans, whiles and conds without placed operators that act on each member alone.
+"""Scan, while and cond without placed operators that act on each member separately.
 
-Such a loop runs inside of a pass, over the members of one shard: `jax.vmap` of a function with a
-loop in it, outside of `map_fn`, is one.
+Such a loop runs inside a pass, on the members of a shard. An example is `jax.vmap` of a function
+with a loop, outside of `map_fn`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from beamjax.interpreters.rules.readings import Emit, Fold, Local, Shard, bind
 def read_by_members(
     program: PlacedProgram, eqn: WholeEqn, structure: LoopEqn | BranchEqn, used: set[Var]
 ) -> tuple[Eqn, str, Local] | None:
-    """A loop or a branch as an equation that is computed by shards, if it can be.
+    """A loop or a branch as an equation that is computed by shards; None if it can't be.
 
     Args:
       program: the placed program.
       eqn: the loop or branch.
       structure: the same, expanded and placed.
-      used: all values that something reads.
+      used: all values that are read.
 
     Returns:
-      The equation, its placement and how it is read.
+      The equation, its placement and its sharding rule.
     """
     check = _Check(program, eqn)
     places = [program.place(var) for var in eqn.outputs]
@@ -55,9 +55,9 @@ def read_by_members(
 
 
 def distributes(program: PlacedProgram, structure: Eqn) -> bool:
-    """Whether the rounds of a loop are better run one by one than on gathered operands.
+    """Whether to run the rounds of a loop as passes instead of on gathered operands.
 
-    They are if something in them reduces over the members, or if nothing in them is gathered.
+    This pays if a round reduces over the members, or gathers nothing.
     """
     inside = [eqn for block in structure.blocks for eqn in program.walk(block)]
     folds = (program.readings.get(eqn, ("", None))[1] for eqn in inside)
@@ -67,11 +67,11 @@ def distributes(program: PlacedProgram, structure: Eqn) -> bool:
 
 
 class _Check:
-    """Whether everything in a loop or a branch acts on each member alone.
+    """Checks whether all equations in a loop or a branch act on each member separately.
 
     Attributes:
-      wants: the values from outside, with the places at which they are read.
-      placements: of all the members that are read.
+      wants: the values from outside that are read, with their places.
+      placements: the placements of all placed values that are read.
     """
 
     def __init__(self, program: PlacedProgram, eqn: Eqn):
@@ -97,7 +97,7 @@ class _Check:
                     return False
                 continue
             _, reading = self.program.readings.get(eqn, ("", None))
-            # Whether any row goes on may be asked of one shard: a round leaves the others alone.
+            # The condition may be evaluated per shard: a round does not change finished rows.
             ends = is_condition and isinstance(reading, Fold) and reading.reducer == "any"
             if isinstance(reading, Fold) and not (ends and eqn.outputs == block.outputs):
                 return False
@@ -106,7 +106,7 @@ class _Check:
         return True
 
     def reads(self, pairs: Iterable[tuple[Atom, Place]]) -> bool:
-        """Whether values can be read at these places inside of a pass."""
+        """Whether a pass can read values at these places."""
         for atom, along in pairs:
             if along is not None:
                 self.placements.add(along.placement)
@@ -114,7 +114,7 @@ class _Check:
                 continue
             if atom in self.outside:
                 self.wants[atom, along] = None
-                # A server value may be read whole and by its members, others at one place.
+                # A server value may be read whole and by shards, a placed one only at one place.
                 if self.program.place(atom) and sum(var is atom for var, _ in self.wants) > 1:
                     return False
             elif self.program.place(atom) != along:
@@ -140,8 +140,8 @@ class _Emitter:
 
     Args:
       program: the placed program.
-      shard: where in the members.
-      outside: values from outside of the blocks, as they are at some place.
+      shard: the shard.
+      outside: values from outside of the blocks, by variable and place.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class _Emitter:
         return self.created(env, atom, along)
 
     def created(self, env: Mapping[Var, Any], var: Var, along: Along) -> Any:
-        """The members of a server value that a shard makes by itself."""
+        """The members of a server value that a shard can compute."""
         maker, reading = self.program.creations[var, along]
         args = [self.value(env, *pair) for pair in self.program.reads_to_create(var, along)]
         outs = reading.emit(maker, args, self.shard)

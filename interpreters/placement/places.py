@@ -1,4 +1,4 @@
-"""A flat program in which every value has a place: the words in which placement answers."""
+"""Placed programs: a flat program with a place for every value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Along:
     axis: int
 
     def moved(self, by: int) -> Along | None:
-        """The same members in an array with more or fewer leading axes, if they are left in it."""
+        """The place in an array with `by` more leading axes; None if the member axis is removed."""
         return Along(self.placement, self.axis + by) if self.axis + by >= 0 else None
 
     def __str__(self) -> str:
@@ -25,16 +25,16 @@ class Along:
 
 
 Place = Along | None
-"""Where a value is; None is the server."""
+"""The place of a value; None is the server."""
 
 
 @dataclass(frozen=True)
 class Border:
-    """The places at which a loop or a branch takes and gives values.
+    """The places of the inputs and outputs of a loop or a branch.
 
     Attributes:
-      inputs: of its inputs, when it begins.
-      outputs: for each of its blocks, of the block's outputs when it ends.
+      inputs: places of its inputs.
+      outputs: for each of its blocks, the places of the block's outputs.
     """
 
     inputs: tuple[Place, ...]
@@ -47,12 +47,13 @@ class PlacedProgram:
 
     Attributes:
       sizes: number of members of each placement.
-      places: where placed values have their members; values not in it are server values.
-      readings: for each equation that is computed by shards, its placement and how.
-      creations: for server values that a shard can make by itself, the equation and how, by value
-        and place.
-      borders: of loops and branches.
-      expanded: for scans, whiles and conds that are not computed as a whole, what is instead.
+      places: places of placed values; all other values are server values.
+      readings: for each equation that is computed by shards, its placement and sharding rule.
+      creations: for server values that a shard can compute, by value and place, the equation and
+        its sharding rule.
+      borders: places of inputs and outputs of loops and branches.
+      expanded: for scans, whiles and conds without placed operators, the equation that replaces
+        them, if any.
     """
 
     flat: FlatProgram
@@ -67,28 +68,28 @@ class PlacedProgram:
         return self.places.get(atom) if isinstance(atom, Var) else None
 
     def equations(self, block: FlatBlock) -> Iterator[Eqn]:
-        """The equations of a block, as they are computed."""
+        """The equations of a block, with replacements from `expanded`."""
         return (self.expanded.get(eqn, eqn) for eqn in block.eqns)
 
     def walk(self, block: FlatBlock) -> Iterator[Eqn]:
-        """All equations of a block as they are computed, those in loops and branches included."""
+        """Like `equations`, including the equations in loops and branches."""
         for eqn in self.equations(block):
             yield eqn
             for inner in eqn.blocks:
                 yield from self.walk(inner)
 
     def settle(self, block: FlatBlock) -> None:
-        """Puts what is computed in the place of what was staged."""
+        """Applies the replacements of `expanded` to a block, in place."""
         block.eqns[:] = self.equations(block)
         for eqn in block.eqns:
             for inner in eqn.blocks:
                 self.settle(inner)
 
     def reads(self, eqn: Eqn) -> Iterator[tuple[Atom, Place]]:
-        """The atoms that an equation reads, with the places at which it does.
+        """The atoms that an equation reads, with the places at which it reads them.
 
-        For a loop or a branch these are its inputs, and what the equations and the outputs of its
-        blocks read, the blocks' own values included.
+        For a loop or a branch these are its inputs and all atoms that the equations and the outputs
+        of its blocks read, including values of these blocks.
         """
         if eqn.blocks:
             border = self.borders[eqn]
@@ -102,7 +103,7 @@ class PlacedProgram:
         yield from _reads_of(eqn, placement, reading)
 
     def reads_to_create(self, var: Var, along: Along) -> Iterator[tuple[Atom, Place]]:
-        """What a shard reads to make the members of a server value by itself."""
+        """The atoms that a shard reads to compute the members of a server value."""
         maker, reading = self.creations[var, along]
         yield from _reads_of(maker, along.placement, reading)
 

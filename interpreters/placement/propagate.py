@@ -1,9 +1,9 @@
-"""Where every value of a flat program lives: on the server, or along the members of a placement.
+"""Propagates placements: decides which values of a flat program are placed.
 
-Placement starts at the placed operators and flows both ways: backward to the values that must be
-placed for them, forward through every equation that a rule reads as member-wise. What no rule reads
-that way stays on the server, and its placed operands are gathered. A value that a loop carries has
-one place in all rounds, and an output of a branch one whichever block is taken.
+Placement starts at the placed operators. It propagates backward to the values that must be placed
+for them, and forward through every equation with a rule that acts on each member. All other
+equations run on the server, and their placed operands are gathered. A carried value of a loop has
+the same place in all rounds, and an output of a branch the same place in all blocks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Set
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.demand import PlacementKeys, find_wanted, requirements
-from beamjax.interpreters.placement.gathers import share_gathers
-from beamjax.interpreters.placement.guarded_gathers import gather_from_passes
+from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import distributes, read_by_members
 from beamjax.interpreters.placement.places import Along, Border, Place, PlacedProgram
 from beamjax.interpreters.placement.regrouping import Regrouping
@@ -45,30 +44,30 @@ def place(
     placements: Iterable[tuple[str, int]] = (),
     guarded: bool = False,
 ) -> PlacedProgram:
-    """Finds a place for every value, and makes views of inputs that are cut into members.
+    """Finds a place for every value; inputs that are reshaped into members become views.
 
     Args:
-      flat: the program.
-      known: inputs that come from sources, which are placed along axis 0 whatever uses them; the
-        value is the reader's name for messages.
-      placements: names and sizes of the programs that were called. An input that no placed operator
-        asks for, with as many rows as one of them has members, is placed too if nothing then has
+      flat: the program; it is changed.
+      known: inputs that come from sources, with their names for messages. They are placed along
+        axis 0, however they are used.
+      placements: names and sizes of the programs that were called. An input with as many rows as
+        one of these has members is placed even if no placed operator reads it, unless it would have
         to be gathered: `jnp.mean(x, 0)` in a program is a reduction.
-      guarded: whether members may be left out or are checked for NaN. Then an input with as many
-        rows is placed unless the program broadcasts it, so that what becomes of a member does not
-        depend on what else is computed, and what is gathered comes from a pass.
+      guarded: whether members may be dropped or are checked for NaN. In this case an input with as
+        many rows is placed unless the program broadcasts it, so that the handling of a member does
+        not depend on what else is computed; and only results of passes are gathered.
 
     Raises:
-      PlacementError: a source has another number of members than the placement it is used for, or
-        a placement has too many.
+      PlacementError: a source has another number of members than the placement that it is used for,
+        or a placement has too many members.
       StagingError: a source is not used as a placed value.
     """
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
     for key, n in keys.sizes.items():
         if not is_unknown(n) and n > MAX_MEMBERS:
             raise PlacementError(
-                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: a shard knows "
-                "its first member by an int32"
+                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
+                "the index of a member is an int32"
             )
     wanted = find_wanted(flat, keys)
     views = make_views(flat, wanted, keys.sizes)
@@ -145,7 +144,7 @@ class _Placing:
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
     def block(self, block: FlatBlock) -> None:
-        """Places what the equations of a block give."""
+        """Places the results of the equations of a block."""
         for eqn in block.eqns:
             match eqn:
                 case LoopEqn():
@@ -160,8 +159,8 @@ class _Placing:
     def whole(self, eqn: WholeEqn) -> None:
         """Places a scan, while or cond without placed operators.
 
-        If all of it acts on each member alone, it runs inside of a pass. If it reduces over the
-        members, its rounds are passes.
+        If it acts on each member separately, it runs inside a pass. If it reduces over the members,
+        its rounds are passes.
         """
         program = self.program
         if not any(program.place(atom) for atom in eqn.inputs):
@@ -198,7 +197,7 @@ class _Placing:
             self.note_creations(eqn)
 
     def note_creations(self, eqn: Eqn) -> None:
-        """Server values with an axis as long as a placement that shards can make by themselves."""
+        """Records server values with as many entries as members that shards can compute."""
         creations = self.program.creations
         for placement, n in self.program.sizes.items():
             for out, var in enumerate(eqn.outputs):
@@ -211,7 +210,7 @@ class _Placing:
                         creations[var, Along(placement, axis)] = (eqn, found)
 
     def loop(self, eqn: LoopEqn) -> None:
-        """Finds the places of carried values: those at which rounds take them and give them."""
+        """Finds a place for each carried value that fits before and after all rounds."""
         program, carried, block = self.program, eqn.carried, eqn.block
         chosen: list[Place] = []
         for number, (atom, var) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
@@ -234,7 +233,7 @@ class _Placing:
             if not differing:
                 break
             for i in differing:
-                # First the rounds' place; if they then give another one, the server for good.
+                # First try the place that a round returns; if that differs again, use the server.
                 if chosen[i] is not None:
                     settled.add(i)
                 chosen[i] = given[i] if chosen[i] is None else None
@@ -249,14 +248,14 @@ class _Placing:
             self.put(var, along.moved(stacked) if along else None)
 
     def differs(self, chosen: Place, atom: Atom) -> bool:
-        """Whether what a round gives is at another place than what it takes."""
+        """Whether the value that a round returns is at another place than `chosen`."""
         given = self.program.place(atom)
         if given is None and chosen is not None and isinstance(atom, Var):
             return (atom, chosen) not in self.program.creations
         return given != chosen
 
     def branch(self, eqn: BranchEqn) -> None:
-        """Finds the places of a branch's outputs: along the members if any block gives them so."""
+        """Finds the places of a branch's outputs: placed if they are so in any block."""
         for block in eqn.branches:
             self.block(block)
         places: list[Place] = []
@@ -269,7 +268,7 @@ class _Placing:
     def enclose(
         self, eqn: Eqn, inputs: tuple[Place, ...], outputs: tuple[tuple[Place, ...], ...]
     ) -> None:
-        """Notes the border of a loop or a branch; what must be placed there is made so."""
+        """Records the places of the inputs and outputs of a loop or a branch."""
         self.program.borders[eqn] = Border(inputs, outputs)
         ends = zip(eqn.blocks, outputs, strict=True)
         pairs = [*zip(eqn.inputs, inputs, strict=True)]
@@ -292,7 +291,7 @@ class _Placing:
             self.program.places[var] = along
 
     def forget(self, block: FlatBlock) -> None:
-        """Takes back all that was found of the equations of a block."""
+        """Removes everything recorded for the equations of a block."""
         for eqn in block.eqns:
             self.forget_equation(eqn)
 
@@ -310,7 +309,7 @@ class _Placing:
 
 
 def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
-    """The equations that pick from a value of which, all together, they take a large share."""
+    """The equations that select members of a value of which they together read a large share."""
     picks: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
         _, reading = program.readings.get(eqn, ("", None))
@@ -325,10 +324,10 @@ def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
 
 
 class _Gathered:
-    """Which of some inputs are gathered or picked from, or a value computed from them is.
+    """Finds inputs that are gathered or selected from, or whose derived values are.
 
-    A view counts as gathered only if that happens before a placed operator has read it. Where
-    members are `guarded`, only what placed operators and loops read on the server counts.
+    A view only counts if that happens before a placed operator has read it. With `guarded`, only
+    server reads of placed operators and loops count.
     """
 
     def __init__(self, program: PlacedProgram, tried: Iterable[Var], guarded: bool):
@@ -381,7 +380,7 @@ class _Gathered:
                 return
 
     def read(self, atom: Atom, along: Place, counts: bool = True) -> frozenset[Var]:
-        """Notes that a value is read at a place; gives the inputs that it is computed from."""
+        """Records that a value is read at a place; returns the inputs it is computed from."""
         if not isinstance(atom, Var) or self.program.place(atom) is None:
             return frozenset()
         found = self.origin(atom)

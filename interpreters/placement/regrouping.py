@@ -1,9 +1,9 @@
-"""Reductions of members that a program has sliced or reshaped, as reductions of the members.
+"""Rewrites reductions of sliced or reshaped members to reductions of the members.
 
 `jnp.mean(x[:800], 0)`, `jnp.max(jnp.abs(x.ravel()))` and `x.reshape(4, -1, k).sum(1)` reduce values
-that have no row for each member, though what they reduce is computed member by member. The same
-equations are then written for all members, in the shape that those had, and only what the
-reduction gives is in the shape that the program asks for.
+that do not have one row per member, although they act on each member before the reduction. Their
+equations are rewritten for all members in their original shape, so that nothing is gathered. Only
+the result of the reduction has the shape that the program asks for.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from beamjax.interpreters.staging.flatten import flatten
 
 @dataclass(frozen=True)
 class Step:
-    """How an equation is written for all members.
+    """How to rewrite an equation for all members.
 
     Attributes:
-      atoms: what it reads.
-      whole: for each of them, whether it is taken for all members, as another step gives it.
-      function: from the values of `atoms` to the results, one for each output of the equation.
-      is_end: whether the results are those of the equation itself, a reduction.
+      atoms: the atoms that it reads.
+      whole: for each atom, whether to read its rewritten value, which another step computes.
+      function: maps the values of `atoms` to the results, one for each output of the equation.
+      is_end: whether the results equal those of the original equation, which is a reduction.
     """
 
     atoms: Sequence[Atom]
@@ -43,7 +43,7 @@ Find = Callable[[PlacedProgram, FlatBlock], Iterator[Steps]]
 
 
 class Regrouping:
-    """Writes reductions of a program anew, and takes that back."""
+    """Rewrites reductions of a program in place, and can undo that."""
 
     def __init__(self, flat: FlatProgram, finds: Iterable[Find]):
         self.flat = flat
@@ -52,12 +52,12 @@ class Regrouping:
         self.names = map("all{}".format, itertools.count())
 
     def rewrite(self, program: PlacedProgram) -> bool:
-        """Rewrites, in place, what would be gathered for no other reason; whether there was any."""
+        """Rewrites reductions that then need no gather; returns whether there were any."""
         blocks = [self.flat, *(block for eqn in self.flat.walk() for block in eqn.blocks)]
         return any(list(map(functools.partial(self._block, program), blocks)))
 
     def undo(self) -> None:
-        """Puts the equations back that were there first."""
+        """Restores the original equations."""
         for block, eqns in self.before.items():
             block.eqns[:] = eqns
         self.before.clear()
@@ -73,7 +73,7 @@ class Regrouping:
         return bool(found)
 
     def _written(self, block: FlatBlock, steps: Steps, old: set[Var]) -> list[Eqn]:
-        """The equations of a block with what its ends need, without those that give old values."""
+        """The equations of a block with rewritten ones, without those that define `old` values."""
         needed: set[Var] = set()
         for eqn in reversed(block.eqns):
             step = steps.get(eqn)
@@ -104,7 +104,7 @@ class Regrouping:
     def _traced(
         self, function: Callable[..., Sequence[Any]], atoms: Sequence[Atom], line: str
     ) -> tuple[list[Eqn], list[Atom]]:
-        """The equations of a function of some atoms, and its results."""
+        """Traces a function of some atoms to equations, and its results."""
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             closed = jax.make_jaxpr(lambda *args: list(function(*args)))(*map(aval_of, atoms))
         flat = flatten(closed)
@@ -122,7 +122,7 @@ class Regrouping:
 
 
 def _sufficient(program: PlacedProgram, block: FlatBlock, found: Sequence[Steps]) -> list[Steps]:
-    """Those steps after which none of the members that they begin with are gathered."""
+    """The rewrites after which the members that they begin with are not gathered."""
     members = {id(steps): _of_members(program, block, steps) for steps in found}
     kept = [*found]
     while True:
@@ -138,7 +138,7 @@ def _sufficient(program: PlacedProgram, block: FlatBlock, found: Sequence[Steps]
 
 
 def _of_members(program: PlacedProgram, block: FlatBlock, steps: Steps) -> set[Var]:
-    """The placed values that steps begin with, and what they make of them."""
+    """The placed values that steps begin with, and the values computed from them."""
     found: set[Var] = set()
     for eqn in block.eqns:
         step = steps.get(eqn)
@@ -157,7 +157,7 @@ def _variables(atoms: Iterable[Atom]) -> set[Var]:
 
 
 def is_served(program: PlacedProgram, eqn: Eqn) -> bool:
-    """Whether the server computes an equation, or leaves it to the workers only to pick rows."""
+    """Whether an equation runs on the server, or on workers only to select members."""
     _, reading = program.readings.get(eqn, ("", None))
     picks = reading is not None and getattr(reading, "picks", False)
     plain = not (eqn.blocks or eqn.effects or eqn.is_placed_operator)

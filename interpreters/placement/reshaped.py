@@ -1,8 +1,8 @@
-"""Reductions of members that were reshaped, as reductions of the members in the shape they had.
+"""Rewrites reductions of reshaped members to reductions of the members in their original shape.
 
-A reduction asks which numbers come together in one of its results, not in which shape they stood.
-All entries of what the members were reshaped to are reduced at once, or those of some axes: then
-each member counts for one row of the result, or for a few, as in `jax.ops.segment_sum`.
+A reduction depends on which elements are reduced together, not on their shape. If all elements are
+reduced, the members can be reduced directly. If only some axes are reduced, each member contributes
+to one or a few rows of the result, as in `jax.ops.segment_sum`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.steps import MAX_MEMBERS
 
 MAX_ROWS = 8
-"""Of a table that each shard sends, for few members; for more, the square root of their number."""
+"""Largest number of rows of the table that each shard sends, or the square root of the number of
+members if that is larger."""
 
 Function = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """A placed value of one shape that a program reads in another."""
+    """A reshape of a placed value: its original shape and its new one."""
 
     along: Along
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class Reshape:
 
     @staticmethod
     def of(program: PlacedProgram, eqn: Eqn) -> Reshape | None:
-        """That of an equation on the server, if it is one of members of a known number."""
+        """The reshape that a server equation does, if its operand is placed and of known size."""
         if eqn.primitive.name != "reshape" or not is_served(program, eqn):
             return None
         along = program.place(eqn.inputs[0])
@@ -55,7 +56,7 @@ class Reshape:
 
 
 def reshaped(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
-    """For each shape that members are brought to in a block, what follows from it alone."""
+    """For each reshape of members in a block, the rewrites that it allows."""
     changes = (Reshape.of(program, eqn) for eqn in block.eqns)
     for change in dict.fromkeys(filter(None, changes)):
         yield _steps(program, block, change)
@@ -63,7 +64,8 @@ def reshaped(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Ste
 
 def _steps(program: PlacedProgram, block: FlatBlock, change: Reshape) -> dict[Eqn, Step]:
     steps: dict[Eqn, Step] = {}
-    # What has the shape that is asked for: made of the members, or one number everywhere.
+    # Values of the new shape that can be computed in the original one: functions of the members, or
+    # a single number everywhere.
     known: set[Var | None] = set()
     fills: set[Var | None] = set()
     for eqn in block.eqns:
@@ -105,7 +107,7 @@ def _filled(eqn: Eqn, shape: tuple[int, ...]) -> Function:
 
 
 def _end(eqn: Eqn, change: Reshape) -> Function | None:
-    """What gives a reduction of reshaped members, or their first shape again, from the members."""
+    """A function from the members to a reduction, or to a reshape back, of the reshaped members."""
     name = eqn.primitive.name
     if name == "reshape" and shape_of(eqn.outputs[0]) == change.shape:
         return functools.partial(_bound, eqn)
@@ -116,7 +118,7 @@ def _end(eqn: Eqn, change: Reshape) -> Function | None:
     return None
 
 
-# --- the place of an extreme among all entries
+# --- argmax and argmin of all elements
 
 
 def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
@@ -147,19 +149,20 @@ def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
 # --- reductions along some axes
 
 _WRITES = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "max", "all": "min"}
-"""How rows are brought into a table, for each reduction: methods of `table.at[keys]`."""
+"""For each reduction, the method of `table.at[keys]` that adds rows to a table."""
 
 
 class _Axes:
-    """The axes of a reshaped value in those of the members.
+    """Relates the axes of a reshaped value to those of the members.
 
     Attributes:
-      shape: the members' shape, in which the axes that need not be merged or cut are those of the
-        reshaped value.
-      numbers: for each axis of `shape`, which of the reshaped value it is; None for the members and
-        for what is merged with them.
-      merged: the axes of the reshaped value that the members, and what is merged with them, are.
-      member: the place of the members in `shape`; what is merged with them, if anything, follows.
+      shape: a shape of the original value that has as many axes of the reshaped value as possible:
+        all but those that mix with the axis of the members.
+      numbers: for each axis of `shape`, the same axis of the reshaped value; None for the axis of
+        the members and the elements of a member that are merged with it.
+      merged: the axes of the reshaped value that the members, and elements merged with them, fill.
+      member: the axis of the members in `shape`; the axis of the elements that are merged with them
+        follows. None if the reshape can't be described in this way.
     """
 
     def __init__(self, change: Reshape):
@@ -187,7 +190,7 @@ class _Axes:
 
     @staticmethod
     def reduction(eqn: Eqn, change: Reshape) -> Function | None:
-        """A reduction along axes of the reshaped value, from the members to its result."""
+        """A function from the members to a reduction over axes of the reshaped value, or None."""
         reduced = set(eqn.params["axes"])
         if not 0 < math.prod(change.shape) <= MAX_MEMBERS:
             return None
@@ -203,7 +206,7 @@ class _Axes:
         return axes.by_row(eqn, reduced, kept)
 
     def whole(self, eqn: Eqn, reduced: set[int]) -> Function:
-        """All members count for all results."""
+        """The reduction if all members contribute to all results."""
         gone = tuple(i for i, k in enumerate(self.numbers) if k is None or k in reduced)
         result = shape_of(eqn.outputs[0])
 
@@ -214,7 +217,7 @@ class _Axes:
         return function
 
     def by_row(self, eqn: Eqn, reduced: set[int], kept: list[int]) -> Function:
-        """A member counts for the row of a table that its number says."""
+        """The reduction if each member contributes to one row of a table, or a few."""
         assert self.member is not None
         member, name = self.member, REDUCTIONS[eqn.primitive.name]
         others = tuple(i for i, k in enumerate(self.numbers) if k is not None and k in reduced)
@@ -236,7 +239,7 @@ class _Axes:
         return function
 
     def rows_of(self, shape: tuple[int, ...], kept: list[int]) -> Any:
-        """For each member, and what is merged with it, the row of the table."""
+        """int32 of `shape`: the row of the table for each member and element merged with it."""
         number, width = np.dtype("int32"), shape[1]
         place = lax.broadcasted_iota(number, shape, 0) * width + lax.broadcasted_iota(
             number, shape, 1
@@ -250,7 +253,7 @@ class _Axes:
 
 
 def _has_table(eqn: Eqn) -> bool:
-    """Whether members can be brought into a table as a reduction asks for."""
+    """Whether there is a scatter for a reduction and its dtype."""
     kind, name = aval_of(eqn.inputs[0]).dtype.kind, REDUCTIONS[eqn.primitive.name]
     if kind == "c":
         return name == "sum"
@@ -258,7 +261,9 @@ def _has_table(eqn: Eqn) -> bool:
 
 
 def _groups(olds: Sequence[int], news: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The axes of two shapes of one size, in the smallest groups of one size, in order."""
+    """Splits the axes of two shapes of equal size into the smallest consecutive groups of equal
+    size.
+    """
     i = j = 0
     while i < len(olds) or j < len(news):
         left, right = list[int](), list[int]()

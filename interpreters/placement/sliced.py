@@ -1,7 +1,7 @@
-"""Reductions of what is computed of a slice of the members, as reductions of all members.
+"""Rewrites reductions of a slice of the members to reductions of all members.
 
-Those outside of the slice are computed as well, which at most doubles the work, and left out of the
-reduction: `jnp.mean(loss(w, x[:800]))` is the loss of each member, and a sum over the first 800.
+Members outside of the slice are computed as well, which at most doubles the work, and masked in the
+reduction: `jnp.mean(loss(w, x[:800]))` computes the loss of each member and sums the first 800.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from beamjax.interpreters.rules.readings import (
 from beamjax.numerics.reducers import REDUCERS
 
 MIN_SHARE = 0.5
-"""Of the members that a slice has, below which all of them are not computed for it."""
+"""Smallest share of the members that a slice must have for all members to be computed for it."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Slice:
     n: int
 
     def all_members(self) -> Shard:
-        """All n of them as one shard, whose first is not the first of the slice."""
+        """All n members as one shard, where index 0 is the first member of the slice."""
         return Shard(jnp.int32(-self.start), self.n, jnp.ones(self.n, bool))
 
     def masked(self, x: Any, axis: int, fill: Any) -> Any:
-        """`x`, of all members, with `fill` for those outside of the slice."""
+        """`x`, which holds all members, with `fill` for those outside of the slice."""
         index = lax.broadcasted_iota(np.dtype("int32"), x.shape, axis)
         inside = (index >= self.start) & (index < self.start + self.count)
         return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
 
 
 def sliced(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
-    """For each slice of members in a block, what follows from it alone."""
+    """For each slice of members in a block, the rewrites that it allows."""
     for part in dict.fromkeys(filter(None, (_slice_of(program, eqn) for eqn in block.eqns))):
         cone = _Cone(program, part)
         for eqn in block.eqns:
@@ -65,7 +65,7 @@ def sliced(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]
 
 
 def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
-    """The slice of members that an equation on the server takes, if it takes most of them."""
+    """The slice of members that a server equation takes, if it takes a large share of them."""
     along = program.place(eqn.inputs[0]) if eqn.primitive.name == "slice" else None
     if along is None or not is_served(program, eqn):
         return None
@@ -78,11 +78,11 @@ def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
 
 
 class _Cone:
-    """The equations that can be computed of all members for what they give for a slice of them.
+    """Collects the equations after a slice that can be computed for all members instead.
 
     Attributes:
-      axes: for each value that is made of the slice, the axis along which its members lie.
-      made: likewise for server values that are made member by member.
+      axes: for each value computed from the slice, the axis of its members.
+      made: for each server value that can be created for all members, the axis of its members.
     """
 
     def __init__(self, program: PlacedProgram, part: Slice):
@@ -93,7 +93,7 @@ class _Cone:
         self.made: dict[Var, int] = {}
 
     def see(self, eqn: Eqn) -> None:
-        """Notes how the next equation is written, if it can be."""
+        """Records how to rewrite the next equation, if that is possible."""
         if _slice_of(self.program, eqn) == self.part:
             self.cut(eqn)
             return
@@ -118,7 +118,7 @@ class _Cone:
         return self.axes.get(atom) if isinstance(atom, Var) else None
 
     def reads(self, eqn: Eqn, reading: Local | Fold | None) -> bool:
-        """Whether all operands can be had as a reading takes them."""
+        """Whether all operands are available along the axes that a rule requires."""
         if reading is None or (isinstance(reading, Fold) and reading.picks):
             return False
         return all(
@@ -129,7 +129,7 @@ class _Cone:
         )
 
     def cut(self, eqn: Eqn) -> None:
-        """The slice itself: of all members, what it takes of each."""
+        """Rewrites the slice itself: it takes all members, and slices the other axes."""
         along = self.program.place(eqn.inputs[0])
         assert along is not None
         starts = replaced(eqn.params["start_indices"], along.axis, 0)
@@ -142,7 +142,7 @@ class _Cone:
         self.axes[eqn.outputs[0]] = along.axis
 
     def create(self, eqn: Eqn) -> None:
-        """A server value with as many entries as the slice has members."""
+        """Rewrites the creation of a server value with as many entries as the slice has members."""
         for var in eqn.outputs:
             for axis, dim in enumerate(shape_of(var)):
                 if dim == self.part.count and var not in self.made:
@@ -160,7 +160,7 @@ class _Cone:
         self.steps[eqn] = Step(eqn.inputs, whole, function)
 
     def is_undone(self, eqn: Eqn, axis: int) -> bool:
-        """Whether an equation is a pad that gives all members again: the slice's derivative."""
+        """Whether an equation pads the slice to all members: the derivative of the slice."""
         part = self.part
         around = (part.start, part.n - part.start - part.count, 0)
         if eqn.primitive.name != "pad" or self.program.place(eqn.inputs[1]) is not None:
@@ -176,7 +176,7 @@ class _Cone:
         self.steps[eqn] = Step(eqn.inputs, [True, False], function, is_end=True)
 
     def fold(self, eqn: Eqn, reading: Fold) -> None:
-        """A reduction over the slice: of all members, where the others change nothing."""
+        """Rewrites a reduction over the slice: masks the other members by the neutral element."""
         scatters = eqn.primitive.name.startswith("scatter")
 
         def function(*args: Any) -> Sequence[Any]:
@@ -185,7 +185,7 @@ class _Cone:
                 if axis is not None and not (scatters and i == 1):
                     neutral = REDUCERS[reading.reducer].identity(args[i].dtype)
                     masked[i] = self.part.masked(args[i], axis, neutral)
-            # An index may stand once in the slice, and again outside of it.
+            # Indices that are unique and sorted in the slice need not be so outside of it.
             free = {"indices_are_sorted": False, "unique_indices": False} if scatters else {}
             return bind(eqn, masked, **free)
 

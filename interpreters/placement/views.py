@@ -1,7 +1,13 @@
-"""Inputs that a program cuts into members: `x.reshape(n, b, ...)` of an argument with n * b rows.
+"""Views: inputs that a program reshapes into members, `x.reshape(n, b, ...)` of n * b rows.
 
-Such an input is read by shards, b consecutive rows for each member, instead of whole by the
-launching process, which would have to send it out again. It is then an input of its own, a view.
+Workers read such an input by shards, b consecutive rows per member. Otherwise the launching process
+would have to read it and send it to the workers. The reshaped input becomes a separate input of the
+flat program, a view.
+
+A program may also compute on the rows before it makes members of them. `(tokens[:, 1:] * 2)
+.reshape(n, b, ...)` acts on each row separately, so each member can compute it for its own b rows:
+the inputs are reshaped instead, and the computation becomes a map over members. The same holds for
+`jax.random.split(key, 2 * n).reshape(n, 2)`: each member computes its own rows.
 """
 
 from __future__ import annotations
@@ -10,19 +16,26 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from beamjax.interpreters.placement.places import Along
-from beamjax.interpreters.placement.row_maps import is_cut, move_cuts
-from beamjax.interpreters.program import Eqn, FlatProgram, Var
+from beamjax.interpreters.program import Atom, Eqn, FlatProgram, Var, aval_of
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.readings import Local, Shard
+from beamjax.interpreters.staging.simplify import prune
+from beamjax.ops import primitives
+from beamjax.plan.steps import MAX_MEMBERS
 
 
 def make_views(
     flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
 ) -> dict[Var, Along]:
-    """Lets reshapes of inputs whose results are wanted along axis 0 read views, in place.
+    """Replaces the operands of reshapes of inputs into members by views, in place.
 
     Args:
-      flat: the program; the views are noted in it.
+      flat: the program; the views are added to it.
       wanted: from `find_wanted`.
       sizes: the number of members of each placement.
 
@@ -42,7 +55,7 @@ def make_views(
 
 
 def drop_view(flat: FlatProgram, view: Var) -> None:
-    """Lets all that reads a view read the input again, in place."""
+    """Replaces a view by its input in all equations, in place."""
     origin = flat.views.pop(view)
     for eqn in flat.walk():
         eqn.inputs[:] = [origin if atom is view else atom for atom in eqn.inputs]
@@ -51,7 +64,7 @@ def drop_view(flat: FlatProgram, view: Var) -> None:
 def _cuts(
     flat: FlatProgram, wanted: Mapping[Var, Along], sizes: Mapping[str, Any]
 ) -> Iterator[tuple[Eqn, Var, Along]]:
-    """The reshapes that cut an input into members, with the input and the place of the result."""
+    """The reshapes of inputs into members, with the input and the place of the result."""
     inputs = set(flat.inputs)
     for eqn in flat.walk():
         along = wanted.get(eqn.outputs[0]) if eqn.outputs else None
@@ -65,3 +78,149 @@ def _view(origin: Var, n: int) -> Var:
     rows, *rest = origin.aval.shape
     view = jax.ShapeDtypeStruct((n, rows // n, *rest), origin.aval.dtype)
     return Var(f"{origin.name}.rows{n}", jax.make_jaxpr(lambda x: x)(view).in_avals[0])
+
+
+# --- computations on rows
+
+
+def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
+    """Whether an equation reshapes rows into n members of several rows, along axis 0."""
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
+        return False
+    shape = aval_of(eqn.inputs[0]).shape
+    fits = len(eqn.inputs) == 1 and along is not None and along.axis == 0 and bool(shape)
+    return fits and shape[0] > n and shape[0] % n == 0 and eqn.params["new_sizes"][0] == n
+
+
+def move_cuts(
+    flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
+) -> None:
+    """Moves reshapes into members, if only placed operators read them, to the inputs, in place.
+
+    Args:
+      flat: the program; it is changed.
+      wanted: from `find_wanted`; the places of reshaped inputs are added.
+      sizes: the number of members of each placement.
+    """
+    users: dict[Var, list[Eqn]] = {}
+    for eqn in flat.walk():
+        for atom in (*eqn.inputs, *(a for block in eqn.blocks for a in block.outputs)):
+            if isinstance(atom, Var):
+                users.setdefault(atom, []).append(eqn)
+    handed_out = {atom for atom in flat.outputs if isinstance(atom, Var)}
+    for eqn in list(flat.walk()):
+        along = wanted.get(eqn.outputs[0]) if len(eqn.outputs) == 1 else None
+        if along is None or not is_cut(eqn, along, sizes[along.placement]):
+            continue
+        if aval_of(eqn.inputs[0]).shape[0] > MAX_MEMBERS:  # Indices of rows are int32.
+            continue
+        readers = users.get(eqn.outputs[0], [])
+        placements = {_placement(reader) for reader in readers}
+        if eqn.outputs[0] in handed_out or len(placements) != 1:
+            continue
+        placement = placements.pop()
+        if placement is not None:
+            moved = _Rows(flat, aval_of(eqn.inputs[0]).shape[0])
+            if moved.need(eqn.inputs[0]) and moved.eqns:
+                moved.replace(eqn, along, placement, sizes[along.placement], wanted)
+    prune(flat)
+
+
+def _placement(eqn: Eqn) -> str | None:
+    return eqn.params.get("placement") if eqn.is_placed_operator else None
+
+
+class _Rows:
+    """The equations that compute a value with `size` rows, row by row.
+
+    Attributes:
+      eqns: the equations in order, each with its sharding rule.
+      inputs: inputs of the program whose rows they read.
+      served: values that they read as a whole.
+    """
+
+    def __init__(self, flat: FlatProgram, size: int):
+        self.flat = flat
+        self.size = size
+        self.makers = {v: eqn for eqn in flat.eqns if not eqn.blocks for v in eqn.outputs}
+        self.eqns: dict[Eqn, Local] = {}
+        self.inputs: dict[Var, None] = {}
+        self.served: dict[Var, None] = {}
+
+    def need(self, atom: Atom) -> bool:
+        """Adds all equations that compute a value; returns False if one of them mixes rows."""
+        if not isinstance(atom, Var):
+            return False
+        if atom in self.flat.inputs:
+            self.inputs[atom] = None
+            return True
+        eqn = self.makers.get(atom)
+        if eqn is None or eqn.effects or eqn.is_placed_operator:
+            return False
+        if eqn in self.eqns:
+            return self.eqns[eqn].out_axes[eqn.outputs.index(atom)] == 0
+        reading = rules.invert(eqn, eqn.outputs.index(atom), 0, self.size)
+        if reading is None:
+            return False
+        for operand, axis in zip(eqn.inputs, reading.in_axes, strict=True):
+            if axis is None:
+                self.served |= {operand: None} if isinstance(operand, Var) else {}
+            elif axis != 0 or not self.need(operand):
+                return False
+        self.eqns[eqn] = reading
+        return True
+
+    def replace(
+        self, cut: Eqn, along: Along, placement: str, n: int, wanted: MutableMapping[Var, Along]
+    ) -> None:
+        """Replaces the reshape `cut` by a map over reshaped inputs."""
+        rows, count = self.size // n, len(self.served)
+        body = self.body(cut, rows)
+
+        def moved(*values: Any) -> list[jax.Array]:
+            groups = [lax.reshape(x, (n, rows, *x.shape[1:])) for x in values[count:]]
+            members = [lax.iota(np.dtype("int32"), n), *groups]
+            return primitives.map_members(
+                body, values[:count], members, placement=placement, n=n, name="rows", mesh=None
+            )
+
+        atoms = [*self.served, *self.inputs]
+        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in atoms]
+        closed = jax.make_jaxpr(moved)(*avals)
+        if closed.consts:
+            return
+        env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+        *before, mapped = closed.jaxpr.eqns
+        for eqn in before:
+            (out,) = eqn.outvars
+            env[out] = var = Var(f"{cut.outputs[0].name}.{len(env)}", out.aval)
+            inputs = [env[v] for v in eqn.invars]
+            self.flat.eqns.insert(0, Eqn(eqn.primitive, eqn.params, inputs, [var], cut.line))
+            wanted[var] = along
+        cut.primitive, cut.params = mapped.primitive, mapped.params
+        cut.inputs = [env[v] for v in mapped.invars]
+
+    def body(self, cut: Eqn, rows: int) -> Any:
+        """The function of one member, of the `served` values, its index, and its rows."""
+
+        def fn(*values: Any) -> list[jax.Array]:
+            served = dict(zip(self.served, values, strict=False))
+            index, *groups = values[len(served) :]
+            shard = Shard(index * np.int32(rows), rows, jnp.ones(rows, bool))
+            env: dict[Var, Any] = dict(zip(self.inputs, groups, strict=True))
+            for eqn, reading in self.eqns.items():
+                axes = zip(eqn.inputs, reading.in_axes, strict=True)
+                args = [_read(served if axis is None else env, atom) for atom, axis in axes]
+                outs = reading.emit(eqn, args, shard)
+                env.update(zip(eqn.outputs, outs, strict=True))
+            return [lax.reshape(_read(env, cut.inputs[0]), cut.params["new_sizes"][1:])]
+
+        def traced(*values: Any) -> list[jax.Array]:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return fn(*values)
+
+        return traced
+
+
+def _read(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return env[atom] if isinstance(atom, Var) else atom.val

@@ -1,1 +1,1 @@
-"""How each primitive acts along the members."""
+"""Sharding rules: how each primitive acts along the axis of the members."""

@@ -1,6 +1,6 @@
-"""Rules for equations that reduce over the members by a function: lists of arrays a shard.
+"""Rules for reductions over the members whose partials are lists of arrays.
 
-Functions of the user, the places of extremes, the first in order, and the bits of integers.
+These are reductions by functions of the user, argmax and argmin, top_k, and bitwise reductions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from beamjax.numerics.extremes import lowest_value
 from beamjax.ops.combining import combine_of, fold_members
 from beamjax.plan.steps import MAX_MEMBERS
 
-# --- by a function of the user
+# --- reductions by a function of the user
 
 
 @rule("bj_reduce")
@@ -61,8 +61,8 @@ def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> Combination | None:
 def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
     """`lax.reduce` by an associative function of numbers, in the order of the members.
 
-    A function that does not commute is called in row-major order, as XLA does, so the members must
-    come before all else that is reduced.
+    XLA calls the function in row-major order, which matters if it is not commutative. So the axis
+    of the members must be the first of the reduced axes.
     """
     size, reduced = len(eqn.outputs), eqn.params["dimensions"]
     axis = only(axes[:size])
@@ -89,7 +89,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
         totals = fold_members(joined, leaves, shard.count() * inner)
         starts = [jnp.broadcast_to(x, totals[0].shape) for x in args[size:]]
         begun = joined(starts, totals)
-        # The first value counts once, and before all others.
+        # The initial value counts once, before all members: in the first shard.
         return [jnp.where(shard.start == 0, x, y) for x, y in zip(begun, totals, strict=True)]
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
@@ -99,12 +99,12 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
     return Combination(in_axes, "reduce", partial, combine, leaves, tuple(range(size)))
 
 
-# --- the place of an extreme, and the highest values
+# --- argmax, argmin and top_k
 
 
 @rule("argmax", "argmin", "bj_reduce_argmax", "bj_reduce_argmin")
 def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
-    """The place of the first extreme along the members: each shard sends it with the extreme."""
+    """The index of the first extreme along the members; a partial holds index and extreme."""
     name = eqn.primitive.name.removeprefix("bj_reduce_")
     reduced = eqn.params.get("axes", (0,))
     axis = 0 if eqn.is_placed_operator else axes[0]
@@ -116,11 +116,11 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
     last = np.iinfo(result.dtype).max
     if last < MAX_MEMBERS and (is_unknown(n) or n - 1 > last):
-        # Indices wrap around in XLA, which takes the smallest one of equal extremes.
+        # Too narrow indices wrap around in XLA, which then takes the smallest of equal extremes.
         return None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
-        # Padding comes last, so that of equal extremes it is never the first.
+        # Padding is at the end of a shard, so it is never the first of equal extremes.
         x = shard.masked(args[0], axis, lowest_value(lane, operand.dtype))
         place = function(x, axis, result.dtype)
         extreme = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
@@ -138,12 +138,12 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
 
 
 NOWHERE = np.int32(MAX_MEMBERS)
-"""The place of what is no member; see `MAX_MEMBERS`."""
+"""The index of padding: `MAX_MEMBERS`, which is larger than that of any member."""
 
 
 @rule("top_k")
 def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
-    """The highest values along the members, with their places: each shard sends as many."""
+    """The k highest values along the members with their indices; a partial holds k of both."""
     axis, k = axes[0], eqn.params["k"]
     busy = eqn.params.get("axis", -1) % len(shape_of(eqn.inputs[0]))
     if axis is None:
@@ -155,7 +155,7 @@ def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
     lowest = _lowest_of_all(aval_of(eqn.inputs[0]).dtype)
 
     def highest(x: Any, places: Any) -> list[Any]:
-        # Of equal values the first come first, and members before all else.
+        # Equal values stay in the order of the members, and padding comes last.
         order = jnp.argsort(places == NOWHERE, axis=-1, stable=True)
         x, places = (jnp.take_along_axis(each, order, -1) for each in (x, places))
         values, chosen = jax.lax.top_k(x, k)
@@ -193,11 +193,11 @@ _BITS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "reduce_or": (jnp.bitwise_or, False),
     "reduce_xor": (jnp.bitwise_xor, False),
 }
-"""For each reduction of bits, the function of two, and the bit that changes nothing."""
+"""For each bitwise reduction, its function of two values and its neutral bit."""
 
 
 def reduce_bits(eqn: Eqn, axis: int) -> Combination:
-    """The reduction of integers, bit by bit, whose members lie along one of the reduced axes."""
+    """The rule of a bitwise reduction of integers over `axis`, that of the members, and others."""
     function, bit = _BITS[eqn.primitive.name]
     result = aval_of(eqn.outputs[0])
     zero = np.zeros((), result.dtype)

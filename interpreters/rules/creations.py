@@ -1,4 +1,4 @@
-"""Server values that a shard can make for itself, member by member, such as `jnp.arange(n)`."""
+"""Rules for server values that a shard can compute for its own members, such as `jnp.arange(n)`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _tile(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _stack(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """One value for all members, as in `jnp.stack([x] * n)`."""
+    """The same value for all members, as in `jnp.stack([x] * n)`."""
     if eqn.params["axis"] != axis or any(atom is not eqn.inputs[0] for atom in eqn.inputs):
         return None
 
@@ -71,7 +71,7 @@ def _iota(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _pad(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """A server value for some members and one number for the others: the derivative of a slice."""
+    """A server value for some members and a scalar for the others: the derivative of a slice."""
     low, high, interior = eqn.params["padding_config"][axis]
     count, step = shape_of(eqn.inputs[0])[axis], interior + 1
     if (low, high, interior) == (0, 0, 0) or count == 0:
@@ -90,7 +90,7 @@ def _pad(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """`split(key, n)[i]` is a hash of the key and i, whatever n, for partitionable keys."""
+    """For partitionable threefry keys, `split(key, n)[i]` is a hash of the key and i, for any n."""
     shape = eqn.params["shape"]
     plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
     if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
@@ -105,7 +105,7 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """Bits of partitionable threefry keys: a hash of the key and the number of the element."""
+    """For partitionable threefry keys, bits are a hash of the key and the index of the element."""
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
     plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
     if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
@@ -127,14 +127,17 @@ def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _hashed(key: Any, shard: Shard, inner: int) -> list[jax.Array]:
-    """The two words, uint32[size, inner], that a key gives for each number of an element."""
+    """Threefry of a key and the index of each element: two words, each uint32[size, inner]."""
     first, second = jax.random.key_data(key)
     words = _element_numbers(shard, inner)
     return threefry2x32_p.bind(*jnp.broadcast_arrays(first, second, *words))
 
 
 def _element_numbers(shard: Shard, inner: int) -> tuple[jax.Array, jax.Array]:
-    """uint32[size, inner], twice: the high and the low word of `row * inner + column`."""
+    """High and low word of the index `row * inner + column` of each element: uint32[size, inner].
+
+    The product is computed from halves of 16 bits, because JAX has no uint64 without x64.
+    """
     word, half, mask = np.dtype("uint32"), np.uint32(16), np.uint32(0xFFFF)
     rows = shard.indices().astype(word)[:, None]
     (r1, r0), (m1, m0) = (rows >> half, rows & mask), map(word.type, divmod(inner, 2**16))
@@ -155,4 +158,4 @@ CREATE: dict[str, Callable[[Eqn, int, Any], Local | None]] = {
     "stack": _stack,
     "tile": _tile,
 }
-"""From primitive to the reading of an equation that gives its n members along an axis."""
+"""For each primitive, a function of the equation, the axis of its result and n to its rule."""

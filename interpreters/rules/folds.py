@@ -1,4 +1,4 @@
-"""Rules for equations that reduce over the members: a partial a shard."""
+"""Rules for equations that reduce over the members; each shard gives one partial."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ for _name in REDUCERS:
 
 
 def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], Shard], Any]:
-    """The partial of a product that contracts over members, which lie along `lhs` and `rhs`."""
+    """The partial of a product that contracts axis `lhs` with `rhs`, those of the members."""
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
-        # Both sides are masked: padding repeats a member, which may hold inf or nan.
+        # Masking one side is not enough: padding repeats a member, and 0 * inf is nan.
         operands = [shard.masked(args[0], lhs), shard.masked(args[1], rhs)]
         result = eqn.outputs[0].aval.dtype
         wide = REDUCERS["sum"].partial_dtype(result)
@@ -84,7 +84,7 @@ def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], Shard], Any]:
             eqn.params["precision"], jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
         )
         if wide == np.float32 != result and not algorithm:
-            # XLA's CPU backend has no product of bfloat16 with a float32 result in all fusions.
+            # XLA's CPU backend lacks products of bfloat16 with a float32 result in some fusions.
             operands = [x.astype(wide) for x in operands]
             return bind(eqn, operands, preferred_element_type=wide)[0]
         return bind(eqn, operands)[0].astype(wide)
@@ -132,7 +132,7 @@ def _conv(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
         return None
     if lhs is None and rhs == kernels:
         return Local((None, kernels), (numbers.out_spec[1],), as_is)
-    # The gradient of a kernel shared by the members contracts over them.
+    # The gradient of a kernel that the members share contracts over the members.
     if lhs in (None, features) and rhs in (None, contracted):
         return Fold((features, contracted), "sum", _product(features, contracted))
     return None

@@ -1,4 +1,4 @@
-"""Rules for gather and scatter: which of their dimensions pass members through untouched."""
+"""Rules for gather and scatter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     d = eqn.params["dimension_numbers"]
     operand, index = axes
     batching = dict(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True))
-    # Where each dimension of the indices, but their last, is in the result.
+    # For each dimension of the indices but the last, its dimension in the result.
     positions = _remaining(len(shape_of(eqn.outputs[0])), d.offset_dims)
     if operand is None and index in batching.values():
         operand = next(a for a, b in batching.items() if b == index)
@@ -62,12 +62,12 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     d = eqn.params["dimension_numbers"]
     operand, index, updates = axes
     if operand is not None and operand in d.scatter_dims_to_operand_dims:
-        # Members are written to by number.
+        # The indices say to which members it writes.
         return write_scattered(eqn, operand, n) if (index, updates) == (None, None) else None
     batching = dict(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
     rank = len(shape_of(eqn.inputs[0]))
     windows = _remaining(rank, d.inserted_window_dims, d.operand_batching_dims)
-    # Where each dimension of the indices, but their last, is in the updates.
+    # For each dimension of the indices but the last, its dimension in the updates.
     positions = _remaining(len(shape_of(eqn.inputs[2])), d.update_window_dims)
     if operand is None and index in batching.values():
         operand = next(a for a, b in batching.items() if b == index)
@@ -91,7 +91,7 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     return Local(want, (out,), as_is)
 
 
-# How placed rows are brought into a server table: the reduction, and the operation on one shard.
+# For each scatter of placed rows into a server table: its reduction, and the primitive for a shard.
 _SCATTERS = {
     "scatter-add": ("sum", lax.scatter_add),
     "scatter-mul": ("prod", lax.scatter_mul),
@@ -103,12 +103,12 @@ _SCATTERS = {
 def _scatter_fold(
     eqn: Eqn, index: int | None, updates: int | None, positions: list[int]
 ) -> Fold | None:
-    """Placed rows brought into a server table, as `jax.ops.segment_sum` and its like do."""
+    """A scatter of placed rows into a server table, as `jax.ops.segment_sum` does."""
     if eqn.primitive.name not in _SCATTERS:
         return None
     name, scatter = _SCATTERS[eqn.primitive.name]
     if name in ("max", "min") and aval_of(eqn.inputs[0]).dtype.kind == "c":
-        return None  # XLA keeps or loses a complex NaN depending on its place.
+        return None  # In XLA, whether a complex NaN gets lost depends on its position.
     if index is None and updates in positions:
         index = positions.index(updates)
     if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
@@ -121,14 +121,14 @@ def _scatter_fold(
         table, where, rows = args
         dtype = reducer.partial_dtype(table.dtype)
         neutral = jnp.asarray(reducer.identity(dtype))
-        # The table itself counts once: in the first shard.
+        # The initial table counts once: in the first shard.
         table = jnp.where(shard.start == 0, table.astype(dtype), neutral)
         return scatter(
             table,
             where,
             shard.masked(rows.astype(dtype), position, neutral),
             p["dimension_numbers"],
-            # Who stands for a member that is left out comes out of order.
+            # The copy of a member that stands for a dropped one is out of order.
             indices_are_sorted=p["indices_are_sorted"] and shard.members is None,
             unique_indices=False,  # Padding repeats an index.
             mode=p["mode"],

@@ -1,8 +1,8 @@
-"""Indices of members among all, of any integer dtype, as XLA reads them.
+"""Converts indices of any integer dtype to int32 indices of members, with XLA's semantics.
 
-An index may be narrower than the number of members (int8, of 200 members) or wider than int32
-(uint32, or int64 with x64 enabled), so it is compared in a dtype that holds both, and is an int32
-only once it is in bounds. `Shard.rows` goes on from there to the rows of a shard.
+The dtype of an index may be too narrow for the number of members (int8, with 200 members) or wider
+than int32 (uint32, or int64 with x64 enabled). So indices are compared in a dtype that holds both,
+and converted to int32 once they are in bounds. `Shard.rows` converts them to rows of a shard.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 OUTSIDE = -1
-"""The index of no member, and of no row; gathers fill, and scatters drop, what it stands for."""
+"""The index that stands for out-of-bounds members and rows: gathers fill it, scatters drop it."""
 
 
 def clamped(index: jax.Array, last: int) -> jax.Array:
-    """`index` clamped to [0, last], as XLA clamps where a slice starts; int32, of its shape."""
+    """`index` clamped to [0, last], as XLA does for starts of slices; int32 of the same shape."""
     return jnp.clip(_widened(index), 0, last).astype(np.int32)
 
 
 def bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array:
-    """The indices of a gather or a scatter, in bounds.
+    """The indices of a gather or a scatter, all in bounds or `OUTSIDE`.
 
     Args:
-      indices: integers of shape (..., k), a column for each axis that is indexed.
-      lasts: of each column the largest index in bounds.
-      clamps: whether those out of bounds are clamped; else they are `OUTSIDE`.
+      indices: integers of shape (..., k), one column for each indexed axis.
+      lasts: the largest valid index of each column.
+      clamps: whether to clamp indices that are out of bounds; else they become `OUTSIDE`.
 
     Returns:
       An int32 array of the same shape.
@@ -44,5 +44,5 @@ def bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array
 
 
 def _widened(index: jax.Array) -> jax.Array:
-    """`index` with at least 32 bits, which hold the number of members."""
+    """`index` with at least 32 bits, enough for the number of members."""
     return index if index.dtype.itemsize >= 4 else index.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Rules for equations that act on each member alone, wherever in its operands the members lie."""
+"""Rules for equations that act on each member separately."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from beamjax.interpreters.rules.writes import write_rows
 
 @rule("bj_map")
 def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
-    # JAX's vmapped draws from rbg keys depend on all members, so no shard can make them.
+    # Draws from rbg keys under vmap depend on the whole batch, so a shard can't reproduce them.
     if draw_by_batch(eqn.params["jaxpr"]) is not None:
         return None
     served = eqn.params["num_broadcast"]
@@ -45,10 +45,10 @@ def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 def _mapped(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-    """Emits a map. Of one member its body is left as it was written.
+    """Emits a map, without vmap if there is one member.
 
-    XLA computes that faster: `vmap` has branches compute both sides, makes grouped convolutions of
-    others, and adds an axis to products, which XLA then reads across where they are transposed.
+    XLA computes that faster: vmap evaluates both sides of a cond, turns convolutions into grouped
+    ones, and adds an axis to products, so that XLA reads transposed operands with a stride.
     """
     closed, served = eqn.params["jaxpr"], eqn.params["num_broadcast"]
     if shard.size > 1 or _asks_for_vmap(closed):
@@ -59,7 +59,7 @@ def _mapped(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
 
 
 def _asks_for_vmap(closed: Any) -> bool:
-    """Whether something in a body may do otherwise under vmap than without it."""
+    """Whether a body holds something that may behave differently without vmap."""
     return any(
         eqn.effects
         or eqn.primitive.name in ("custom_vmap_call", "pure_callback")
@@ -74,7 +74,7 @@ def _bj_broadcast(eqn: Eqn, axes: Axes, n: Any) -> Local:
 
 
 def at_shard_size(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-    """Emits a placed operator for the members of a shard."""
+    """Emits a placed operator with the size of the shard as its number of members."""
     return bind(eqn, args, n=shard.size)
 
 
@@ -97,10 +97,10 @@ def _elementwise(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis, rank = only(axes), len(shape_of(eqn.outputs[0]))
     if axis is None or any(len(shape_of(atom)) not in (0, rank) for atom in eqn.inputs):
         return None
-    # An unsafe_rbg key is folded by a draw that depends on the other keys of the batch.
+    # fold_in of unsafe_rbg keys draws bits, which depend on the other keys of the batch.
     if eqn.primitive.name == "random_fold_in" and str(aval_of(eqn.inputs[0]).dtype) == "key<urbg>":
         return None
-    # A scalar, and a server operand whose axis has size 1, is the same for all members.
+    # A scalar, or a server operand with size 1 along this axis, is the same for all members.
     in_axes = tuple(
         None if len(shape_of(atom)) == 0 or shape_of(atom)[axis] != n else axis
         for atom in eqn.inputs
@@ -162,7 +162,7 @@ def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     if axis is None or any_placed(axes[1:]):
         return None
     size = eqn.params["slice_sizes"][axis]
-    if size == n:  # It starts at 0, whatever the index says.
+    if size == n:  # XLA clamps the start to 0, whatever the index is.
         return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
     first = lambda args: clamped(args[1 + axis], n - size)
     return pick_rows(eqn, axis, n, lambda args: first(args) + jnp.arange(size, dtype="int32"))
@@ -199,7 +199,7 @@ def _bitcast(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] < shared else None
 
 
-# --- one axis that members must not lie along
+# --- operators along one axis, which must not be that of the members
 
 ALONG = {
     "cumsum": "axis",
@@ -265,7 +265,7 @@ def _windows(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 def _batched_matrix(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
     axis = only(axes)
     ranks = [len(shape_of(atom)) for atom in eqn.inputs]
-    # householder_product takes vectors (taus) beside its matrices.
+    # householder_product takes vectors (taus) as well as matrices.
     if axis is None or axis >= max(ranks) - 2:
         return None
     return everywhere(eqn, axis)
@@ -290,7 +290,7 @@ def _fft(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 @rule("random_bits", "random_split", "random_unwrap")
 def _random(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
-    # A vmapped draw from an rbg key depends on the other keys in the batch, so on the shard.
+    # A draw from an rbg key under vmap depends on the other keys in the batch, so on the shard.
     if axes[0] is None or not is_threefry(eqn.inputs[0]):
         return None
     return everywhere(eqn, axes[0])
@@ -298,8 +298,8 @@ def _random(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 @rule("random_gamma")
 def _random_gamma(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
-    # The shape of the keys is the beginning of that of the parameters; each key is split among
-    # the rest, so along an axis that the keys don't have, a draw depends on its place.
+    # The shape of the keys is a prefix of that of the parameters, and each key is split for the
+    # other axes. So along an axis that the keys don't have, a draw depends on its position.
     axis, keys = only(axes), eqn.inputs[0]
     if axis is None or axis >= len(shape_of(keys)) or not is_threefry(keys):
         return None

@@ -1,7 +1,8 @@
-"""Reading few of the members on the server: each shard sends those of them that it has.
+"""Rules for slices and gathers that read few members on the server.
 
-A slice or an indexing by server values that takes at most half of the members is a fold, of the
-bits of what it takes. One that takes more is a gather.
+If a slice, or an indexing by server values, takes at most half of the members, it is computed as a
+reduction: each shard sends the bits of the rows that it holds, and zeros for the others. Otherwise
+all members are gathered.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded
 from beamjax.interpreters.rules.readings import Fold, Shard, bind, replaced, shape_of
 from beamjax.numerics.reducers import PICK
-from beamjax.runtime.failing_members import hole_of
+from beamjax.plan.dropping import hole_of
 
 MAX_SHARE = 0.5
-"""Of the members, past which all are gathered."""
+"""Largest share of the members that is read in this way; for more, all members are gathered."""
 
 
 def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], Any]) -> Fold | None:
-    """The fold of a slice or a dynamic slice that takes some members.
+    """The rule of a slice or a dynamic slice that reads few members, None for one that reads many.
 
     Args:
       eqn: the slice.
-      axis: along which the members of its first operand lie.
+      axis: the axis of the members in its first operand.
       n: the number of members.
-      indices: from the operands to the indices of the members, an int32 vector, all in bounds.
+      indices: maps the operands to the indices of the members: an int32 vector, all in bounds.
     """
     taken = shape_of(eqn.outputs[0])[axis]
     if not _is_worth(eqn, taken, n):
@@ -57,11 +58,11 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
 
 
 def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
-    """The fold of a gather whose indices, server values, say which members it takes.
+    """The rule of a gather whose indices are server values that select few members.
 
     Args:
-      eqn: the gather; it takes one member for each index.
-      axis: along which the members of its operand lie, one of those that are indexed.
+      eqn: the gather; it reads one member for each index.
+      axis: the axis of the members in its operand, one of the indexed axes.
       n: the number of members.
     """
     d = eqn.params["dimension_numbers"]
@@ -78,13 +79,13 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
         operand, indices = args
-        if fills:  # JAX then casts them to int32 before it compares them, also those of 64 bits.
+        if fills:  # JAX casts indices of this mode to int32 before it checks bounds, even int64.
             indices = indices.astype(np.int32)
         indices = bounded(indices, lasts, clamps=not fills)
         member = indices[..., column]
         row = shard.rows(member)
         (rows,) = bind(eqn, [operand, indices.at[..., column].set(row)])
-        # The first shard makes what stands for members that there are not.
+        # The first shard sends the fill value for indices out of bounds.
         own = shard.has(row) | ((member == OUTSIDE) & (shard.start == 0))
         rows = jnp.moveaxis(rows, batch, range(len(batch)))
         bits = _bits(rows, own, shard.left_out(row))
@@ -100,12 +101,12 @@ def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
 
 
 def _bits(rows: Any, mask: Any, left_out: Any) -> Any:
-    """The bits of rows, and zeros for those that other shards have.
+    """The bits of rows, with zeros for rows of other shards.
 
     Args:
-      rows: what is taken; its first axes are those of the masks.
-      mask: which of them this shard has.
-      left_out: which are members that are left out; they have NaN, or 0 where there is none.
+      rows: the rows; their first axes are those of the masks.
+      mask: bools, which rows this shard holds.
+      left_out: bools, which rows are dropped members; these become NaN, or 0 without NaN.
     """
     rows = unwrap(rows)
     hole = np.array(hole_of(rows.dtype), rows.dtype)

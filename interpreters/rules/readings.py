@@ -1,4 +1,4 @@
-"""How an equation can be computed a shard at a time: the words in which rules answer."""
+"""Sharding rules: how an equation can be computed a shard at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from beamjax.interpreters.rules.member_indices import OUTSIDE
 from beamjax.interpreters.staging.lines import user_line
 
 Axes = Sequence[int | None]
-"""For each operand of an equation, the axis along which its members lie; None on the server."""
+"""For each operand of an equation, the axis of the members; None for a server value."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Shard:
     Attributes:
       start: index of its first member, an int32 scalar (traced).
       size: number of members in it, padding included (static).
-      mask: bool[size], False for padding, and for members that are left out.
-      members: int32[size], the index of each, of whom some stand for those that are left out; None
-        if nobody is, and padding comes last.
+      mask: bool[size], False for padding and for dropped members.
+      members: int32[size], the index of the member in each row, where rows of dropped members hold
+        copies of others; None if no member is dropped and padding comes last.
     """
 
     start: jax.Array
@@ -39,28 +39,28 @@ class Shard:
     members: jax.Array | None = None
 
     def indices(self) -> jax.Array:
-        """int32[size]: the index of each member among all."""
+        """int32[size]: the index of each row's member in the placement."""
         if self.members is not None:
             return self.members
         return self.start + lax.iota(np.dtype("int32"), self.size)
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """The rows of members by their index among all, int32; `OUTSIDE` for other shards'."""
+        """Rows in this shard of members with these int32 indices; `OUTSIDE` for other shards'."""
         row = index - self.start
         return jnp.where((index >= 0) & (row >= 0) & (row < self.size), row, OUTSIDE)
 
     def has(self, rows: jax.Array) -> jax.Array:
-        """Whether there are members, padding left out, in these rows, as `rows` gives them."""
+        """Which of these rows, as `rows` returns them, are in this shard and not padding."""
         return (rows != OUTSIDE) & jnp.take(self.mask, rows, mode="clip")
 
     def left_out(self, rows: jax.Array) -> jax.Array:
-        """Whether there are members that are left out in these rows, as `rows` gives them."""
+        """Which of these rows, as `rows` returns them, are dropped members of this shard."""
         if self.members is None:
             return jnp.zeros(rows.shape, np.bool_)
         return (rows != OUTSIDE) & ~jnp.take(self.mask, rows, mode="clip")
 
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[Shard, list[Any]]:
-        """The same shard, and values of it along these axes, with padding last."""
+        """The same shard and values (with members along `axes`), reordered: padding last."""
         if self.members is None:
             return self, list(args)
         order = jnp.argsort(~self.mask, stable=True)
@@ -72,11 +72,11 @@ class Shard:
         return Shard(self.start, self.size, mask, self.members[order]), moved
 
     def count(self) -> jax.Array:
-        """An int32 scalar: the number of members, padding left out."""
+        """An int32 scalar: the number of members without padding."""
         return jnp.sum(self.mask, dtype=np.int32)
 
     def masked(self, x: Any, axis: int, fill: Any = 0) -> Any:
-        """`x` with `fill` for padding; zeros, for instance, add nothing to a sum."""
+        """`x` with `fill` in the rows of padding, such as the neutral 0 of a sum."""
         mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))
         return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
 
@@ -86,9 +86,10 @@ Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
 
 @dataclass(frozen=True)
 class Local:
-    """A member-wise equation; `emit(eqn, args, shard)` computes its results for one shard.
+    """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard.
 
-    A result without an axis is one that nothing reads.
+    `in_axes` and `out_axes` are the axes of the members in operands and results. A result whose
+    axis is None must not be read.
     """
 
     in_axes: tuple[int | None, ...]
@@ -98,11 +99,11 @@ class Local:
 
 @dataclass(frozen=True)
 class Fold:
-    """An equation that reduces over the members, to one result.
+    """An equation that reduces over the members to one result.
 
-    `partial(eqn, args, shard)` gives the partial of a shard, with padding left out, in the dtype
-    that the reducer's accumulator takes. `picks` tells that the result is that of one member, for
-    which alone the server need not leave a whole array to the workers.
+    `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
+    reducer's accumulator. `picks` says that the equation only selects members. Such an equation is
+    not a reason to move a whole server array to the workers.
     """
 
     in_axes: tuple[int | None, ...]
@@ -113,15 +114,15 @@ class Fold:
 
 @dataclass(frozen=True)
 class Combination(Fold):
-    """A fold whose partials are lists of arrays, brought together by a function.
+    """A reduction whose partials are lists of arrays, merged by a function.
 
-    `partial` gives the arrays of a shard, and `combine(eqn, served, left, right)` makes those of
-    two neighbouring ranges of members those of both. `reducer` is the name of the function.
+    `partial` computes the arrays of a shard, and `combine(eqn, served, left, right)` merges those
+    of two adjacent ranges of members. `reducer` is the name of the function.
 
     Attributes:
-      combine: see above; `served` are the operands of the equation that are not placed.
+      combine: see above; `served` are the operands of the equation on the server.
       leaves: the type of each array.
-      kept: for each result of the equation, which of the arrays it is.
+      kept: for each result of the equation, the index of its array.
     """
 
     combine: Callable[[Eqn, Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -130,13 +131,13 @@ class Combination(Fold):
 
 
 Rule = Callable[[Eqn, Axes, Any], Local | Fold | None]
-"""From an equation, the axes of its placed operands and the number of members to a reading."""
+"""Takes an equation, the axes of its operands and the number of members; None if it has no rule."""
 
 RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for the primitives of these names."""
+    """Registers a rule for the primitives with these names."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -145,14 +146,14 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# --- ways to emit
+# --- helpers to emit equations
 
 
 def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
     """Evaluates `eqn` on `args`, with some parameters changed.
 
-    Layouts are left out: whoever runs a plan knows nothing of the mesh of the process that staged
-    the program.
+    Parameters for shardings are removed: workers don't have the mesh of the process that staged the
+    program.
     """
     layouts = ("mesh", "spmd_axis_name") if eqn.is_placed_operator else ("sharding", "out_sharding")
     off = {key: None for key in layouts if key in eqn.params}
@@ -165,7 +166,7 @@ def as_is(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
 
 
 def resizing(param: str, axis: int) -> Emit:
-    """Emits with the member entry of a shape-like parameter set to the shard's size."""
+    """Emits the equation with entry `axis` of a shape-like parameter set to the shard's size."""
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
@@ -187,7 +188,7 @@ def shape_of(atom: Any) -> tuple[Any, ...]:
 
 
 def only(axes: Axes) -> int | None:
-    """The one axis that all placed operands agree on, or None."""
+    """The axis of the members if all placed operands have the same one, else None."""
     placed = {axis for axis in axes if axis is not None}
     return placed.pop() if len(placed) == 1 else None
 
@@ -198,22 +199,25 @@ def any_placed(axes: Axes) -> bool:
 
 
 def everywhere(eqn: Eqn, axis: int) -> Local:
-    """All operands and results have their members along the same axis."""
+    """The rule that all operands and results have their members along `axis`."""
     return Local((axis,) * len(eqn.inputs), (axis,) * len(eqn.outputs), as_is)
 
 
 def dropping(axis: int, dropped: Sequence[int]) -> int:
-    """Where an axis is once others are gone."""
+    """The number of an axis after the axes `dropped` are removed."""
     return axis - sum(d < axis for d in dropped)
 
 
 def is_threefry(atom: Any) -> bool:
-    """Whether an atom holds typed keys whose draws don't depend on the other keys of a batch."""
+    """Whether an atom holds threefry keys, whose draws don't depend on other keys of a batch."""
     return str(atom.aval.dtype) == "key<fry>"
 
 
 def draw_by_batch(closed: Any) -> tuple[str, str] | None:
-    """The primitive and the line of a result in a body that, under vmap, depends on the batch."""
+    """The primitive and the line of a random draw in a body that, under vmap, depends on the batch.
+
+    None if there is none.
+    """
     for eqn in getattr(closed, "jaxpr", closed).eqns:
         keys = str(eqn.invars[0].aval.dtype) if eqn.invars and _is_array(eqn.invars[0]) else ""
         if eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",)):
@@ -229,7 +233,8 @@ def _is_array(atom: Any) -> bool:
     return hasattr(atom.aval, "dtype")
 
 
-# What rng_bit_generator computes, by the dtype of the keys.
+# Primitives that are lowered to rng_bit_generator, by the dtype of the keys. Under vmap their draws
+# depend on the whole batch.
 BATCH_DEPENDENT = {
     "key<rbg>": ("random_bits", "random_gamma"),
     "key<urbg>": ("random_bits", "random_gamma", "random_split", "random_fold_in"),

@@ -1,14 +1,14 @@
-"""Which primitives act along the members: a table from primitive to rule.
+"""Looks up the sharding rule of an equation.
 
-A rule is asked "if these operands have their members along these axes, can the equation be computed
-a shard at a time?" and answers with one of
+The function that is registered for a primitive is asked: if the operands have their members along
+these axes, can the equation be computed a shard at a time? It returns one of
 
-* `Local`: yes; it says along which axis each operand must have its members, along which axis the
-  results have them, and how to emit the equation for a shard;
-* `Fold`: it reduces over the members; a shard gives a partial, and partials are combined;
-* `None`: it mixes members (or nobody has written a rule), so its operands are gathered.
+* `Local`: yes, it acts on each member. The rule gives the axis of the members in each
+  operand and result, and how to emit the equation for a shard.
+* `Fold`: it reduces over the members. Each shard gives a partial, and partials are merged.
+* `None`: it mixes members, or the primitive has no rule. Its operands are gathered.
 
-`None` is always right, only slower: a rule must be sound for every number of members.
+`None` is always correct but slower. A rule must be correct for every number of members.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules import combinations, folds, indexing, memberwise
+
+# These modules register their rules when they are imported.
+from beamjax.interpreters.rules import combinations, folds, indexing, memberwise  # noqa: F401
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE
 from beamjax.interpreters.rules.readings import (
@@ -32,12 +34,11 @@ from beamjax.interpreters.rules.readings import (
 )
 
 __all__ = ["ELEMENTWISE", "RULES", "Axes", "Combination", "Fold", "Local", "Shard", "bind",
-           "classify", "combinations", "create", "folds", "indexing", "invert",
-           "memberwise"]  # fmt: skip
+           "classify", "create", "invert"]  # fmt: skip
 
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
-    """How to compute `eqn`, whose placed operands have their n members along `axes`."""
+    """The rule for `eqn`, whose operands have their n members along `axes`; None to gather them."""
     found = RULES.get(eqn.primitive.name)
     reading = found(eqn, axes, n) if found else None
     if reading is None or not _fits(eqn, reading, n):
@@ -48,7 +49,7 @@ def classify(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
 
 
 def _plain_local(reading: Local) -> Local:
-    """The reading with `int` axes: JAX leaves NumPy integers in the parameters of equations."""
+    """The rule with axes of type `int`: parameters of JAX equations may be NumPy integers."""
     return replace(reading, in_axes=_ints(reading.in_axes), out_axes=_ints(reading.out_axes))
 
 
@@ -57,9 +58,9 @@ def _ints(axes: Axes) -> tuple[int | None, ...]:
 
 
 def _fits(eqn: Eqn, reading: Local | Fold, n: Any) -> bool:
-    """Whether each axis that a reading cuts has n entries; n = None asks for nothing.
+    """Whether all axes of the members in a rule have length n; always, for n = None.
 
-    It may not where one operand is broadcast against another, or written into a larger one.
+    They may not if one operand is broadcast against another or written into a larger one.
     """
     pairs = list(zip(eqn.inputs, reading.in_axes, strict=True))
     if isinstance(reading, Local):
@@ -68,14 +69,14 @@ def _fits(eqn: Eqn, reading: Local | Fold, n: Any) -> bool:
 
 
 def create(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """The reading of `eqn` that makes members along `axis` out of server values alone."""
+    """The rule by which `eqn` computes members along `axis` from server values alone, or None."""
     found = CREATE.get(eqn.primitive.name)
     reading = found(eqn, axis, n) if found else None
     return None if reading is None else _plain_local(reading)
 
 
 def invert(eqn: Eqn, out: int, axis: int, n: Any) -> Local | None:
-    """The member-wise reading of `eqn` that gives result number `out` its members along `axis`."""
+    """The rule by which result number `out` of `eqn` gets its members along `axis`, or None."""
     created = create(eqn, axis, n)
     if created is not None:
         return created

@@ -1,4 +1,7 @@
-"""Server values written to few of the members: each shard takes those that are for its own."""
+"""Rules for updates that write server values to few members.
+
+Each shard applies the part of the update that belongs to its members.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from beamjax.plan.steps import MAX_MEMBERS
 
 
 def write_rows(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """A dynamic_update_slice that writes fewer rows than there are members.
+    """The rule of a dynamic_update_slice that writes to some of the members.
 
     Args:
       eqn: the equation; only its first operand is placed.
-      axis: along which the members lie.
+      axis: the axis of the members.
       n: the number of members.
     """
     count = shape_of(eqn.inputs[1])[axis]
-    if is_unknown(n):  # The start is clamped to n - count.
+    if is_unknown(n):  # XLA clamps the start to n - count, which must be known.
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
@@ -43,22 +46,22 @@ def write_rows(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    """A scatter whose indices, server values, say to which members it writes.
+    """The rule of a scatter whose indices are server values that select members.
 
     Args:
       eqn: the scatter; only its first operand is placed.
-      axis: along which the members lie, one of those that are indexed.
+      axis: the axis of the members, one of the indexed axes.
       n: the number of members.
     """
     dims, clamps = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
     indexed = dims.scatter_dims_to_operand_dims
     column, window = indexed.index(axis), _window(eqn, axis)
-    # The last index at which all of a window is inside, for each axis that is indexed.
+    # For each indexed axis, the last index at which the whole window is in bounds.
     lasts = [shape_of(eqn.inputs[0])[d] - _width(eqn, d) for d in indexed]
     if is_unknown(n):
         if clamps or window is not None:
             return None
-        lasts[column] = MAX_MEMBERS - 1  # Past the last member there is nothing but padding.
+        lasts[column] = MAX_MEMBERS - 1  # Rows after the last member are padding.
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         operand, indices, updates = args
@@ -70,7 +73,7 @@ def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local | None:
             index = jnp.where(index[..., None] == OUTSIDE, OUTSIDE, index[..., None] + offsets)
             indices = jnp.repeat(indices[..., None, :], width, axis=-2)
             updates, numbers = _row_by_row(updates, dims, axis, window)
-        # What is for another shard is dropped.
+        # FILL_OR_DROP drops updates for other shards.
         indices = indices.at[..., column].set(shard.rows(index))
         changes = {"mode": GatherScatterMode.FILL_OR_DROP, "dimension_numbers": numbers}
         changes |= {"indices_are_sorted": False, "unique_indices": False}
@@ -80,13 +83,13 @@ def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local | None:
 
 
 def _width(eqn: Eqn, axis: int) -> int:
-    """How many entries along an axis of its operand a scatter writes for one index."""
+    """The number of entries along `axis` of its operand that a scatter writes per index."""
     window = _window(eqn, axis)
     return 1 if window is None else shape_of(eqn.inputs[2])[window]
 
 
 def _window(eqn: Eqn, axis: int) -> int | None:
-    """The axis of the updates of a scatter that lies along one of the operand, if there is one."""
+    """The axis of a scatter's updates that is the window along `axis` of the operand, or None."""
     dims = eqn.params["dimension_numbers"]
     gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     if axis in gone:
@@ -96,7 +99,7 @@ def _window(eqn: Eqn, axis: int) -> int | None:
 
 
 def _row_by_row(updates: Any, dims: Any, axis: int, window: int) -> tuple[Any, Any]:
-    """The updates and the dimension numbers of a scatter with an index for each row of a window."""
+    """Updates and dimension numbers of an equal scatter with one index per row of the window."""
     batch = [d for d in range(updates.ndim) if d not in dims.update_window_dims]
     others = [d for d in dims.update_window_dims if d != window]
     updates = jnp.transpose(updates, (*batch, window, *others))

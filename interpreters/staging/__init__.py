@@ -1,1 +1,1 @@
-"""From a function to blocks of equations."""
+"""Traces a function and makes blocks of equations of it."""

@@ -1,4 +1,4 @@
-"""Scans, whiles and conds around placed operators: as loops and branches, or written out."""
+"""Turns scan, while and cond with placed operators into loops and branches, or unrolls them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def scan_loop(
     inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
 ) -> LoopEqn:
-    """A scan as a loop."""
+    """A loop for a scan."""
     constants, carried = _compat.scan_counts(eqn)
     rounds, reverse, closed = (eqn.params[k] for k in ("length", "reverse", "jaxpr"))
     params = inliner.fresh(closed.jaxpr.invars[constants:])
@@ -34,7 +34,7 @@ def scan_loop(
 def while_loop(
     inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
 ) -> LoopEqn:
-    """A while as a loop."""
+    """A loop for a while."""
     test, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     init = [inliner.named(atom) for atom in inputs[test + body :]]
     params = inliner.fresh(eqn.params["body_jaxpr"].jaxpr.invars[body:])
@@ -50,7 +50,7 @@ def while_loop(
         after = inliner.inline(eqn.params["body_jaxpr"], [*fixed, *params], line)
         if not batched:
             return after
-        # Under vmap, a round leaves the values alone for which the condition is over.
+        # Under vmap, a round must not change the rows whose condition is False.
         (holds,) = inliner.inline(eqn.params["cond_jaxpr"], tested, line)
         ends = zip(params, after, strict=True)
         return [inliner.applied(_select_rows, [holds, old, new], line) for old, new in ends]
@@ -64,7 +64,7 @@ def while_loop(
 def branch(
     inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
 ) -> BranchEqn:
-    """A cond as a branch."""
+    """A branch for a cond."""
     index = inliner.named(inputs[0])
     branches = tuple(
         inliner.nested([], functools.partial(inliner.inline, closed, inputs[1:], line))
@@ -76,7 +76,7 @@ def branch(
 
 
 def unrolled(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
-    """A scan written out."""
+    """Inlines all rounds of a scan."""
     constants, carried = _compat.scan_counts(eqn)
     fixed, carry = inputs[:constants], inputs[constants : constants + carried]
     xs = inputs[constants + carried :]
@@ -97,7 +97,7 @@ def unrolled(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[
 
 
 def selected(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
-    """The results of all branches of a cond, and the choice among them."""
+    """Inlines all branches of a cond and selects among their results."""
     index, *operands = inputs
     branches = [inliner.inline(closed, operands, line) for closed in eqn.params["branches"]]
     cases = zip(*branches, strict=True)
@@ -105,12 +105,12 @@ def selected(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[
 
 
 def _empty(inliner: Inliner, aval: Any, line: str) -> Atom:
-    """A stack of no entries."""
+    """A stacked result with no entries."""
     return inliner.applied(lambda: jax.lax.empty(aval.shape, aval.dtype), [], line)
 
 
 def _select_rows(holds: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` where `holds`, whose axes are the first ones of both."""
+    """`new` where `holds` is True, else `old`; the axes of `holds` are leading axes of both."""
     rows = jax.lax.expand_dims(holds, range(holds.ndim, new.ndim))
     return jnp.where(rows, new, old)
 
@@ -120,4 +120,4 @@ EQUATIONS: dict[str, Callable[..., LoopEqn | BranchEqn]] = {
     "while": while_loop,
     "cond": branch,
 }
-"""From primitive to what makes a loop or a branch of an equation."""
+"""For each primitive, the function that makes a loop or a branch."""

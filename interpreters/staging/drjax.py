@@ -1,19 +1,20 @@
 """Programs written for the `drjax` package, staged to the primitives of beamjax.
 
-DrJAX has no primitive for a map: it calls `jax.vmap`, after which no member is to be told from
-another, and its primitives for broadcasts and reductions are made anew for each decorator. So its
-operators are caught before they trace anything. A function that `drjax.program` decorates sets the
-operators of the module `drjax` when it is called, through `_replace_api`, and resets them at its
-end. While `operators_of_beamjax` is entered,
+DrJAX has no primitive for a map: it calls `jax.vmap`, after which members can't be told apart. Its
+primitives for broadcasts and reductions are created anew for each decorator. So beamjax replaces
+its operators before they trace anything. A function that `drjax.program` decorates sets the
+operators of the module `drjax` by `_replace_api` when it is called, and resets them when it
+returns. Within the context manager `operators_of_beamjax`:
 
-- `_replace_api` sets, in this thread, operators that bind the primitives of beamjax;
-- what this thread sets on the module is kept from other threads, and what they set from it: the
-  class of the module gets a property for each operator, which looks in a table of the thread;
-- a user context is part of the key of all JAX caches, so that none serves what was traced with
-  DrJAX's own operators, as it would where a user's `jax.jit` stands around a program.
+- `_replace_api` sets, in this thread, operators that bind the primitives of beamjax.
+- The operators that a thread sets on the module are only visible in that thread: the class of the
+  module gets a property for each operator, which looks in a thread-local table.
+- A user context is part of the key of all JAX caches. Otherwise a `jax.jit` around a program could
+  return a jaxpr that was traced with DrJAX's own operators.
 
-DrJAX is never imported here: a process without it holds no function that it decorates. Of a version
-that is built otherwise nothing is changed: its programs run, but what they map is gathered.
+This module never imports DrJAX: a process that has not imported it has no functions that it
+decorated. A version of DrJAX with other internals is left unchanged: its programs run, but the
+operands of their maps are gathered.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OPERATORS = ("broadcast", "map_fn", "reduce_mean", "reduce_sum", "reduce_weighte
 
 
 class _Thread(threading.local):
-    """The operators that this thread sees in the module `drjax`; None for those of the module."""
+    """The operators that this thread sees in the module `drjax`; None for the module's own."""
 
     operators: dict[str, Callable[..., Any]] | None = None
 
@@ -48,7 +49,7 @@ _entered = 0
 
 @contextlib.contextmanager
 def operators_of_beamjax() -> Iterator[None]:
-    """Makes the operators of `drjax` those of beamjax, in this thread, for a `with` block."""
+    """Replaces the operators of `drjax` by those of beamjax, in this thread, in a `with` block."""
     internals = _internals()
     if internals is None:
         yield
@@ -63,7 +64,7 @@ def operators_of_beamjax() -> Iterator[None]:
 
 
 def _internals() -> types.ModuleType | None:
-    """The module of DrJAX that sets the operators, if it was imported and is as we know it."""
+    """The module of DrJAX that sets the operators, if it is imported and of a known version."""
     module = sys.modules.get("drjax._src.api")
     known = hasattr(module, "_replace_api") and "drjax" in sys.modules
     return module if known else None
@@ -73,7 +74,7 @@ def _internals() -> types.ModuleType | None:
 
 
 def _operator_property(name: str) -> property:
-    """The operator `name` of a module: that of the thread if it has one, or that of the module."""
+    """A property for operator `name` of a module: the thread's value if set, else the module's."""
 
     def get(module: types.ModuleType) -> Any:
         return (_thread.operators or vars(module))[name]
@@ -85,7 +86,7 @@ def _operator_property(name: str) -> property:
 
 
 class _ModuleWithOperatorsOfThreads(types.ModuleType):
-    """The class of the module `drjax` while some thread stages."""
+    """The class of the module `drjax` while any thread stages a program."""
 
 
 for _name in OPERATORS:
@@ -94,7 +95,7 @@ for _name in OPERATORS:
 
 @contextlib.contextmanager
 def _patched(module: types.ModuleType, internals: Any) -> Iterator[None]:
-    """Patches DrJAX for as long as any thread needs it."""
+    """Patches DrJAX until the last thread that needs it leaves."""
     global _entered
     with _lock:
         if not _entered:
@@ -113,7 +114,7 @@ def _patched(module: types.ModuleType, internals: Any) -> Iterator[None]:
 
 
 class _ReplaceApi:
-    """Stands for DrJAX's function of that name, which a program calls as it begins."""
+    """Replaces DrJAX's function of that name, which a program calls when it starts."""
 
     original: Callable[..., Any]
 

@@ -1,10 +1,10 @@
-"""A staged jaxpr as blocks of equations: calls are inlined, control flow is kept.
+"""Flattens a staged jaxpr to blocks of equations: inlines calls, preserves control flow.
 
-`jit`, `remat`, `custom_jvp` and `custom_vjp` calls and the solutions of `custom_linear_solve` are
-inlined, because differentiation is over by the time a program is planned and a call boundary would
-hide the placed operators inside it. So are primitives of hijax, for which no rules are written, and
-mutable references become the values that they hold. A scan, while or cond with placed operators
-becomes an equation that holds blocks; any other one stays a single equation.
+Calls of `jit`, `remat`, `custom_jvp` and `custom_vjp`, and the solvers of `custom_linear_solve`,
+are inlined: differentiation is done before a program is planned, and a call would hide placed
+operators. Primitives of hijax have no rules and are inlined as well. Mutable references are
+replaced by the values that they hold. A scan, while or cond with placed operators becomes an
+equation with blocks; any other one stays a single equation.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ from beamjax.interpreters.program import (
 )
 from beamjax.interpreters.staging import control_flow
 from beamjax.interpreters.staging.float0 import FLOAT0, without_float0
-from beamjax.interpreters.staging.hoist import hoist
 from beamjax.interpreters.staging.lines import user_line
-from beamjax.interpreters.staging.prune import prune
-from beamjax.interpreters.staging.ravels import Ravels
+from beamjax.interpreters.staging.simplify import Ravels, hoist, prune
 
-# Primitives that call a jaxpr once, and the parameters that hold it in some version of JAX.
+# Primitives that call a jaxpr once.
 CALLS = frozenset(
     """
     jit pjit closed_call core_call composite custom_jvp_call custom_vjp_call custom_vmap_call
     custom_lin remat remat2 checkpoint linear_call eval_jaxpr
     """.split()
 )
+# Parameters that hold the called jaxpr, in all supported versions of JAX.
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
-# Primitives whose results are their operands, as far as values go.
+# Primitives that return the values of their operands.
 IDENTITIES = frozenset(
     """
     copy device_put layout_constraint mesh_cast name optimization_barrier reshard
@@ -61,11 +60,12 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
 
     Args:
       closed: a staged function.
-      unroll: whether loops and branches around placed operators are written out: a scan round by
-        round, of a cond all branches. A while stays.
+      unroll: whether to inline loops and branches around placed operators: all rounds of a scan,
+      and
+        all branches of a cond. A while is not inlined.
 
     Raises:
-      StagingError: an equation has an effect that is no call to the host; the message names the
+      StagingError: an equation has an effect other than a call to the host; the message gives the
         user's line.
     """
     if _makes_references(closed.jaxpr):
@@ -89,7 +89,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
 
 
 class Inliner:
-    """Appends the equations of a jaxpr, and of all that it calls, to the block at hand."""
+    """Appends the equations of a jaxpr, and of all that it calls, to the current block."""
 
     def __init__(self, flat: FlatProgram):
         self.flat = flat
@@ -97,13 +97,13 @@ class Inliner:
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
         self.ravels = Ravels()
-        # For values that some map hands on as they came, that map.
+        # For values that a map returns unchanged, that map.
         self.maps: dict[Var, Eqn] = {}
-        # For broadcasts, the placement and the server value.
+        # For results of broadcasts, the placement and the server value.
         self.broadcasts: dict[Atom, tuple[str, Atom]] = {}
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
-        # remat holds an open jaxpr, which has no constants.
+        # The jaxpr of remat is open, so it has no constants.
         jaxpr = getattr(closed, "jaxpr", closed)
         constants = [self.constant(value) for value in getattr(closed, "consts", ())]
         env: dict[Any, Atom] = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -126,7 +126,7 @@ class Inliner:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, inputs: list[Atom], line: str) -> Sequence[Atom]:
-        """Appends one equation, or what it is made of."""
+        """Appends one equation, or the equations that it is inlined to."""
         primitive = eqn.primitive
         outputs = self.fresh(eqn.outvars)
         expand = None
@@ -143,7 +143,7 @@ class Inliner:
                 self.block.eqns.append(expand())
                 return outputs
         if _has_no_members(eqn):
-            # Nothing is left to distribute, and a shard has members.
+            # There is nothing to distribute, and a shard can't be empty.
             return self.inline(_as_arrays(eqn), inputs, line)
         dim = dimensions.size_of(eqn)
         if dim is not None:
@@ -166,14 +166,17 @@ class Inliner:
         return self.handed_on(new) if primitive.name == "bj_map" else outputs
 
     def number(self, dim: Any, dtype: Any, line: str) -> Atom:
-        """A size that is unknown, or follows from one, as a server value."""
+        """A server value for a symbolic dimension, such as an unknown number of members."""
         evaluate, sizes = dimensions.size_function(dim, dtype, self.flat.sizes)
         return self.applied(evaluate, sizes, line)
 
     def hoisted(
         self, params: dict[str, Any], inputs: list[Atom], line: str
     ) -> tuple[dict[str, Any], list[Atom]]:
-        """The parameters and the operands of a map without what its body need not compute."""
+        """Parameters and operands of a map, with computations on all members taken out of its body.
+
+        See `hoist`.
+        """
         served = params["num_broadcast"]
         found = hoist(params["jaxpr"], served, params["n"])
         if found is None:
@@ -186,10 +189,9 @@ class Inliner:
     def shared(
         self, params: dict[str, Any], inputs: list[Atom]
     ) -> tuple[dict[str, Any], list[Atom]]:
-        """The parameters and the operands of a map that reads what was broadcast for it as it is.
+        """Parameters and operands of a map that reads server values instead of their broadcasts.
 
-        `vmap` then computes once what is the same for all members, such as the first product with
-        weights that they share, and has these weights once.
+        vmap then computes what is the same for all members once, and holds shared weights once.
         """
         served, body = params["num_broadcast"], params["jaxpr"].jaxpr
         found: dict[int, Atom] = {}
@@ -208,7 +210,7 @@ class Inliner:
         return params, [found.get(number, inputs[number]) for number in order]
 
     def handed_on(self, eqn: Eqn) -> list[Atom]:
-        """The results of a map, with its operands for those that a body returns as they came."""
+        """The results of a map, where those that its body returns unchanged are its operands."""
         body = eqn.params["jaxpr"].jaxpr
         operands = dict(zip(body.invars, eqn.inputs, strict=True))
         placed = set(body.invars[eqn.params["num_broadcast"] :])
@@ -222,9 +224,9 @@ class Inliner:
         return results
 
     def handed_out(self, atom: Atom) -> Atom:
-        """A result of the program; an input that a map handed on is one of its results still.
+        """A result of the program, where an input that a map returned is again a result of the map.
 
-        In a user's own pipeline, what is placed for the reader would be an array for the writer.
+        Otherwise `transform` would return an array for it instead of a placed PCollection.
         """
         eqn = self.maps.get(atom) if isinstance(atom, Var) and atom in self.flat.inputs else None
         if eqn is None or not isinstance(atom, Var):
@@ -237,7 +239,7 @@ class Inliner:
         return out
 
     def nested(self, params: list[Var], inline: Callable[[], Sequence[Atom]]) -> FlatBlock:
-        """A block of its own for what `inline` appends; its outputs are variables."""
+        """A new block with the equations that `inline` appends; its outputs are variables."""
         outer, self.block = self.block, FlatBlock(params)
         outputs = [self.named(atom) for atom in inline()]
         block, self.block = self.block, outer
@@ -245,7 +247,7 @@ class Inliner:
         return block
 
     def applied(self, function: Callable[..., Any], atoms: Sequence[Atom], line: str) -> Atom:
-        """The result of a function of arrays, traced in place."""
+        """The result of a function of arrays, whose equations are appended to the current block."""
         (result,) = self.inline(jax.make_jaxpr(function)(*map(aval_of, atoms)), atoms, line)
         return result
 
@@ -271,12 +273,12 @@ class Inliner:
 
 
 def _called(eqn: Any, inputs: list[Atom]) -> tuple[Any, list[Atom]]:
-    """The jaxpr that an equation calls, if it is to be inlined, and its operands."""
+    """The jaxpr that an equation calls, with its operands; None if it must not be inlined."""
     meaning = _compat.meaning_of_high(eqn)
     if meaning is not None:
         return meaning, inputs
     if eqn.primitive.name == "custom_linear_solve":
-        # The products with the matrix, and the transposed solution, are for derivatives.
+        # The other jaxprs (products with the matrix, transposed solver) are only for derivatives.
         lengths = eqn.params["const_lengths"]
         first = lengths.matvec + lengths.vecmat
         last = first + lengths.solve
@@ -285,7 +287,7 @@ def _called(eqn: Any, inputs: list[Atom]) -> tuple[Any, list[Atom]]:
     if eqn.primitive.name not in CALLS:
         return None, inputs
     inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
-    # Mutable references can't cross the border of a step, so what makes and uses them stays whole.
+    # Mutable references can't be passed between steps, so a call that uses them stays one equation.
     jaxpr = getattr(inner, "jaxpr", inner)
     whole = any(map(_makes_reference, jaxpr.eqns)) and not contains_placed_operators(eqn)
     return (None if whole else inner), inputs
@@ -300,7 +302,7 @@ def _has_no_members(eqn: Any) -> bool:
 
 
 def _as_arrays(eqn: Any) -> jex.ClosedJaxpr:
-    """What a placed operator computes, without placed operators."""
+    """A jaxpr without placed operators that computes the same as a placed operator."""
     layout = {key: None for key in ("mesh", "spmd_axis_name") if key in eqn.params}
     function = functools.partial(eqn.primitive.impl, **{**eqn.params, **layout})
     return jax.make_jaxpr(function)(*(var.aval for var in eqn.invars))
@@ -311,7 +313,7 @@ def _makes_reference(eqn: Any) -> bool:
 
 
 def _makes_references(jaxpr: Any) -> bool:
-    """Whether a reference is made outside of the bodies of placed operators."""
+    """Whether a jaxpr makes a reference outside of the bodies of placed operators."""
     return any(
         _makes_reference(eqn)
         or any(
@@ -345,7 +347,7 @@ def _refuse(eqn: Any, line: str) -> None:
 
 
 def host_call(eqn: Any) -> tuple[str, str] | None:
-    """The name and the user's line of a call to the host in an equation, or in what it calls."""
+    """The name and the user's line of a call to the host in an equation or its jaxprs, or None."""
     if eqn.primitive.name in HOST_CALLS:
         return eqn.primitive.name, _line(eqn)
     for sub in jex.jaxprs_in_params(eqn.params):
@@ -361,7 +363,7 @@ def _line(eqn: Any) -> str:
 
 
 def contains_placed_operators(eqn: Any) -> bool:
-    """Whether a placed operator stands anywhere in the jaxprs that an equation holds."""
+    """Whether the jaxprs of an equation hold a placed operator."""
     return any(
         is_placed_operator(inner.primitive) or contains_placed_operators(inner)
         for sub in jex.jaxprs_in_params(eqn.params)

@@ -1,7 +1,7 @@
-"""Values of dtype float0, the tangents of integers, as bools.
+"""Replaces values of dtype float0, the tangents of integers, by bools.
 
-XLA has no such type: under `jax.jit`, too, these values are bools while a program runs. They hold
-no information, so that a result of dtype float0 is a constant.
+XLA has no float0, and `jax.jit` uses bools as well. These values hold no information: a result of
+dtype float0 is a constant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BOOL = np.dtype("bool")
 
 
 def without_float0(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The same function with bools in place of float0, also in the jaxprs of its equations."""
+    """The same function with bools instead of float0, also in the jaxprs of its equations."""
     return _Retyped().closed(closed) if _holds_float0(closed.jaxpr) else closed
 
 
@@ -35,7 +35,7 @@ def _is_float0(var: Any) -> bool:
 
 
 class _Retyped:
-    """Renames the variables of dtype float0, consistently within one program."""
+    """Replaces variables of dtype float0, consistently within one program."""
 
     def __init__(self) -> None:
         self.new_var = jex.gensym()
@@ -79,7 +79,7 @@ class _Retyped:
 
 
 def as_bool(value: Any) -> Any:
-    """An array of dtype float0 as bools; anything else as it is."""
+    """An array of dtype float0 as bools; any other value unchanged."""
     if getattr(value, "dtype", None) != FLOAT0:
         return value
     return np.zeros(np.shape(value), BOOL)

@@ -1,4 +1,4 @@
-"""The lines of the user that equations come from."""
+"""Finds the lines of the user's code that equations come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from beamjax import _compat
 
 
 def user_line(eqn: Any) -> str:
-    """`file:line (function)` of the innermost frame that is no library's."""
+    """`file:line (function)` of the innermost frame of an equation outside of libraries."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not is_library(frame.file_name):
@@ -19,7 +19,7 @@ def user_line(eqn: Any) -> str:
 
 
 def calling_line() -> str:
-    """`file:line (function)` of the innermost frame of this thread that is no library's."""
+    """`file:line (function)` of the innermost frame of this thread outside of libraries."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -27,7 +27,7 @@ def calling_line() -> str:
 
 
 def is_library(file_name: str) -> bool:
-    """Whether a file is of JAX, NumPy or beamjax, and not of the user."""
+    """Whether a file belongs to JAX, NumPy or beamjax, and not to the user."""
     return file_name.startswith(_LIBRARIES)
 
 

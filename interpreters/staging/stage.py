@@ -1,4 +1,4 @@
-"""A user's function and arguments to a jaxpr, with a name for every input."""
+"""Traces a user's function to a jaxpr, and flattens its arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Argument:
     """One flat argument.
 
     Attributes:
-      path: where it stands in the arguments, e.g. `args[0]['w']`.
+      path: its path in the user's arguments, e.g. `args[0]['w']`.
       aval: shape and dtype of the whole array.
       value: the array or scalar, the `Source` it is a leaf of, or a `jax.ShapeDtypeStruct`.
       leaf: number of the leaf, if the value is a `Source`.
@@ -51,7 +51,7 @@ class Argument:
 
     @property
     def comes_by_shards(self) -> bool:
-        """Whether only workers see it: from a source, or from a user's PCollection."""
+        """Whether only workers read it: from a source, or from a user's PCollection."""
         return isinstance(self.value, Source | jax.ShapeDtypeStruct)
 
 
@@ -143,7 +143,7 @@ def _aval(name: str, leaf: Any, argument: Any) -> Any:
 
 
 def _instead(leaf: Any, argument: Any) -> str:
-    """What to do with something in an argument that is no data."""
+    """Advice for a leaf of an argument that is not data."""
     if _comes_from("apache_beam", leaf):
         return (
             "beamjax.from_beam(transform, like=..., folder=...) makes one of what a PTransform "
@@ -167,9 +167,9 @@ def _comes_from(package: str, x: Any) -> bool:
 def _checked(
     name: str, aval: jax.ShapeDtypeStruct, symbols: dict[str, Any]
 ) -> jax.ShapeDtypeStruct:
-    """An abstract argument, if at most its number of members is unknown.
+    """Checks that at most the number of members of an abstract argument is symbolic.
 
-    Symbols of one name are made the same: `symbols` has the first one of each.
+    Symbols with the same name are made the same object: the first one, which `symbols` holds.
     """
     unknown = [d for d in aval.shape if is_unknown(d)]
     if unknown and (is_unknown(aval.shape[0]), len(unknown), str(unknown[0]).isidentifier()) != (
@@ -202,14 +202,14 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
     Args:
       fn: the user's function.
       arguments: from `flatten_arguments`.
-      restore: likewise.
+      restore: from `flatten_arguments`.
 
     Raises:
       StagingError: `fn` needs an unknown number of members as a constant, or closes over a tracer.
     """
     out_tree = None
 
-    # Messages of JAX then name the user's function, its file and its parameters.
+    # With `wraps`, messages of JAX name the user's function, its file and its parameters.
     @functools.wraps(fn, assigned=(), updated=())
     def call(*args: Any) -> list[Any]:
         nonlocal out_tree
@@ -221,19 +221,19 @@ def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -
         try:
             closed = jax.make_jaxpr(call)(*restore(avals))
         except Exception as error:
-            told = explained(error, lambda *leaves: call(*restore(leaves)), avals)
-            if told is None:
+            explanation = explained(error, lambda *leaves: call(*restore(leaves)), avals)
+            if explanation is None:
                 _add_note(error, fn)
                 raise
-            raise told from error
+            raise explanation from error
     refuse_tracers("run", fn, {"a value that the function closes over": closed.consts})
-    # As under jit, arrays that `fn` closes over have the values that they have now.
-    closed = _compat.with_constants(closed, _kept_value)
+    # As under jit, later changes of NumPy arrays that `fn` closes over have no effect.
+    closed = _compat.with_constants(closed, _unchanging)
     return Staged(name_of(fn), closed, out_tree, tuple(placements))
 
 
 def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
-    """Says what to do where Python needs the value of an argument, as in `range(n)`."""
+    """Adds advice to an error where Python needs the value of an argument, as in `range(n)`."""
     if isinstance(error, jax.errors.JAXTypeError):
         error.add_note(
             f"beamjax traces all arguments of {name_of(fn)}, as jax.jit does. Bind a value that "
@@ -241,14 +241,14 @@ def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
         )
 
 
-def _kept_value(array: np.ndarray) -> np.ndarray:
+def _unchanging(array: np.ndarray) -> np.ndarray:
     return array if is_immutable(array) else _compat.copied_constant(array)
 
 
 def declared_sizes(
     fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any
 ) -> list[int]:
-    """The sizes of the placements of all programs that `fn` calls, as far as it can be traced."""
+    """Sizes of the placements of all programs that `fn` calls, until tracing ends or fails."""
     with observe() as placements, drjax.operators_of_beamjax(), contextlib.suppress(Exception):
         jax.make_jaxpr(lambda *leaves: tree_util.tree_leaves(fn(*restore(leaves))))(
             *(argument.aval for argument in arguments)

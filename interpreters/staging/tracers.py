@@ -1,4 +1,4 @@
-"""Calls with values that JAX traces, which no runner can compute."""
+"""Refuses calls of beamjax inside a JAX transformation, whose values are tracers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from beamjax.ops.leaves import name_of
 
 
 def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> None:
-    """Refuses values that JAX traces.
+    """Refuses tracers.
 
     Args:
-      front: the function of beamjax that the user called.
-      fn: what it is to run.
-      values: by what they are, for the message.
+      front: name of the function of beamjax that the user called.
+      fn: the function that it should run.
+      values: the values to check, by a description for the message.
 
     Raises:
       StagingError: one of them is a tracer.
@@ -31,8 +31,8 @@ def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> 
 
 
 def refuse_compilation(front: str, fn: Any) -> None:
-    """StagingError inside a function that `jax.jit` traces, where nothing has a value."""
-    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):  # which compiles nothing
+    """Raises a StagingError inside a function that `jax.jit` traces, where no value is known."""
+    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):  # device_put compiles nothing
         raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
 
 

@@ -1,4 +1,4 @@
-"""Errors of programs that need the number of members where nobody knows it yet."""
+"""Errors of programs that need the number of members while it is unknown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from beamjax.ops.placements import unobserved
 
 
 class UnknownSizeError(StagingError):
-    """A program can't be staged without the number of members, but could be with it.
+    """A program can't be staged with an unknown number of members, but could with a known one.
 
     Attributes:
-      reason: what needs it, without what to do about that.
+      reason: what needs the number, without the advice of the message.
     """
 
     def __init__(self, message: str, reason: str = ""):
@@ -34,19 +34,19 @@ ADVICE = (
 INSTEAD = "or reduce over the members, or do it for each of them inside a map_fn"
 
 SOME_NUMBER = 840
-"""Of members: with this one a program is tried that can't be staged with an unknown one. Many
-numbers divide it."""
+"""A number of members with which staging is tried again if it fails with an unknown number. It has
+many divisors, so that reshapes of the members are likely to work."""
 
 
 def explained(
     error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
 ) -> UnknownSizeError | None:
-    """What to raise for a function that can't be traced, if an unknown number is the reason.
+    """An `UnknownSizeError` for a function that can't be traced, if that is the reason, else None.
 
     Args:
-      error: of `fn` at `avals`.
-      fn: takes flat arguments.
-      avals: their types.
+      error: the error that `fn` raised when it was traced with `avals`.
+      fn: the function of flat arguments.
+      avals: types of the arguments.
     """
     found = next((d for a in avals for d in getattr(a, "shape", ()) if is_unknown(d)), None)
     if found is None:
@@ -60,7 +60,7 @@ def explained(
     try:
         with unobserved():
             jax.make_jaxpr(lambda *args: fn(*args))(*known)
-    except Exception:  # of any kind: then the number of members is not the reason
+    except Exception:  # any error: then the unknown number of members is not the reason
         return None
     what = str(error).split("\n")[0]
     reason = f"{_line(error) or 'in the program'}: this needs the number of members as a constant"
@@ -72,7 +72,7 @@ def explained(
 
 
 def _line(error: Exception) -> str:
-    """The innermost line of an error's traceback that is no library's."""
+    """The innermost line of an error's traceback outside of libraries."""
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

@@ -1,1 +1,1 @@
-"""Sizes of shards, and how the members of one are computed."""
+"""Chooses shard sizes and how passes vectorize over a shard, by timing them."""

@@ -1,4 +1,4 @@
-"""From the plan of the rules to the one that is run: what is fixed, remembered or worth a probe."""
+"""Chooses shard sizes and vectorization: by options, a saved plan, a cache or a probe."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from beamjax.options.choices import Choices, Looping, Trial, read_choices, write
 from beamjax.plan.steps import Map, Plan, walk
 
 WORTH_SECONDS = 5.0
-"""Of the passes of a program, at which a probe pays. They are told by what is counted, and so are
-the same on all machines."""
+"""Predicted seconds of all passes of a program above which a probe pays for itself. They follow
+from counted costs and fixed rates, so the decision is the same on all machines."""
 SHARE, MIN_BUDGET, MAX_BUDGET = 0.1, 1.0, 10.0
-"""Of these seconds that a probe may take, and the bounds of its own seconds."""
+"""Share of the predicted seconds that a probe may take, and its bounds in seconds."""
 PENDING = "pending"
-"""The origin of choices that are to be made when there are arguments."""
+"""The origin of choices that wait for a call with real arguments, not only types."""
 CHECKPOINTED = "choices.json"
-"""The file in a folder of checkpoints: who goes on from there makes the same plan."""
+"""Name of the file in a checkpoint folder that holds the choices, so that a resumed run makes the
+same plan."""
 
 Relower = Callable[[Mapping[str, int], Mapping[str, Looping]], Plan]
-"""Makes the plan with shards of these sizes, and passes that compute them so."""
+"""Makes the plan again with these shard sizes, and this vectorization of each pass."""
 
 
 def chosen_plan(
@@ -43,18 +44,20 @@ def chosen_plan(
     special: str = "",
     abstract: bool = False,
 ) -> Plan:
-    """The plan that is run, which knows what it was fixed to, and why.
+    """The plan to run, with its `choices` and the reason for them.
 
     Args:
-      plan: by the rules and the options.
-      program, pieces: that it was made from.
-      options: of the run.
-      relower: makes others.
-      special: why there can be no probe, if so.
-      abstract: whether it is only for types: then nothing is timed that nobody asked for.
+      plan: the plan by rules and options.
+      program: the placed program of the plan.
+      pieces: its stages.
+      options: options of the run.
+      relower: makes a plan with other choices.
+      special: why a probe is impossible, "" if it is not.
+      abstract: whether there are only types of arguments. Then bodies are only timed with the
+        option probe=True.
 
     Raises:
-      OptionsError: the option `plan` is for another program.
+      OptionsError: the option `plan` holds choices for another program.
     """
     text = planner.program_text(pieces, plan.sizes.values())
     print_ = plan_cache.digest(text)
@@ -77,7 +80,7 @@ def chosen_plan(
     found = _remembered(plan, rule, options)
     if found is None and options.probe is None:
         if plan_cache.folder() is None:
-            why = "by the rules: what a probe found could not be remembered"
+            why = "by the rules: there is no folder in which the results of a probe could be stored"
             return _with(plan, replace(rule, why=why))
         if abstract:
             why = "by the rules: bodies are timed once there are arguments, or with probe=True"
@@ -140,7 +143,7 @@ def _names(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-# --- remembered
+# --- cached
 
 
 def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
@@ -153,12 +156,15 @@ def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
 
 
 def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
-    """What was found before for this program, on this machine; that of its checkpoints first."""
+    """The choices of an earlier probe of this program on this machine.
+
+    Choices in its checkpoint folder take precedence over those in the cache.
+    """
     found = _checkpointed(options)
-    origin = "that of the checkpoints"
+    origin = "from the checkpoints"
     name = _cache_name(plan, rule, options)
     if found is None:
-        record, origin = plan_cache.load(name), "as was found before on this machine"
+        record, origin = plan_cache.load(name), "from an earlier probe on this machine"
         try:
             found = None if record is None else Choices.from_json(record)
         except ValueError as error:
@@ -175,13 +181,13 @@ def _checkpointed(options: Options) -> Choices | None:
     path = _checkpoint_file(options)
     if path is None or not os.path.exists(path):
         return None
-    with contextlib.suppress(OptionsError):  # of a file that is damaged: the run says so later
+    with contextlib.suppress(OptionsError):  # The run reports a damaged file later.
         return read_choices(path)
     return None
 
 
 def _checkpoint_file(options: Options) -> str | None:
-    """Of folders at URLs there is none."""
+    """The path of the choices in a local checkpoint folder, else None."""
     folder = options.checkpoint
     if folder is None or "://" in folder:
         return None
@@ -189,7 +195,7 @@ def _checkpoint_file(options: Options) -> str | None:
 
 
 def _remember(plan: Plan, rule: Choices, found: Choices, options: Options) -> Choices:
-    """Writes choices down; those of another process, if it was faster."""
+    """Stores choices and returns them; if another process stored some first, returns those."""
     other = _remembered(plan, rule, options)
     if other is not None:
         return other
@@ -214,10 +220,10 @@ def _probed(
     options: Options,
     budget: float,
 ) -> Choices:
-    """What a probe finds; the rule's choice, with the reason, if it finds nothing."""
+    """The choices by a probe; those of the rules, with the reason, where it finds none."""
     sizes, loopings = dict(rule.sizes), dict(rule.loopings)
     tried: list[Trial] = []
-    told: list[str] = []
+    reasons: list[str] = []
     by_placement = {p.placement: [q for q in passes if q.placement == p.placement] for p in passes}
     for placement, mine in by_placement.items():
         end = time.monotonic() + budget * len(mine) / len(passes)
@@ -232,17 +238,17 @@ def _probed(
         try:
             found = search.run()
         except BeamjaxError as error:
-            told.append(f"by the rules, as a probe failed: {error}")
+            reasons.append(f"by the rules, as a probe failed: {error}")
             continue
         sizes[placement] = found.size
         loopings.update(found.loopings)
         tried += found.trials
-        told.append(
+        reasons.append(
             "by the rules, and a probe found nothing faster"
             if found.gain == 1.0
             else f"{found.gain:.1f} x as fast as by the rules in a probe"
         )
-    why = "; ".join(dict.fromkeys(told))
+    why = "; ".join(dict.fromkeys(reasons))
     return replace(
         rule, sizes=sizes, loopings=loopings, origin="probe", why=why, tried=tuple(tried)
     )

@@ -1,8 +1,8 @@
-"""Plans for members of unequal length: a body for each bucket that shards are padded to.
+"""Plans for members of unequal length, with a body for each bucket of lengths.
 
-A program is staged for the longest members, as `jax.jit` runs it, and once more for each shorter
-bucket. Where the plans differ in nothing but the bodies of passes and the shapes of what they read,
-they are one plan, whose passes choose the body by the shapes of a shard.
+A program is staged for the longest members, as `jax.jit` would run it, and again for each shorter
+bucket. If these plans differ only in the bodies of passes and the shapes of their operands, they
+are merged to one plan, whose passes choose a body by the shapes of a shard.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Any
 
 import jax
 
+from beamjax.bodies.export import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.options.choices import Looping
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
-from beamjax.runtime.inputs import raw_array
 from beamjax.sources.padded_bytes import bucket_shares, padding_text
 from beamjax.sources.padding import MORE_PADDING
 from beamjax.sources.source_base import Source
 
 Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]
-"""Makes the plan of a function for arguments, with shards of these sizes."""
+"""Makes the plan of a function for other arguments, with these shard sizes if they are not None."""
 
 
 def buckets_of(arguments: Sequence[Argument]) -> dict[int, tuple[int, ...]]:
-    """The buckets of ragged sources with more than one, by `id`."""
+    """The buckets of ragged sources with more than one bucket, by `id` of the source."""
     sources = {id(a.value): a.value for a in arguments if isinstance(a.value, Source)}
     return {key: source.buckets for key, source in sources.items() if len(source.buckets) > 1}
 
 
-def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple[Plan, str]:
-    """A plan whose passes read short members with little padding.
+def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple[Plan, str]:
+    """A plan with bodies for each bucket, so that short members need little padding.
 
     Args:
-      plan: for the longest members.
-      arguments: with one ragged source or more.
-      planner: makes a plan for other arguments, with shards of these sizes if it is given any.
+      plan: the plan for the longest members.
+      arguments: arguments with at least one ragged source.
+      planner: makes plans for other lengths.
 
     Returns:
-      The plan; and why it is the one that was given, or "".
+      The plan, and ""; or the plan that was given, and why there are no bodies for buckets.
     """
     ragged = buckets_of(arguments)
     if len(ragged) > 1:
@@ -74,15 +74,15 @@ def fitted(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple
 def with_padding_checks(
     plan: Plan, arguments: Sequence[Argument], planner: Planner
 ) -> tuple[Plan, str]:
-    """A plan that finds out whether its bodies read the padding of members of unequal length.
+    """Adds checks to a plan whether its bodies read the padding of members of unequal length.
 
     Args:
-      plan: for these arguments.
-      arguments: with a ragged source or more.
-      planner: makes a plan for other arguments, with shards of these sizes.
+      plan: the plan for these arguments.
+      arguments: arguments with at least one ragged source.
+      planner: makes plans for other lengths.
 
     Returns:
-      The plan; and why no pass can be checked, or "".
+      The plan, and ""; or the plan that was given, and why its passes can't be checked.
     """
     mine = [i for i, a in enumerate(arguments) if is_ragged(a)]
     longer = [
@@ -91,7 +91,7 @@ def with_padding_checks(
     ]
     try:
         other = planner(longer, plan.shard_sizes)
-    except Exception as error:  # The user's function may insist on a length.
+    except Exception as error:  # any error: the user's function may require a certain length
         return plan, f"it can't be staged for longer members ({error})".split("\n")[0]
     padded = {plan.inputs[i].placed for i in mine}
     pairs = {step.name: step for step in _passes(other)}
@@ -106,7 +106,7 @@ def with_padding_checks(
 
 
 def is_ragged(argument: Argument) -> bool:
-    """Whether members of an argument are padded to the longest."""
+    """Whether an argument has members of unequal length, which are padded."""
     value = argument.value
     return isinstance(value, Source) and bool(value.buckets) and value.leaves[argument.leaf].ragged
 
@@ -114,7 +114,7 @@ def is_ragged(argument: Argument) -> bool:
 def _padding_check(
     plan: Plan, step: Map, other: Plan, longer: Map | None, padded: set[str | None]
 ) -> PaddingCheck | None:
-    """What a pass is checked with; None if it reads no padding, or what depends on its length."""
+    """The check for a pass; None if it reads no padding or can't be compared with `longer`."""
     names = "operands", "broadcasts", "results"
     if longer is None or any(getattr(step, x) != getattr(longer, x) for x in names):
         return None
@@ -138,12 +138,12 @@ def _bodies_of(check: PaddingCheck) -> list[str]:
 
 
 def _calls_back(plan: Plan, step: Map) -> bool:
-    """Whether a body calls functions of the host, which must see each member once."""
+    """Whether a body calls the host; it must not be run twice for a member."""
     return plan.bodies[step.body].python is not None
 
 
 def _mean_costs(source: Source, plans: Sequence[Plan], mine: Sequence[int]) -> Mapping[str, Cost]:
-    """What is to be done for a member on the average, from the plans for all buckets."""
+    """The average costs per member, from the plans for all buckets."""
     longest = plans[-1]
     placed = (longest.inputs[i].placed for i in mine)
     sizes = [longest.shard_sizes[longest.values[x].placement or ""] for x in placed if x]
@@ -159,7 +159,7 @@ def _mean_costs(source: Source, plans: Sequence[Plan], mine: Sequence[int]) -> M
 
 
 def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str, int]:
-    """Members in a shard: as many as are best of usual ones, and as the longest ones allow."""
+    """Shard sizes that suit members of usual length, bounded by the bytes of the longest ones."""
     rows = next((b for b in source.buckets if b >= source.usual_rows), source.buckets[-1])
     member = max(sum(leaf.nbytes for leaf in source.leaves), 1)
     most = power_of_two(MAX_SHARD_BYTES // member)
@@ -168,16 +168,14 @@ def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str
 
 
 def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan | str:
-    """Plans for all buckets as one, the first for the longest members; or why that can't be."""
+    """Merges the plans for all buckets; `plan` is for the longest. Or why that is impossible."""
     names = [plan.inputs[i].placed for i in mine if plan.inputs[i].placed is not None]
     bodies = dict(plan.bodies)
     found: dict[str, list[Fitted]] = {}
     for other in others:
         pairs = _pairs(plan, other, names)
         if pairs is None:
-            return (
-                "what is handed on between passes, or computed on the server, depends on the length"
-            )
+            return "a value between passes, or on the server, depends on the length"
         for step, shorter in pairs:
             if step.body != shorter.body:
                 shapes = tuple(other.values[name].shape for name in shorter.operands)
@@ -202,7 +200,7 @@ def _of_length(argument: Argument, rows: int) -> Argument:
 
 
 def _obstacle(plan: Plan, mine: Sequence[int]) -> str:
-    """Why inputs can't be read short."""
+    """Why shards of inputs can't be padded to a bucket; "" if they can."""
     for i in mine:
         spec = plan.inputs[i]
         if spec.server is not None or any(out.input == i for out in plan.outputs):
@@ -213,7 +211,7 @@ def _obstacle(plan: Plan, mine: Sequence[int]) -> str:
 
 
 def _pairs(plan: Plan, other: Plan, names: Sequence[str | None]) -> list[tuple[Map, Map]] | None:
-    """The passes of two plans that differ in bodies and in the types of these values only."""
+    """Pairs of passes of two plans; None if more differs than bodies and the types of `names`."""
     short = {name: value for name, value in plan.values.items() if name in names}
     if (
         plan.values != {**other.values, **short}
@@ -251,7 +249,7 @@ def _without_body(step: Map) -> Map:
 
 
 def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
-    """Steps, with all passes in them changed."""
+    """Steps (or parts of them) with `change` applied to all passes."""
     if isinstance(tree, Map):
         return change(tree)
     if isinstance(tree, tuple):
@@ -263,7 +261,7 @@ def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
 
 
 def fitting_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tuple[str, ...]:
-    """What people are told of members of unequal length."""
+    """A note for the user on the buckets of members of unequal length."""
     paths = [a.path for a in arguments if id(a.value) in buckets_of(arguments) and _leaf(a).ragged]
     ladder = "/".join(map(str, next(iter(buckets_of(arguments).values()))))
     what = f"{', '.join(paths)}: members have unequal lengths. Their shards are padded"
@@ -271,19 +269,19 @@ def fitting_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tup
         return (f"{what} to the longest, because {reason}.",)
     count = sum(len(step.fitted) for step in _passes(plan))
     most = count + len(_passes(plan))
-    told = f"{count} executables more than one for each pass, {most} at most"
-    return (f"{what} to {ladder} rows; {told}.",)
+    more = f"{count} executables more than one for each pass, {most} at most"
+    return (f"{what} to {ladder} rows; {more}.",)
 
 
 def padding_notes(plan: Plan, arguments: Sequence[Argument]) -> tuple[str, ...]:
-    """What people are told of the padding of members of unequal length."""
-    told: dict[int, str] = {}
+    """Notes for the user on the padding of members of unequal length."""
+    texts: dict[int, str] = {}
     for argument, spec in zip(arguments, plan.inputs, strict=False):
         source = argument.value
-        if not isinstance(source, Source) or not source.buckets or id(source) in told:
+        if not isinstance(source, Source) or not source.buckets or id(source) in texts:
             continue
         if spec.placed is None or not _leaf(argument).ragged:
             continue
         size = plan.shard_sizes[plan.values[spec.placed].placement or ""]
-        told[id(source)] = padding_text(source, size, spec.short)
-    return tuple(filter(None, told.values()))
+        texts[id(source)] = padding_text(source, size, spec.short)
+    return tuple(filter(None, texts.values()))

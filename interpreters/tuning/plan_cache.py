@@ -1,7 +1,7 @@
-"""What the planner remembers on this machine: small files of JSON, which may go at any time.
+"""A cache of probed choices on this machine: small JSON files, which may be deleted at any time.
 
-They are in `$BEAMJAX_PLANNER_CACHE`, by default in the folder `planner` of beamjax's cache. Where
-the variable is empty, or the folder can't be written, nothing is remembered.
+The files are in `$BEAMJAX_PLANNER_CACHE`, by default in the folder `planner` of beamjax's cache. If
+the variable is empty, or the folder can't be made, nothing is cached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 20
 
 
 def folder() -> Path | None:
-    """Where it is; None where nothing is remembered."""
+    """The folder of the cache; None if nothing is cached."""
     given = os.environ.get(VARIABLE)
     if given == "":
         return None
@@ -41,7 +41,7 @@ def folder() -> Path | None:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """What was stored under a name; None, with a warning, for a file of something else."""
+    """The record with this name, or None. Warns if the file is not a JSON object."""
     found = folder()
     if found is None:
         return None
@@ -61,16 +61,18 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def ignore(name: str, error: Exception) -> None:
-    """Says that what was stored under a name is not used."""
+    """Warns that the file with this name is not used."""
     found = folder()
     path = name if found is None else found / f"{name}.json"
     warnings.warn(
-        f"{path} is not used, and will be written anew: {error}", RuntimeWarning, stacklevel=3
+        f"{path}: beamjax can't use this file and will write it anew: {error}",
+        RuntimeWarning,
+        stacklevel=3,
     )
 
 
 def store(name: str, record: dict[str, Any]) -> None:
-    """Remembers a record, if that can be."""
+    """Stores a record; does nothing if the folder can't be written."""
     found = folder()
     if found is not None:
         with contextlib.suppress(OSError):
@@ -78,14 +80,14 @@ def store(name: str, record: dict[str, Any]) -> None:
 
 
 def digest(*parts: Any) -> str:
-    """A name for what these JSON values are about."""
+    """A hash of JSON values, to be used in a name."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """What decides how fast this machine is, by names for people."""
+    """The hardware and the versions that decide how fast this machine is, by readable names."""
     device = jax.local_devices()[0]
     versions = _compat.versions()
     return {

@@ -1,10 +1,10 @@
-"""Times passes on made-up members, a shard at a time, as they will be run."""
+"""Times passes on shards of made-up members, with the executor that runs use."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from beamjax.plan.steps import Map, Plan, ValueType
 from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulators
 
 REPEATED_SECONDS = 0.1
-"""A shard is computed again until so much time has passed; the best time counts."""
+"""Seconds for which a shard is computed again and again; the best time counts."""
 MIN_RUNS, MAX_RUNS = 4, 30
+"""Bounds of the number of timed runs of a shard."""
 
 Clock = Callable[[], float]
 
@@ -35,26 +36,28 @@ def shard_seconds(
     limit: float,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Seconds of a shard of a pass with its merge, at best, when it is compiled.
+    """The best time of a shard of a pass, in seconds: computing and merging, without compiling.
 
     Args:
-      plan: with the pass.
+      plan: the plan of the pass.
       step: the pass.
-      options: `reduction` and `xla_threads` are those that matter here.
-      limit: seconds that all of this may take, compiling included.
-      clock: seconds of.
+      options: options of the run; `reduction` and `xla_threads` are used.
+      limit: seconds that the probe may take, with compiling.
+      clock: returns a time in seconds.
 
     Raises:
-      ProbeError: the body fails on made-up members, or takes too long.
+      ProbeError: the body fails on made-up members, or takes longer than `limit`.
     """
     return in_time(lambda: _timed(plan, step, options, limit, clock), limit)
 
 
 def in_time(function: Callable[[], float], limit: float) -> float:
-    """What a function gives, if it comes in time; else it is left behind, and ends by itself.
+    """Calls a function in a daemon thread and returns its result.
+
+    If it takes longer than `limit` seconds, its thread is abandoned and ends by itself.
 
     Raises:
-      ProbeError: it raises an error, or takes longer.
+      ProbeError: the function raises an error, or takes longer.
     """
     found: list[float] = []
     errors: list[BaseException] = []
@@ -69,8 +72,8 @@ def in_time(function: Callable[[], float], limit: float) -> float:
     thread.start()
     thread.join(limit)
     if errors:
-        told = f"{type(errors[0]).__name__}: {errors[0]}".split("\n")[0]
-        raise ProbeError(f"a body fails on made-up members ({told:.200})") from errors[0]
+        reason = f"{type(errors[0]).__name__}: {errors[0]}".split("\n")[0]
+        raise ProbeError(f"a body fails on made-up members ({reason:.200})") from errors[0]
     if not found:
         raise ProbeError(f"a body takes longer than {limit:.1f} s on made-up members")
     return found[0]
@@ -112,9 +115,9 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
 
 
 def made_up(rng: np.random.Generator, value: ValueType, leading: tuple[int, ...]) -> np.ndarray:
-    """An array for a value: floats of a normal distribution, small integers, any keys.
+    """A random array for a value: normally distributed floats, small integers, arbitrary keys.
 
-    Zeros would do for shapes, but not for speed: what is sparse or denormal is computed otherwise.
+    Zeros would be timed wrongly: sparse or denormal values take other times than usual ones.
     """
     shape, dtype = (*leading, *value.shape), np.dtype(value.dtype)
     if dtype.kind == "b":
@@ -127,7 +130,3 @@ def made_up(rng: np.random.Generator, value: ValueType, leading: tuple[int, ...]
     if dtype.kind == "c":
         return (normal + 1j * rng.standard_normal(shape)).astype(dtype)
     return normal.astype(np.float32).astype(dtype)
-
-
-Measure = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Seconds of a shard of each pass, by name, for a shard size and how each is computed."""

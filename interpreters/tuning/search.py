@@ -1,8 +1,8 @@
-"""Chooses shard sizes and how passes compute a shard, from what is counted and what is timed.
+"""Searches for the fastest shard sizes and vectorization of passes.
 
-What is counted says which programs are worth a probe. A probe times the rule's choice first, then
-others next to the best one so far, as long as there is time; what is not clearly faster than the
-rule's choice is not chosen.
+Counted costs decide which programs are worth a probe. A probe times the choice of the rules first,
+then neighbours of the best choice so far, until its time is up. A choice replaces that of the rules
+only if it is clearly faster.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from beamjax.plan.cost import USUAL
 from beamjax.plan.steps import Map, Plan, walk
 
 GAIN = 1.15
-"""How much faster another choice has to be than that of the rule; less may be noise."""
+"""Factor by which a choice must be faster than that of the rules; less may be noise."""
 STEP_GAIN = 1.04
-"""How much faster a neighbour has to be for its own neighbours to be tried."""
+"""Factor by which a neighbour must be faster for its own neighbours to be tried."""
 CLOSE = 1.6
-"""How much slower all members at once may be for it to be tried with shards of other sizes."""
+"""Factor by which vmap over a whole shard may be slower to be tried with other shard sizes too."""
 WORKING_BYTES = 64 << 20
-"""That the members of a shard may take at once in what is tried, if not by the rules: a probe shows
-in no bound of memory."""
+"""Largest working memory of a shard that is tried, in bytes; a probe does not check bounds of
+memory otherwise."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass as it is chosen for.
+    """What the search knows about a pass.
 
     Attributes:
-      rounds: how often it is run.
-      size, looping: by the rule.
-      loops: whether its members can be computed one after the other.
-      largest: shard that may be tried.
-      seconds: of a member, as is counted.
+      rounds: how often it runs.
+      size: shard size by the rules.
+      looping: vectorization by the rules.
+      loops: whether it can compute members sequentially.
+      largest: largest shard size to try.
+      seconds: predicted seconds per member.
     """
 
     name: str
@@ -67,12 +68,12 @@ class Pass:
 
 
 def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[Pass]:
-    """The passes of a plan with known numbers of members.
+    """The passes of a plan over placements of known size.
 
     Args:
-      plan: by the rule.
-      pieces: that it was made from.
-      memory: of a worker process, if it is limited.
+      plan: the plan by the rules.
+      pieces: its stages.
+      memory: memory of a worker process in bytes, None without a limit.
     """
     steps = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     limit = WORKING_BYTES if memory is None else min(WORKING_BYTES, memory // 8)
@@ -94,7 +95,7 @@ def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[P
 
 
 def named_passes(pieces: Iterable[Piece]) -> Iterator[tuple[str, MapPiece, float]]:
-    """The passes with the names of their steps, and how often they are run."""
+    """The passes, with the names of their steps and how often they run."""
     return _named(pieces, {}, 1.0)
 
 
@@ -116,7 +117,7 @@ def _named(
 
 
 def obstacle(plan: Plan, pieces: Sequence[Piece], platform: str) -> str:
-    """Why no pass of a program can be timed on made-up members; "" if they can."""
+    """Why a program can't be timed on made-up members; "" if it can."""
     maps = [piece for _, piece, _ in named_passes(pieces)]
     if not maps:
         return "there is no pass over members"
@@ -133,7 +134,7 @@ def obstacle(plan: Plan, pieces: Sequence[Piece], platform: str) -> str:
 
 
 def magnitude(n: Any) -> int:
-    """What numbers of members have in common for which choices are the same."""
+    """The number of bits of n; choices are cached for all n with the same number of bits."""
     return 0 if n is None or is_unknown(n) else int(n).bit_length()
 
 
@@ -141,11 +142,11 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def program_text(pieces: Iterable[Piece], sizes: Iterable[Any]) -> list[Any]:
-    """What a program computes, as JSON values that are the same in each process.
+    """A description of a program as JSON values, which is the same in every process.
 
     Args:
-      pieces: of the program.
-      sizes: numbers of members; axes of this length are not told from each other.
+      pieces: the stages of the program.
+      sizes: numbers of members; all axes with one of these lengths are written as "n".
     """
     return list(_Texts(frozenset(sizes)).pieces(pieces))
 
@@ -193,16 +194,18 @@ class _Texts:
 # --- the search
 
 Measure = Callable[[int, Mapping[str, Looping]], Mapping[str, float]]
-"""Seconds of a shard of each pass, by name, for a shard size and how each pass computes a shard."""
+"""Measures seconds per shard of each pass, by name, for a shard size and vectorizations by name."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found for the passes over a placement.
+    """The result of a search for the passes over a placement.
 
     Attributes:
-      gain: how much faster it is than the choice of the rule; 1 if it is that.
-      trials: all that was timed, in order.
+      size: the shard size.
+      loopings: the vectorization of each pass, by name.
+      gain: speed-up over the choice of the rules; 1 if it is that choice.
+      trials: all measurements, in order.
     """
 
     size: int
@@ -212,14 +215,14 @@ class Found:
 
 
 class Search:
-    """Times ways of running the passes over one placement.
+    """Searches for the fastest way to run the passes over one placement.
 
     Args:
-      passes: over it.
-      measure: times a way; its first call has to succeed.
-      left: seconds that there still are.
-      size: members in a shard, if that is fixed.
-      fixed: whether it is fixed how shards are computed.
+      passes: the passes.
+      measure: times a choice; only its first call has to succeed.
+      left: returns the seconds that are left.
+      size: the shard size, if the user fixed it.
+      fixed: whether the user fixed the vectorization.
     """
 
     def __init__(
@@ -236,23 +239,23 @@ class Search:
         self.fixed_size = size
         self.fixed = fixed
         self.times: dict[tuple[str, int, Looping], float] = {}
-        # What the last trial took, with all that goes before it, and its members in a shard.
+        # Seconds of the last trial, including compilation, and its shard size.
         self.last = 0.0
         self.last_size = 0
         self.stopped: Exception | None = None
 
     def run(self) -> Found:
-        """Times as many ways as there is time for.
+        """Times choices until the time is up, and returns the best one.
 
         Raises:
-          BeamjaxError: the first way can't be timed.
+          BeamjaxError: the choice of the rules can't be timed.
         """
         first = self.passes[0].size
         rule = {p.name: p.looping for p in self.passes}
         self._time(first, rule)
         try:
             self._try_all(first)
-        except Exception as error:  # of ways that need not work: the first one did
+        except Exception as error:  # Other choices may fail; that of the rules did not.
             self.stopped = error
         size = min(self._sizes(), key=self._score)
         before = sum(p.rounds * self.times[p.name, first, p.looping] / first for p in self.passes)
@@ -280,7 +283,7 @@ class Search:
         return [*ways, Looping("batches", MULTIPLE)] if size >= 4 * MULTIPLE else ways
 
     def _climb(self, factor: int, up: bool) -> None:
-        """Goes to larger or smaller shards for as long as that helps."""
+        """Tries larger (or smaller) shards as long as they are faster."""
         largest = min(p.largest for p in self.passes)
         size = min(self._sizes(), key=self._score)
         while True:
@@ -298,16 +301,16 @@ class Search:
             size = other
 
     def _is_close(self, a_pass: Pass, size: int) -> bool:
-        """Whether all members at once are not the best way here, but may be at another size."""
+        """Whether vmap over the whole shard is slower at this size, but close to the best."""
         together = self.times.get((a_pass.name, size, Looping()))
         best, way = self._best(a_pass, size)
         return way != Looping() and together is not None and together < CLOSE * best
 
     def _attempt(self, size: int, loopings: Mapping[str, Looping]) -> bool:
-        """Times a way, unless it is known or there is no time; whether it is known then."""
+        """Times a choice if there is time; returns whether its times are known."""
         if all((name, size, way) in self.times for name, way in loopings.items()):
             return True
-        # Most of a trial is compiling, which does not grow with the shard.
+        # Compiling dominates a trial and does not grow with the shard; only the runs do.
         shard = sum(self._best(p, self.last_size)[0] for p in self.passes)
         more = 3 * shard * max(0.0, size / self.last_size - 1)
         if self.left() < 1.2 * (self.last + more):
@@ -322,14 +325,14 @@ class Search:
         self.last, self.last_size = before - self.left(), size
 
     def _best(self, a_pass: Pass, size: int) -> tuple[float, Looping]:
-        """Seconds of a shard of this size, and the way, for the fastest one that was timed."""
+        """The best time of a pass at this shard size, and its vectorization."""
         ways = [
             (t, w) for (name, s, w), t in self.times.items() if (name, s) == (a_pass.name, size)
         ]
         return min(ways, key=lambda pair: pair[0])
 
     def _score(self, size: int) -> float:
-        """Seconds of a member in all passes, for shards of this size."""
+        """Seconds per member in all passes, with the best vectorizations at this shard size."""
         return sum(p.rounds * self._best(p, size)[0] for p in self.passes) / size
 
     def _sizes(self) -> list[int]:
@@ -337,6 +340,6 @@ class Search:
 
 
 def _fitting(way: Looping, size: int) -> Looping:
-    """The same for shards of another size."""
+    """A vectorization for another shard size: vmap if the size is no multiple of its batch."""
     fits = way.kind != "batches" or (size > way.batch and size % way.batch == 0)
     return way if fits else Looping()
