@@ -103,14 +103,6 @@ def test_probes_of_this_machine(monkeypatch):
     assert checks.probe("devices") == (None, "no answer in 0.01 s")
 
 
-@pytest.mark.long
-def test_probes_that_compute():
-    for name in ("body", "job"):
-        found, error = checks.probe(name)
-        assert found["seconds"] > 0, error
-    assert checks.probe("nothing") == (None, "KeyError: 'nothing'")
-
-
 def test_a_machine_without_a_gpu(answers):
     for required in (None, "cpu"):
         found = by_name(checks.check_devices(required))

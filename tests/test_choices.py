@@ -16,7 +16,7 @@ import beamjax as bj
 from beamjax.interpreters.tuning import autotune as choosing
 from beamjax.interpreters.tuning import plan_cache, probe
 from beamjax.interpreters.tuning.probe import ProbeError
-from beamjax.options import Options, parse_options
+from beamjax.options import parse_options
 from beamjax.options.choices import Choices, Looping, Trial
 
 X = np.random.default_rng(0).normal(size=(600, 4)).astype(np.float32)
@@ -49,37 +49,6 @@ def loops(plan):
 
 
 # --- options
-
-
-@pytest.mark.parametrize(
-    ("given_", "message"),
-    [
-        ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
-        ({"member_batch": 8}, "add member_loop='batches'"),
-        ({"member_loop": "loop", "member_batch": 8}, "members don't come in batches"),
-        ({"member_loop": "batches", "member_batch": 0}, "found 0, expected a positive multiple"),
-        ({"member_loop": "batches", "member_batch": 12}, "found 12, expected a positive multiple"),
-        ({"member_loop": "batches", "member_batch": 16, "shard_size": 24}, "16 with shard_size=24"),
-        ({"member_loop": "batches", "member_batch": 16, "shard_size": 16}, "16 with shard_size=16"),
-        ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
-        ({"merge_fan_out": 0}, "merge_fan_out: found 0, expected a number from 1"),
-        ({"recompute": "all"}, "recompute: found 'all', expected one of elementwise, nothing"),
-        ({"small_work": "there"}, "small_work: found 'there', expected one of runner, here"),
-        ({"plan": 3}, "plan: found 3, expected the path of a file"),
-        ({"plan": "no/such/file"}, "plan: cannot read no/such/file"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be(given_, message):
-    with pytest.raises(bj.OptionsError, match=message):
-        parse_options(given_)
-
-
-def test_flags_are_the_same_options():
-    given_ = {"member_loop": "batches", "member_batch": 8, "shard_size": 16, "probe": True}
-    given_ |= {"merge_fan_out": 1, "small_work": "here", "recompute": "nothing"}
-    flags = [f"--{name}={str(value).lower()}" for name, value in given_.items()]
-    assert parse_options(flags) == parse_options(given_) == Options(**given_)
 
 
 def explained(fn, *args, **kwargs):

@@ -253,30 +253,6 @@ def test_choosing_a_step():
     assert any(label.startswith("gather_0, GATHERS") for label in labels)
 
 
-def test_without_scripts():
-    page = re.sub("<script>.*?</script>", "", html_of("rounds"), flags=re.DOTALL)
-    script = """return [$('.tools'), svg.getBoundingClientRect().width, +svg.getAttribute('width'),
-      getComputedStyle(box).overflowX, document.querySelectorAll('.panel details').length,
-      document.scrollingElement.scrollWidth]"""
-    tools, width, natural, overflow, steps, scroll = act(page, script, width=500)
-    assert tools is None
-    assert width == pytest.approx(natural, abs=1)
-    assert overflow == "auto"
-    assert steps > 3
-    assert scroll <= 500
-
-
-def test_a_chart_says_its_numbers():
-    script = """
-    const readout = $('.chart .readout'), before = readout.textContent;
-    point([...document.querySelectorAll('.chart .strip')].at(-20), 'pointerover');
-    return [before, $('.chart .readout').textContent,
-      [...document.querySelectorAll('.readout')].map(e => e.textContent)];
-    """
-    before, _, readouts = act(html_of("run"), script)
-    assert any(text != before and text.endswith(" s") for text in readouts)
-
-
 NOTEBOOK = """<!DOCTYPE html><html><head><meta charset="utf-8"><title>notebook</title>
 <style>h1 {{ color: rgb(1, 2, 3); }} td {{ padding: 7px; }}</style></head><body>
 <h1 id="own">own</h1><table><tr><td id="cell">1</td></tr></table>{}{}</body></html>"""
