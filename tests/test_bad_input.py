@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -186,9 +187,6 @@ def test_values_that_python_needs():
     def branch(w, x):
         return bj.reduce_sum(x) if w["a"].sum() > 0 else x
 
-    def number(w, x):
-        return bj.reduce_sum(x) * float(w["a"][0])
-
     def rounds(n, x):
         return jax.lax.scan(lambda c, _: (c + bj.reduce_sum(x), None), jnp.zeros(3), length=n)[0]
 
@@ -204,9 +202,6 @@ def test_values_that_python_needs():
     def mapped(w, x):
         return bj.map_fn(body, ({"b": x}, {"s": x}))
 
-    def single(w, x):
-        return bj.map_fn(lambda member: body(member, member), {"b": x, "s": x})
-
     def pair(left, right):
         return left if left["c"].sum() > 0 else right
 
@@ -216,27 +211,21 @@ def test_values_that_python_needs():
     w = {"a": X[0]}
     cases = [
         (branch, w, "branch", "w['a']"),
-        (jax.grad(lambda w, x: branch(w, x).sum()), w, "<lambda>", "w['a']"),
-        (number, w, "number", "w['a']"),
         (rounds, 3, "rounds", "n"),
         (times, 3, "times", "n"),
         (in_numpy, w, "in_numpy", "w['a']"),
         (mapped, w, "body", "scale['s']"),
-        (single, w, "<lambda>", "member['s']"),
         (folded, w, "pair", "left['c']"),
     ]
     wrong = []
-    for fn, first, name, argument in cases:
-        for size in (N, "x", None):
-            for front in (run_here, bj.explain, bj.transform):
-                for x in (X, bj.from_arrays(X)):
-                    with pytest.raises(jax.errors.JAXTypeError) as caught:
-                        front(bj.program({"clients": size})(fn), first, x)
-                    found = str(caught.value).replace("\n", " ")
-                    for part in (f"tracing the function {name} at {__file__}:",
-                                 f"the value of the argument {argument}."):  # fmt: skip
-                        wrong += [(name, size, part, found)] * (part not in found)
-                    assert "functools.partial(" in "".join(caught.value.__notes__)
+    ways = itertools.product((N, "x", None), (run_here, bj.transform), (X, bj.from_arrays(X)))
+    for (fn, first, name, argument), (size, front, x) in itertools.product(cases, list(ways)):
+        with pytest.raises(jax.errors.JAXTypeError) as caught:
+            front(bj.program({"clients": size})(fn), first, x)
+        found = str(caught.value).replace("\n", " ")
+        for part in (f"function {name} at {__file__}:", f"value of the argument {argument}."):
+            wrong += [(name, size, part, found)] * (part not in found)
+        assert "functools.partial(" in "".join(caught.value.__notes__)
     assert not wrong
     assert run_here(bj.program(clients=N)(functools.partial(times, 2)), X)[1].shape == (3,)
 
@@ -279,10 +268,7 @@ def test_arguments_that_are_no_data_yet():
 
 OPTIONS = [
     ({"shard_size": 12}, "shard_size: found 12, expected a positive multiple of 8"),
-    ({"shard_size": -8}, "shard_size: found -8"),
-    ({"shard_size": 0}, "shard_size: found 0"),
     (["--shard_size=many"], "shard_size: found 'many', expected a number"),
-    ({"reduction": "quick"}, "reduction: found 'quick', expected one of exact, fast"),
     ("--shard_size=8", "options: found a str, expected a dict"),
 ]
 FLAGS = [
