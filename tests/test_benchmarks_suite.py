@@ -98,18 +98,6 @@ def test_the_command_measures_and_writes_a_page(tmp_path):
     assert not [line for line in running if b"benchmarks.suite.server" in line]
 
 
-@pytest.mark.long
-def test_the_script_for_a_gpu(tmp_path):
-    path = tmp_path / "gpu.json"
-    flags = ["--small", "--cases", "A", "--seconds=0.01", f"--json={path}"]
-    done = command("benchmarks.suite.gpu", *flags)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
-    assert [row["way"] for row in found["rows"]] == ["jit", "loop", "local", "direct"]
-    assert found["bandwidth"] > 0
-    assert all(row["difference"] < 1e-6 and row["rate"] > 0 for row in found["rows"])
-
-
 # --- the bar
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from explained import check_explanation
 from helpers import assert_close, assert_same_bits, assert_same_types
-from programs import CASES, KEY, M, N, W, X, Y
+from programs import CASES, KEY, N, W, X, Y
 
 import beamjax as bj
 from beamjax.pipelines.launch import Launcher
@@ -32,15 +32,6 @@ def case(*placements, **sizes):
         PROGRAMS[fn.__name__] = lambda ops: (bj.program(*placements, **sizes)(fn), (X,))
 
     return add
-
-
-@case(clients=N)
-def outputs_only(x):
-    first = bj.map_fn(jnp.sin, x)
-    mean = bj.reduce_mean(first)
-    shown = bj.map_fn(lambda a: a - mean, first)
-    spread = bj.reduce_mean(bj.map_fn(jnp.square, shown))
-    return shown, bj.map_fn(lambda a: a / jnp.sqrt(spread), first)
 
 
 @case(clients=N)
@@ -66,31 +57,10 @@ def returns_anything(x):
     return values | placed | {"flipped": bj.map_fn(jnp.sin, x).T}
 
 
-@case(clients=N)
-def zero_sized(x):
-    y = bj.map_fn(lambda v: v[:0], x)
-    return y, bj.reduce_sum(y), bj.reduce_mean(bj.map_fn(lambda v: (v, v[:0]), x))
-
-
-@case(a=N, b=M)
-def several_placements(x):
-    y = bj.map_fn(lambda v: v[0], x, placement="a")
-    total = bj.reduce_sum(y, placement="a")
-    z = bj.map_fn(lambda i: total * i.astype("float32"), jnp.arange(M), placement="b")
-    return bj.reduce_max(z, placement="b"), y, z
-
-
 @case({"the clients/é": N})
 def unusual_name(x):
     y = bj.map_fn(jnp.sin, x)
     return y, bj.reduce_mean(y), bj.reduce_max(bj.map_fn(lambda v: v - bj.reduce_mean(y), y))
-
-
-@case(clients=N)
-def on_the_server(x):
-    mean = bj.reduce_mean(x)
-    largest = bj.reduce_max(bj.map_fn(lambda v: v @ (mean.T / 2), x))
-    return jnp.linalg.norm(mean) + jnp.sum(largest), mean * 2, jnp.sum(mean) * jnp.sum(largest)
 
 
 NAMES = [
