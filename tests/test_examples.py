@@ -123,24 +123,6 @@ def test_monte_carlo_comes_near_the_formula_with_the_same_bits_everywhere(slopes
         assert estimate == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_federated_table_learns_what_is_behind_the_labels(runner, capsys, tmp_path):
-    table = example("federated_table")
-    flags = ["--rows=20_000", "--clients=500", "--cohort=200", "--rounds=3", f"--runner={runner}"]
-    assert table.main(flags) > 0.97
-    printed = capsys.readouterr().out
-    losses = [float(x) for x in re.findall(r"^round \d  200 clients  loss ([\d.]+)", printed, re.M)]
-    assert losses[0] == 0.6931
-    assert max(losses[1:]) < 0.6
-    table.write_table(tmp_path, 2_000, 50, table.np.random.default_rng(0))
-    clients = table.bj.from_parquet(
-        tmp_path, text_bytes=16, group_by="client", folder=tmp_path / "grouped"
-    )
-    weights = table.jnp.zeros(table.WIDTH)
-    assert table.bj.verify(table.federated_round, weights, clients, runner=runner).ok
-
-
 def near(relative, absolute=0.0):
     """Whether the first of two answers is near the second."""
     return lambda found: found[0] == pytest.approx(found[1], rel=relative, abs=absolute)
@@ -157,10 +139,24 @@ AIMS = {
         ),
     ),
     "influence": (["--top=3"], near(0.35)),
+    "federated_table": (
+        ["--rows=20_000", "--clients=500", "--cohort=200", "--rounds=3"],
+        lambda accuracy: accuracy > 0.97,
+    ),
+    "own_pipeline": (
+        ["--rounds=2000"],
+        lambda them: near(0, 1e-4)(them[::2]) and near(0, 1e-2)(them[1:]),
+    ),
+    # LogisticRegression(C=1, fit_intercept=False), on each of the 569 sets without one patient.
+    "four_devices": (
+        [],
+        lambda them: them[2] and them[::3] == pytest.approx([0.0751385] * 2, abs=4e-5),
+    ),
 }
 """Of examples: their flags, and what holds of what they return."""
 
-LONG_ON_BEAM = ("budgeted_clients", "influence")
+WITHOUT_RUNNER = ("own_pipeline", "four_devices")
+LONG_ON_BEAM = ("budgeted_clients", "influence", *WITHOUT_RUNNER)
 
 
 @pytest.mark.long
@@ -170,7 +166,8 @@ LONG_ON_BEAM = ("budgeted_clients", "influence")
 )
 def test_examples_come_near_their_aim(name, runner):
     flags, reached = AIMS[name]
-    found = example(name).main([*flags, f"--runner={runner}"])
+    runners = [] if name in WITHOUT_RUNNER else [f"--runner={runner}"]
+    found = example(name).main([*flags, *runners])
     assert reached(found), found
 
 
@@ -192,30 +189,11 @@ def test_training_of_networks_has_the_same_bits_everywhere(capsys):
 
 
 @pytest.mark.long
-def test_own_pipeline_finds_what_numpy_finds():
-    solved, descended, truth = example("own_pipeline").main(["--rounds=2000"])
-    assert solved == pytest.approx(truth, abs=1e-4)
-    assert descended == pytest.approx(truth, abs=1e-2)
-
-
-@pytest.mark.long
 def test_compressed_updates_train_as_well_in_fewer_bytes():
     training = example("compressed_training")
     flags = ["--rounds=12", "--shard_size=16"]
     found = [training.main([*flags, f"--runner={runner}"]) for runner in RUNNERS]
     assert found[0] == found[1]
     (floats, many), (int8, fewer), (ternary, fewest) = (found[0][m] for m in training.METHODS)
-    assert floats > 0.8
-    assert min(int8, ternary) > floats - 0.06
-    assert many > 1.9 * fewer
-    assert fewer > 1.9 * fewest
-
-
-@pytest.mark.long
-def test_four_devices_find_what_scikit_learn_finds_patient_by_patient():
-    loss, wrong, same, by_mesh = example("four_devices").main([])
-    assert same
-    assert by_mesh == pytest.approx(loss, abs=2e-5)
-    # LogisticRegression(C=1, fit_intercept=False), on each of the 569 sets without one patient.
-    assert loss == pytest.approx(0.0751385, abs=2e-5)
-    assert wrong == pytest.approx(12 / 569, abs=1e-6)
+    assert min(int8, ternary) > floats - 0.06 > 0.74
+    assert many > 1.9 * fewer > 3.6 * fewest

@@ -15,7 +15,6 @@ from helpers import assert_close, assert_same_bits, assert_same_types
 from programs import CASES, KEY, N, W, X, Y
 
 import beamjax as bj
-from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.values import store
 from beamjax.pipelines.worker import tasks
 from beamjax.plan.steps import Plan
@@ -238,28 +237,3 @@ def test_plans_are_not_kept_for_ever(monkeypatch):
     del fn
     gc.collect()
     assert [plan for plan in made if plan() is not None] == []
-
-
-def test_the_end_of_a_run_leaves_the_values_of_other_runs(monkeypatch):
-    put, put_broadcast, run = [], tasks.put_broadcast, Launcher.run
-
-    def spy(value, device):
-        put.append(value.shape)
-        return put_broadcast(value, device)
-
-    def run_then_other(self, *args):
-        found = run(self, *args)
-        monkeypatch.setattr(Launcher, "run", run)
-        bj.run(stages, *ARGS)
-        return found
-
-    @bj.program(clients=N)
-    def rounds(w, x):
-        mean = lambda c: bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(jnp.sin(v * c) @ w), x))
-        return jax.lax.fori_loop(0, 3, lambda _, c: c + mean(c), jnp.ones(()))
-
-    monkeypatch.setattr(tasks, "put_broadcast", spy)
-    monkeypatch.setattr(Launcher, "run", run_then_other)
-    w = np.ones((3, 4), np.float32)
-    bj.run(rounds, w, X, options={"rounds_per_graph": 1})
-    assert put.count(w.shape) == 1, put
