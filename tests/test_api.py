@@ -224,15 +224,6 @@ def test_anything_callable_is_mapped():
 # --- reductions
 
 
-@both_ways
-def test_reductions_of_trees(wrap):
-    tree = {"float": X, "int": [jnp.arange(N, dtype="uint8")], "bool": X > 3.0, "none": None}
-    for op in REDUCTIONS:
-        got = wrap(program(getattr(bj, f"reduce_{op}")))(tree)
-        want = jax.tree.map(lambda v, op=op: getattr(jnp, op)(v, axis=0), tree)
-        assert_close(got, want, rtol=1e-6, atol=0)
-
-
 # --- weighted means
 
 weighted_mean = program(bj.reduce_weighted_mean)

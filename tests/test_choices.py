@@ -302,12 +302,6 @@ def test_the_faster_body_is_chosen_with_the_same_answer(cache, probes):
     assert_same_bits(bj.run(fn, X, runner="local", options={"member_loop": "loop"}), local)
 
 
-def test_a_real_probe_gives_a_plan_that_runs(cache):
-    fn = program()
-    assert plan_of(fn, X, probe=True).choices.tried
-    assert_close(bj.run(fn, X, runner="local", options=PROBE), jax.jit(fn)(X))
-
-
 def test_each_placement_is_probed_by_itself(cache, probes):
     @bj.program(a=64, b=80)
     def two(x, y):

@@ -27,6 +27,7 @@ from beamjax.options import Options, parse_options
 from beamjax.options.choices import Looping
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.cost import Cost, Rates
+from beamjax.telemetry.meters import Meter
 from beamjax.telemetry.progress import Progress, Tally
 
 N = 1000
@@ -407,20 +408,10 @@ def test_factors_stay_numbers(pairs):
     assert Calibration.from_json(json.loads(json.dumps(known.to_json()))) == known
 
 
-def test_runs_mend_a_factor_little_by_little():
-    known, factors = Calibration(), []
-    for _ in range(30):
-        known = known.mended("compute", known.factor("compute") * 2.0, 6.0)
-        factors.append(known.factor("compute"))
-    assert factors == sorted(factors)
-    assert factors[0] == pytest.approx(3.0**0.4)
-    assert factors[-1] == pytest.approx(3.0, rel=1e-3)
-
-
 # --- what is counted apart
 
 
-def test_transfers_within_transfers():
+def test_transfers_within_transfers_and_within_laps():
     before, start = transfer_seconds(), time.perf_counter()
     with transferring():
         with transferring():
@@ -429,6 +420,12 @@ def test_transfers_within_transfers():
     with pytest.raises(KeyError), transferring():
         raise KeyError
     assert 0.02 <= transfer_seconds() - before <= time.perf_counter() - start
+    meter = Meter("step", 8)
+    with transferring():
+        time.sleep(0.05)
+    meter.lap("compute")
+    meter.apart()
+    assert meter.total.transfer >= 0.05 > meter.total.compute
 
 
 def test_a_cpu_gets_the_arrays_and_an_accelerator_copies(monkeypatch):
