@@ -158,6 +158,15 @@ def test_any_text_is_escaped(text):
     assert "<" not in markup.script_json({"t": text})
 
 
+def test_elements():
+    made = markup.tag("a", 1, markup.tag("br"), None, False, class_="x", hidden=True, href=None)
+    assert made == '<a class="x" hidden>1<br></a>'
+    assert markup.tag("p", title=False) == "<p></p>"
+    assert markup.tag("rect", x=1.0, y=2.3456, width=3) == '<rect x="1" y="2.35" width="3"></rect>'
+    assert markup.number(float("nan")) == "0"
+    assert "1,234" in markup.table([[1234, "x" * 50]])
+
+
 def test_words():
     expected = {
         0: "0 s", 2e-6: "2 µs", 0.0123: "12.3 ms", 0.9999: "1 s", 12.345: "12.3 s",
