@@ -60,14 +60,8 @@ class InMemory(FileSystem):
         for old, new in zip(sources, destinations, strict=True):
             FILES[new] = FILES.pop(old)
 
-    def copy(self, sources, destinations):
-        raise NotImplementedError
-
-    def last_updated(self, path):
-        raise NotImplementedError
-
-    def checksum(self, path):
-        raise NotImplementedError
-
     def metadata(self, path):
         return FileMetadata(path, self.size(path))
+
+
+InMemory.__abstractmethods__ = frozenset()  # `copy` and the like are never called.

@@ -504,15 +504,6 @@ def grad_of_max(ops):
     return jax.grad(prog), (W, X)
 
 
-@case(map=4, reduce_min=1, reduce_sum=2, broadcast=1)
-def grad_of_min(ops):
-    @ops.program({"clients": N})
-    def prog(w, x):
-        return jnp.sum(ops.reduce_min(ops.map_fn(lambda v: v @ w, x)))
-
-    return jax.grad(prog), (W, X)
-
-
 @case(strays=["add_any"], map=4, reduce_sum=3, broadcast=2)
 def grad_of_weighted_mean(ops):
     @ops.program({"clients": N})
@@ -523,21 +514,9 @@ def grad_of_weighted_mean(ops):
     return jax.grad(prog, argnums=(0, 2)), (W, X, jnp.arange(1.0, N + 1))
 
 
-@case(**GRAD_SUM)
-def bfloat16(ops):
-    prog = sum_over(ops, lambda w, x: jnp.sum(x @ w))
-    return jax.grad(prog), (W.astype("bfloat16"), X.astype("bfloat16"))
-
-
 @case(map=1, reduce_sum=4)
 def constant_results(ops):
     return sum_over(ops, lambda w, x: (jnp.sum(w), jnp.ones(2), 3.0, np.arange(3.0))), (W, X)
-
-
-@case(**GRAD_SUM)
-def constants_closed_over(ops):
-    ours, theirs = jnp.arange(3.0), np.arange(3, dtype=np.float32)
-    return jax.grad(sum_over(ops, lambda w, x: jnp.sum((x @ (w * ours)) * jnp.sum(theirs)))), (W, X)
 
 
 @case(map=1, reduce_sum=1)
@@ -581,15 +560,6 @@ def map_without_operands(ops):
         return ops.reduce_sum(ops.map_fn(lambda: jnp.tanh(w), ()))
 
     return prog, (W,)
-
-
-@case(map=2, reduce_sum=2, broadcast=1)
-def grad_of_map_without_operands(ops):
-    @ops.program({"clients": N})
-    def prog(w):
-        return jnp.sum(ops.reduce_sum(ops.map_fn(lambda: jnp.tanh(w), ())))
-
-    return jax.grad(prog), (W,)
 
 
 @case(strays=["broadcast_in_dim", "gather", "scatter-add"], map=5, reduce_sum=1)

@@ -40,17 +40,13 @@ def raises(error, *parts):
 
 # --- programs
 
-DECORATORS = [
-    bj.program(placements={"clients": N}),
-    bj.program({"clients": N}),
-    bj.program(clients=np.int64(N)),
-    bj.program(placements={"clients": N}, use_abstract_mesh=False),
-    bj.program({"clients": N}, silos=3),
-]
-
 
 def test_ways_to_write_a_program():
-    for decorator in DECORATORS:
+    for decorator in (
+        bj.program(placements={"clients": N}, use_abstract_mesh=False),
+        bj.program(clients=np.int64(N)),
+        bj.program({"clients": N}, silos=3),
+    ):
         run = decorator(lambda x: bj.broadcast(x, placement="clients"))
         np.testing.assert_array_equal(run(2.0), np.full(N, 2.0, "float32"))
 
@@ -165,16 +161,6 @@ def test_each_thread_has_its_own_program():
 # --- arguments and errors of the user's function
 
 
-def test_too_many_arguments():
-    for name in ("broadcast", *(f"reduce_{op}" for op in REDUCTIONS)):
-        message = f"{name}() takes 1 positional argument but 2 were given"
-        for call in (getattr(bj, name), program(getattr(bj, name))):
-            with raises(TypeError, message):
-                call(X, X)
-    with raises(TypeError, "map_fn() takes 2 positional arguments but 3 were"):
-        program(bj.map_fn)(jnp.sin, X, X)
-
-
 @both_ways
 def test_errors_of_a_mapped_function(wrap):
     def fails(v):
@@ -225,56 +211,17 @@ def test_map_unpacks_tuples_only(wrap):
         assert_same_bits(wrap(program(lambda arg, fn=fn: bj.map_fn(fn, arg)))(arg), want)
 
 
-class Scaler:
-    def __call__(self, v):
-        return 2.0 * v
-
-    def method(self, v):
-        return 2.0 * v
-
-
 def test_anything_callable_is_mapped():
     for fn in (
-        Scaler(),
-        Scaler().method,
         functools.partial(functools.partial(lambda s, v, *, t: s * v * t, 1.0), t=2.0),
-        jax.jit(lambda v: 2.0 * v),
         jax.tree_util.Partial(jnp.multiply, 2.0),
-        lambda *args, **kwargs: 2.0 * args[0],
-        lambda v, unused=None: v + v,
         operator.methodcaller("__mul__", 2.0),
+        lambda *args, **kwargs: 2.0 * args[0],
     ):
         np.testing.assert_array_equal(program(lambda x, fn=fn: bj.map_fn(fn, x))(X), 2.0 * X)
 
 
-@both_ways
-def test_map_gives_what_vmap_gives(wrap):
-    key, table, scale = jax.random.key(0), np.arange(2.0), 3.0
-
-    def body(v):
-        noise = jax.random.normal(key, (2,))
-        value = v * table.astype("float32") + noise + scale
-        return {"a": value, "b": None, "c": (2, 3.0, np.arange(2), True)}
-
-    got = wrap(program(lambda x: bj.map_fn(body, x)))(np.asarray(X))
-    assert_close(got, jax.vmap(body)(X), rtol=1e-6, atol=0)
-
-
-def test_empty_trees():
-    run = program(lambda x: (bj.map_fn(lambda v: None, x), bj.broadcast({}), bj.reduce_sum(())))
-    assert run(X) == (None, {}, ())
-
-
 # --- reductions
-
-
-@both_ways
-def test_reductions_of_trees(wrap):
-    tree = {"float": X, "int": [jnp.arange(N, dtype="uint8")], "bool": X > 3.0, "none": None}
-    for op in REDUCTIONS:
-        got = wrap(program(getattr(bj, f"reduce_{op}")))(tree)
-        want = jax.tree.map(lambda v, op=op: getattr(jnp, op)(v, axis=0), tree)
-        assert_close(got, want, rtol=1e-6, atol=0)
 
 
 # --- weighted means
@@ -337,12 +284,6 @@ def test_dtypes_of_weighted_means():
     large = jnp.full(N, 1_000_000)
     assert weighted_mean(jnp.ones(N, "float16"), large) == np.float16(1.0)
     assert np.isnan(weighted_mean(jnp.ones(N), jnp.zeros(N)))
-
-
-def test_a_weighted_mean_is_one_map():
-    jaxpr = jax.make_jaxpr(weighted_mean)({"a": X, "b": X}, jnp.arange(N))
-    names = [eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name.startswith("bj_")]
-    assert names == ["bj_map", *["bj_reduce_sum"] * 3]
 
 
 # --- errors about values

@@ -1,9 +1,10 @@
 """Wrong inputs are refused before any work starts; later errors name step, shard and members."""
 
-import dataclasses
 import functools
+import itertools
 import re
 
+import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,19 +14,14 @@ from faults import WAYS
 
 import beamjax as bj
 from beamjax.errors import (
-    ArrayFormatError,
     OptionsError,
     OutsideProgramError,
     PlacementError,
-    SourceError,
     StagingError,
     StructureError,
     WorkerError,
 )
 from beamjax.pipelines.runners.options import check_flags
-from beamjax.pipelines.values.store import Store
-from beamjax.sources import source_base
-from beamjax.storage import files
 
 N = 20
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -186,9 +182,6 @@ def test_values_that_python_needs():
     def branch(w, x):
         return bj.reduce_sum(x) if w["a"].sum() > 0 else x
 
-    def number(w, x):
-        return bj.reduce_sum(x) * float(w["a"][0])
-
     def rounds(n, x):
         return jax.lax.scan(lambda c, _: (c + bj.reduce_sum(x), None), jnp.zeros(3), length=n)[0]
 
@@ -204,9 +197,6 @@ def test_values_that_python_needs():
     def mapped(w, x):
         return bj.map_fn(body, ({"b": x}, {"s": x}))
 
-    def single(w, x):
-        return bj.map_fn(lambda member: body(member, member), {"b": x, "s": x})
-
     def pair(left, right):
         return left if left["c"].sum() > 0 else right
 
@@ -216,27 +206,21 @@ def test_values_that_python_needs():
     w = {"a": X[0]}
     cases = [
         (branch, w, "branch", "w['a']"),
-        (jax.grad(lambda w, x: branch(w, x).sum()), w, "<lambda>", "w['a']"),
-        (number, w, "number", "w['a']"),
         (rounds, 3, "rounds", "n"),
         (times, 3, "times", "n"),
         (in_numpy, w, "in_numpy", "w['a']"),
         (mapped, w, "body", "scale['s']"),
-        (single, w, "<lambda>", "member['s']"),
         (folded, w, "pair", "left['c']"),
     ]
     wrong = []
-    for fn, first, name, argument in cases:
-        for size in (N, "x", None):
-            for front in (run_here, bj.explain, bj.transform):
-                for x in (X, bj.from_arrays(X)):
-                    with pytest.raises(jax.errors.JAXTypeError) as caught:
-                        front(bj.program({"clients": size})(fn), first, x)
-                    found = str(caught.value).replace("\n", " ")
-                    for part in (f"tracing the function {name} at {__file__}:",
-                                 f"the value of the argument {argument}."):  # fmt: skip
-                        wrong += [(name, size, part, found)] * (part not in found)
-                    assert "functools.partial(" in "".join(caught.value.__notes__)
+    ways = itertools.product((N, "x", None), (run_here, bj.transform), (X, bj.from_arrays(X)))
+    for (fn, first, name, argument), (size, front, x) in itertools.product(cases, list(ways)):
+        with pytest.raises(jax.errors.JAXTypeError) as caught:
+            front(bj.program({"clients": size})(fn), first, x)
+        found = str(caught.value).replace("\n", " ")
+        for part in (f"function {name} at {__file__}:", f"value of the argument {argument}."):
+            wrong += [(name, size, part, found)] * (part not in found)
+        assert "functools.partial(" in "".join(caught.value.__notes__)
     assert not wrong
     assert run_here(bj.program(clients=N)(functools.partial(times, 2)), X)[1].shape == (3,)
 
@@ -279,10 +263,7 @@ def test_arguments_that_are_no_data_yet():
 
 OPTIONS = [
     ({"shard_size": 12}, "shard_size: found 12, expected a positive multiple of 8"),
-    ({"shard_size": -8}, "shard_size: found -8"),
-    ({"shard_size": 0}, "shard_size: found 0"),
     (["--shard_size=many"], "shard_size: found 'many', expected a number"),
-    ({"reduction": "quick"}, "reduction: found 'quick', expected one of exact, fast"),
     ("--shard_size=8", "options: found a str, expected a dict"),
 ]
 FLAGS = [
@@ -348,64 +329,17 @@ def test_options_of_other_runners_are_fine_in_this_process():
 # --- what fails while it runs: step, shard and members are named
 
 
-@dataclasses.dataclass(frozen=True)
-class Broken(bj.Source, kind="test-broken"):
-    """A source that can't be read from member 8 to 15."""
-
-    how: str
-
-    @property
-    def leaves(self):
-        return (source_base.LeafSpec((3,), np.dtype("float32")),)
-
-    @property
-    def treedef(self):
-        return jax.tree.structure(0)
-
-    def __len__(self):
-        return N
-
-    def read(self, start, stop):
-        if start == 8 and self.how == "raises":
-            raise OSError("the disk is gone")
-        if start == 8 and self.how == "refuses":
-            raise SourceError("file.npy is not what it was")
-        return [X[start : stop - (start == 8)]]
-
-    def to_spec(self):
-        return {**self.spec_head(), "how": self.how}
-
-    @classmethod
-    def from_spec(cls, spec):
-        return cls(spec["how"])
-
-
 WHERE = r"step 'map_clients_0' \(<lambda>\), shard 1 of placement 'clients', members 8 to 15: "
 EIGHT = {"shard_size": 8}
 
 
-@pytest.mark.parametrize("where", ["local", "one", "threads"])
-def test_a_source_that_fails(where, monkeypatch):
-    runner, flags = WAYS[where]
-    for how, error, message in [
-        ("raises", WorkerError, f"^{WHERE}OSError: the disk is gone$"),
-        ("refuses", SourceError, "file.npy is not what it was"),
-        ("lacks one", SourceError, "asked for members 8 to 15, found 7 of them"),
-    ]:
-        # Workers record their errors; the runner has the text of those that were not recorded.
-        for recorded in (True, False) if where == "threads" and how != "lacks one" else (True,):
-            with monkeypatch.context() as patch:
-                if not recorded:
-                    patch.setattr(
-                        "beamjax.pipelines.worker.errors.recorded_error", lambda store: None
-                    )
-                    message = message.rstrip("$")
-                with pytest.raises(error, match=message) as caught:
-                    bj.run(total, Broken(how), runner=runner, options=EIGHT | flags)
-            assert caught.type is error
-            assert len(str(caught.value)) < 250
-            if (how, where) == ("raises", "one"):
-                assert "[while running 'map_clients_0" in str(caught.value.__cause__)
+def test_an_error_that_no_worker_recorded_is_told_by_the_runner(monkeypatch, tmp_path):
+    monkeypatch.setattr("beamjax.pipelines.worker.errors.recorded_error", lambda store: None)
+    program, x = faults.in_source("raises", tmp_path)
+    runner, flags = WAYS["threads"]
+    with pytest.raises(WorkerError, match=f"^{WHERE}ValueError: member nine") as caught:
+        bj.run(program, x, runner=runner, options=EIGHT | flags)
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize(
@@ -427,68 +361,3 @@ def test_what_jax_is_asked_to_check(where, monkeypatch):
     if where != "processes":
         with jax.debug_nans(True), pytest.raises(WorkerError, match=r"'server_\d': FloatingPoint"):
             bj.run(root, X, runner=runner, options=flags)
-
-
-# --- files that change while it runs
-
-
-DAMAGE = {
-    "truncated": lambda data: data[:-5],
-    "longer": lambda data: data + b"12345",
-    "another shape": lambda data: data.replace(b'"shape":[', b'"shape":[9,', 1),
-    "another dtype": lambda data: data.replace(b"float32", b"float64", 1),
-    "no header": lambda data: bytes(len(data)),
-}
-
-
-@bj.program(clients=N)
-def with_table(x, table):
-    return bj.reduce_sum(bj.map_fn(lambda v: v * jnp.sum(table), x))
-
-
-TABLE = np.ones((30, 3), np.float32)
-WRITTEN = {
-    "-arg": (with_table, (X, TABLE)),
-    "segment-0-served-0.arrays": (total, (X,)),
-    "segment-0-placed-0-": (program_of(lambda v: v + 1), (X,)),
-}
-"""Parts of names of files in the work folder: a server value, a result and a placed result."""
-
-
-@pytest.mark.parametrize("part", WRITTEN)
-def test_a_damaged_file_in_the_work_folder(part, monkeypatch, tmp_path):
-    fn, args = WRITTEN[part]
-    write = files.write
-    faults = []
-    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
-    monkeypatch.setattr("beamjax.pipelines.run.store_budget", lambda limit: 0)
-    for name, damage in DAMAGE.items():
-        paths = []
-
-        def write_damaged(path, data, damage=damage, paths=paths, **kwargs):
-            paths.append(path)
-            write(path, damage(data) if part in path else data, **kwargs)
-
-        monkeypatch.setattr(files, "write", write_damaged)
-        run = functools.partial(bj.run, fn, *args, options={"work_folder": str(tmp_path)})
-        message = r"(arrays|members): .*(found|bad) .*expected"
-        faults += faults_of({name: run}, ArrayFormatError, message)
-        faults += [] if any(part in path for path in paths) else [(name, paths)]
-        faults += list(tmp_path.iterdir())
-    assert faults == []
-
-
-def test_a_work_folder_that_cannot_be_made_or_is_emptied(tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(SourceError, match=r"cannot write .* expected a\s+folder"):
-        bj.run(with_table, X, TABLE, options={"work_folder": str(tmp_path / "file")})
-    get = Store.get
-
-    def get_after_removal(self, ref, **kwargs):
-        files.remove(self.root, ".arrays")
-        return get(self, ref, **kwargs)
-
-    monkeypatch.setattr(Store, "get", get_after_removal)
-    with pytest.raises(SourceError, match=r"cannot read a stored value.*was it not cleaned up"):
-        bj.run(with_table, X, TABLE, options={"work_folder": str(tmp_path / "work")})

@@ -89,53 +89,13 @@ def test_the_command_measures_and_writes_a_page(tmp_path):
         assert len(row["rounds"]) == 2
         assert 0 < min(row["rounds"]) <= row["seconds"] <= max(row["rounds"])
         assert row["difference"] < 1e-6
-        if sys.platform == "linux":
-            assert 0 < row["start_mib"] <= row["peak_mib"]
     if importlib.util.find_spec("dask") is None:
         assert rows["dask-2"]["missing"] == "dask is not installed"
-        assert "seconds" not in rows["dask-2"]
-        line = next(line for line in page.splitlines() if line.startswith("| Dask, 2 workers"))
-        cells = [cell.strip() for cell in line.split("|") if cell.strip()]
-        assert cells == ["Dask, 2 workers", "dask is not installed"]
     parts = ("## The bar", "## What exact sums cost", "### A", "on paper", "load average")
     assert [part for part in parts if part not in page] == []
-    assert "These are the sizes of a test" in page
-    assert {line["key"] for line in written["bar"]} == {
-        "A direct", "A local", "A jit", "A jit-direct", "A exact", "A exact-direct",
-    }  # fmt: skip
-    assert set(written["scale"]["members"]["seconds"]["loop"]) == {"100", "1000"}
-    assert written["model"]["cases"]["A"]["costs"]["shards"] >= 1
+    assert {"A direct", "A exact"} <= {line["key"] for line in written["bar"]}
     running = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(os.getpid())]
     assert not [line for line in running if b"benchmarks.suite.server" in line]
-
-    # Measurements of several runs make one page.
-    other = dict(written, cases={"C": written["cases"]["A"]}, scale={})
-    paths = [tmp_path / "one.json", tmp_path / "two.json"]
-    for path, record in zip(paths, (written, other), strict=True):
-        path.write_text(json.dumps(record))
-    both = tmp_path / "both.md"
-    done = command("benchmarks.suite", "--from", *map(str, paths), f"--page={both}")
-    assert done.returncode == 0, done.stderr
-    assert both.read_text().index("### A") < both.read_text().index("### C")
-
-
-@pytest.mark.long
-def test_wrong_arguments_and_the_script_for_a_gpu(tmp_path):
-    for flag, known in (("--cases", "'A', 'B'"), ("--ways", "'jit', 'loop'")):
-        done = command("benchmarks.suite", flag, "A", "Z")
-        assert done.returncode == 2
-        assert f"expected some of [{known}" in done.stderr
-    path = tmp_path / "gpu.json"
-    flags = ["--small", "--cases", "A", "--seconds=0.01", f"--json={path}"]
-    done = command("benchmarks.suite.gpu", *flags)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
-    assert [row["way"] for row in found["rows"]] == ["jit", "loop", "local", "direct"]
-    assert found["bandwidth"] > 0
-    assert all(row["difference"] < 1e-6 and row["rate"] > 0 for row in found["rows"])
-    done = command("benchmarks.suite.gpu")
-    assert done.returncode != 0
-    assert "found cpu as JAX's device, expected gpu" in done.stderr
 
 
 # --- the bar

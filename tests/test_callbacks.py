@@ -4,9 +4,6 @@ import collections
 import functools
 import os
 import re
-import subprocess
-import sys
-import textwrap
 
 import apache_beam as beam
 import jax
@@ -16,6 +13,8 @@ import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from helpers import assert_close
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from programs import run_everywhere
 
 import beamjax as bj
@@ -305,50 +304,18 @@ def test_inside_of_a_users_pipeline():
 # --- calls that appear once a primitive is lowered, as that of lineax.linear_solve
 
 
-OWN = """
-    import jax
-    import numpy as np
-    from jax.extend.core import Primitive
-    from jax.interpreters import batching, mlir
-
-    host_sin_p = Primitive("host_sin")
-    host_sin_p.def_abstract_eval(lambda x: x)
-
-
-    @host_sin_p.def_impl
-    def _host_sin(x):
-        return jax.pure_callback(lambda v: np.sin(np.asarray(v)), x, x, vmap_method="expand_dims")
-
-
-    mlir.register_lowering(host_sin_p, mlir.lower_fun(_host_sin, multiple_results=False))
-    batching.primitive_batchers[host_sin_p] = lambda args, dims: (host_sin_p.bind(*args), dims[0])
-"""
-ELSEWHERE = """
-    import own, jax, jax.numpy as jnp, numpy as np, beamjax as bj
-
-    def body(v):
-        return own.host_sin_p.bind(v)
-
-    @bj.program(clients=4000)
-    def prog(x):
-        y = bj.map_fn(body, x)
-        return own.host_sin_p.bind(bj.reduce_mean(y)), y
-
-    if __name__ == "__main__":
-        x = jnp.arange(4000.0) / 1000
-        options = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
-        found = bj.run(prog, x, options=options)
-        expected = bj.run(prog, x, runner="local")
-        np.testing.assert_allclose(expected[1], np.sin(np.asarray(x)), rtol=1e-6)
-        print(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, expected))
-"""
-
-
 def host_sin_p():
     """A primitive that nobody sees to call back to the host before it is lowered."""
-    values = {}
-    exec(textwrap.dedent(OWN), values)
-    return values["host_sin_p"]
+    sin_p = Primitive("host_sin")
+    sin_p.def_abstract_eval(lambda x: x)
+
+    @sin_p.def_impl
+    def of(x):
+        return jax.pure_callback(lambda v: np.sin(np.asarray(v)), x, x, vmap_method="expand_dims")
+
+    mlir.register_lowering(sin_p, mlir.lower_fun(of, multiple_results=False))
+    batching.primitive_batchers[sin_p] = lambda args, dims: (sin_p.bind(*args), dims[0])
+    return sin_p
 
 
 def test_calls_that_appear_at_lowering():
@@ -370,19 +337,6 @@ def test_calls_that_appear_at_lowering():
     assert any(" for cpu" in line for line in code)
     with pytest.raises(StagingError, match=r"JAX can't export this step[^$]*callbacks"):
         bj.run(prog, W, X, runner="local", options={"callbacks": False})
-
-
-@pytest.mark.long
-def test_calls_that_appear_at_lowering_in_other_processes(tmp_path):
-    (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
-    (tmp_path / "script.py").write_text(textwrap.dedent(ELSEWHERE))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "(True, True)"
 
 
 def test_custom_calls_of_the_user_run_as_python():

@@ -16,7 +16,7 @@ import beamjax as bj
 from beamjax.interpreters.tuning import autotune as choosing
 from beamjax.interpreters.tuning import plan_cache, probe
 from beamjax.interpreters.tuning.probe import ProbeError
-from beamjax.options import Options, parse_options
+from beamjax.options import parse_options
 from beamjax.options.choices import Choices, Looping, Trial
 
 X = np.random.default_rng(0).normal(size=(600, 4)).astype(np.float32)
@@ -51,37 +51,6 @@ def loops(plan):
 # --- options
 
 
-@pytest.mark.parametrize(
-    ("given_", "message"),
-    [
-        ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
-        ({"member_batch": 8}, "add member_loop='batches'"),
-        ({"member_loop": "loop", "member_batch": 8}, "members don't come in batches"),
-        ({"member_loop": "batches", "member_batch": 0}, "found 0, expected a positive multiple"),
-        ({"member_loop": "batches", "member_batch": 12}, "found 12, expected a positive multiple"),
-        ({"member_loop": "batches", "member_batch": 16, "shard_size": 24}, "16 with shard_size=24"),
-        ({"member_loop": "batches", "member_batch": 16, "shard_size": 16}, "16 with shard_size=16"),
-        ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
-        ({"merge_fan_out": 0}, "merge_fan_out: found 0, expected a number from 1"),
-        ({"recompute": "all"}, "recompute: found 'all', expected one of elementwise, nothing"),
-        ({"small_work": "there"}, "small_work: found 'there', expected one of runner, here"),
-        ({"plan": 3}, "plan: found 3, expected the path of a file"),
-        ({"plan": "no/such/file"}, "plan: cannot read no/such/file"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be(given_, message):
-    with pytest.raises(bj.OptionsError, match=message):
-        parse_options(given_)
-
-
-def test_flags_are_the_same_options():
-    given_ = {"member_loop": "batches", "member_batch": 8, "shard_size": 16, "probe": True}
-    given_ |= {"merge_fan_out": 1, "small_work": "here", "recompute": "nothing"}
-    flags = [f"--{name}={str(value).lower()}" for name, value in given_.items()]
-    assert parse_options(flags) == parse_options(given_) == Options(**given_)
-
-
 def explained(fn, *args, **kwargs):
     return {fact.what: fact for fact in bj.explain(fn, *args, **kwargs).facts.choices}
 
@@ -100,16 +69,16 @@ def test_each_choice_has_its_option_and_its_reason():
     assert found["results of map_clients_0"].chosen == "9.4 KiB kept"
     options = {"shard_size": 24, "member_loop": "loop", "merge_fan_out": 2, "rounds_per_graph": 3}
     found = explained(rounds, W, X, options=options)
-    assert {what: (fact.chosen, fact.why) for what, fact in found.items() if "_1" not in what} == {
+    expected = {
         "shards of clients": ("24 members", "the option shard_size"),
         "members in map_clients_0": ("loop", "the option member_loop='loop'"),
         "reduction of map_clients_0": (
             "16 B a shard, merged in 2 groups",
             "the option merge_fan_out=2",
         ),
-        "results of map_clients_0": ("9.4 KiB kept", found["results of map_clients_0"].why),
         "rounds of loop_0": ("3 a pipeline", "the option rounds_per_graph"),
     }
+    assert {what: (found[what].chosen, found[what].why) for what in expected} == expected
 
 
 def test_rounds_depend_on_the_runner_and_tell_what_other_widths_take():
@@ -161,12 +130,6 @@ def test_values_that_cross_passes_are_kept_or_recomputed(in_rounds, recompute):
     assert_same_bits(bj.run(fn, *args, options=options | {"merge_fan_out": 7}), local)
 
 
-def test_a_program_without_passes_has_no_choices():
-    found = bj.explain(bj.program(clients=3)(lambda x: x + 1), np.float32(1))
-    assert found.facts.choices == ()
-    assert "\n\nchoices\n  none\n" in str(found)
-
-
 # --- files of choices
 
 NAMES = st.text(min_size=1, max_size=8)
@@ -209,16 +172,11 @@ def test_files_of_something_else_are_refused(saved, tmp_path):
     changes = [
         ({"format": 99}, "found format 99, expected 1"),
         ({"shard_sizes": {"clients": 12}}, "multiple of 8"),
-        ({"shard_sizes": {"clients": 0}}, "multiple of 8"),
         ({"shard_sizes": {"clients": True}}, "multiple of 8"),
-        ({"shard_sizes": None}, "found None as 'shard_sizes', expected a dict"),
         (a_pass(member_loop="fast", batch=0), "found member_loop 'fast'"),
         (a_pass(member_loop="loop", batch=8), "expected 0 without batches"),
-        (a_pass(member_loop="loop", batch=False), "expected 0 without batches"),
-        (a_pass(member_loop="batches", batch=4), "multiple of 8"),
         ({"passes": {"a": 3}}, "found member_loop None"),
         ({"tried": [3]}, "'shard_size'"),
-        ({"tried": [{"shard_size": 8, "seconds": "1"}]}, "as seconds"),
         ({"tried": [{"shard_size": 8, "seconds": -1}]}, "as seconds"),
         ({"made_again": [1]}, "as 'made_again'"),
     ]
@@ -342,12 +300,6 @@ def test_the_faster_body_is_chosen_with_the_same_answer(cache, probes):
     assert_close(local, jax.jit(fn)(X))
     assert_same_bits(bj.run(fn, X, options=PROBE), local)
     assert_same_bits(bj.run(fn, X, runner="local", options={"member_loop": "loop"}), local)
-
-
-def test_a_real_probe_gives_a_plan_that_runs(cache):
-    fn = program()
-    assert plan_of(fn, X, probe=True).choices.tried
-    assert_close(bj.run(fn, X, runner="local", options=PROBE), jax.jit(fn)(X))
 
 
 def test_each_placement_is_probed_by_itself(cache, probes):

@@ -31,38 +31,24 @@ WRONG = [
     ([], 2, "the following arguments are required: COMMAND"),
     (["rnu"], 2, "found no command 'rnu'; did you mean 'run'?"),
     (["flink"], 2, "usage: beamjax"),
-    (["flink", "up", "--slots=x"], 2, "usage: beamjax"),
     (["run"], 2, "the following arguments are required: TARGET"),
     (["jobs"], 2, "the following arguments are required: list|show|cancel|resume"),
-    (["jobs", "lst"], 2, "invalid choice: 'lst'"),
-    (["jobs", "show"], 2, "the following arguments are required: JOB"),
     (["jobs", "list", "--jsn"], 2, "unrecognized arguments: --jsn"),
-    (["run", *LOSS, "--arg"], 2, "argument --arg: expected one argument"),
     (["run", *LOSS, "--runner", "DirctRunner"], 2, "found 'DirctRunner', expected 'local'"),
     (["run", *LOSS, "--shard_sise=8"], 2, "did you mean --shard_size?"),
-    (["run", *LOSS, "--runner=local", "--sharde-size=8"], 2, "did you mean --shard_size?"),
-    (["run", *LOSS, "--direct_num_worker=2"], 2, "did you mean --direct_num_workers?"),
     (["run", *LOSS, "--otu=x.npz"], 2, "did you mean --out?"),
-    (["run", *LOSS, "--direct_num_workers=x"], 2, "Beam does not take these flags"),
     (["run", *LOSS, "--qqqqq=8"], 2, "which is no option of beamjax, nor one of Beam\n"),
-    (["run", *LOSS, "--shard_size=x"], 2, "shard_size: found 'x', expected a number"),
     (["run", *LOSS, "w.npz"], 2, "found 'w.npz', which belongs to no flag"),
     (["run", *LOSS, "--out=x.txt"], 2, "expected a name that ends in .npz, or in .npy"),
     (["run", *LOSS, "--out=there/x.npz"], 2, "there is no folder"),
     (["run", *LOSS, "--out=x.npz", "--keep=placed"], 2, "with --keep placed it is a folder"),
     (["run", *LOSS, "--out=x.npy", "--runner=local"], 2, "found 2 leaves, expected one"),
     (["run", *LOSS, "--results_folder=x"], 2, "add keep='placed'"),
-    (["run", f"{HERE}los"], 2, "did you mean 'loss'?"),
     (["run", "--direct_num_workers", "2", *LOSS], 2, "found '2' as TARGET, which comes before"),
-    (["verify", *LOSS, "--rtol=x"], 2, "argument --rtol: invalid float value: 'x'"),
-    (["verify", *LOSS, "--rtol=-1"], 2, "rtol: found -1.0, expected a number >= 0"),
     (["verify", *LOSS, "--out=x.npz"], 2, "found --out, which is no option"),
-    (["explain", *LOSS, "--stage=plna"], 2, "expected one of staged, flat, placed, graph"),
-    (["explain", *LOSS, "--stage=flat", "--mermaid"], 2, "expected stage 'plan'"),
     (["explain", *LOSS, "--html=there/x.html"], 2, "--html there/x.html: cannot write it"),
     (["bench", *LOSS, "--repeat=0"], 2, "argument --repeat: found 0, expected a number from 1"),
     (["bench", *LOSS, "--checkpoint=c"], 2, "found a folder of a job or of checkpoints"),
-    (["jobs", "show", "none"], 2, "found no job; expected a folder that was given as"),
     (["jobs", "list", "none"], 2, "none: found no such folder"),
     (["jobs", "list", "gs://bucket/jobs"], 2, "folders at URLs can't be listed"),
     (["run", f"{HERE}broken", "--arg=x=1"], 1, "KeyError: 'nobody'"),
@@ -122,18 +108,12 @@ def test_options_with_underscores_or_dashes_and_those_of_beam(folder):
 
 
 def test_flags_that_only_a_server_may_know(capsys):
-    for known in (
-        ["--direct_num_workers=2", "--streaming"],
-        ["--experiments=a", "--experiments", "b"],
-        ["--flink_cluster=folder"],
-    ):
+    for known in (["--direct_num_workers=2", "--streaming"], ["--experiments", "b"]):
         flags.check_flags(known, "local")
         flags.check_flags(known, "FlinkRunner")
     assert capsys.readouterr().err == ""
     flags.check_flags(["--qqqqq", "3", "--zzzzz=4"], "FlinkRunner")
-    text = capsys.readouterr().err
-    assert "--qqqqq is handed to FlinkRunner as it is" in text
-    assert "--zzzzz is handed to" in text
+    assert "--qqqqq is handed to FlinkRunner as it is" in capsys.readouterr().err
     with pytest.raises(OptionsError, match="did you mean --parallelism"):
         flags.check_flags(["--paralelism=3"], "FlinkRunner")
     with pytest.raises(OptionsError, match="found '3', which belongs to no flag"):
@@ -191,7 +171,6 @@ def test_functions_by_their_names(folder):
 
 
 ABSENT = [
-    ("programs_here:los", "found no 'los', expected one of: Model, broken, chosen, embed, "),
     ("programs_here:los", "did you mean 'loss'?"),
     ("programs_here:Model.mea", "found no 'mea', expected one of: mean; did you mean 'mean'?"),
     ("programs_here:NUMBER", "found an int, expected a function; those there: Model, broken"),
@@ -199,13 +178,10 @@ ABSENT = [
     ("nobody_knows:loss", "found no such module, here or among what is installed; files here"),
     ("programs_her.py:loss", "found no such file; did you mean 'programs_here.py'?"),
     ("programs_here", "found no function, expected module:function or file.py:function; funct"),
-    ("programs_here.py", "functions there: Model, broken"),
     ("programs_here.py:", "functions there: Model, broken"),
-    (":loss", "found no function, expected module:function"),
     ("2", "2: found no function, expected module:function or file.py:function"),
     ("a b:loss", "a b: found no such module"),
     ("..:loss", "found no name of a module"),
-    ("json.nothing:loss", "json.nothing: found no such module"),
 ]
 
 
@@ -225,19 +201,10 @@ def test_functions_that_are_not_there(folder, capsys):
 
 
 def test_suggestions():
-    for name, names, found in (
-        ("wieghts", ["weights", "x"], "weights"),
-        ("Weights", ["weights"], "weights"),
-        ("zzz", ["weights"], None),
-        ("a", [], None),
-    ):
-        assert closest(name, names) == found
-        assert hint(name, names) == (f"; did you mean {found!r}?" if found else "")
-    assert listed([]) == "none"
-    assert listed("ab") == "a, b"
-    twelve = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
-    assert listed(map(str, range(12))) == twelve
-    assert listed(map(str, range(14))) == f"{twelve} and 2 more"
+    for name, found in (("wieghts", "weights"), ("Weights", "weights"), ("zzz", None)):
+        assert closest(name, ["weights", "x"]) == found
+        assert hint(name, ["weights"]) == (f"; did you mean {found!r}?" if found else "")
+    assert listed(map(str, range(14))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"
 
 
 # --- answers
@@ -316,11 +283,9 @@ def test_tracebacks_have_frames_of_the_user_alone():
         except TypeError as error:
             raise ValueError("mine") from error
 
-    inner = error_of(lambda: jax.jit(users)(np.eye(3, dtype="float32")))
-    outer = error_of(caused)
     for text, *parts in (
-        (inner, "test_cli.py", "return np.linalg.inv(x)"),
-        (outer, "ValueError: mine", "direct cause"),
+        (error_of(lambda: jax.jit(users)(np.eye(3, dtype="float32"))), "return np.linalg.inv(x)"),
+        (error_of(caused), "ValueError: mine", "direct cause"),
     ):
         assert [part for part in parts if part not in text] == []
         assert "/jax/" not in text
@@ -361,14 +326,10 @@ def test_completion(tmp_path, monkeypatch, capsys):
     if shutil.which("bash"):
         offers = lambda *words: completed(tmp_path / "bash", "beamjax", *words)
         assert offers("") >= set(cli.COMMANDS)
-        assert offers("ex") == {"explain"}
         assert offers("run", "--shard") >= {"--shard_size", "--shard_timeout"}
-        assert offers("run", "--runner", "") >= {"local", "FlinkRunner"}
         assert offers("run", "--runner", "Pri") == {"PrismRunner"}
         assert offers("run", "--on_error", "") == {"raise", "drop"}
-        assert offers("run", "--keep_folder", "") == {"failed", "always"}
         assert offers("jobs", "") >= {"list", "show", "cancel", "resume"}
-        assert offers("completion", "z") == {"zsh"}
         assert "clinics.py" in offers("run", "clin")
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 1

@@ -93,32 +93,25 @@ def test_files_whose_rows_are_members(folder):
 NO_VALUES = [
     ("wx.npz", "wx.npz: found no such file; did you mean 'w.npz'?"),
     ("partz/x.npy", "the folder 'partz' is not there"),
-    ("x.json", "found no such file"),
     ("programs_here.py", "expected a name that ends in .npy, .npz, .json"),
     ("parts", "parts is a folder with none of placed.json"),
     ("rnage:5", "found the kind 'rnage'; did you mean 'range'?"),
-    ("float23:5", "did you mean 'float32'?"),
     ("range:x", "found 'x', expected a whole number"),
-    ("key:", "found '', expected a whole number"),
     ("float32:x", "found 'x', expected a number or a list of numbers"),
-    ("npy:", "found no path in 'npy:', expected npy:PATH"),
     ("hello", "expected a number, JSON, or a file that is there"),
     ('"hello"', "a value that is no data is given as --static name=value"),
     ('{"a": ["b"]}', "x['a'][0]: found the text 'b'"),
     ("w.npz#at=modle", "found no 'modle' of 'modle', expected one of: model; did you mean 'mo"),
     ("w.npz#att=model", "found 'att' after '#' in 'w.npz#att=model', expected for array: at"),
-    ("r.parquet#colums=x", "columns, text_bytes, buckets, group_by, folder; did you mean 'col"),
     ("r.tfrecord#x=uint[3]", "found the type 'uint[3]', expected one such as float32[28,28]"),
     ("nothing/*.npy", "nothing/*.npy"),
     ("bad.npy", "bad.npy"),
-    ("bad.json", "bad.json"),
     ("objects.npy", "objects.npy"),
 ]
 
 
 def test_what_is_no_value(folder):
     (folder / "bad.npy").write_bytes(b"nothing")
-    (folder / "bad.json").write_text("{")
     np.save("objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     for text, message in NO_VALUES:
         with pytest.raises(BeamjaxError) as raised:
@@ -183,14 +176,10 @@ def test_calls(folder):
 
 NO_CALLS = [
     ("embed", ["w=1"], [], "embed(w, x): add --arg x=..."),
-    ("embed", [], [], "embed(w, x): add --arg w=... --arg x=..."),
-    ("embed", ["w=1", "x=1", "y=1"], [], "--arg y: there is no such parameter in embed(w, x)"),
     ("embed", ["w=1", "X=1"], [], "no such parameter in embed(w, x); did you mean 'x'"),
     ("embed", ["w=1", "w=2"], [], "--arg w: found twice: '1' and '2'"),
     ("embed", ["w=1", "0=2"], [], "w of embed(w, x) is given twice"),
-    ("embed", ["w=1", "2=2"], [], "--arg 2: there is no such parameter in embed(w, x)"),
     ("embed", ["w"], [], "--arg w: expected name=value"),
-    ("embed", ["=3"], [], "--arg =3: expected name=value"),
     ("embed", ["w=1", "x=1"], ["x=2"], "x: found both as --arg and as --static"),
     ("embed", ["x=1"], ["v=2"], "--static v: there is no such parameter"),
     ("embed", ["w=1", "x=hello"], [], "--arg x: found 'hello'"),

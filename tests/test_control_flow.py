@@ -92,14 +92,6 @@ def constants_as_first_values(w, x):
     return lax.scan(one, (0, w), None, length=3, reverse=True)
 
 
-@case(W, X)
-@program
-def member_indices_in_rounds(w, x):
-    ids = jnp.arange(N)
-    masked = lambda i: bj.map_fn(lambda j, v: jnp.where(j == i, v, 0), (ids, x))
-    return lax.scan(lambda c, i: (c + bj.reduce_sum(masked(i)), None), w, jnp.arange(4))[0]
-
-
 @case(jax.random.key(3), X)
 @program
 def keys_as_state(key, x):
@@ -160,22 +152,6 @@ def while_that_reduces_in_its_condition(x):
 @program
 def while_that_never_holds(x):
     return lax.while_loop(lambda s: s[1] > 0, lambda s: (bj.map_fn(jnp.sin, s[0]), s[1]), (x, 0))
-
-
-@case(X)
-@program
-def k_means(x):
-    def one(s):
-        centres, _, rounds = s
-        nearest = bj.map_fn(lambda v: jnp.argmin(jnp.sum((centres - v[None]) ** 2, 1)), x)
-        ones = bj.map_fn(lambda k: jax.nn.one_hot(k, 3), nearest)
-        sums = bj.reduce_sum(bj.map_fn(lambda o, v: o[:, None] * v[None], (ones, x)))
-        counts = bj.reduce_sum(ones)[:, None]
-        new = jnp.where(counts > 0, sums / jnp.maximum(counts, 1), centres)
-        return new, jnp.max(jnp.abs(new - centres)), rounds + 1
-
-    first = jnp.asarray([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]])
-    return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 20), one, (first, 1.0, 0))
 
 
 @case(jnp.abs(X @ X.T), scatters=1)
@@ -361,8 +337,6 @@ PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
         ("scan_with_placed_state", THREADS),
         ("switch_in_rounds", THREADS),
         ("keys_as_state", THREADS),
-        pytest.param("k_means", THREADS, marks=pytest.mark.long),
-        pytest.param("grad_of_placed_state", THREADS, marks=pytest.mark.long),
     ],
 )
 def test_several_workers_give_the_same_bits(name, workers):

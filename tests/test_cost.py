@@ -119,13 +119,6 @@ def test_costs_are_added(a, b, c):
     assert Rates().seconds(a + b) >= Rates().seconds(a)
 
 
-def test_rates():
-    rates = Rates(flops=10.0, nbytes=5.0, extra=2.0)
-    assert rates.seconds(Cost(flops=20.0, extra=6.0)) == 5.0
-    assert rates.seconds(Cost(flops=20.0, nbytes=100.0)) == 20.0
-    assert rates.seconds(Cost(calls=9.0)) == 0.0
-
-
 def test_what_members_share_is_read_and_computed_once():
     fn = lambda w, x: x @ jnp.tanh(w)
     args = array(64, 64), array(64)

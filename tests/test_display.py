@@ -43,11 +43,6 @@ def in_terminal(monkeypatch):
     return make
 
 
-def test_progress_in_words():
-    assert in_words(HALF) == TEXT
-    assert in_words(Progress()) == "starting: 0 members, 0/s"
-
-
 def test_displays(in_terminal, monkeypatch):
     in_terminal()
     for wish, launched, bar in (
@@ -72,6 +67,7 @@ def test_lines_come_every_ten_seconds(capsys, monkeypatch):
         lines.update(HALF)
         found += [second] * bool(capsys.readouterr().err)
     assert found == [10, 20]
+    assert in_words(Progress()) == "starting: 0 members, 0/s"
     lines.close()
     assert capsys.readouterr() == ("", f"beamjax: {TEXT}\n")
 
@@ -139,12 +135,6 @@ def test_a_notebook_has_one_output_that_changes(in_notebook, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_ipython_in_a_terminal_is_no_notebook(in_notebook, in_terminal, monkeypatch):
-    in_terminal()
-    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
-    assert type(display_for(Options(), launched=False)) is Bar
-
-
 @bj.program(clients=20)
 def total(x):
     return bj.reduce_sum(x)
@@ -162,12 +152,3 @@ def test_a_run_is_silent_unless_it_is_asked(runner, capfd):
     assert out == ""
     assert err.startswith("beamjax: map_clients_0: 20 of 20 members")
     assert err.count("\n") == 1
-
-
-def test_a_short_run_is_silent_in_a_terminal_and_in_a_notebook(in_terminal, request):
-    terminal = in_terminal()
-    bj.run(total, X, runner="local")
-    assert terminal.getvalue() == ""
-    outputs = request.getfixturevalue("in_notebook")
-    bj.run(total, X, runner="local")
-    assert (outputs.shown, terminal.getvalue()) == ([], "")

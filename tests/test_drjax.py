@@ -51,18 +51,6 @@ def program(passes, gathered=0):
     return add
 
 
-@program(passes=1)
-def share_over_threshold(ops):
-    def one_if_over(threshold, value):
-        return jax.lax.cond(value > threshold, lambda: 1.0, lambda: 0.0)
-
-    @ops.program(placements={"clients": 100})
-    def share(threshold, values):
-        return ops.reduce_mean(ops.map_fn(one_if_over, (ops.broadcast(threshold), values)))
-
-    return share, (jnp.float32(0.5), jax.random.uniform(jax.random.PRNGKey(2), (100,)))
-
-
 def local_sgd(params, rate, x, y, steps=3):
     step = lambda p, _: (jax.tree.map(lambda v, g: v - rate * g, p, jax.grad(loss)(p, x, y)), None)
     return jax.lax.scan(step, params, None, length=steps)[0]
@@ -99,12 +87,6 @@ def held_out_loss(ops):
 @program(passes=3)
 def gradient_through_a_round(ops):
     return jax.grad(held_out_loss(ops), argnums=(0, 1)), (PARAMS, 0.1, X, Y)
-
-
-@program(passes=2)
-def derivative_of_a_round(ops):
-    fn = held_out_loss(ops)
-    return lambda rate, x, y: jax.jvp(lambda r: fn(PARAMS, r, x, y), (rate,), (1.0,)), (0.1, X, Y)
 
 
 @program(passes=1)
@@ -187,11 +169,6 @@ def jitted_inside(ops):
     fn = jax.jit(averaging_round(ops))
     value = jax.jit(held_out_loss(ops))
     return lambda p, x, y: value(fn(p, 0.1, x, y), 0.1, x, y), (PARAMS, X, Y)
-
-
-@program(passes=3)
-def rematerialized(ops):
-    return jax.grad(jax.checkpoint(held_out_loss(ops))), (PARAMS, 0.1, X, Y)
 
 
 @program(passes=1)
@@ -389,20 +366,6 @@ def test_other_threads_keep_the_operators_of_drjax():
     )
     with pytest.raises(Exception, match="only defined in the context"):
         drjax.reduce_sum(X)
-
-
-def test_many_threads_stage_at_once():
-    def total(n):
-        @drjax.program(clients=n)
-        def of(x):
-            return drjax.reduce_sum(drjax.map_fn(lambda v: v * n, x))
-
-        return bj.run(of, jnp.ones(n), runner="local")
-
-    sizes = list(range(2, 14))
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert [float(v) for v in pool.map(total, sizes)] == [n * n for n in sizes]
-    assert type(drjax) is types.ModuleType
 
 
 def test_what_was_traced_before_runs_on_the_server():

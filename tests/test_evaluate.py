@@ -92,60 +92,6 @@ def test_members_are_the_same_in_any_company():
     assert_same_bits(run(prog, x)[:17], run(first, x[:17]))
 
 
-# --- compositions of operations
-
-STEPS = {
-    "affine": lambda x, k: x * 3 + k,
-    "xor": lambda x, k: x ^ 5,
-    "fold": lambda x, k: jnp.maximum(x, -x),
-    "where": lambda x, k: jnp.where(x > 2, x, k),
-    "transpose": lambda x, k: jnp.moveaxis(x, 0, k % x.ndim),
-    "sum": lambda x, k: jnp.sum(x, k % x.ndim) if x.ndim > 1 else x,
-    "max_keep": lambda x, k: x - jnp.max(x, k % x.ndim, keepdims=True),
-    "flip": lambda x, k: jnp.flip(x, k % x.ndim),
-    "cumsum": lambda x, k: jnp.cumsum(x, k % x.ndim),
-    "concatenate": lambda x, k: jnp.concatenate([x, -x], k % x.ndim) if x.size < 3000 else x,
-    "tail": lambda x, k: lax.slice_in_dim(x, 1, None, axis=k % x.ndim)
-    if x.shape[k % x.ndim] > 1 else x,
-    "stack": lambda x, k: jnp.stack([x, x + 1], k % x.ndim) if x.ndim < 4 and x.size < 3000 else x,
-    "merge": lambda x, k: x.reshape(*x.shape[: k % x.ndim], -1, *x.shape[k % x.ndim + 2 :]),
-    "expand": lambda x, k: jnp.expand_dims(x, k % x.ndim) if x.ndim < 4 else x,
-    "squeeze": lambda x, k: jnp.squeeze(x),
-    "sort": lambda x, k: jnp.sort(x, k % x.ndim),
-    "index": lambda x, k: jnp.take(x, jnp.asarray([0, 0, k]), axis=k % x.ndim, mode="clip"),
-    "at": lambda x, k: x.at[..., 0].add(7),
-    "row": lambda x, k: x + jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,)),
-    "gram": lambda x, k: jnp.tensordot(x, x, [[k % x.ndim], [k % x.ndim]])
-    if x.ndim == 2 else x,
-    "scatter": lambda x, k: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) % 3, 3),
-    "mask": lambda x, k: x * (jnp.arange(x.shape[0]) != 1).astype(x.dtype).reshape(
-        (-1,) + (1,) * (x.ndim - 1)),
-    "argmax": lambda x, k: jnp.argmax(x, k % x.ndim, keepdims=True) + x,
-    "square": lambda x, k: jnp.einsum("...i,...i->...", x, x)[..., None],
-}  # fmt: skip
-
-
-@settings(max_examples=40)
-@given(
-    n=st.sampled_from([1, 3, 8, 11]),
-    dims=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=2),
-    steps=st.lists(
-        st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=4, max_size=9
-    ),
-)
-def test_any_composition(n, dims, steps):
-    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (n, *dims)), "int32")
-
-    def chain(x):
-        y = bj.map_fn(lambda v: v * 2, x)
-        for name, k in steps:
-            y = STEPS[name](jnp.atleast_1d(y), k)
-        return y, bj.reduce_sum(x)
-
-    prog = program(n, chain)
-    exactly(run(prog, x), jax.jit(prog)(x))
-
-
 # --- types
 
 

@@ -1,7 +1,6 @@
 """What `explain` says of programs: bytes, passes, edges, and what is gathered where."""
 
 import inspect
-import json
 import re
 
 import html_checks
@@ -51,16 +50,6 @@ def closes_over_placed(w, x):
     return beamjax.reduce_sum(beamjax.map_fn(lambda v: jnp.sum(y * v[0, 0]) + v, x))  # closes
 
 
-def test_passes_over_the_members():
-    for name, passes in {
-        "plain": 1, "grad_server": 1, "hessian": 1, "maml": 3, "grad_of_max": 3
-    }.items():  # fmt: skip
-        fn, args = CASES[name].build(beamjax)
-        explanation = explain(fn, *args)
-        assert (name, explanation.facts.passes) == (name, passes)
-        assert f"  {passes} pass" in str(explanation).splitlines()[2]
-
-
 # --- numbers
 
 
@@ -83,26 +72,12 @@ def test_bytes_of_a_plain_sum():
     assert [(e.source, e.target, e.nbytes) for e in facts.edges] == [
         ("args[0]", step.name, 12), ("args[1]", step.name, 420), (step.name, "result", 20),
     ]  # fmt: skip
-    rows = [line.split() for line in section(explanation, "totals").splitlines()]
-    assert ["read", "by", "all", "passes", "420", "B"] in rows
-    for row in (["broadcast", "12", "B"], ["gathered", "0", "B"], ["reduced", "20", "B"]):
-        assert row in [words[:3] for words in rows]
-    memory = str(explanation).partition("\n\nmemory at most, DirectRunner, ")[2]
-    assert "inputs in memory 444 B, " in memory
-    assert re.search(
-        r"a worker process +(.*) what .*\n  the launching process +\1 the same", memory
-    )
+    totals = section(explanation, "totals")
+    for row in (r"read by all passes +420 B", r"broadcast +12 B", r"gathered +0 B"):
+        assert re.search(row, totals)
     device = section(explanation, "memory of a device, cuda, about")
     assert re.search(r"in any case +12 B +broadcasts 12 B\n", device)
     assert re.search(r"shard, twice 960 B, .* results of the shard before 20 B\n", device)
-
-
-def test_the_last_shard_is_counted():
-    for members, shards in ((16, 1), (17, 2), (1000, 63), (1008, 63), (1009, 64)):
-        x = jax.ShapeDtypeStruct((members, 5, 3), jnp.float32)
-        prog = beamjax.program(clients=members)(lambda x: beamjax.reduce_sum(x))
-        (placement,) = explain(prog, x, options={"shard_size": 16}).facts.placements
-        assert (placement.members, placement.shard_size, placement.shards) == (members, 16, shards)
 
 
 def test_human_bytes():
@@ -118,7 +93,6 @@ def test_human_bytes():
 def test_exactness():
     for *reduction, start in (
         ("sum", "float32", "exact", "exact over shards: rounded once"),
-        ("sum", "complex64", "exact", "exact over shards: rounded once"),
         ("sum", "float32", "fast", "fast: in float64"),
         ("sum", "int32", "fast", "exact"),
         ("max", "bfloat16", "fast", "exact"),
@@ -126,7 +100,6 @@ def test_exactness():
         ("any", "bool", "exact", "exact"),
     ):
         assert exactness(*reduction).startswith(start), reduction
-    assert "fast: in float64" in str(explain(total, W, X, options={"reduction": "fast"}))
 
 
 # --- inputs and outputs
@@ -240,23 +213,6 @@ def test_mermaid_of_awkward_names_and_red_gathers():
     assert back == label.replace("\n", " ")
 
 
-def test_json_is_plain_data():
-    record = explain(mixed, W, X).to_json()
-    assert record == json.loads(json.dumps(record))
-    assert record["program"] == "mixed"
-    assert [step["kind"] for step in record["steps"]].count("Gather") == 2
-    assert record["edges"][0].keys() == {"source", "target", "value", "nbytes"}
-
-
-def test_the_header():
-    assert str(explain(total, W, X)).splitlines()[:4] == [
-        "plan of total",
-        f"  jax {jax.__version__}, 64-bit types off",
-        "  1 pass over members, 1 step",
-        "  clients: 7 members in 1 shard of 8",
-    ]
-
-
 def test_a_plan_without_placements():
     explanation = explain(lambda x: jnp.sum(x), W)
     assert explanation.facts.passes == 0
@@ -293,8 +249,6 @@ def test_loops_and_branches():
     facts, text = explanation.facts, str(explanation)
     assert "3 passes over members, 12 steps" in text
     assert (facts.passes, facts.read_bytes, facts.broadcast_bytes) == (3, 3 * 420, 16)
-    assert "each round of a loop is counted once" in text
-
     first, last = [step for step in facts.steps if step.kind == "Loop"]
     assert (first.rounds, first.reverse, last.rounds, last.reverse) == (4, True, None, False)
     assert "\n  loop_0: Loop, 4 rounds, the last entry first\n" in text
@@ -307,15 +261,10 @@ def test_loops_and_branches():
     one, three = first.handed[0], first.handed[1]
     arrow = f"    carries    {one.outside} -> {one.inside.name} -> {one.afterwards}"
     assert re.search(re.escape(arrow) + " .* 60 B a member, 420 B in all", text)
-    (each,) = first.blocks
-    assert each.title == "each round"
-    branch = each.steps[-1]
+    branch = first.blocks[0].steps[-1]
     assert [len(block.steps) for block in branch.blocks] == [0, 2]
     assert "\n      branch_0: Branch, one of 2 blocks\n" in text
     assert f"\n        block 0, gives {three.inside.name}\n        block 1, gives " in text
-    assert "\n          map_clients_1: Map, a pass over clients" in text
-
-    assert "Loop, rounds while a condition holds\n" in text
     assert [(block.title, [step.kind for step in block.steps]) for block in last.blocks] == [
         ("condition", ["Server"]), ("each round", ["Map", "Server"]),
     ]  # fmt: skip
@@ -326,20 +275,6 @@ def test_loops_and_branches():
         ("server_1", "branch_0", 4), ("server_2", "branch_0", 12), ("server_4", "loop_1", 1),
         ("loop_1", "server_4", 4), ("loop_0", "result['seen']", 112),
     } <= edges  # fmt: skip
-
-
-def test_gathers_and_scatters_of_loops():
-    @beamjax.program(clients=N)
-    def flipped(x):
-        one = lambda x, _: (x[::-1] + beamjax.reduce_sum(x)[None], None)
-        return jax.lax.scan(one, x, None, length=3)[0]
-
-    explanation = explain(flipped, X)
-    check_explanation(explanation)
-    assert explanation.facts.gathered_bytes == 420
-    text = section(explanation, "gathered and scattered")
-    assert "gather_0: arg0@clients of args[0], 420 B, along axis 0, because scan mixes" in text
-    assert re.search(r"scatter_0: v\d+ of loop_0, 420 B, along axis 0", text)
 
 
 # --- stages

@@ -44,17 +44,6 @@ def gradient(x, k):
     return jax.grad(program(squares), argnums=(0, 1), allow_int=True)(x, k)
 
 
-@case(X, jnp.int32(3))
-def gradient_of_a_server_value(x, k):
-    fn = lambda x, k: squares(x, bj.broadcast(k))
-    return jax.grad(program(fn), argnums=(0, 1), allow_int=True)(x, k)
-
-
-@case(jnp.stack([X, X]), jnp.stack([K, K]))
-def batched_gradient(x, k):
-    return jax.vmap(gradient)(x, k)
-
-
 @case(X, K)
 def gradient_in_a_body(x, k):
     loss = lambda v, i: jnp.sum(v * i.astype(v.dtype))
@@ -69,18 +58,6 @@ def tangents(x, k):
 
 
 @case(X, K)
-def tangents_in_a_loop_of_a_body(x, k):
-    def body(v, i):
-        def rounds(v, i):
-            step = lambda c, _: ((c[0] * 2, c[1]), None)
-            return jax.lax.scan(step, (v, i), None, length=2)[0]
-
-        return jax.jvp(rounds, (v, i), (v, zeros()))
-
-    return program(lambda x, k: bj.map_fn(body, (x, k)))(x, k)
-
-
-@case(X, K)
 def custom_jvp(x, k):
     @jax.custom_jvp
     def f(v, i):
@@ -89,17 +66,6 @@ def custom_jvp(x, k):
     f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0]))
     body = lambda v, i: (f(v, i), i)
     return jax.jvp(program(lambda x, k: bj.map_fn(body, (x, k))), (x, k), (x, zeros(N)))
-
-
-@case(X, K)
-def custom_vjp(x, k):
-    @jax.custom_vjp
-    def f(v, i):
-        return v * i.astype(v.dtype)
-
-    f.defvjp(lambda v, i: (f(v, i), v), lambda v, ct: (ct * v, zeros()))
-    loss = program(lambda x, k: jnp.sum(bj.reduce_sum(bj.map_fn(f, (x, k)))))
-    return jax.grad(loss, argnums=(0, 1), allow_int=True)(x, k)
 
 
 @case(X)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import threading
 import time
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.bodies import transfer_time
-from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import from_device, to_device, transfer_seconds, transferring
 from beamjax.commands.measure import calibrated, measure
 from beamjax.diagnostics import calibration, choice_facts, forecast
@@ -205,15 +203,6 @@ def test_workers_and_threads_share_the_work(cores):
     assert shared.work == pytest.approx(told(plan, "DirectRunner").work / 2)
     cores(1)
     assert told(plan, "DirectRunner", **options).work == told(plan, "DirectRunner").work
-
-
-def test_threads_gain_nothing_where_xla_has_all_cores(cores):
-    cores(2)
-    large = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(jnp.sin, x)))
-    x = jax.ShapeDtypeStruct((1 << 16, 64), np.float32)
-    for loop, expected in (("vmap", 1.0), ("batches", 1.8), ("loop", 1.8)):
-        plan = plan_of(large, x, shard_size=1 << 12, member_loop=loop)
-        assert told(plan, local_threads=2).steps[0].gain == pytest.approx(expected), loop
 
 
 def test_gains():
@@ -419,20 +408,10 @@ def test_factors_stay_numbers(pairs):
     assert Calibration.from_json(json.loads(json.dumps(known.to_json()))) == known
 
 
-def test_runs_mend_a_factor_little_by_little():
-    known, factors = Calibration(), []
-    for _ in range(30):
-        known = known.mended("compute", known.factor("compute") * 2.0, 6.0)
-        factors.append(known.factor("compute"))
-    assert factors == sorted(factors)
-    assert factors[0] == pytest.approx(3.0**0.4)
-    assert factors[-1] == pytest.approx(3.0, rel=1e-3)
-
-
 # --- what is counted apart
 
 
-def test_transfers_within_transfers_and_in_other_threads():
+def test_transfers_within_transfers_and_within_laps():
     before, start = transfer_seconds(), time.perf_counter()
     with transferring():
         with transferring():
@@ -441,34 +420,12 @@ def test_transfers_within_transfers_and_in_other_threads():
     with pytest.raises(KeyError), transferring():
         raise KeyError
     assert 0.02 <= transfer_seconds() - before <= time.perf_counter() - start
-    found = []
-
-    def work():
-        with transferring():
-            counts.broadcasts += 1
-        found.append((counts.broadcasts, transfer_seconds() < 0.02))
-
-    after, broadcasts = transfer_seconds(), counts.broadcasts
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(1, True)]
-    assert (transfer_seconds(), counts.broadcasts) == (after, broadcasts)
-
-
-def test_a_lap_leaves_out_the_transfers_in_it():
-    meter, start = Meter("step", 8), time.perf_counter()
+    meter = Meter("step", 8)
     with transferring():
         time.sleep(0.05)
     meter.lap("compute")
-    with transferring():  # Nothing is measured here.
-        time.sleep(0.05)
-    meter.resume()
-    meter.lap("merge")
     meter.apart()
-    spent = time.perf_counter() - start
-    assert meter.total.transfer >= 0.05
-    assert meter.total.transfer + meter.total.compute + meter.total.merge <= spent - 0.05
+    assert meter.total.transfer >= 0.05 > meter.total.compute
 
 
 def test_a_cpu_gets_the_arrays_and_an_accelerator_copies(monkeypatch):

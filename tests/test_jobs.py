@@ -304,30 +304,17 @@ def test_another_handle_reads_the_same_result(tmp_path):
     assert_same(bj.open_job(tmp_path / "wide").result(), expected)
 
 
-@jax.tree_util.register_pytree_node_class
-class Node:
-    def __init__(self, value):
-        self.value = value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
 def test_other_nodes_need_an_example(tmp_path):
-    program = bj.program(clients=N)(lambda x: Node(bj.reduce_sum(x)))
+    program = bj.program(clients=N)(lambda x: collections.defaultdict(int, a=bj.reduce_sum(x)))
     bj.run(program, X, runner="local", options={"job_folder": tmp_path})
     job = bj.open_job(tmp_path)
-    with pytest.raises(StructureError, match=r"node of \S*test_jobs\.Node.*result\(like=\.\.\.\)"):
+    with pytest.raises(StructureError, match=r"node of \S*defaultdict.*result\(like=\.\.\.\)"):
         job.result()
     with pytest.raises(StructureError, match="like: found a tree with 2 leaves, expected 1"):
         job.result(like=[0, 0])
-    found = job.result(like=Node(0))
-    assert type(found) is Node
-    np.testing.assert_array_equal(found.value, X.sum(0))
+    found = job.result(like=collections.defaultdict(int, a=0))
+    assert type(found) is collections.defaultdict
+    np.testing.assert_array_equal(found["a"], X.sum(0))
 
 
 # --- files that were changed
@@ -359,8 +346,7 @@ def test_changed_and_removed_files_are_clear_errors(tmp_path):
     path = tmp_path / "result.record"
     whole = path.read_bytes()
     record = records.decode(whole, "")
-    trees = [{"named": ["os", "system", ["x"]], "of": ["*"]}, {"dict": [[["a"], "*"]]},
-             {"list": 3}, "?", 5, {"named": ["no.such", "P", ["x"]], "of": ["*"]}]  # fmt: skip
+    trees = ["?", {"named": ["os", "system", ["x"]], "of": ["*"]}]
     changes = [{"tree": tree} for tree in trees]
     for number, impl in itertools.product(range(len(record["types"])), ("no such", "x" * 300)):
         leaves = list(record["types"])
@@ -420,25 +406,10 @@ def launcher(folder, runner, call="run", flags=None, **env):
         process.stderr.close()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_job_of_another_process_is_cancelled(runner, tmp_path):
-    with launcher(tmp_path, runner) as process:
-        job = bj.open_job(tmp_path)
-        assert job.state is JobState.RUNNING
-        assert 0 < job.progress().done.members < job.progress().members == 400
-        job.cancel()
-        assert job.wait(60) is JobState.CANCELLED
-        assert process.wait(60) != 0
-        assert "JobCancelledError" in process.stderr.read()
-    assert own_files(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("call", "runner", "flags"),
     [
         ("launch", "DirectRunner", {}),
-        pytest.param("run", "local", {}, marks=pytest.mark.long),
         pytest.param(
             "run", "DirectRunner",
             {"direct_running_mode": "multi_processing", "direct_num_workers": 2},
@@ -456,13 +427,6 @@ def test_sigterm_cancels_the_job_and_ends_the_process(call, runner, flags, tmp_p
     assert bj.open_job(tmp_path / "job").state is JobState.CANCELLED
     assert list((tmp_path / "tmp").iterdir()) == []
     assert [path.name for path in (tmp_path / "job").iterdir() if path.is_dir()] == ["records"]
-
-
-@pytest.mark.long
-def test_a_job_whose_process_was_killed_is_lost(tmp_path):
-    with launcher(tmp_path, "local") as process:
-        process.send_signal(signal.SIGKILL)
-        assert bj.open_job(tmp_path).wait(60) is JobState.LOST
 
 
 def handle_sigterm(folder):
@@ -487,16 +451,8 @@ def handle_sigterm(folder):
     return handlers
 
 
-def read_result(folder):
-    job = bj.open_job(folder)
-    return job.state.name, job.result()["sum"].tolist(), job.progress().done.members
-
-
-def test_a_process_without_jobs_of_its_own(other_process, tmp_path):
+def test_the_handler_of_sigterm_is_given_back(other_process, tmp_path):
     assert other_process(handle_sigterm, tmp_path) == [True] * 4
-    bj.run(total, X, options={"job_folder": tmp_path / "job"})
-    found = other_process(read_result, tmp_path / "job")
-    assert found == ("DONE", (X.mean(0) * X).sum(0).tolist(), 2 * N)
 
 
 def test_processes_are_told_apart(tmp_path):

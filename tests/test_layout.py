@@ -108,13 +108,6 @@ def test_lines_that_need_not_cross_do_not():
     assert [b for _, b in ends] == sorted(b for _, b in ends)
 
 
-def test_a_chain_is_straight():
-    boxes = [Box(str(i), 60 + 40 * (i % 3), 30) for i in range(6)]
-    layout = layered(boxes, [Link(str(i), str(i + 1), 50, 20) for i in range(5)])
-    xs = [x for route in layout.routes for x, _ in route.points]
-    np.testing.assert_allclose(xs, xs[0])
-
-
 def test_bars_are_as_wide_as_all():
     bars, inner = ("in", "out"), [Box("a", 100, 30), Box("b", 100, 30)]
     boxes = [Box("in", 50, 20, "top"), *inner, Box("out", 50, 20, "bottom")]

@@ -1,18 +1,23 @@
-"""Dataclasses from JSON: what they were, or a clear error."""
+"""Dataclasses and structures of trees from JSON: what they were, or a clear error."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from programs import CASES
 
 import beamjax as bj
 from beamjax._text import MemberBytes
 from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.errors import ArrayFormatError
+from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.storage.schema import from_plain
+from beamjax.storage.treedefs import tree_from_json, tree_to_json
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,48 @@ def test_other_values_are_clear_errors():
     ):
         with pytest.raises(ArrayFormatError, match=message):
             from_plain(Tree, value, "here")
+
+
+# --- structures of trees
+
+Point = collections.namedtuple("Point", "x y")
+TREES = st.recursive(
+    st.one_of(st.none(), st.integers()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.dictionaries(st.integers(), inner, max_size=3),
+        st.lists(st.tuples(st.text(max_size=2), inner), max_size=3).map(collections.OrderedDict),
+        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_a_structure_comes_back(tree):
+    treedef = jax.tree.structure(tree)
+    record = json.loads(json.dumps(tree_to_json(treedef)))
+    assert tree_from_json(record, "p") == treedef
+
+
+def test_named_tuples_need_their_type():
+    record = tree_to_json(jax.tree.structure(Point(1, 2)))
+    with pytest.raises(StructureError, match=r"test_plain_data\.Other of x, y, which is not there"):
+        tree_from_json({**record, "named": ["test_plain_data", "Other", ["x", "y"]]}, "p")
+    with pytest.raises(StructureError, match="import its module before"):
+        tree_from_json({**record, "named": ["test_plain_data", "Point", ["x", "z"]]}, "p")
+
+
+def test_what_is_no_structure():
+    records = [3, "x", [], {}, {"list": None}, {"dict": [["a"]]}, {"of": []},
+               {"dict": [["a", "*"], [1, "*"]]}]  # fmt: skip
+    for record in records:
+        with pytest.raises(ArrayFormatError, match=r"^p: found"):
+            tree_from_json(record, "p")
+    deep = "*"
+    for _ in range(100_000):
+        deep = {"list": [deep]}
+    with pytest.raises(ArrayFormatError, match=r"^p: found a tree that is too deep$"):
+        tree_from_json(deep, "p")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import types
+import re
 
 import html_checks
 import jax
@@ -16,7 +16,7 @@ from programs import N, X
 from test_explanation import W, rounds
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import ChoiceFact, source_lines
+from beamjax.diagnostics.fact_types import ChoiceFact
 from beamjax.diagnostics.pages import drawing, graph, markup, words
 from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of
 from beamjax.diagnostics.pages.shell import document, fragment
@@ -159,10 +159,9 @@ def test_any_text_is_escaped(text):
 
 
 def test_elements():
-    assert markup.tag("br") == "<br>"
-    assert markup.tag("a", 1, markup.tag("b"), None, False, class_="x", hidden=True, href=None) == (
-        '<a class="x" hidden>1<b></b></a>'
-    )
+    made = markup.tag("a", 1, markup.tag("br"), None, False, class_="x", hidden=True, href=None)
+    assert made == '<a class="x" hidden>1<br></a>'
+    assert markup.tag("p", title=False) == "<p></p>"
     assert markup.tag("rect", x=1.0, y=2.3456, width=3) == '<rect x="1" y="2.35" width="3"></rect>'
     assert markup.number(float("nan")) == "0"
     assert "1,234" in markup.table([[1234, "x" * 50]])
@@ -175,7 +174,6 @@ def test_words():
     }  # fmt: skip
     assert {seconds: words.human_seconds(seconds) for seconds in expected} == expected
     assert words.shortened("a  b\nc") == "a b c"
-    assert words.shortened("x" * 10, 10) == "x" * 10
     assert words.shortened("x" * 11, 10) == "x" * 9 + "…"
     assert words.letters(words.shortened("漢" * 60, 10)) <= 10
     assert words.letters("é" + "e\u0301") == 2
@@ -201,25 +199,7 @@ def test_parts_of_a_notebook_have_ids_and_styles_of_their_own():
     found = html_checks.parsed(both)  # Which finds ids that are there twice.
     assert not [name for name, _ in found.tags if name in ("html", "head", "body", "main")]
     style = both.split("<style>")[1].split("</style>")[0]
-    depth, selector = 0, ""
-    for character in style:
-        if character == "{":
-            at_rule = selector.strip().startswith("@media")
-            if not at_rule:
-                for each in selector.split("*/")[-1].split(","):
-                    assert ".bjx" in each, each
-            selector, depth = "", depth + 1
-        elif character == "}":
-            selector, depth = "", depth - 1
-        elif depth == 0 or character not in ";":
-            selector += character
-        else:
-            selector = ""
-    assert depth == 0
-
-
-def test_lines_are_read_where_they_are():
-    lines = source_lines(bj.explain(trimmed, X).facts)
-    assert any("jnp.sort(scores)" in text for text in lines.values())
-    assert all("test_plan_page.py" in line for line in lines)
-    assert source_lines(types.SimpleNamespace(steps=())) == {}
+    plain = re.sub(r"/\*.*?\*/|@media[^{]*\{", "", style, flags=re.S)
+    selectors = re.findall(r"([^{}]+)\{", plain)
+    assert len(selectors) > 20
+    assert [each for given in selectors for each in given.split(",") if ".bjx" not in each] == []

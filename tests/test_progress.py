@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, JobCancelledError
-from beamjax.numerics.exact_sum import ExactSum
-from beamjax.numerics.reducers import make_accumulator
 from beamjax.pipelines.worker import map_shards as workers
 from beamjax.pipelines.worker import merge as combiners
 from beamjax.plan.shard import shards
@@ -372,22 +370,3 @@ def test_a_pipeline_has_metrics_by_the_names_of_its_steps(monkeypatch):
     (server,) = [name for name in times if name.startswith("server_") and "compute" in name]
     assert sum(t.sum for t in times[server]) >= 100
     assert sum(t.sum for t in times["map_clients_0/merge_ms"]) >= 200
-
-
-def test_merges_are_timed_where_they_happen(folder, monkeypatch):
-    parts = []
-    for shard in (0, 1, 2):
-        accumulator = make_accumulator("sum", np.dtype("float32"), 4)
-        accumulator.add(np.ones(4, np.float32), shard)
-        parts.append(accumulator.encode())
-    slow(monkeypatch, "merge", 0.05, ExactSum)
-    reports = Reports(folder.path, "p")
-    combine = combiners.MergeAccumulators("map_clients_0", reports)
-    merged = combine.merge_accumulators([combine.add_input(None, part) for part in parts])
-    assert combine.times.spent.merge >= 0.1
-    combine.extract_output(merged)
-    assert combine.times.spent == Tally()
-    recorder_for(reports).flush()
-    (record,) = folder.workers("p")
-    assert 0.1 <= record.counts["map_clients_0"].spent.merge < 1
-    assert tally([record]).members == tally([record]).shards == 0

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from explained import check_explanation
 from helpers import assert_close, assert_same_bits, assert_same_types
-from programs import CASES, KEY, M, N, W, X, Y
+from programs import CASES, KEY, N, W, X, Y
 
 import beamjax as bj
-from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.values import store
 from beamjax.pipelines.worker import tasks
 from beamjax.plan.steps import Plan
@@ -32,15 +31,6 @@ def case(*placements, **sizes):
         PROGRAMS[fn.__name__] = lambda ops: (bj.program(*placements, **sizes)(fn), (X,))
 
     return add
-
-
-@case(clients=N)
-def outputs_only(x):
-    first = bj.map_fn(jnp.sin, x)
-    mean = bj.reduce_mean(first)
-    shown = bj.map_fn(lambda a: a - mean, first)
-    spread = bj.reduce_mean(bj.map_fn(jnp.square, shown))
-    return shown, bj.map_fn(lambda a: a / jnp.sqrt(spread), first)
 
 
 @case(clients=N)
@@ -66,31 +56,10 @@ def returns_anything(x):
     return values | placed | {"flipped": bj.map_fn(jnp.sin, x).T}
 
 
-@case(clients=N)
-def zero_sized(x):
-    y = bj.map_fn(lambda v: v[:0], x)
-    return y, bj.reduce_sum(y), bj.reduce_mean(bj.map_fn(lambda v: (v, v[:0]), x))
-
-
-@case(a=N, b=M)
-def several_placements(x):
-    y = bj.map_fn(lambda v: v[0], x, placement="a")
-    total = bj.reduce_sum(y, placement="a")
-    z = bj.map_fn(lambda i: total * i.astype("float32"), jnp.arange(M), placement="b")
-    return bj.reduce_max(z, placement="b"), y, z
-
-
 @case({"the clients/é": N})
 def unusual_name(x):
     y = bj.map_fn(jnp.sin, x)
     return y, bj.reduce_mean(y), bj.reduce_max(bj.map_fn(lambda v: v - bj.reduce_mean(y), y))
-
-
-@case(clients=N)
-def on_the_server(x):
-    mean = bj.reduce_mean(x)
-    largest = bj.reduce_max(bj.map_fn(lambda v: v @ (mean.T / 2), x))
-    return jnp.linalg.norm(mean) + jnp.sum(largest), mean * 2, jnp.sum(mean) * jnp.sum(largest)
 
 
 NAMES = [
@@ -268,28 +237,3 @@ def test_plans_are_not_kept_for_ever(monkeypatch):
     del fn
     gc.collect()
     assert [plan for plan in made if plan() is not None] == []
-
-
-def test_the_end_of_a_run_leaves_the_values_of_other_runs(monkeypatch):
-    put, put_broadcast, run = [], tasks.put_broadcast, Launcher.run
-
-    def spy(value, device):
-        put.append(value.shape)
-        return put_broadcast(value, device)
-
-    def run_then_other(self, *args):
-        found = run(self, *args)
-        monkeypatch.setattr(Launcher, "run", run)
-        bj.run(stages, *ARGS)
-        return found
-
-    @bj.program(clients=N)
-    def rounds(w, x):
-        mean = lambda c: bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(jnp.sin(v * c) @ w), x))
-        return jax.lax.fori_loop(0, 3, lambda _, c: c + mean(c), jnp.ones(()))
-
-    monkeypatch.setattr(tasks, "put_broadcast", spy)
-    monkeypatch.setattr(Launcher, "run", run_then_other)
-    w = np.ones((3, 4), np.float32)
-    bj.run(rounds, w, X, options={"rounds_per_graph": 1})
-    assert put.count(w.shape) == 1, put

@@ -5,10 +5,8 @@ import types
 import pytest
 from apache_beam.transforms import core, userstate
 
-from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.worker.map_shards import MapShards, Ranges, RunServer
 from beamjax.pipelines.worker.merge import FinishPieces
-from beamjax.pipelines.worker.tasks import StepFn
 
 
 class Changed(Ranges):
@@ -45,20 +43,3 @@ def test_beam_asks_there(monkeypatch):
     fn = Ranges(1, 1)
     core.get_function_arguments(fn, "process")[0].append("more")
     assert core.get_function_arguments(fn, "process") == (["element"], [])
-
-
-def test_any_class_will_do():
-    class Plain(StepFn):
-        yields = int
-        number = 3
-
-        def process(self, element, x=1):
-            yield element
-
-        @staticmethod
-        def helper(y):
-            return y
-
-    remember_signatures(Plain)
-    assert core.get_function_arguments(Plain(), "process") == (["element", "x"], [1])
-    assert not {"_inspect_helper", "_inspect_number"} & set(dir(Plain))

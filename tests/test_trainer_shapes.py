@@ -288,69 +288,6 @@ def modules_with_generators():
 
 
 @trainer(passes=1)
-def rounds_of_local_steps():
-    """Each replica scans over the steps of a round, with an optimizer that it keeps."""
-    steps, tx = 3, optax.adam(1e-2)
-
-    @program()
-    def step(state, batch, rng):
-        params, opt, inner, number = state
-
-        def replica(start, params, inner, batches):
-            def local(carry, batch):
-                state, i = carry
-                state, metrics = train_step(state, batch, jax.jit(jax.random.fold_in)(rng, i))
-                return (state, i + 1), metrics
-
-            first = Inner(params, inner, start, tx)
-            (last, _), metrics = jax.lax.scan(local, (first, start), batches)
-            delta = jax.tree.map(lambda x, y: x - y, params, last.params)
-            return delta, last.opt_state, jax.tree.map(jnp.average, metrics)
-
-        start = drjax.broadcast(number * steps)
-        shared = drjax.broadcast(params)
-        replicas = (start, shared, inner, among_replicas(batch, steps, B))
-        delta, inner, metrics = drjax.map_fn(replica, replicas)
-        updates, opt = OUTER.update(drjax.reduce_mean(delta), opt, params)
-        params = optax.apply_updates(params, updates)
-        return (params, opt, inner, number + 1), drjax.reduce_mean(metrics)
-
-    params = parameters()
-    state = (params, OUTER.init(params), stacked(tx.init(params)), jnp.zeros((), jnp.int32))
-    return step, state, [(batch_of(N * steps * B, i), key(i)) for i in range(2)]
-
-
-@trainer(passes=3)
-def loop_with_evaluation():
-    """Rounds are a scan in the program, each with an evaluation and the spread of the losses."""
-    rate = optax.exponential_decay(0.1, 1, 0.9)
-
-    @program()
-    def step(state, batch, held_out):
-        batch = among_replicas(batch)
-
-        def one_round(carry, number):
-            params, opt = carry
-
-            def client(params, batch):
-                value, grads = jax.value_and_grad(loss)(params, batch)
-                return jax.tree.map(lambda g: rate(number) * g, grads), value
-
-            grads, losses = drjax.map_fn(client, (drjax.broadcast(params), batch))
-            updates, opt = OUTER.update(drjax.reduce_mean(grads), opt, params)
-            params = optax.apply_updates(params, updates)
-            hits = apply(params, held_out["inputs"]).argmax(-1) == held_out["targets"]
-            mean = drjax.reduce_mean(losses)
-            spread = jnp.sqrt(drjax.reduce_mean((losses - mean) ** 2))
-            return (params, opt), {"loss": mean, "spread": spread, "hits": hits.mean()}
-
-        return jax.lax.scan(one_round, state, jnp.arange(3))
-
-    params = parameters()
-    return step, (params, OUTER.init(params)), [(batch_of(N * B), batch_of(7, 9))]
-
-
-@trainer(passes=1)
 def skipped_if_not_finite():
     """Half precision with a scale of the loss, which falls where gradients are not finite."""
 
@@ -372,29 +309,6 @@ def skipped_if_not_finite():
 
     rounds = [(batch_of(N * B, i),) for i in range(2)]
     return step, (parameters(), jnp.float32(2.0**120)), rounds
-
-
-@trainer(passes=1)
-def tokens_before_the_cut():
-    """Inputs and targets are taken of the global batch, and keys and noise drawn for all."""
-
-    @program()
-    def step(params, tokens, rng):
-        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-        batch["mask"] = (batch["targets"] != 0).astype(jnp.float32)
-        keys = jax.random.split(rng, 2 * N).reshape(N, 2)
-        trust = jax.random.uniform(jax.random.fold_in(rng, 1), (N,))
-
-        def replica(params, batch, keys, trust):
-            noise = jax.random.normal(keys[1], (E, V))
-            grads = jax.grad(loss)(params | {"head": params["head"] + 0.1 * noise}, batch)
-            return jax.tree.map(lambda g: trust * g, grads)
-
-        replicas = (drjax.broadcast(params), among_replicas(batch), keys, trust)
-        mean = drjax.reduce_mean(drjax.map_fn(replica, replicas))
-        return jax.tree.map(lambda p, g: p - g, params, mean), drjax.reduce_sum(trust)
-
-    return step, parameters(), [(token_rows(N * B, i, S + 1), key(i)) for i in range(2)]
 
 
 # --- tests

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 from jax import lax
-from jax.experimental.ode import odeint
 from jax.scipy.sparse.linalg import cg
 
 import beamjax as bj
@@ -72,12 +71,6 @@ def conjugate_gradients(w, x, y):
 
 
 @case(W, X, Y)
-def derivative_of_conjugate_gradients(w, x, y):
-    solution = lambda w, x: cg(lambda p: curvature(p, x), w, maxiter=10)[0]
-    return jax.grad(lambda w, x: solution(w, x) @ w, (0, 1))(w, x)
-
-
-@case(W, X, Y)
 def own_solver(w, x, y):
     def solve(product, b):
         return lax.fori_loop(0, 9, lambda _, p: p - 0.03 * (product(p) - b), b)
@@ -86,99 +79,6 @@ def own_solver(w, x, y):
         lambda p: curvature(p, x), w, solve, symmetric=True
     )
     return jax.value_and_grad(lambda x: solution(x).sum())(x)
-
-
-@case(W, X, Y)
-def own_root(w, x, y):
-    def minimum(strength):
-        slope = lambda p: jax.grad(lambda p: loss(p, x, y) + strength * p @ p)(p)
-        solve = lambda f, p: lax.fori_loop(0, 9, lambda _, p: p - 0.2 * f(p), p)
-        invert = lambda f, b: jnp.linalg.solve(jax.jacobian(f)(b), b)
-        return lax.custom_root(slope, w, solve, invert).sum()
-
-    return jax.value_and_grad(minimum)(0.3)
-
-
-@case(W, X, Y)
-def newton(w, x, y):
-    def one(p, _):
-        value, slope = jax.value_and_grad(loss)(p, x, y)
-        return p - jnp.linalg.solve(jax.hessian(loss)(p, x, y), slope), value
-
-    return lax.scan(one, w, None, length=2)
-
-
-@case(X)
-@program
-def expectation_maximization(x):
-    def one(s):
-        centres, shares, value, _, rounds = s
-        logits = lambda v: jnp.log(shares) - 0.5 * ((centres - v[None]) ** 2).sum(-1)
-        r = bj.map_fn(lambda v: jax.nn.softmax(logits(v)), x)
-        sizes = bj.reduce_sum(r)
-        means = bj.reduce_sum(bj.map_fn(lambda r, v: r[:, None] * v[None], (r, x)))
-        now = bj.reduce_sum(bj.map_fn(lambda v: jax.nn.logsumexp(logits(v)), x))
-        return means / sizes[:, None], sizes / N, now, value, rounds + 1
-
-    first = jnp.stack([W, -W]), jnp.ones(2) / 2, jnp.float32(0), jnp.float32(-jnp.inf), 0
-    return lax.while_loop(lambda s: (jnp.abs(s[2] - s[3]) > 1e-2) & (s[4] < 9), one, first)
-
-
-@case(X, beam=True)
-@program
-def bisection(x):
-    def one(s):
-        middle = (s[0] + s[1]) / 2
-        above = bj.reduce_sum(bj.map_fn(lambda v: (v[0] > middle).astype("int32"), x)) > N // 2
-        return jnp.where(above, middle, s[0]), jnp.where(above, s[1], middle)
-
-    return lax.while_loop(lambda s: s[1] - s[0] > 0.3, one, (-4.0, 4.0))
-
-
-@case(W, X, Y)
-def hyper_gradients(w, x, y):
-    @program
-    def tuned(rate, w):
-        def local(w, v, t):
-            slope = jax.grad(lambda w: (v @ w - t) ** 2)
-            return lax.fori_loop(0, 2, lambda _, u: u - rate * slope(u), w)
-
-        one = lambda w, _: (bj.reduce_mean(bj.map_fn(lambda v, t: local(w, v, t), (x, y))), None)
-        return loss(lax.scan(jax.checkpoint(one), w, None, length=2)[0], x, y)
-
-    return jax.value_and_grad(tuned)(0.1, w), jax.jacfwd(jax.grad(tuned))(0.1, w)
-
-
-@case(W, X, Y)
-@program
-def scaffold(w, x, y):
-    def local(w, own, c, v, t):
-        slope = jax.grad(lambda w: (v @ w - t) ** 2)
-        new = lax.fori_loop(0, 3, lambda i, u: u - 0.05 * (slope(u) - own + c), w)
-        return new - w, (w - new) / 0.15 - c
-
-    def one(s, _):
-        w, c, own = s
-        steps, changes = bj.map_fn(functools.partial(local, w), (own, bj.broadcast(c), x, y))
-        return (w + steps.mean(0), c + bj.reduce_mean(changes), own + changes), None
-
-    return lax.scan(one, (w, jnp.zeros(3), jnp.zeros((N, 3))), None, length=2)[0]
-
-
-@case(KEY, X)
-@program
-def chains_of_their_own_length(key, x):
-    def chain(key, start):
-        def one(s):
-            key, z, taken, rounds = s
-            key, first, second = jax.random.split(key, 3)
-            to = z + jax.random.normal(first, z.shape)
-            takes = jnp.log(jax.random.uniform(second)) < (z @ z - to @ to) / 2
-            return key, jnp.where(takes, to, z), jnp.where(takes, taken + 1, taken), rounds + 1
-
-        return lax.while_loop(lambda s: (s[2] < 3) & (s[3] < 9), one, (key, start, 0, 0))
-
-    return bj.map_fn(chain, (jax.random.split(key, N), x))
 
 
 @case(KEY, X, scatters=1)
@@ -222,33 +122,12 @@ def buffers_that_one_member_writes(w, x):
     return lax.scan(one, (w, jnp.zeros((N, 3))), jnp.asarray([3, 7, 3]))
 
 
-@case(X, beam=True)
-@program
-def rounds_until_all_are_done(x):
-    def one(s):
-        y = bj.map_fn(lambda v, done: jnp.where(done, v, v * 0.5), (s[0], s[1]))
-        return y, bj.map_fn(lambda v: jnp.abs(v).max() < 0.5, y), s[2] + 1
-
-    return lax.while_loop(lambda s: ~jnp.all(s[1]), one, (x, jnp.zeros(N, bool), 0))
-
-
 @case(jnp.arange(3), W, X)
 def vmap_of_rounds_of_their_own_number(counts, w, x):
     one = lambda w: w * 0.5 + bj.reduce_mean(bj.map_fn(lambda v: v * w, x))
     return jax.vmap(program(lambda n, w: lax.fori_loop(0, n, lambda _, w: one(w), w)), (0, None))(
         counts, w
     )
-
-
-@case(W, X)
-@program
-def branches_in_a_switch_in_rounds(w, x):
-    def of(k):
-        summed = lambda w: bj.reduce_sum(bj.map_fn(lambda v: v * k * w, x))
-        return lambda w: lax.cond(w[0] > 0, summed, lambda w: w, w)
-
-    one = lambda i, w: 0.1 * lax.switch(i % 3, [of(1.0), of(-1.0), of(0.5)], w)
-    return lax.fori_loop(0, 4, one, w)
 
 
 @case(W, X)
@@ -308,36 +187,6 @@ def bodies_that_close_over_all_members(x):
 # --- single members
 
 
-@placed(X, ROWS, W, beam=True)
-def writing_rows(x, rows, w):
-    return (
-        x.at[3].set(w),
-        x.at[rows].add(1.0),
-        x.at[rows].multiply(2.0, mode="clip"),
-        x.at[2:6].set(w[None]),
-        x.at[::3].max(0.1),
-        x.at[rows, rows % 3].min(0.0),
-        x.at[-3:, 0].set(7.0),
-        x.at[rows[1:2]].set(9.0, unique_indices=True, indices_are_sorted=True),
-    )
-
-
-@placed(X, ROWS)
-def writing_rows_of_other_types(x, rows):
-    whole, unsigned = (9 * x).astype("int8"), rows.astype("uint8")
-    return whole.at[rows].add(3), (x > 0).at[unsigned].set(True), lax.complex(x, x).at[rows].mul(1j)
-
-
-@placed(X, jnp.int32(7), W)
-def writing_slices(x, i, w):
-    return (
-        lax.dynamic_update_slice(x, jnp.ones((2, 2)), (i, i)),
-        lax.dynamic_update_slice(x, jnp.ones((3, 3)), (i + 100, 0)),
-        lax.dynamic_update_index_in_dim(x, w, -i, 0),
-        lax.dynamic_update_slice(x.T, jnp.ones((2, 4)), (i, i)),
-    )
-
-
 @placed(X)
 def derivatives_of_rows(x):
     total = lambda x: (x[3] ** 2).sum() + (x[2:5] ** 3).sum() + (x[ROWS] ** 2).sum()
@@ -358,32 +207,11 @@ def statistics(x, y):
     return *moments, jnp.average(x, 0, weights=y), jnp.linalg.solve(x.T @ x, x.T @ y)
 
 
-@placed(X, GROUPS)
-def groups(x, keys):
-    counts = jax.nn.one_hot(keys, 4).sum(0)
-    return jax.ops.segment_max(x, keys, 4), jnp.zeros((4, 3)).at[keys].add(x), counts
-
-
 @placed(X)
 def matrices_of_members(x):
     squares = jax.vmap(jnp.outer)(x, x)
     system = squares + jnp.eye(3)[None]
     return jnp.linalg.solve(system, x[..., None]), jnp.linalg.inv(system), jnp.linalg.det(system)
-
-
-@placed(X)
-def exponentials_of_members(x):
-    return jax.vmap(jax.scipy.linalg.expm)(0.1 * jax.vmap(jnp.outer)(x, x))
-
-
-@placed(X)
-def differential_equations_of_members(x):
-    return jax.vmap(lambda v: odeint(lambda y, t: -y * t, v, jnp.linspace(0.0, 1.0, 3)))(x)
-
-
-@placed(X)
-def solvers_of_members(x):
-    return jax.vmap(lambda v: cg(lambda p: v * (v @ p) + p, v, maxiter=4)[0])(x)
 
 
 @placed(X)
@@ -403,13 +231,7 @@ def kinds(fn, args):
     return [type(step) for step in walk(plan_of(fn, *args, **OPTIONS).steps)]
 
 
-# Minutes together, most of them for XLA to compile; the others of their kinds are quicker.
-NIGHTLY = """hyper_gradients own_root chains_of_their_own_length exponentials_of_members
-differential_equations_of_members solvers_of_members derivative_of_conjugate_gradients""".split()
-NAMES = [pytest.param(n, marks=pytest.mark.long) if n in NIGHTLY else n for n in CASES]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_jit_and_only_what_mixes_members_is_gathered(name):
     fn, args, gathers, scatters, beam = CASES[name]
     local = bj.run(fn, *args, runner="local", options=OPTIONS)

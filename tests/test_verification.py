@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs import CASES, N, X, rnd
+from programs import N, X, rnd
 
 import beamjax
 from beamjax import execution, sources
@@ -178,15 +178,6 @@ def test_differences_of_structure_are_named():
 verify_here = functools.partial(verify, runner="local")
 
 
-def test_programs_pass():
-    for name in ("maml", "keys_as_results", "float0_of_placed_ints", "bfloat16",
-                 "ints_and_bools", "none_and_dicts", "dataclasses_as_trees"):  # fmt: skip
-        fn, args = CASES[name].build(beamjax)
-        report = verify_here(fn, *args)
-        assert report.ok
-        assert len(report.rows) == len(jax.tree.leaves(jax.eval_shape(fn, *args)))
-
-
 @beamjax.program(clients=N)
 def means(w, x):
     return {
@@ -255,8 +246,6 @@ def test_the_report_is_aligned_and_its_html_is_escaped():
     lines = str(verify_here(means, W, X)).splitlines()
     assert lines[0].startswith("means on local against jit: 2 leaves, ")
     assert lines[0].endswith("all within the tolerance")
-    cells = zip(lines[1:], ("type", "int32[]", "float32[5]"), strict=True)
-    assert len({line.index(cell) for line, cell in cells}) == 1
     assert lines[2].endswith("ok")
 
     @beamjax.program(clients=N)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import beamjax as drjax
 
@@ -83,9 +82,7 @@ OPTIMIZERS = {
     "injected_schedule": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.exponential_decay(0.1, 2, 0.5)
     ),
-    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "every_other_step": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-    "noisy": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
     "partitioned": lambda: optax.partition(
         {"fast": optax.sgd(0.1), "slow": optax.adam(1e-3)},
         {"hidden": {"w": "slow", "b": "fast"}, "out": "fast"},
@@ -113,26 +110,6 @@ def _with_optimizer(name):
 
 for _name in OPTIMIZERS:
     TRAINERS[f"worker_{_name}"] = Trainer(functools.partial(_with_optimizer, _name), passes=1)
-
-
-@trainer(passes=1)
-def states_made_in_the_program():
-    """The first round makes the placed state out of nothing but server values."""
-    optimizer = optax.adam(1e-2)
-
-    @workers
-    def step(state, x, y):
-        params = state
-        states = drjax.map_fn(optimizer.init, drjax.broadcast(params))
-
-        def local(params, opt, x, y):
-            updates, _ = optimizer.update(jax.grad(loss)(params, x, y), opt, params)
-            return updates
-
-        updates = drjax.reduce_mean(drjax.map_fn(local, (drjax.broadcast(params), states, x, y)))
-        return optax.apply_updates(params, updates), states
-
-    return step, parameters(), placed_batches()
 
 
 # --- keys
@@ -179,27 +156,6 @@ def sampled_workers():
     return step, (parameters(), jax.random.key(1)), placed_batches()
 
 
-@trainer(passes=1)
-def gradient_through_adaptation():
-    """MAML, with a placed learning rate that is learnt, too."""
-
-    @workers
-    def adapted(params, rates, x, y):
-        def local(rate, x, y):
-            new = jax.tree.map(
-                lambda p, g: p - rate * g, params, jax.grad(loss)(params, x[::2], y[::2])
-            )
-            return loss(new, x[1::2], y[1::2])
-
-        return drjax.reduce_mean(drjax.map_fn(local, (rates, x, y)))
-
-    def step(state, x, y):
-        value, grads = jax.value_and_grad(adapted, argnums=(0, 1))(*state, x, y)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
-
-    return step, (parameters(), jnp.full(N, 0.1)), placed_batches()
-
-
 # --- counts and flags
 
 
@@ -228,47 +184,3 @@ def counts_and_flags():
         "histogram": jnp.zeros((N, 8), jnp.int32),
     }
     return step, metrics, placed_batches()
-
-
-# --- rounds inside the function
-
-
-@trainer(passes=1)
-def scan_of_rounds_with_placed_state():
-    step, state, batches = _with_optimizer("adam")
-
-    def rounds(state, x, y):
-        return jax.lax.scan(lambda s, _: step(s, x, y), state, None, length=3)
-
-    return rounds, state, batches
-
-
-# --- flax
-
-
-@trainer(passes=2)
-def flax_nnx_params_averaged():
-    """Parameters are averaged, statistics and optimizers stay with the workers."""
-    nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Sequential(nnx.Linear(D, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(1)))
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    merge = lambda *states: nnx.merge(graph, *states, copy=True)  # what it holds is changed
-
-    def local(params, rest, x, y):
-        def value(params, rest):
-            model = merge(params, rest)
-            out = jnp.mean((model(x).sum(-1) - y) ** 2)
-            return out, nnx.state(model, nnx.Not(nnx.Param))
-
-        (_, rest), grads = jax.value_and_grad(value, has_aux=True)(params, rest)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rest
-
-    @workers
-    def step(state, x, y):
-        params, rests = state
-        trained, rests = drjax.map_fn(local, (drjax.broadcast(params), rests, x, y))
-        params = drjax.reduce_mean(trained)
-        value = lambda rest, x, y: jnp.mean((merge(params, rest)(x).sum(-1) - y) ** 2)
-        return (params, rests), drjax.reduce_mean(drjax.map_fn(value, (rests, x, y)))
-
-    return step, (params, stacked(rest)), placed_batches()

@@ -10,16 +10,27 @@ from .operations import (
     is_scalar_key,
     operation,
     same,
+    simple,
 )
 from .scope import LARGEST, MisfitError
 
+
+def is_number_array(v):
+    return is_array(v) and v.numeric
+
+
+def unlike(x):
+    """Facts about a result in which elements of `x` may be more than once."""
+    return same(x, distinct=False)
+
+
 # --- shapes
 
-
-@operation("shapes", weight=2)
-def transpose(s):
-    x = s.pick(lambda v: v.ndim > 1)
-    s.add(f"jnp.moveaxis({x}, {axis_of(s, x)}, {axis_of(s, x)})", **same(x))
+simple("transpose", "shapes", lambda v: v.ndim > 1,
+       "jnp.moveaxis({x}, {k}, 0)", "jnp.moveaxis({x}, 0, {k})", facts=same, weight=2)  # fmt: skip
+simple("flip", "shapes", is_number_array, "jnp.flip({x}, {k})", "jnp.roll({x}, 1, {k})", facts=same)
+simple("repeat", "shapes", lambda v: is_number_array(v) and v.count < 100,
+       "jnp.repeat({x}, 2, axis={k})", facts=unlike)  # fmt: skip
 
 
 @operation("shapes")
@@ -32,13 +43,6 @@ def reshape(s):
         tuple(d for d in x.shape if d != 1),
     ]  # fmt: skip
     s.add(f"{x}.reshape({s.choose(shapes)})", **same(x))
-
-
-@operation("shapes")
-def flip(s):
-    x = s.pick(lambda v: is_array(v) and v.numeric)
-    template = s.choose(["jnp.flip({x}, {k})", "jnp.roll({x}, 1, {k})"])
-    s.add(template.format(x=x, k=axis_of(s, x)), **same(x))
 
 
 @operation("shapes")
@@ -64,34 +68,24 @@ def stack(s):
 
 @operation("shapes")
 def pad(s):
-    x = s.pick(lambda v: is_array(v) and v.numeric)
+    x = s.pick(is_number_array)
     k = axis_of(s, x)
     widths = tuple((1, 2) if i == k else (0, 0) for i in range(x.ndim))
-    s.add(f"jnp.pad({x}, {widths})", **same(x, distinct=False))
-
-
-@operation("shapes")
-def repeat(s):
-    x = s.pick(lambda v: is_array(v) and v.numeric and v.count < 100)
-    s.add(f"jnp.repeat({x}, 2, axis={axis_of(s, x)})", **same(x, distinct=False))
+    s.add(f"jnp.pad({x}, {widths})", **unlike(x))
 
 
 @operation("shapes")
 def expand(s):
     x = s.pick(lambda v: v.count < 100 and v.numeric)
     n = s.choose([2, 3, *s.world.placements.values()])
-    s.add(f"jnp.broadcast_to({x}, ({n}, *{x.shape}))", **same(x, distinct=False))
+    s.add(f"jnp.broadcast_to({x}, ({n}, *{x.shape}))", **unlike(x))
 
 
 # --- indexing
 
-
-@operation("indexing", weight=2)
-def static_index(s):
-    x = s.pick(lambda v: v.ndim > 0 and v.count > 0)
-    k = axis_of(s, x)
-    index = s.choose(["0", "-1", "1:", "::2", ":-1", "::-1"])
-    s.add(f"{x}[{':, ' * k}{index}]", **same(x))
+simple("static_index", "indexing", lambda v: v.ndim > 0 and v.count > 0,
+       *[f"{{x}}[{{at}}{i}]" for i in ("0", "-1", "1:", "::2", ":-1", "::-1")],
+       facts=same, weight=2)  # fmt: skip
 
 
 @operation("indexing")
@@ -99,7 +93,7 @@ def index_by_values(s):
     x = s.pick(lambda v: v.ndim > 0 and v.count > 0)
     i = s.pick(lambda v: v.integral and v.ndim < 3 and v.count < 50)
     k = axis_of(s, x)
-    s.add(f"{x}[{':, ' * k}{i} % {min(x.shape[k], 100)}]", **same(x, distinct=False))
+    s.add(f"{x}[{':, ' * k}{i} % {min(x.shape[k], 100)}]", **unlike(x))
 
 
 @operation("indexing")
@@ -114,7 +108,7 @@ def take_along(s):
     x = s.pick(lambda v: v.ndim > 0 and v.count > 0 and v.numeric)
     k = axis_of(s, x)
     i = s.pick(lambda v: v.integral and v.shape == x.shape)
-    s.add(f"jnp.take_along_axis({x}, {i} % {x.shape[k]}, {k})", **same(x, distinct=False))
+    s.add(f"jnp.take_along_axis({x}, {i} % {x.shape[k]}, {k})", **unlike(x))
 
 
 @operation("indexing", weight=2)
@@ -142,9 +136,21 @@ def scatter_add(s):
 # --- reductions along an axis
 
 
+def is_ranked(v):
+    return is_array(v) and v.discrete and v.dtype != "bool"
+
+
+simple("logic", "reductions", lambda v: is_array(v) and v.discrete,
+       *[f"jnp.{name}({{x}}, axis={axis})" for name in ("any", "all") for axis in ("{k}", 0, None)]
+       )  # fmt: skip
+simple("position", "reductions", lambda v: is_ranked(v) and v.count > 0,
+       "jnp.argmax({x}, axis={k})", "jnp.argmin({x}, axis={k})")  # fmt: skip
+simple("ranks", "sorting", is_ranked, "jnp.argsort({x}, axis={k})")
+
+
 @operation("reductions", weight=4)
 def reduction(s):
-    x = s.pick(lambda v: is_array(v) and v.numeric)
+    x = s.pick(is_number_array)
     k = s.choose([0, axis_of(s, x), None])
     count = x.count if k is None else x.shape[k]
     keep = f", keepdims={s.boolean()}"
@@ -163,22 +169,10 @@ def extreme(s):
 
 
 @operation("reductions")
-def logic(s):
-    x = s.pick(lambda v: is_array(v) and v.discrete)
-    s.add(f"jnp.{s.choose(['any', 'all'])}({x}, axis={s.choose([0, axis_of(s, x), None])})")
-
-
-@operation("reductions")
 def product(s):
     x = s.pick(lambda v: is_array(v) and (v.floating or v.integral))
     text = f"1 + {x} / {8 * x.size + 8:.0f}" if x.floating else x.name
     s.add(f"jnp.prod({text}, axis={axis_of(s, x)})", size=LARGEST)
-
-
-@operation("reductions")
-def position(s):
-    x = s.pick(lambda v: is_array(v) and v.discrete and v.dtype != "bool" and v.count > 0)
-    s.add(f"jnp.{s.choose(['argmax', 'argmin'])}({x}, axis={axis_of(s, x)})")
 
 
 @operation("reductions", weight=2)
@@ -211,15 +205,9 @@ def sort(s):
 
 
 @operation("sorting")
-def ranks(s):
-    x = s.pick(lambda v: is_array(v) and v.discrete and v.dtype != "bool")
-    s.add(f"jnp.argsort({x}, axis={axis_of(s, x)})")
-
-
-@operation("sorting")
 def top(s):
     x = s.pick(lambda v: is_array(v) and (v.exact or v.dtype == "int32") and v.shape[-1] > 1)
-    s.add(f"lax.top_k({x}, 2)[{s.integer(0, 1)}]", **same(x, distinct=False))
+    s.add(f"lax.top_k({x}, 2)[{s.integer(0, 1)}]", **unlike(x))
 
 
 # --- products
@@ -266,6 +254,12 @@ def linear_algebra(s):
 
 # --- creations and random numbers
 
+simple("created_like", "creations", is_number,
+       "jnp.ones_like({x})", "jnp.zeros_like({x})", facts=lambda x: {"exact": True})  # fmt: skip
+simple("split_keys", "random", lambda v: v.dtype == "key" and v.ndim == 1,
+       "jax.vmap(jax.random.split)({x})")  # fmt: skip
+simple("key_data", "random", lambda v: v.dtype == "key", "jax.random.key_data({x})")
+
 
 @operation("creations")
 def create(s):
@@ -278,12 +272,6 @@ def create(s):
         (f"lax.broadcasted_iota('int32', ({n}, 3), {s.integer(0, 1)})", True),
     ])  # fmt: skip
     s.add(text, exact=exact)
-
-
-@operation("creations")
-def created_like(s):
-    x = s.pick(is_number)
-    s.add(f"jnp.{s.choose(['ones_like', 'zeros_like'])}({x})", exact=True)
 
 
 @operation("random", weight=2)
@@ -312,14 +300,3 @@ def fold_in(s):
     key = s.pick(is_scalar_key)
     i = s.pick(lambda v: v.dtype in ("int32", "uint8") and v.ndim == 0)
     s.add(f"jax.random.fold_in({key}, {i})")
-
-
-@operation("random")
-def split_keys(s):
-    keys = s.pick(lambda v: v.dtype == "key" and v.ndim == 1)
-    s.add(f"jax.vmap(jax.random.split)({keys})")
-
-
-@operation("random")
-def key_data(s):
-    s.add(f"jax.random.key_data({s.pick(lambda v: v.dtype == 'key')})")

@@ -42,6 +42,20 @@ def operation(feature, *, smooth=True, weight=1):
     return register
 
 
+def simple(name, feature, fits, *templates, facts=lambda x: {}, **settings):
+    """An operation of one operand {x}, perhaps along an axis {k} of it, with {at} before its index.
+
+    `facts` says what is known about the result.
+    """
+
+    def apply(s):
+        x = s.pick(fits)
+        k = axis_of(s, x) if x.ndim else 0
+        s.add(s.choose(templates).format(x=x, k=k, at=":, " * k), **facts(x))
+
+    OPERATIONS[name] = Operation(name, feature, apply, **settings)
+
+
 def is_float(v: Value) -> bool:
     return v.floating
 
@@ -219,10 +233,7 @@ def where(s):
     s.add(f"jnp.where({c}, {x}, {partner(s, x)})", size=LARGEST)
 
 
-@operation("integers", weight=2)
-def integer(s):
-    x = s.pick(lambda v: v.integral)
-    s.add(s.choose(INTEGER).format(x=x))
+simple("integer", "integers", lambda v: v.integral, *INTEGER, weight=2)
 
 
 @operation("integers")
@@ -267,20 +278,13 @@ def cast(s):
     s.add(f"{x}.astype({s.choose(dtypes)!r})", **same(x, distinct=False))
 
 
-@operation("complex")
-def make_complex(s):
-    x = s.pick(lambda v: v.dtype == "float32")
-    s.add(f"lax.complex({x}, jnp.cos({x}))", size=x.size + 1)
+def is_complex(v: Value) -> bool:
+    return v.dtype == "complex64"
 
 
-@operation("complex")
-def of_complex(s):
-    x = s.pick(lambda v: v.dtype == "complex64")
-    s.add(s.choose(["{x}.real", "{x}.imag", "jnp.conj({x})", "({x} * {x}).real"]).format(x=x),
-          size=64)  # fmt: skip
-
-
-@operation("complex")
-def fourier(s):
-    x = s.pick(lambda v: v.dtype in ("float32", "complex64") and v.ndim > 0)
-    s.add(f"jnp.fft.fft({x}, axis={axis_of(s, x)})", size=64)
+simple("make_complex", "complex", lambda v: v.dtype == "float32",
+       "lax.complex({x}, jnp.cos({x}))", facts=lambda x: {"size": x.size + 1})  # fmt: skip
+simple("of_complex", "complex", is_complex, "{x}.real", "{x}.imag", "jnp.conj({x})",
+       "({x} * {x}).real", facts=lambda x: {"size": 64})  # fmt: skip
+simple("fourier", "complex", lambda v: (v.dtype == "float32" or is_complex(v)) and v.ndim > 0,
+       "jnp.fft.fft({x}, axis={k})", facts=lambda x: {"size": 64})  # fmt: skip
