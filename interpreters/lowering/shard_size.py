@@ -40,6 +40,12 @@ DRAWN_BYTES = 16
 """Of a member that is little but a number, from which it is computed."""
 MOST_BATCHES, FEWEST_SHARDS = 256, 16
 MAX_BATCHED_BYTES = 8 << 20
+PRODUCT_MEMBERS = 128
+"""Fewest members that a product contracts over: with fewer, to write its result takes longer."""
+MERGED_BYTES = 2e9
+"""Bytes of partials that are added up exactly in a second, about."""
+MERGE_SHARE = 8
+"""Seconds of computing for each second in which the partials of a shard are added up."""
 STREAMED_SHARE = 4
 """Bytes used for each byte that is read, up to which members are not worth batches."""
 # What a shard reads and writes travels as elements, which have to stay under 64 MiB.
@@ -95,11 +101,11 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
     moved = [_moved(piece, n) for piece in passes]
     # What a batch takes besides stays in the cache.
     members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
-    seconds = sum(map(USUAL.seconds, members)) / len(passes)
-    most = min(
-        2 * WORTH_SECONDS / max(seconds, 1e-12),
-        MAX_BATCHED_BYTES / max(*moved, 1),
-        n / FEWEST_SHARDS,
+    seconds = max(sum(map(USUAL.seconds, members)) / len(passes), 1e-12)
+    merging = max(map(_reduced, passes)) / MERGED_BYTES
+    most = max(
+        min(2 * WORTH_SECONDS / seconds, MAX_BATCHED_BYTES / max(*moved, 1), n / FEWEST_SHARDS),
+        min(MERGE_SHARE * merging / seconds, MAX_SHARD_BYTES / max(*moved, 1), n / 2),
     )
     return power_of_two(min(most / size, MOST_BATCHES))
 
@@ -138,8 +144,10 @@ def fitting_size(piece: MapPiece, n: int) -> int:
     limit = USUAL_LIMIT
     if used <= TINY_MEMBER_BYTES:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
-    size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
-    return max(MULTIPLE, power_of_two(size))
+    size = min(CACHE_BYTES / max(used, 1), limit)
+    if _contracts(piece):
+        size = max(size, PRODUCT_MEMBERS)
+    return max(MULTIPLE, power_of_two(min(size, MAX_SHARD_BYTES / max(moved + used, 1))))
 
 
 def is_large(piece: MapPiece, n: Any) -> bool:
@@ -175,6 +183,16 @@ def _read(piece: MapPiece, n: int) -> float:
 def _moved(piece: MapPiece, n: int) -> float:
     """Bytes that a pass reads of a member, and those that it gives."""
     return _read(piece, n) + sum(_nbytes(var.aval) for var in piece.results) / n
+
+
+def _reduced(piece: MapPiece) -> int:
+    """Bytes that a shard gives to reductions."""
+    return sum(_nbytes(var.aval) for eqn in piece.folds for var in eqn.outputs)
+
+
+def _contracts(piece: MapPiece) -> bool:
+    """Whether a pass has a product that contracts over its members."""
+    return any(eqn.primitive.name == "dot_general" for eqn in piece.folds)
 
 
 def _used(piece: MapPiece, n: int) -> float:
