@@ -144,10 +144,10 @@ def fitting_size(piece: MapPiece, n: int) -> int:
     limit = USUAL_LIMIT
     if used <= TINY_MEMBER_BYTES:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
-    size = min(CACHE_BYTES / max(used, 1), limit)
+    size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
     if _contracts(piece):
-        size = max(size, PRODUCT_MEMBERS)
-    return max(MULTIPLE, power_of_two(min(size, MAX_SHARD_BYTES / max(moved + used, 1))))
+        size = max(size, min(PRODUCT_MEMBERS, MAX_SHARD_BYTES / max(used, 1)))
+    return max(MULTIPLE, power_of_two(size))
 
 
 def is_large(piece: MapPiece, n: Any) -> bool:
@@ -191,8 +191,9 @@ def _reduced(piece: MapPiece) -> int:
 
 
 def _contracts(piece: MapPiece) -> bool:
-    """Whether a pass has a product that contracts over its members."""
-    return any(eqn.primitive.name == "dot_general" for eqn in piece.folds)
+    """Whether a pass contracts over its members to results that fill much of the cache."""
+    results = (eqn.outputs[0] for eqn in piece.folds if eqn.primitive.name == "dot_general")
+    return 4 * sum(_nbytes(var.aval) for var in results) > CACHE_BYTES
 
 
 def _used(piece: MapPiece, n: int) -> float:
