@@ -22,6 +22,7 @@ from beamjax.interpreters.placement import propagate as _place
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.staging import flatten as _flatten
 from beamjax.interpreters.staging import stage as _stage
+from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
@@ -180,6 +181,8 @@ def make_plan(
     """
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
+    if guard_of(options) is None:  # Members that are dropped are found by their own values.
+        flat = contract_sums(flat)
     placed = placed_program(staged, flat, arguments, options)
     saved = options.plan.made_again if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)

@@ -29,7 +29,7 @@ PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 
 @bj.program(clients=None)
 def total(w, x):
-    return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v @ w, v @ w), x))
+    return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v @ w, v @ w) ** 2, x))
 
 
 @bj.program(clients=None)
@@ -142,7 +142,7 @@ def test_each_part_is_a_little_more_than_what_it_holds():
             top = jnp.max(bj.map_fn(lambda v: v[0], y))
             first = jnp.flip(bj.map_fn(lambda m: m[:, 0], y), 0)
             u = bj.map_fn(lambda m, v: m * top + v, (first, x))
-            return w / 2 + bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v), u)), None
+            return w / 2 + bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v) ** 2, u)), None
 
         return jax.lax.scan(one_round, w, None, length=3)[0], bj.map_fn(lambda v: v + 1, x)
 
@@ -355,23 +355,28 @@ def test_the_advised_limit_is_enough_and_just_so():
 
 
 @pytest.mark.parametrize(
-    ("runner", "flags"),
+    ("runner", "limit", "flags"),
     [
-        ("DirectRunner", {"direct_num_workers": 8, "direct_running_mode": "multi_threading"}),
-        ("local", {"local_threads": 8}),
+        ("DirectRunner", 1300,
+         {"direct_num_workers": 8, "direct_running_mode": "multi_threading"}),
+        ("local", 600, {"local_threads": 8}),
     ],
-)
-def test_fewer_threads_are_advised(runner, flags):
-    w, source = np.zeros((16, 1000), np.float32), Unread(100, blocks=40 * MIB)
-    text = refusal(total, w, source, runner=runner, memory="1300MiB", shard_size=8, **flags)
+)  # fmt: skip
+def test_fewer_threads_are_advised(runner, limit, flags):
+    w, source, memory = (
+        np.zeros((16, 1000), np.float32),
+        Unread(100, blocks=40 * MIB),
+        f"{limit}MiB",
+    )
+    text = refusal(total, w, source, runner=runner, memory=memory, shard_size=8, **flags)
     few = int(text.split("use ")[1].split(" of 8 threads in a worker process")[0])
     name = "local_threads" if runner == "local" else "direct_num_workers"
-    options = {**flags, "memory": "1300MiB", "shard_size": 8}
+    options = {**flags, "memory": memory, "shard_size": 8}
     fits, over = (
         worker_bytes(total, w, source, runner=runner, **options | {name: count})
         for count in (few, few + 1)
     )
-    assert fits <= 1300 * MIB < over
+    assert fits <= limit * MIB < over
 
 
 def test_a_plan_that_just_fits_runs():

@@ -144,7 +144,7 @@ SIZES = [
     (mean_of(repeated_sine, array(1000, 1000)), AT_ONCE, 64),
     (total(20, 2_500_000), AT_ONCE, 8),
     (outer_products(1000, 256), AT_ONCE, 8),
-    (small_network(10**6), AT_ONCE, 64),
+    (small_network(10**6), AT_ONCE, 1024),
     # A shard reads and gives at most 32 MiB: so many arrays of 8 KiB a member.
     (many_results(128), AT_ONCE, 32),
     (many_results(129), AT_ONCE, 16),
@@ -166,7 +166,7 @@ SIZES = [
     (regression(1000), {}, 64),
     (regression(10, n=4096), {}, 256),
     (total(10_000, 65_536), {}, 32),
-    (small_network(10**6), {}, 8192),
+    (small_network(10**6), {}, 32_768),
     (waits_for_data(), {}, 64),
     (calls_back(), {}, 64),
     (in_order(), {}, 64),

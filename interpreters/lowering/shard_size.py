@@ -48,6 +48,12 @@ MOST_BATCHES, FEWEST_SHARDS = 256, 16
 """Largest number of batches per shard, and the fewest such shards of a placement."""
 MAX_BATCHED_BYTES = 8 << 20
 """Largest size of what a shard of several batches reads and returns, in bytes."""
+PRODUCT_MEMBERS = 128
+"""Fewest members that a product contracts over: with fewer, to write its result takes longer."""
+MERGED_BYTES = 2e9
+"""Bytes of partials that are added up exactly in a second, about."""
+MERGE_SHARE = 8
+"""Seconds of computing for each second in which the partials of a shard are added up."""
 STREAMED_SHARE = 4
 """Working bytes per byte read up to which members are computed at once instead of in batches."""
 MAX_SHARD_BYTES = 32 << 20
@@ -103,11 +109,11 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
     moved = [_moved(piece, n) for piece in passes]
     # Only what a shard reads and returns grows with the batches; the rest stays in the cache.
     members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
-    seconds = sum(map(USUAL.seconds, members)) / len(passes)
-    most = min(
-        2 * WORTH_SECONDS / max(seconds, 1e-12),
-        MAX_BATCHED_BYTES / max(*moved, 1),
-        n / FEWEST_SHARDS,
+    seconds = max(sum(map(USUAL.seconds, members)) / len(passes), 1e-12)
+    merging = max(map(_reduced, passes)) / MERGED_BYTES
+    most = max(
+        min(2 * WORTH_SECONDS / seconds, MAX_BATCHED_BYTES / max(*moved, 1), n / FEWEST_SHARDS),
+        min(MERGE_SHARE * merging / seconds, MAX_SHARD_BYTES / max(*moved, 1), n / 2),
     )
     return power_of_two(min(most / size, MOST_BATCHES))
 
@@ -148,6 +154,8 @@ def fitting_size(piece: MapPiece, n: int) -> int:
     if used <= TINY_MEMBER_BYTES:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
+    if _contracts(piece):
+        size = max(size, min(PRODUCT_MEMBERS, MAX_SHARD_BYTES / max(used, 1)))
     return max(MULTIPLE, power_of_two(size))
 
 
@@ -186,6 +194,17 @@ def _read(piece: MapPiece, n: int) -> float:
 def _moved(piece: MapPiece, n: int) -> float:
     """Bytes that a pass reads and returns per member."""
     return _read(piece, n) + sum(_nbytes(var.aval) for var in piece.results) / n
+
+
+def _reduced(piece: MapPiece) -> int:
+    """Bytes that a shard gives to reductions."""
+    return sum(_nbytes(var.aval) for eqn in piece.folds for var in eqn.outputs)
+
+
+def _contracts(piece: MapPiece) -> bool:
+    """Whether a pass contracts over its members to results that fill much of the cache."""
+    results = (eqn.outputs[0] for eqn in piece.folds if eqn.primitive.name == "dot_general")
+    return 4 * sum(_nbytes(var.aval) for var in results) > CACHE_BYTES
 
 
 def _used(piece: MapPiece, n: int) -> float:

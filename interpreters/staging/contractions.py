@@ -1,0 +1,391 @@
+"""A sum over members of per-member products becomes one product that contracts over the members.
+
+The gradient by weights that all members share is such a sum: each member computes the outer product
+of its input and its cotangent, which is as large as the weights, and these products are added up.
+One `dot_general` that contracts over the members as well gives the same sum without a value of one
+member. XLA does this by itself only for a shard without padding that is computed all at once.
+
+The body of the map is traced anew, with a `_Sum` in place of the result of each product. Equations
+that are linear in it (transposes, sums, scaling by one number) are noted in the `_Sum`; all others
+compute its value. If a result of the body is still a `_Sum` at the end, the map returns the factors
+of its products instead, and contractions of the factors take the place of the reduction.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
+
+from beamjax import _compat
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var
+from beamjax.interpreters.staging.flatten import CALLED
+from beamjax.interpreters.staging.simplify import prune
+from beamjax.ops.primitives import size_p, trace_body
+
+_CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
+_REMATS = frozenset("remat remat2 checkpoint".split())
+_PRODUCTS = frozenset("dot_general conv_general_dilated".split())
+_REDUCTIONS = frozenset("bj_reduce_sum bj_reduce_mean".split())
+
+
+def contract_sums(flat: FlatProgram) -> FlatProgram:
+    """Makes sums and means of per-member products contractions, in place; returns the program."""
+    readers = collections.Counter(atom for atom in flat.reads() if isinstance(atom, Var))
+    if _contract(flat, readers):
+        prune(flat)
+    return flat
+
+
+def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
+    changed = sum(_contract(inner, readers) for eqn in block.eqns for inner in eqn.blocks) > 0
+    maps = {var: eqn for eqn in block.eqns if eqn.primitive.name == "bj_map" for var in eqn.outputs}
+    reductions: dict[Eqn, list[Eqn]] = {}
+    for eqn in block.eqns:
+        mapped = maps.get(eqn.inputs[0]) if eqn.primitive.name in _REDUCTIONS else None
+        # Another reader of the members' values needs them in any case.
+        if mapped and not mapped.effects and readers[eqn.inputs[0]] == 1 and _is_linear(eqn):
+            reductions.setdefault(mapped, []).append(eqn)
+    new: dict[Eqn, list[Eqn]] = {}
+    for mapped, reduced in reductions.items():
+        if _has_product(mapped.params["jaxpr"].jaxpr):
+            new.update(_contracted(mapped, reduced))
+    block.eqns[:] = itertools.chain.from_iterable(new.get(eqn, [eqn]) for eqn in block.eqns)
+    return changed or bool(new)
+
+
+def _is_linear(reduction: Eqn) -> bool:
+    dtype = reduction.inputs[0].aval.dtype
+    if not jax.numpy.issubdtype(dtype, np.floating):
+        return False
+    # The sum of a narrow dtype may be infinite where the mean is not.
+    return reduction.primitive.name == "bj_reduce_sum" or dtype.itemsize >= 4
+
+
+def _has_product(jaxpr: jex.Jaxpr) -> bool:
+    return any(map(_is_product, jaxpr.eqns)) or any(map(_has_product, jex.subjaxprs(jaxpr)))
+
+
+def _is_product(eqn: Any) -> bool:
+    """Whether an equation may be a product; `jnp.outer` multiplies entry by entry."""
+    name = eqn.primitive.name
+    return name in _PRODUCTS or (name == "mul" and eqn.outvars[0].aval.ndim > 1)
+
+
+def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
+    """What takes the place of a map and of reductions of its results; nothing if all stay."""
+    closed, served = mapped.params["jaxpr"], mapped.params["num_broadcast"]
+    reduced = {mapped.outputs.index(eqn.inputs[0]): eqn for eqn in reductions}
+    sums: dict[int, _Sum] = {}
+    factors: list[Any] = []
+
+    def body(*args: Any) -> list[Any]:
+        outs = _evaluate(closed, args)
+        same_for_all = {id(x) for x in args[:served]}
+        for k, x in enumerate(outs):
+            if k in reduced and isinstance(x, _Sum):
+                own = [factor for product in x.products for factor in product.rows()]
+                if not any(id(factor) in same_for_all for factor in own):
+                    sums[k] = x
+                    factors.extend(own)
+        return [*(_value(x) for k, x in enumerate(outs) if k not in sums), *factors]
+
+    traced, consts = trace_body(body, closed.in_avals)
+    if not sums or consts:
+        return {}
+    n = mapped.params["n"]
+    rows = [
+        Var(f"{mapped.outputs[0].name}_{k}", jax.core.ShapedArray((n, *x.shape), x.dtype))
+        for k, x in enumerate(factors)
+    ]
+    others = [var for k, var in enumerate(mapped.outputs) if k not in sums]
+    params = {**mapped.params, "jaxpr": traced}
+    new = {mapped: [replace(mapped, params=params, outputs=[*others, *rows])]}
+    unused = iter(rows)
+    for k, found in sums.items():
+        own_rows = [(next(unused), next(unused)) for _ in found.products]
+        new[reduced[k]] = _Equations(reduced[k], mapped).of_sum(found, own_rows)
+    return new
+
+
+class _Equations:
+    """The equations that take the place of one reduction."""
+
+    def __init__(self, reduction: Eqn, mapped: Eqn):
+        self.reduction = reduction
+        self.members = {key: mapped.params[key] for key in ("placement", "n")}
+        self.eqns: list[Eqn] = []
+
+    def of_sum(self, found: _Sum, rows: Sequence[tuple[Var, Var]]) -> list[Eqn]:
+        """Contracts the rows of each product over the members, and adds the results up."""
+        pairs = zip(found.products, rows, strict=True)
+        terms = [self.contraction(product, *own) for product, own in pairs]
+        total = functools.reduce(lambda a, b: self.add(lax.add_p, {}, a, b), terms)
+        if self.reduction.primitive.name == "bj_reduce_mean":
+            size = self.add(size_p, self.members)
+            dtype = {"new_dtype": total.aval.dtype, "weak_type": False, "sharding": None}
+            size = self.add(lax.convert_element_type_p, dtype, size)
+            self.add(lax.div_p, {}, total, size)
+        self.eqns[-1].outputs = self.reduction.outputs
+        return self.eqns
+
+    def contraction(self, product: _Product, left: Var, right: Var) -> Var:
+        if product.primitive is lax.dot_general_p:
+            (lhs, rhs), (lhs_batch, rhs_batch) = product.params["dimension_numbers"]
+            contracting = ((0, *_after(lhs)), (0, *_after(rhs)))
+            dims = (contracting, (_after(lhs_batch), _after(rhs_batch)))
+            params = {**product.params, "dimension_numbers": dims}
+            x = self.add(product.primitive, params, left, right)
+        else:
+            placed = zip((left, right), product.unit_axes(), strict=True)
+            operands = [self.with_members_along(axis, var) for var, axis in placed]
+            x = self.add(product.primitive, product.params, *operands)
+        for primitive, params, literals in product.then:
+            x = self.add(primitive, params, x, *literals)
+        return x
+
+    def with_members_along(self, axis: int, var: Var) -> Var:
+        others = range(1, var.aval.ndim)
+        order = (*others[:axis], 0, *others[axis:])
+        return self.add(lax.transpose_p, {"permutation": order}, var) if axis else var
+
+    def add(self, primitive: jex.Primitive, params: dict[str, Any], *inputs: Atom) -> Var:
+        """Appends an equation of one result, which it returns."""
+        types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+        (aval,) = jax.eval_shape(lambda *args: _compat.bind(primitive, args, params), *types)
+        name = f"{self.reduction.outputs[0].name}_{len(self.eqns)}"
+        out = Var(name, jax.core.ShapedArray(aval.shape, aval.dtype))
+        self.eqns.append(Eqn(primitive, params, list(inputs), [out], self.reduction.line))
+        return out
+
+
+def _after(axes: Sequence[int]) -> tuple[int, ...]:
+    """The axes of one member's value, where the members are in front."""
+    return tuple(axis + 1 for axis in axes)
+
+
+# --- tracing with products
+
+
+@dataclass(eq=False)
+class _Product:
+    """A product of two arrays of one member, and equations that are applied to its result.
+
+    Attributes:
+      primitive: `dot_general`, or `conv_general_dilated` with one feature to contract.
+      then: primitives, parameters, and operands after the first.
+    """
+
+    primitive: jex.Primitive
+    params: dict[str, Any]
+    factors: tuple[Any, Any]
+    then: tuple[tuple[jex.Primitive, dict[str, Any], tuple[Any, ...]], ...] = ()
+
+    def value(self) -> Any:
+        (x,) = _compat.bind(self.primitive, self.factors, self.params)
+        for primitive, params, literals in self.then:
+            (x,) = _compat.bind(primitive, [x, *(atom.val for atom in literals)], params)
+        return x
+
+    def followed_by(self, eqn: Any, *literals: Any) -> _Product:
+        return replace(self, then=(*self.then, (eqn.primitive, eqn.params, literals)))
+
+    def scaled(self, op: Callable[[Any, Any], Any], number: Any) -> _Product:
+        """Scales the smaller factor, which costs less than to scale the result."""
+        k = int(self.factors[1].size < self.factors[0].size)
+        factors = list(self.factors)
+        factors[k] = op(factors[k], lax.broadcast_in_dim(number, factors[k].shape, ()))
+        return replace(self, factors=tuple(factors))
+
+    def unit_axes(self) -> tuple[int, int]:
+        """Of a convolution, the axes of one entry along which the factors are contracted."""
+        numbers = self.params["dimension_numbers"]
+        return numbers.lhs_spec[1], numbers.rhs_spec[1]
+
+    def rows(self) -> list[Any]:
+        """What one member gives to the contraction."""
+        if self.primitive is lax.dot_general_p:
+            return list(self.factors)
+        pairs = zip(self.factors, self.unit_axes(), strict=True)
+        return [lax.squeeze(x, (axis,)) for x, axis in pairs]
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A sum of products."""
+
+    products: list[_Product]
+
+    @functools.cached_property
+    def value(self) -> Any:
+        return functools.reduce(lax.add, (product.value() for product in self.products))
+
+
+@dataclass(eq=False)
+class _Spread:
+    """A smaller array, without axes of one entry, along some axes of the result of an equation."""
+
+    array: Any
+    axes: tuple[int, ...]
+    eqn: Any
+    operand: Any
+
+    @functools.cached_property
+    def value(self) -> Any:
+        return _compat.bind(self.eqn.primitive, [_value(self.operand)], self.eqn.params)[0]
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, _Sum | _Spread) else x
+
+
+def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
+    jaxpr = getattr(closed, "jaxpr", closed)  # remat holds an open jaxpr, which has no constants.
+    env = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        name, inputs = eqn.primitive.name, list(map(read, eqn.invars))
+        outs = _RULES[name](eqn, *inputs) if name in _RULES else None
+        if name in _CALLS | _REMATS:
+            inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
+            if name in _REMATS:  # What it computes again is not to be shared with the first time.
+                inputs = lax.optimization_barrier(list(map(_value, inputs)))
+            results = _evaluate(inner, inputs)
+        elif outs is not None:
+            results = [outs]
+        else:
+            results = _compat.bind(eqn.primitive, list(map(_value, inputs)), eqn.params)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+# A rule gives the result of an equation as a `_Sum` or `_Spread`, or None for its value.
+
+
+def _dot_general(eqn: Any, lhs: Any, rhs: Any) -> _Sum | None:
+    lhs, rhs = _value(lhs), _value(rhs)
+    out = eqn.outvars[0].aval
+    if not jax.numpy.issubdtype(out.dtype, np.floating) or out.size <= lhs.size + rhs.size:
+        return None
+    return _Sum([_Product(eqn.primitive, eqn.params, (lhs, rhs))])
+
+
+def _convolution(eqn: Any, lhs: Any, rhs: Any) -> _Sum | None:
+    product = _Product(eqn.primitive, eqn.params, (_value(lhs), _value(rhs)))
+    groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    axes = zip(product.factors, product.unit_axes(), strict=True)
+    if groups != (1, 1) or any(x.shape[axis] != 1 for x, axis in axes):
+        return None
+    return _Sum([product])
+
+
+def _shaped(eqn: Any, x: Any, *sizes: Any) -> _Sum | None:
+    if not isinstance(x, _Sum) or sizes:
+        return None
+    return _Sum([product.followed_by(eqn) for product in x.products])
+
+
+def _converted(eqn: Any, x: Any) -> _Sum | None:
+    dtype = eqn.params["new_dtype"]
+    if not isinstance(x, _Sum) or not jax.numpy.issubdtype(dtype, np.floating):
+        return None
+    before = eqn.invars[0].aval.dtype
+    if np.promote_types(before, dtype) != dtype:
+        return None
+    # The contraction itself in the wider dtype, since it adds up.
+    products = [
+        replace(p, params={**p.params, "preferred_element_type": np.dtype(dtype)})
+        for p in x.products
+    ]
+    return _Sum(products)
+
+
+def _broadcast(eqn: Any, x: Any, *sizes: Any) -> _Sum | _Spread | None:
+    if sizes:
+        return None
+    if isinstance(x, _Sum):
+        same_size = math.prod(eqn.params["shape"]) == eqn.invars[0].aval.size
+        return _shaped(eqn, x) if same_size else None
+    shape = eqn.invars[0].aval.shape
+    if isinstance(x, _Spread):
+        array, axes = x.array, x.axes
+    else:
+        axes = tuple(axis for axis, size in enumerate(shape) if size != 1)
+        array = lax.reshape(x, [shape[axis] for axis in axes])
+    places = eqn.params["broadcast_dimensions"]
+    return _Spread(array, tuple(int(places[axis]) for axis in axes), eqn, x)
+
+
+def _padded(eqn: Any, x: Any, fill: Any) -> _Sum | None:
+    literal = eqn.invars[1]
+    if not isinstance(x, _Sum) or not isinstance(literal, jex.Literal) or literal.val != 0:
+        return None
+    return _Sum([product.followed_by(eqn, literal) for product in x.products])
+
+
+def _added(eqn: Any, x: Any, y: Any) -> _Sum | None:
+    if isinstance(x, _Sum) and isinstance(y, _Sum):
+        return _Sum([*x.products, *y.products])
+    return None
+
+
+def _divided(eqn: Any, x: Any, y: Any) -> _Sum | None:
+    return _scaled(eqn, x, y, lax.div)
+
+
+def _multiplied(eqn: Any, x: Any, y: Any) -> _Sum | None:
+    if isinstance(x, _Spread) and isinstance(y, _Spread) and x.axes and y.axes:
+        return _outer(eqn, x, y)
+    return _scaled(eqn, y, x, lax.mul) if isinstance(y, _Sum) else _scaled(eqn, x, y, lax.mul)
+
+
+def _scaled(eqn: Any, x: Any, y: Any, op: Callable[[Any, Any], Any]) -> _Sum | None:
+    number = y.array if isinstance(y, _Spread) else y
+    if not isinstance(x, _Sum) or isinstance(number, _Sum) or np.ndim(number) != 0:
+        return None
+    dtype = eqn.outvars[0].aval.dtype
+    if any(factor.dtype != dtype for product in x.products for factor in product.factors):
+        return None
+    number = lax.convert_element_type(number, dtype)
+    return _Sum([product.scaled(op, number) for product in x.products])
+
+
+def _outer(eqn: Any, x: _Spread, y: _Spread) -> _Sum | None:
+    """`x[:, None] * y`, as `jnp.outer` computes it."""
+    out = eqn.outvars[0].aval
+    is_float = jax.numpy.issubdtype(out.dtype, np.floating)
+    if not is_float or sorted(x.axes + y.axes) != list(range(out.ndim)):
+        return None
+    first, second = (x, y) if x.axes < y.axes else (y, x)
+    if first.axes + second.axes != tuple(range(out.ndim)):
+        return None
+    none: tuple[Any, Any] = (), ()
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (none, none)))
+    (product,) = traced(first.array, second.array).jaxpr.eqns
+    return _Sum([_Product(product.primitive, product.params, (first.array, second.array))])
+
+
+_RULES: dict[str, Callable[..., _Sum | _Spread | None]] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    **dict.fromkeys("transpose reshape squeeze rev neg copy".split(), _shaped),
+    "convert_element_type": _converted,
+    "broadcast_in_dim": _broadcast,
+    "pad": _padded,
+    **dict.fromkeys(("add", "add_any"), _added),
+    "mul": _multiplied,
+    "div": _divided,
+}
