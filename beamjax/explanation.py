@@ -335,7 +335,7 @@ def told_facts(
     inputs = input_facts(planned.plan, arguments)
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
     plan, workers = planned.plan, workers_of(parsed.beam)
-    crossed = crossings(planned.placed, search.named_passes(planned.pieces))
+    crossed = crossings(planned.placed, search.named_passes(planned.stages))
     facts = plan_facts(plan, inputs, paths, parsed.reduction, workers, parsed.merge_fan_out)
     return dataclasses.replace(
         facts,

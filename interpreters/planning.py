@@ -14,10 +14,10 @@ import jax
 from beamjax.bodies.python_bodies import settings
 from beamjax.interpreters.cutting import cut as _split
 from beamjax.interpreters.cutting import settle_sizes as _unknown
-from beamjax.interpreters.cutting.pieces import Piece
 from beamjax.interpreters.cutting.remat import Decisions
+from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering import lower as _lower
-from beamjax.interpreters.lowering.keeping import guard_of
+from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.placement import propagate as _place
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.staging import flatten as _flatten
@@ -26,14 +26,14 @@ from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
+    bucket_notes,
     buckets_of,
-    fitting_notes,
     is_ragged,
     with_buckets,
     with_padding_checks,
 )
 from beamjax.options import Options
-from beamjax.options.choices import Choices, Looping
+from beamjax.options.choices import Choices, Vectorization
 from beamjax.plan.steps import Plan
 
 
@@ -45,7 +45,7 @@ class Planned:
       staged: the jaxpr; for members of unequal length, it is for the longest.
       flat: its equations, with calls inlined.
       placed: the flat program with a place for every value.
-      pieces: the program cut into stages.
+      stages: the program cut into stages.
       plan: the plan to run.
       notes: remarks for the user, which `explain` shows.
     """
@@ -53,7 +53,7 @@ class Planned:
     staged: _stage.Staged
     flat: _flatten.FlatProgram
     placed: PlacedProgram
-    pieces: list[Piece]
+    stages: list[Stage]
     plan: Plan
     notes: tuple[str, ...] = ()
 
@@ -105,13 +105,13 @@ def _chosen(
 ) -> Planned:
     """The same with the plan to run: saved or probed choices replace those of the rules."""
 
-    def relower(sizes: Mapping[str, int], loopings: Mapping[str, Looping]) -> Plan:
-        placed, pieces, name = planned.placed, planned.pieces, planned.staged.name
+    def relower(sizes: Mapping[str, int], vectorizations: Mapping[str, Vectorization]) -> Plan:
+        placed, stages, name = planned.placed, planned.stages, planned.staged.name
         paths = _paths(arguments, planned.flat)
-        return _lower.lower(placed, pieces, paths, name, options, sizes, loopings)
+        return _lower.lower(placed, stages, paths, name, options, sizes, vectorizations)
 
     abstract = any(map(_is_abstract, arguments))
-    made_from = planned.placed, planned.pieces
+    made_from = planned.placed, planned.stages
     plan = chosen_plan(planned.plan, *made_from, options, relower, special, abstract)
     return replace(planned, plan=plan)
 
@@ -130,15 +130,15 @@ def _with_buckets(
 ) -> Planned:
     """The same with bodies for each bucket of lengths, if that is possible."""
 
-    loopings = planned.plan.choices.loopings if options.plan is not None else None
+    vectorizations = planned.plan.choices.vectorizations if options.plan is not None else None
 
     def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
         if sizes is None and options.plan is not None:
             sizes = planned.plan.shard_sizes
-        return make_plan(fn, others, restore, options, unroll, sizes, loopings).plan
+        return make_plan(fn, others, restore, options, unroll, sizes, vectorizations).plan
 
     plan, reason = with_buckets(planned.plan, arguments, make)
-    return replace(planned, plan=plan, notes=fitting_notes(plan, arguments, reason))
+    return replace(planned, plan=plan, notes=bucket_notes(plan, arguments, reason))
 
 
 def _with_padding_checks(
@@ -166,7 +166,7 @@ def make_plan(
     options: Options,
     unroll: bool = False,
     shard_sizes: Mapping[str, int] | None = None,
-    loopings: Mapping[str, Looping] | None = None,
+    vectorizations: Mapping[str, Vectorization] | None = None,
 ) -> Planned:
     """Runs all passes: stage, flatten, place, cut and lower.
 
@@ -177,7 +177,7 @@ def make_plan(
       options: options of the run.
       unroll: whether to unroll loops and branches, for graphs without a driver.
       shard_sizes: members per shard of each placement; by default chosen by rules.
-      loopings: how each pass, by name, vectorizes over a shard; by default chosen by rules.
+      vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
     """
     staged = _stage.stage(fn, arguments, restore)
     flat = _flatten.flatten(staged.closed, unroll)
@@ -186,13 +186,13 @@ def make_plan(
     placed = placed_program(staged, flat, arguments, options)
     saved = options.plan.made_again if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)
-    pieces = _split.split(placed, decisions)
-    _unknown.settle_sizes(placed, pieces)
+    stages = _split.split(placed, decisions)
+    _unknown.settle_sizes(placed, stages)
     paths = _paths(arguments, flat)
-    plan = _lower.lower(placed, pieces, paths, staged.name, options, shard_sizes, loopings)
+    plan = _lower.lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, made_again=tuple(decisions.made))
     plan = replace(plan, choices=choices)
-    return Planned(staged, flat, placed, pieces, plan)
+    return Planned(staged, flat, placed, stages, plan)
 
 
 def _paths(arguments: Sequence[Argument], flat: _flatten.FlatProgram) -> list[str]:

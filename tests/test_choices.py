@@ -17,7 +17,7 @@ from beamjax.interpreters.tuning import autotune as choosing
 from beamjax.interpreters.tuning import plan_cache, probe
 from beamjax.interpreters.tuning.probe import ProbeError
 from beamjax.options import parse_options
-from beamjax.options.choices import Choices, Looping, Trial
+from beamjax.options.choices import Choices, Trial, Vectorization
 
 X = np.random.default_rng(0).normal(size=(600, 4)).astype(np.float32)
 W = np.zeros(4, np.float32)
@@ -45,7 +45,7 @@ def rounds(w, x):
 
 
 def loops(plan):
-    return [step.looping for step in plan.steps]
+    return [step.vectorization for step in plan.steps]
 
 
 # --- options
@@ -135,8 +135,8 @@ def test_values_that_cross_passes_are_kept_or_recomputed(in_rounds, recompute):
 NAMES = st.text(min_size=1, max_size=8)
 SIZES = st.integers(1, 512).map(lambda n: 8 * n)
 LOOPINGS = st.one_of(
-    st.sampled_from([Looping("vmap"), Looping("loop")]),
-    SIZES.map(lambda n: Looping("batches", n)),
+    st.sampled_from([Vectorization("vmap"), Vectorization("loop")]),
+    SIZES.map(lambda n: Vectorization("batches", n)),
 )
 TRIALS = st.builds(Trial, NAMES, SIZES, LOOPINGS, st.floats(0, 1e6))
 CHOICES = st.builds(
@@ -206,7 +206,7 @@ def test_another_process_runs_a_saved_plan_to_the_same_bits(saved, other_process
 
 def test_options_come_before_a_saved_plan_and_that_before_the_rules(saved, tmp_path):
     plan = plan_of(program(), X, plan=str(saved))
-    assert (plan.shard_sizes, loops(plan)) == ({"clients": 48}, [Looping("batches", 16)])
+    assert (plan.shard_sizes, loops(plan)) == ({"clients": 48}, [Vectorization("batches", 16)])
     assert plan.choices.origin == "saved"
     again = tmp_path / "again.json"
     bj.explain(program(), X, options={"plan": saved}).save_choices(again)
@@ -271,8 +271,8 @@ def probes(monkeypatch):
 
     def fake(plan, step, mode, limit):
         size = plan.shard_sizes[step.placement]
-        timed.append((step.name, size, step.looping.kind))
-        return size * (1e-6 if step.looping.kind == "loop" else 1e-5)
+        timed.append((step.name, size, step.vectorization.kind))
+        return size * (1e-6 if step.vectorization.kind == "loop" else 1e-5)
 
     monkeypatch.setattr(probe, "shard_seconds", fake)
     return timed
@@ -314,10 +314,10 @@ def test_each_placement_is_probed_by_itself(cache, probes):
 
 def test_options_fix_one_choice_and_leave_the_other(cache, probes):
     plan = plan_of(program(), X, probe=True, shard_size=24)
-    assert (plan.shard_sizes, loops(plan)) == ({"clients": 24}, [Looping("loop")])
+    assert (plan.shard_sizes, loops(plan)) == ({"clients": 24}, [Vectorization("loop")])
     assert {size for _, size, _ in probes} == {24}
     probes.clear()
-    assert loops(plan_of(program(), X, probe=True, member_loop="vmap")) == [Looping("vmap")]
+    assert loops(plan_of(program(), X, probe=True, member_loop="vmap")) == [Vectorization("vmap")]
     assert {kind for _, _, kind in probes} == {"vmap"}
 
 

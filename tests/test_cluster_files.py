@@ -11,7 +11,7 @@ from cluster_runners import params
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.plan import lane_pieces
+from beamjax.plan import buffer_ranges
 from beamjax.plan import merging as fan_out
 from beamjax.shuffle import collecting, table_parts
 from beamjax.tables import joining
@@ -103,8 +103,8 @@ def test_reductions_too_large_for_memory(runner, monkeypatch):
     w = RNG.normal(size=500).astype(np.float32)
     expected = here(reduced, w, X)
     monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
-    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
-    monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 100)
+    monkeypatch.setattr(buffer_ranges, "SECTION_BYTES", 1000)
+    monkeypatch.setattr(buffer_ranges, "RANGE_VALUES", 100)
     assert_same_bits(on(runner, reduced, w, X), expected)
 
 

@@ -20,7 +20,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import spill as parcels
 from beamjax.pipelines.worker.merge import AccumulatorCoder, MergeAccumulators
 from beamjax.pipelines.worker.spill import LOCAL_BYTES, REMOTE_BYTES, receive, send
-from beamjax.plan.lane_pieces import Piece, key_of, lane_pieces, step_pieces
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, buffer_ranges, key_of
 from beamjax.plan.steps import Lane, Map
 from beamjax.storage import files
 
@@ -48,12 +48,12 @@ def test_lanes_are_cut_to_pieces():
     for size, expected in (
         (0, [(0, 0)]), (1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 4), (4, 5)]), (8, [(0, 4), (4, 8)]),
     ):  # fmt: skip
-        found = lane_pieces(7, Lane("sum", "float32", size, ()), 4)
+        found = buffer_ranges(7, Lane("sum", "float32", size, ()), 4)
         assert [(p.lane, p.start, p.stop) for p in found] == [(7, *piece) for piece in expected]
     lanes = (Lane("sum", "float32", 3 << 20, ()), Lane("max", "int8", 2, ()))
-    pieces = step_pieces(Map("m", "clients", "body", (), (), (), lanes))
+    pieces = accumulator_ranges(Map("m", "clients", "body", (), (), (), lanes))
     assert [piece.stop - piece.start for piece in pieces] == [1 << 20] * 3 + [2]
-    assert [Piece.from_key(key_of(piece)) for piece in pieces] == pieces
+    assert [ValueRange.from_key(key_of(piece)) for piece in pieces] == pieces
     assert len({key_of(piece) for piece in pieces}) == len(pieces)
 
 

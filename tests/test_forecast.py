@@ -24,7 +24,7 @@ from beamjax.diagnostics.forecast import StepTime, learn, small_work
 from beamjax.diagnostics.gains import Gain, gain
 from beamjax.interpreters.tuning import plan_cache
 from beamjax.options import Options, parse_options
-from beamjax.options.choices import Looping
+from beamjax.options.choices import Vectorization
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.cost import Cost, Rates
 from beamjax.telemetry.meters import Meter
@@ -206,7 +206,7 @@ def test_workers_and_threads_share_the_work(cores):
 
 
 def test_gains():
-    loop, vmap = Looping("loop"), Looping("vmap")
+    loop, vmap = Vectorization("loop"), Vectorization("vmap")
     small = Cost(flops=1e4, calls=10.0)
     large = Cost(flops=5e8, calls=10.0, extra=5e8, shared=5e8)
     over_members = Cost(flops=2e3, calls=1.0, shared=2e3)
@@ -224,7 +224,7 @@ def test_gains():
         (large, loop, 8, 4, 1, 2, (0.5 + 0.5 / 1.8, 1, 1 / (0.5 + 0.5 / 1.8))),
         (large, loop, 8, 4, 2, 2, (0.5 + 0.5 / 1.8, 1.4, 1 / (0.5 + 0.5 / 1.8))),
         (over_members, vmap, 4096, 100, 1, 2, (1 / 1.8, 1, 1.8)),
-        (over_members, Looping("batches", 8), 4096, 100, 1, 2, (1, 1, 1)),
+        (over_members, Vectorization("batches", 8), 4096, 100, 1, 2, (1, 1, 1)),
     ]
     faults = []
     for *args, expected in rows:

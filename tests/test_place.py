@@ -12,7 +12,7 @@ from helpers import assert_close, assert_same_bits, planned
 
 import beamjax as bj
 from beamjax.interpreters.rules import creations
-from beamjax.interpreters.rules.readings import Shard
+from beamjax.interpreters.rules.sharding_rules import Shard
 
 N, B = 20, 3
 OPTIONS = {"shard_size": 8}

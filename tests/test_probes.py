@@ -16,19 +16,24 @@ from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.lower import lower_passes
 from beamjax.interpreters.tuning import probe
 from beamjax.interpreters.tuning import search as planner
-from beamjax.interpreters.tuning.probe import ProbeError, in_time, made_up, shard_seconds
+from beamjax.interpreters.tuning.probe import (
+    ProbeError,
+    random_array,
+    run_with_limit,
+    shard_seconds,
+)
 from beamjax.interpreters.tuning.search import Pass, Search, passes_of, program_text
 from beamjax.options import parse_options
-from beamjax.options.choices import Looping
+from beamjax.options.choices import Vectorization
 from beamjax.plan.steps import ValueType
 
 # --- the search, with made-up times
 
-LOOP, VMAP = Looping("loop"), Looping()
+LOOP, VMAP = Vectorization("loop"), Vectorization()
 
 
-def a_pass(name="map_clients_0", size=32, looping=VMAP, loops=True, largest=4096, rounds=1.0):
-    return Pass(name, "clients", rounds, size, looping, loops, largest, 1e-6)
+def a_pass(name="map_clients_0", size=32, vectorization=VMAP, loops=True, largest=4096, rounds=1.0):
+    return Pass(name, "clients", rounds, size, vectorization, loops, largest, 1e-6)
 
 
 class Machine:
@@ -38,9 +43,9 @@ class Machine:
         self.seconds, self.spent, self.budget = seconds, spent, budget
         self.asked = []
 
-    def measure(self, size, loopings):
-        self.asked.append((size, dict(loopings)))
-        return {name: self.seconds(name, size, way) for name, way in loopings.items()}
+    def measure(self, size, vectorizations):
+        self.asked.append((size, dict(vectorizations)))
+        return {name: self.seconds(name, size, way) for name, way in vectorizations.items()}
 
     def left(self):
         return self.budget - self.spent * len(self.asked)
@@ -58,11 +63,11 @@ def found_for(seconds, **changes):
 
 def test_the_faster_loop_is_chosen():
     found = found_for(lambda n, way: n * (1e-6 if way == LOOP else 1e-5))
-    assert found.loopings == {"map_clients_0": LOOP}
+    assert found.vectorizations == {"map_clients_0": LOOP}
     assert found.gain == pytest.approx(10)
     ways = {"vmap": 3e-6, "loop": 2e-6, "batches": 1e-6}
     found = found_for(lambda n, way: n * ways[way.kind])
-    assert found.loopings["map_clients_0"] == Looping("batches", 8)
+    assert found.vectorizations["map_clients_0"] == Vectorization("batches", 8)
 
 
 def test_the_fastest_size_is_chosen():
@@ -76,7 +81,7 @@ def test_the_fastest_size_is_chosen():
 def test_what_is_hardly_faster_is_not_chosen():
     for slower, chosen in ((1.1, VMAP), (planner.GAIN + 0.01, LOOP)):
         found = found_for(lambda n, way, s=slower: n * 1e-6 * (1 if way == LOOP else s))
-        assert found.loopings["map_clients_0"] == chosen
+        assert found.vectorizations["map_clients_0"] == chosen
         assert found.gain == pytest.approx(slower if chosen == LOOP else 1.0)
 
 
@@ -84,7 +89,7 @@ def test_passes_choose_their_own_loops_and_one_size():
     fast = {("a", "loop"), ("b", "vmap")}
     seconds = lambda name, n, way: 1e-4 + n * (1e-6 if (name, way.kind) in fast else 1e-5)
     found, _ = search([a_pass("a"), a_pass("b")], seconds)
-    assert found.loopings == {"a": LOOP, "b": VMAP}
+    assert found.vectorizations == {"a": LOOP, "b": VMAP}
     assert found.size > 32
     # Those in loops count for more.
     passes = [a_pass("rare", loops=False), a_pass("often", loops=False, rounds=1000.0)]
@@ -99,7 +104,7 @@ def test_what_is_fixed_stays():
     assert ways_of(machine) == {VMAP}
     found, machine = search([a_pass()], constant, size=32)
     assert {size for size, _ in machine.asked} == {32} == {found.size}
-    found, machine = search([a_pass(looping=LOOP)], constant, fixed=True)
+    found, machine = search([a_pass(vectorization=LOOP)], constant, fixed=True)
     assert ways_of(machine) == {LOOP}
     assert found.size > 32
 
@@ -119,9 +124,9 @@ def test_only_the_first_way_must_not_fail():
         return n * 1e-6
 
     found, _ = search([a_pass()], seconds)
-    assert found.loopings == {"map_clients_0": VMAP}
+    assert found.vectorizations == {"map_clients_0": VMAP}
     with pytest.raises(BeamjaxError, match="out of memory"):
-        search([a_pass(looping=LOOP)], seconds)
+        search([a_pass(vectorization=LOOP)], seconds)
 
 
 @given(
@@ -132,7 +137,7 @@ def test_only_the_first_way_must_not_fail():
 def test_nothing_slower_than_the_rule_is_chosen(ways, call, square):
     seconds = lambda n, way: call + n * ways[way.kind] + n**2 * square
     found = found_for(seconds)
-    chosen = seconds(found.size, found.loopings["map_clients_0"]) / found.size
+    chosen = seconds(found.size, found.vectorizations["map_clients_0"]) / found.size
     assert chosen <= seconds(32, VMAP) / 32 * (1 + 1e-9)
     assert found.gain == 1 or found.gain >= planner.GAIN
 
@@ -153,18 +158,18 @@ def test_passes_are_chosen_for_by_their_rounds_and_memory():
         return bj.reduce_sum(bj.map_fn(lambda v: v - w, x))
 
     found = planned(rounds, jnp.float32(1), jnp.ones(16))
-    passes = passes_of(found.plan, found.pieces, None)
+    passes = passes_of(found.plan, found.stages, None)
     assert [(p.name, p.rounds) for p in passes] == [("map_clients_0", 7), ("map_clients_1", 1)]
     assert [p.size for p in passes] == [16, 16]
     assert all(p.loops and p.seconds > 0 for p in passes)
     large = mean_of(lambda v: jnp.outer(v, v), 100_000)
-    (free,), (tight,) = (passes_of(large.plan, large.pieces, m) for m in (None, 1 << 20))
+    (free,), (tight,) = (passes_of(large.plan, large.stages, m) for m in (None, 1 << 20))
     assert tight.size <= tight.largest <= free.largest <= 4096
 
 
 def test_a_program_is_known_by_what_it_computes():
     def text_of(found):
-        return program_text(found.pieces, found.plan.sizes.values())
+        return program_text(found.stages, found.plan.sizes.values())
 
     def branch(scale):
         @bj.program(clients=16)
@@ -187,7 +192,7 @@ def test_a_program_is_known_by_what_it_computes():
 
 def passes(fn, *args, **options):
     found, parsed = planned(fn, *args, **options), parse_options(options)
-    return lower_passes(found.placed, found.pieces, "clients", parsed, 16, {}), parsed
+    return lower_passes(found.placed, found.stages, "clients", parsed, 16, {}), parsed
 
 
 @bj.program(clients=40)
@@ -226,17 +231,17 @@ def test_passes_of_all_kinds_are_timed(options):
 def test_a_body_that_fails_on_made_up_members(monkeypatch):
     plan, options = passes(mean, jnp.ones((3, 2)), jnp.ones((40, 3)), on_nonfinite="raise")
     nan = lambda rng, value, leading: np.full((*leading, *value.shape), np.nan, value.dtype)
-    monkeypatch.setattr(probe, "made_up", nan)
+    monkeypatch.setattr(probe, "random_array", nan)
     with pytest.raises(ProbeError, match="a body fails on made-up members"):
         shard_seconds(plan, plan.steps[0], options, 60.0)
 
 
 def test_what_hangs_is_left_behind():
-    assert in_time(lambda: 2.5, 10.0) == 2.5
+    assert run_with_limit(lambda: 2.5, 10.0) == 2.5
     over = threading.Event()
     start = time.monotonic()
     with pytest.raises(ProbeError, match=r"takes longer than 0\.1 s"):
-        in_time(lambda: over.wait(30) and 1.0, 0.1)
+        run_with_limit(lambda: over.wait(30) and 1.0, 0.1)
     assert time.monotonic() - start < 10
     over.set()
 
@@ -246,10 +251,10 @@ def test_made_up_values_have_their_types_and_vary():
     float8_e4m3fn complex64"""
     faults = []
     for name in names.split():
-        found = made_up(np.random.default_rng(0), ValueType((5, 3), name), (8,))
+        found = random_array(np.random.default_rng(0), ValueType((5, 3), name), (8,))
         varied = len(np.unique(found.astype(np.complex64))) > 1
         if (found.shape, found.dtype.name, varied) != ((8, 5, 3), name, True):
             faults.append((name, found.shape, found.dtype, varied))
     assert faults == []
-    keys = made_up(np.random.default_rng(0), ValueType((2,), "uint32", "fry"), (100,))
+    keys = random_array(np.random.default_rng(0), ValueType((2,), "uint32", "fry"), (100,))
     assert keys.max() > 2**31

@@ -11,7 +11,7 @@ from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
 from beamjax.interpreters.cutting import remat as module
-from beamjax.interpreters.cutting.remat import Remaking
+from beamjax.interpreters.cutting.remat import RematerializationTimes
 
 MANY, FEW = 10**6, 96
 X = np.random.default_rng(0).normal(size=(FEW, 1024)).astype(np.float32)
@@ -79,7 +79,7 @@ def test_costs_decide_where_they_clearly_do(fn):
         by_rule = "made again" if fn in (exponential, chain) else "kept"
         assert clearly or expected == by_rule
         kept = found if expected == "kept" else other
-        assert kept.seconds == pytest.approx(2 * nbytes / module.KEPT_RATE)
+        assert kept.seconds == pytest.approx(2 * nbytes / module.STORE_RATE)
         (fact,) = (c for c in told.to_json()["choices"] if c["option"] == "recompute")
         assert fact == json.loads(json.dumps(dataclasses.asdict(found)))
         assert found.chosen in str(told)
@@ -162,7 +162,7 @@ def test_what_is_clear():
     cases = {(10.0, 3.0): True, (10.0, 4.0): None, (0.9, 0.0): None, (3.0, 10.0): False,
              (4.0, 10.0): None, (10.0, None): False}  # fmt: skip
     for (kept, again), expected in cases.items():
-        told = Remaking(1, kept, again)
+        told = RematerializationTimes(1, kept, again)
         assert [told.is_clear(way) for way in (True, False)] == [
             expected is True,
             expected is False,

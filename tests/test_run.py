@@ -127,7 +127,7 @@ def test_runs_in_several_threads_at_once(whole):
 
 
 def test_pieces_of_lanes_give_the_same_bits(whole, monkeypatch):
-    monkeypatch.setattr("beamjax.plan.lane_pieces.PIECE_VALUES", 2)
+    monkeypatch.setattr("beamjax.plan.buffer_ranges.RANGE_VALUES", 2)
     assert_same_bits(run_stages(), whole)
 
 

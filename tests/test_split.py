@@ -27,9 +27,9 @@ program = bj.program(clients=N)
 def graph(fn, *args):
     """One letter for each piece of the plan, and the text of each."""
     text = str(bj.explain(fn, *args, stage="graph"))
-    pieces = re.split(r"\n(?=\S)", text)
+    stages = re.split(r"\n(?=\S)", text)
     letters = {"map": "M", "server": "S", "gather": "G", "scatter": "C", "loop": "L", "branch": "B"}
-    return "".join(letters[re.match(r"\w+", piece)[0]] for piece in pieces), pieces
+    return "".join(letters[re.match(r"\w+", piece)[0]] for piece in stages), stages
 
 
 def passes(fn, *args, **options):
@@ -49,7 +49,7 @@ def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-# --- programs: the letters of their pieces, how many maps each piece holds, and of each pass how
+# --- programs: the letters of their stages, how many maps each piece holds, and of each pass how
 # many values it reads along the members and makes
 
 PROGRAMS = {}

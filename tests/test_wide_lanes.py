@@ -18,9 +18,9 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import merge_in_files as wide
 from beamjax.pipelines.worker.merge import AssignGroups
 from beamjax.pipelines.worker.tasks import Task
-from beamjax.plan import lane_pieces
+from beamjax.plan import buffer_ranges
 from beamjax.plan import merging as fan_out
-from beamjax.plan.lane_pieces import Piece, key_of, step_pieces, step_sections
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, file_ranges, key_of
 from beamjax.plan.steps import Lane, Map, Plan, Reduction, ValueType
 from beamjax.runtime import large_reductions as wide_lanes
 from beamjax.runtime.large_reductions import Terms, WideLanes, decoded_terms, encoded_terms
@@ -43,7 +43,7 @@ def step(*lanes):
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 20))
 def test_cuts_cover_a_piece(start, size, limit):
-    cut = list(Piece(3, start, start + size).cut(limit))
+    cut = list(ValueRange(3, start, start + size).cut(limit))
     assert [piece.start for piece in cut[1:]] == [piece.stop for piece in cut[:-1]]
     assert (cut[0].start, cut[-1].stop) == (start, start + size)
     assert all(piece.lane == 3 and piece.stop - piece.start <= limit for piece in cut)
@@ -51,13 +51,13 @@ def test_cuts_cover_a_piece(start, size, limit):
 
 def test_sections_have_the_bytes_of_a_file_and_keys_of_their_own(monkeypatch):
     lanes = step(Lane("sum", "float32", 3 << 20, ()), Lane("max", "int8", 2, ()))
-    pieces = [*step_pieces(lanes), *step_sections(lanes)]
-    assert [Piece.from_key(key_of(piece)) for piece in pieces] == pieces
-    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
+    pieces = [*accumulator_ranges(lanes), *file_ranges(lanes)]
+    assert [ValueRange.from_key(key_of(piece)) for piece in pieces] == pieces
+    monkeypatch.setattr(buffer_ranges, "SECTION_BYTES", 1000)
     for dtype, values in (("float32", 250), ("float64", 125), ("int8", 1000)):
-        sections = step_sections(step(Lane("sum", dtype, 2100, ()), Lane("max", dtype, 1, ())))
-        assert sections[0] == Piece(0, 0, values)
-        assert sections[-1] == Piece(1, 0, 1)
+        sections = file_ranges(step(Lane("sum", dtype, 2100, ()), Lane("max", dtype, 1, ())))
+        assert sections[0] == ValueRange(0, 0, values)
+        assert sections[-1] == ValueRange(1, 0, 1)
 
 
 # --- whole runs
@@ -67,8 +67,8 @@ def test_sections_have_the_bytes_of_a_file_and_keys_of_their_own(monkeypatch):
 def in_files(monkeypatch):
     """Every reduction is too large for memory, and has many sections of many pieces."""
     monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
-    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 1000)
-    monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 64)
+    monkeypatch.setattr(buffer_ranges, "SECTION_BYTES", 1000)
+    monkeypatch.setattr(buffer_ranges, "RANGE_VALUES", 64)
     monkeypatch.setattr(wide_lanes, "MAX_ROWS", 2)
 
 
@@ -147,8 +147,8 @@ def test_any_partials_give_the_bits_of_an_accumulator(added, rows, piece):
     whole = new_accumulator(LANE, 30, "exact")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide_lanes, "MAX_ROWS", rows)
-        patch.setattr(lane_pieces, "PIECE_VALUES", piece)
-        patch.setattr(lane_pieces, "SECTION_BYTES", 40)
+        patch.setattr(buffer_ranges, "RANGE_VALUES", piece)
+        patch.setattr(buffer_ranges, "SECTION_BYTES", 40)
         lanes = WideLanes(step(LANE), "exact", Scratch())
         for row, left_out in added:
             partial = X[row, :30] if left_out else None
@@ -185,8 +185,8 @@ EXACT = np.array([nearest(column) for column in ROWS.T])
 
 @pytest.fixture
 def task(tmp_path, monkeypatch):
-    monkeypatch.setattr(lane_pieces, "SECTION_BYTES", 800)
-    monkeypatch.setattr(lane_pieces, "PIECE_VALUES", 64)
+    monkeypatch.setattr(buffer_ranges, "SECTION_BYTES", 800)
+    monkeypatch.setattr(buffer_ranges, "RANGE_VALUES", 64)
     monkeypatch.setattr(wide, "MAX_OPEN", 2)
     values = {"y": ValueType((500,), "float32")}
     plan = Plan("p", {"clients": 9}, {"clients": 1}, values, (), (STEP,), (), {}, False, "")
@@ -237,7 +237,7 @@ def test_any_bundles_and_groups_give_the_rounded_sum(task, cuts):
 
 def test_keys_are_those_of_sections_and_no_file_is_larger_than_one(task):
     keys = [key for key, _ in bundle(task, range(2))]
-    assert keys == [key_of(Piece(0, i, min(i + 200, 500))) for i in range(0, 500, 200)]
+    assert keys == [key_of(ValueRange(0, i, min(i + 200, 500))) for i in range(0, 500, 200)]
     sizes = [entry.stat().st_size for entry in os.scandir(task.store.root)]
     assert sizes
     assert max(sizes) < 800 + 512

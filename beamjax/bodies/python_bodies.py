@@ -345,7 +345,7 @@ def _make_plan(
 ) -> Plan:
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
     assert isinstance(options.plan, Choices)
-    chosen = options.plan.sizes, options.plan.loopings
+    chosen = options.plan.sizes, options.plan.vectorizations
     with with_settings(values):
         return make_plan(fn, arguments, restore, options, unroll, *chosen).plan
 

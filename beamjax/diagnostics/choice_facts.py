@@ -49,9 +49,9 @@ def choice_facts(
             f"shards of {placement}", f"{plan.shard_sizes[placement]} members", why, "shard_size"
         )
     for name, step in passes.items():
-        told = step.looping.kind == "vmap" and "all members of a shard at once"
-        why = step.turns or told or ""
-        yield ChoiceFact(f"members in {name}", str(step.looping), why, "member_loop")
+        told = step.vectorization.kind == "vmap" and "all members of a shard at once"
+        why = step.loop_reason or told or ""
+        yield ChoiceFact(f"members in {name}", str(step.vectorization), why, "member_loop")
     for fact in walk_facts(steps):
         if fact.merge is not None:
             yield _merged(plan, passes[fact.name], fact, fact.merge)
@@ -88,7 +88,7 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
     """What one pass makes and a later one reads, or makes again."""
     told, later = crossing.predicted, ", ".join(crossing.later)
     kept = f"{human_bytes(told.nbytes)} kept"
-    if crossing.is_kept:
+    if crossing.is_stored:
         what, chosen = f"results of {crossing.step}", kept
         seconds, nbytes = told.kept, told.nbytes
         others = [WayFact("made again", told.again, 0)] if told.again is not None else []
@@ -107,7 +107,7 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
         why = f"the option recompute={options.recompute!r}; {why}"
     elif options.plan is not None:
         why = f"by the saved plan; {why}"
-    elif told.is_clear(again=not crossing.is_kept):
+    elif told.is_clear(again=not crossing.is_stored):
         why = f"clearly less; {why}"
     return ChoiceFact(what, chosen, why, "recompute", seconds, nbytes, tuple(others))
 
@@ -142,13 +142,17 @@ def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
 def tried_facts(plan: Plan) -> tuple[TriedFact, ...]:
     """What was timed before a plan was chosen."""
     chosen = {
-        (step.name, plan.shard_sizes[step.placement], step.looping)
+        (step.name, plan.shard_sizes[step.placement], step.vectorization)
         for step in walk(plan.steps)
         if isinstance(step, Map)
     }
     return tuple(
         TriedFact(
-            t.step, t.size, str(t.looping), t.member_seconds, (t.step, t.size, t.looping) in chosen
+            t.step,
+            t.size,
+            str(t.vectorization),
+            t.member_seconds,
+            (t.step, t.size, t.vectorization) in chosen,
         )
         for t in plan.choices.tried
     )

@@ -191,9 +191,13 @@ def step_fact(
 def _ways(step: Map) -> str:
     """How shards are computed, where it is not all members at once by one executable."""
     told = []
-    if step.turns:
-        how = "one after the other" if step.looping.kind == "loop" else f"in {step.looping}"
-        told.append(f"members {how}: {step.turns}")
+    if step.loop_reason:
+        how = (
+            "one after the other"
+            if step.vectorization.kind == "loop"
+            else f"in {step.vectorization}"
+        )
+        told.append(f"members {how}: {step.loop_reason}")
     if step.short_body not in (None, step.body):
         told.append("full shards by an executable of their own, without a mask")
     return "; ".join(told)

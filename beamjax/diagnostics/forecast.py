@@ -15,7 +15,7 @@ from beamjax.diagnostics.calibration import KINDS, Calibration, calibration, rem
 from beamjax.diagnostics.topology import DIRECT, Workers
 from beamjax.interpreters.tuning import plan_cache
 from beamjax.options import Options
-from beamjax.options.choices import Looping
+from beamjax.options.choices import Vectorization
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.pace import LONG_IN_BUNDLE
 from beamjax.telemetry.progress import Progress, Tally
@@ -208,7 +208,7 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
     read = n * sum(plan.values[name].nbytes for name in step.operands) / known.read
     partial = sum(lane.size * 8 for lane in step.lanes)
     merge = shards * partial / known.merge
-    tried = {(t.step, t.size, t.looping): t.seconds for t in plan.choices.tried}
+    tried = {(t.step, t.size, t.vectorization): t.seconds for t in plan.choices.tried}
     read, merge = known.factor("read") * read, known.factor("merge") * merge
     found = by.learnt.get(step.name)
     if found is not None:
@@ -220,9 +220,9 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
         )  # fmt: skip
     cost = plan.costs.get(step.name)
     cores = max(by.cores // by.workers, 1)
-    gain = gains.gain(cost, step.looping, size, shards, by.threads, cores)
-    if (step.name, size, step.looping) in tried:
-        seconds = shards * tried[step.name, size, step.looping]
+    gain = gains.gain(cost, step.vectorization, size, shards, by.threads, cores)
+    if (step.name, size, step.vectorization) in tried:
+        seconds = shards * tried[step.name, size, step.vectorization]
         compute = max(seconds - merge, 0.0)
         return StepTime(
             step.name, 1, read, compute, merge, "probe", gain=gain.threads, shards=shards,
@@ -230,7 +230,7 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
         )  # fmt: skip
     if cost is None:
         return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
-    calls = cost.calls * known.rates.call * _calls(step.looping, size)
+    calls = cost.calls * known.rates.call * _calls(step.vectorization, size)
     work = gain.alone * known.rates.seconds(cost) * size
     compute = known.factor("compute") * shards * (work + calls + known.rates.shard)
     return StepTime(
@@ -239,9 +239,11 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
     )  # fmt: skip
 
 
-def _calls(looping: Looping, size: int) -> float:
+def _calls(vectorization: Vectorization, size: int) -> float:
     """How often the operations of a body are started for a shard."""
-    return {"vmap": 1, "loop": size, "batches": size / max(looping.batch, 1)}[looping.kind]
+    return {"vmap": 1, "loop": size, "batches": size / max(vectorization.batch, 1)}[
+        vectorization.kind
+    ]
 
 
 def _in_memory(runner: str, options: Options, workers: Workers) -> bool:
@@ -299,7 +301,10 @@ def _pipelines(
 
 def _key(plan: Plan, options: Options) -> str:
     """A name for what a program was measured at: its bodies and what they were fixed to."""
-    sizes, ways = dict(plan.shard_sizes), {k: str(v) for k, v in plan.choices.loopings.items()}
+    sizes, ways = (
+        dict(plan.shard_sizes),
+        {k: str(v) for k, v in plan.choices.vectorizations.items()},
+    )
     parts = (plan.choices.program, plan.x64, sizes, ways, options.reduction)
     return f"measured-{plan_cache.digest(*parts, plan_cache.machine())}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from beamjax.options.choices import Looping
+from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
 
 OWN_CORES = 1e6
@@ -44,7 +44,12 @@ def alone(cost: Cost, cores: int) -> float:
 
 
 def gain(
-    cost: Cost | None, looping: Looping, size: int, shards: int, threads: int, cores: int
+    cost: Cost | None,
+    vectorization: Vectorization,
+    size: int,
+    shards: int,
+    threads: int,
+    cores: int,
 ) -> Gain:
     """That of threads of a process, and of XLA, which computes in as many of its own.
 
@@ -53,7 +58,7 @@ def gain(
 
     Args:
       cost: of a member, if it is known.
-      looping: of the members of a shard.
+      vectorization: of the members of a shard.
       size: of a shard.
       shards: of a pass.
       threads: for shards.
@@ -61,11 +66,11 @@ def gain(
     """
     if cost is None:
         return Gain()
-    at_once = {"loop": 1, "vmap": size}.get(looping.kind, looping.batch)
+    at_once = {"loop": 1, "vmap": size}.get(vectorization.kind, vectorization.batch)
     operation = cost.weight * at_once / max(cost.calls, 1.0)
     if cost.shared * at_once < OWN_CORES:  # of a product over members, what a shard has of it
         cost = replace(cost, shared=0.0)
-    if looping.kind == "vmap" and not cost.shared and operation >= OWN_CORES:
+    if vectorization.kind == "vmap" and not cost.shared and operation >= OWN_CORES:
         return Gain(1 / max(1.0, DIVIDED * times_as_fast(cores)), busy=float(cores))
     one = alone(cost, cores)
     several = min(one, 1 / times_as_fast(side_by_side(shards, threads)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from beamjax.diagnostics.topology import Workers
 from beamjax.options import Options
-from beamjax.plan import lane_pieces
+from beamjax.plan import buffer_ranges
 from beamjax.plan.merging import accumulator_bytes, is_in_files
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.runtime.large_reductions import MAX_ROWS
@@ -230,7 +230,7 @@ class _Estimation:
 def sums_bytes(step: Map, mode: str) -> int:
     """Bytes of memory of the accumulators of a pass; those that wait in files take none."""
     if is_in_files(step, mode):
-        return (MAX_ROWS + 2) * lane_pieces.SECTION_BYTES + 2 * PIECE_BYTES
+        return (MAX_ROWS + 2) * buffer_ranges.SECTION_BYTES + 2 * PIECE_BYTES
     return sum(accumulator_bytes(lane, mode, most=True) for lane in step.lanes)
 
 

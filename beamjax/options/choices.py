@@ -25,7 +25,7 @@ MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Looping:
+class Vectorization:
     """How a pass computes the members of a shard.
 
     Attributes:
@@ -47,13 +47,13 @@ class Trial:
     Attributes:
       step: name of the pass.
       size: members in a shard.
-      looping: how they were computed.
+      vectorization: how they were computed.
       seconds: of a shard, with its merge.
     """
 
     step: str
     size: int
-    looping: Looping
+    vectorization: Vectorization
     seconds: float
 
     @property
@@ -68,7 +68,7 @@ class Choices:
 
     Attributes:
       sizes: members in a shard, by placement.
-      loopings: by name of the pass.
+      vectorizations: by name of the pass.
       origin: who chose: "rule", "options", "probe", "cache" or "saved"; or "pending".
       why: in words.
       tried: what was timed for it.
@@ -78,7 +78,7 @@ class Choices:
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
-    loopings: Mapping[str, Looping] = field(default_factory=dict)
+    vectorizations: Mapping[str, Vectorization] = field(default_factory=dict)
     origin: str = "rule"
     why: str = ""
     tried: tuple[Trial, ...] = ()
@@ -86,7 +86,7 @@ class Choices:
     made_again: tuple[bool, ...] | None = None
 
     def __hash__(self) -> int:
-        fixed = tuple(self.sizes.items()), tuple(self.loopings.items()), self.made_again
+        fixed = tuple(self.sizes.items()), tuple(self.vectorizations.items()), self.made_again
         return hash(fixed)
 
     def to_json(self) -> dict[str, Any]:
@@ -99,15 +99,15 @@ class Choices:
             "shard_sizes": dict(self.sizes),
             "made_again": None if self.made_again is None else list(self.made_again),
             "passes": {
-                name: {"member_loop": looping.kind, "batch": looping.batch}
-                for name, looping in self.loopings.items()
+                name: {"member_loop": vectorization.kind, "batch": vectorization.batch}
+                for name, vectorization in self.vectorizations.items()
             },
             "tried": [
                 {
                     "pass": t.step,
                     "shard_size": t.size,
-                    "member_loop": t.looping.kind,
-                    "batch": t.looping.batch,
+                    "member_loop": t.vectorization.kind,
+                    "batch": t.vectorization.batch,
                     "seconds": t.seconds,
                 }
                 for t in self.tried
@@ -167,7 +167,7 @@ def _check_size(name: str, size: Any) -> None:
         raise ValueError(f"found {size!r:.100} as {name}, expected a positive multiple of 8")
 
 
-def _looping(name: str, found: Any) -> Looping:
+def _looping(name: str, found: Any) -> Vectorization:
     found = found if isinstance(found, dict) else {}
     kind, batch = found.get("member_loop"), found.get("batch")
     if kind not in MEMBER_LOOPS:
@@ -178,7 +178,7 @@ def _looping(name: str, found: Any) -> Looping:
         _check_size(f"{name}: batch", batch)
     elif batch != 0 or type(batch) is not int:
         raise ValueError(f"{name}: found batch {batch!r:.100}, expected 0 without batches")
-    return Looping(kind, batch)
+    return Vectorization(kind, batch)
 
 
 def check_choices(options: Any) -> None:

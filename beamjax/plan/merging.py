@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.options import beam_flags
-from beamjax.plan.lane_pieces import step_pieces, step_sections
+from beamjax.plan.buffer_ranges import accumulator_ranges, file_ranges
 from beamjax.plan.steps import Lane, Map
 
 HELD_BYTES = 512 << 20
@@ -85,7 +85,7 @@ def fan_out(
       fixed: the number of groups, if the user chose it.
     """
     nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
-    pieces = len(step_sections(step) if in_files else step_pieces(step))
+    pieces = len(file_ranges(step) if in_files else accumulator_ranges(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     each = nbytes // pieces if pieces else 0
 

@@ -16,11 +16,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
-from beamjax.options.choices import Choices, Looping
+from beamjax.options.choices import Choices, Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.dropping import Guard
 
-VMAP = Looping()
+VMAP = Vectorization()
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Map:
     used instead. A pass over members of unequal length has a `padding_check` if its body can be
     made for more padding.
 
-    `looping` says how the body computes the members of a shard, and `turns` why it does
+    `vectorization` says how the body computes the members of a shard, and `loop_reason` why it does
     not use vmap for all of them at once ("" if it does). Compression makes the partials of a shard
     `saved` bytes smaller.
     """
@@ -233,8 +233,8 @@ class Map:
     combines: tuple[Combine, ...] = ()
     guard: Guard | None = None
     fitted: tuple[Fitted, ...] = ()
-    turns: str = ""
-    looping: Looping = VMAP
+    loop_reason: str = ""
+    vectorization: Vectorization = VMAP
     saved: int = 0
     short_body: str | None = None
     padding_check: PaddingCheck | None = None

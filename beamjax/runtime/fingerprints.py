@@ -27,7 +27,7 @@ from beamjax.sources.streams.spool import blocks_in_order
 Fingerprint = dict[str, str]
 """What is compared, by names for people; short texts or hashes."""
 
-_FOR_PEOPLE = ("line", "lines", "reason", "functions", "turns", "looping", "saved")
+_FOR_PEOPLE = ("line", "lines", "reason", "functions", "loop_reason", "vectorization", "saved")
 _LOCATION = re.compile(r'^#loc.*\n?| loc\((?:"(?:[^"\\]|\\.)*"|[#\w]+)\)', re.M)
 _SCANNED = 1 << 24
 

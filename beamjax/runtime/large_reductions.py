@@ -17,8 +17,8 @@ import numpy as np
 
 from beamjax.numerics.accumulators import Accumulator, decode_accumulator
 from beamjax.numerics.provenance import UNKNOWN, Provenance
-from beamjax.plan import lane_pieces
-from beamjax.plan.lane_pieces import Piece, step_sections
+from beamjax.plan import buffer_ranges
+from beamjax.plan.buffer_ranges import ValueRange, file_ranges
 from beamjax.plan.steps import Lane, Map, Plan
 from beamjax.runtime.shard_executor import finish_lane, new_accumulator
 from beamjax.storage import aligned
@@ -62,8 +62,8 @@ class Terms(Generic[T]):
 
 
 def merged_pieces(
-    section: Piece, lane: Lane, mode: Any, terms: Terms[T], load: Callable[[T], np.ndarray]
-) -> Iterator[tuple[Piece, Accumulator]]:
+    section: ValueRange, lane: Lane, mode: Any, terms: Terms[T], load: Callable[[T], np.ndarray]
+) -> Iterator[tuple[ValueRange, Accumulator]]:
     """Each piece of a section, with an accumulator of all terms, one after the other.
 
     Args:
@@ -74,7 +74,7 @@ def merged_pieces(
       load: gives the array that a term tells of.
     """
     rows = [(shard, _read_only(load(row))) for shard, row in terms.rows]
-    for number, piece in enumerate(section.cut(lane_pieces.PIECE_VALUES)):
+    for number, piece in enumerate(section.cut(buffer_ranges.RANGE_VALUES)):
         accumulator = new_accumulator(lane, piece.stop - piece.start, mode)
         for shard, row in rows:
             accumulator.add(row[piece.start - section.start : piece.stop - section.start], shard)
@@ -93,7 +93,7 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 
 def merge_terms(
-    section: Piece,
+    section: ValueRange,
     lane: Lane,
     mode: Any,
     terms: Terms[T],
@@ -109,8 +109,8 @@ def merge_terms(
 def finished_sections(
     plan: Plan,
     step: Map,
-    section: Piece,
-    pieces: Iterable[tuple[Piece, Accumulator]],
+    section: ValueRange,
+    pieces: Iterable[tuple[ValueRange, Accumulator]],
     room: Callable[[str, int, int], np.ndarray],
 ) -> None:
     """Puts the results of a section where they belong.
@@ -142,8 +142,8 @@ class WideLanes:
         self.step = step
         self.mode = mode
         self.scratch = scratch
-        self.sections = step_sections(step)
-        self._waiting: dict[Piece, Terms[Slot]] = collections.defaultdict(Terms)
+        self.sections = file_ranges(step)
+        self._waiting: dict[ValueRange, Terms[Slot]] = collections.defaultdict(Terms)
         # Of the last shard: nothing is written where there is only one.
         self._last: tuple[int, Sequence[np.ndarray | None]] | None = None
 
@@ -155,7 +155,7 @@ class WideLanes:
                 self._waiting[section].left_out += left_out
         self._last = shard, partials
 
-    def terms(self) -> Iterator[tuple[Piece, Terms[np.ndarray]]]:
+    def terms(self) -> Iterator[tuple[ValueRange, Terms[np.ndarray]]]:
         """All that there is of each section, in memory while it is looked at."""
         for section in self.sections:
             terms = self._waiting[section]
@@ -198,12 +198,12 @@ class WideLanes:
                 self._waiting[section] = self._merged(section)
         self._last = None
 
-    def _few(self, section: Piece) -> int:
+    def _few(self, section: ValueRange) -> int:
         """How many partials take no more room than an accumulator that is encoded."""
         lane = self.step.lanes[section.lane]
         return 3 if lane.kind == "sum" and np.dtype(lane.dtype).kind in "fc" else 1
 
-    def _merged(self, section: Piece) -> Terms[Slot]:
+    def _merged(self, section: ValueRange) -> Terms[Slot]:
         lane, terms = self.step.lanes[section.lane], self._waiting[section]
         merged = merge_terms(section, lane, self.mode, terms, self.scratch.read, self.scratch.write)
         for slot in (*(row for _, row in terms.rows), *(s for m in terms.merged for s in m)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax.interpreters.cutting.pieces import MapPiece, ServerPiece
+from beamjax.interpreters.cutting.stages import MapStage, ServerStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
 from beamjax.plan.cost import Cost
@@ -58,14 +58,14 @@ _CUBIC = {"cholesky": 1 / 3, "triangular_solve": 1.0, "lu": 2 / 3, "eigh": 10.0,
 _CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 3}
 
 
-def member_cost(piece: MapPiece, n: Any) -> Cost:
+def member_cost(stage: MapStage, n: Any) -> Cost:
     """The cost of one member in a pass over n members."""
     n = 1 if is_unknown(n) else max(n, 1)
     total = Cost()
-    for emission in piece.emissions:
+    for emission in stage.emissions:
         eqn = emission.eqn
         if eqn.primitive.name == "bj_map":
-            own = [axis is not None for axis in emission.reading.in_axes]
+            own = [axis is not None for axis in emission.rule.in_axes]
             total += body_cost(eqn.params["jaxpr"], own)
         else:
             whole = _flat_cost(eqn, n)
@@ -73,10 +73,10 @@ def member_cost(piece: MapPiece, n: Any) -> Cost:
     return total
 
 
-def server_cost(piece: ServerPiece) -> Cost:
+def server_cost(stage: ServerStage) -> Cost:
     """The cost of a server step."""
     total = Cost()
-    for eqn in piece.eqns:
+    for eqn in stage.eqns:
         n = eqn.params.get("n", 1)
         total += _flat_cost(eqn, 1 if is_unknown(n) else n)
     return total
@@ -129,9 +129,9 @@ def waits_for_data(closed: Any) -> bool:
     )
 
 
-def piece_waits_for_data(piece: MapPiece) -> bool:
+def stage_waits_for_data(stage: MapStage) -> bool:
     """Whether a pass holds a loop whose number of rounds depends on data."""
-    return any(_eqn_waits(emission.eqn) for emission in piece.emissions)
+    return any(_eqn_waits(emission.eqn) for emission in stage.emissions)
 
 
 def _eqn_waits(eqn: Eqn) -> bool:

@@ -16,24 +16,24 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from beamjax import _compat
-from beamjax.interpreters.cutting.pieces import (
-    BlockPiece,
-    BranchPiece,
-    Emission,
-    GatherPiece,
-    LoopPiece,
-    MapPiece,
-    Piece,
-    ScatterPiece,
-    ServerPiece,
-)
 from beamjax.interpreters.cutting.remat import CHEAP, Decisions, by_cost
-from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
+from beamjax.interpreters.cutting.stages import (
+    BlockStages,
+    BranchStage,
+    Emission,
+    GatherStage,
+    LoopStage,
+    MapStage,
+    ScatterStage,
+    ServerStage,
+    Stage,
+)
+from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, BranchEqn, Eqn, FlatBlock, LoopEqn, Var
-from beamjax.interpreters.rules.table import Fold, Local
+from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
 
 
-def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Piece]:
+def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Stage]:
     """Cuts a program into stages, in an order in which they can run.
 
     Args:
@@ -43,7 +43,7 @@ def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Pi
     """
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
-    return _Splitter(program, flat, places, None, None, decisions or Decisions()).pieces()
+    return _Splitter(program, flat, places, None, None, decisions or Decisions()).stages()
 
 
 class _Splitter:
@@ -84,11 +84,11 @@ class _Splitter:
         # Server values, and placed values of earlier stages, that a later stage reads.
         self.served: set[Var] = set()
         self.live: set[Var] = set()
-        self.outside: tuple[dict[Var, Eqn], dict[tuple[Var, Along], Eqn]] = ({}, {})
+        self.outside: tuple[dict[Var, Eqn], dict[tuple[Var, MemberAxis], Eqn]] = ({}, {})
         # Placed values to gather, by the level of the pass that computes them (None: inputs).
-        self.gathered: dict[int | None, list[Piece]] = {}
+        self.gathered: dict[int | None, list[Stage]] = {}
 
-    def pieces(self) -> list[Piece]:
+    def stages(self) -> list[Stage]:
         backward = self._ends()
         for level in range(max(self.levels.values(), default=0), -1, -1):
             backward += self.gathered.get(level, [])
@@ -97,9 +97,9 @@ class _Splitter:
             server = self._server(level)
             backward += [server] if server else []
         backward += self.gathered.get(None, [])
-        pieces = backward[::-1]
-        self._find_server_outputs(pieces)
-        return pieces
+        stages = backward[::-1]
+        self._find_server_outputs(stages)
+        return stages
 
     def serve(self, var: Var, user: Eqn) -> None:
         """Records that `user` reads a value on the server."""
@@ -108,10 +108,10 @@ class _Splitter:
             self.outside[0].setdefault(var, user)
         elif var not in self.served and along is not None:
             level = self.levels[var] if var in self.made else None
-            self.gathered.setdefault(level, []).append(GatherPiece(var, along, user))
+            self.gathered.setdefault(level, []).append(GatherStage(var, along, user))
         self.served.add(var)
 
-    def bring(self, var: Var, along: Along, user: Eqn) -> list[Piece]:
+    def bring(self, var: Var, along: MemberAxis, user: Eqn) -> list[Stage]:
         """Records that `user` reads a value by shards; returns the scatter if that takes one."""
         if self.is_outside(var):
             self.outside[1].setdefault((var, along), user)
@@ -121,15 +121,15 @@ class _Splitter:
                 self.live.add(var)
             return []
         self.serve(var, user)
-        return [ScatterPiece(var, along, user)]
+        return [ScatterStage(var, along, user)]
 
     def is_outside(self, var: Var) -> bool:
         """Whether a value belongs to an enclosing block."""
         return var not in self.made and var not in self.params and self.around is not None
 
-    def _ends(self) -> list[Piece]:
+    def _ends(self) -> list[Stage]:
         """Records the outputs of the block; returns the gathers and scatters that they need."""
-        scatters: list[Piece] = []
+        scatters: list[Stage] = []
         for atom, along in zip(self.block.outputs, self.outputs, strict=True):
             if not isinstance(atom, Var):
                 continue
@@ -143,9 +143,9 @@ class _Splitter:
                 scatters += self.bring(atom, along, self.user)
         return scatters
 
-    def _control(self, level: int) -> list[Piece]:
+    def _control(self, level: int) -> list[Stage]:
         """The loops and branches of a level, with the scatters that they need, in reverse order."""
-        found: list[Piece] = []
+        found: list[Stage] = []
         for eqn in reversed(self.by_level.get(level, [])):
             read = any(v in self.served or v in self.live for v in eqn.outputs)
             if not eqn.blocks or not (read or eqn.effects):
@@ -154,16 +154,16 @@ class _Splitter:
             inners, blocks = [], []
             for block, places in zip(eqn.blocks, border.outputs, strict=True):
                 inners.append(self._inside(block, places, eqn))
-                blocks.append(BlockPiece(block, inners[-1].pieces(), places))
+                blocks.append(BlockStages(block, inners[-1].stages(), places))
             pairs = list(zip(eqn.inputs, border.inputs, strict=True))
             served = [atom for atom, along in pairs if along is None and isinstance(atom, Var)]
             served += [var for inner in inners for var in inner.outside[0]]
             if isinstance(eqn, LoopEqn):
                 condition = blocks[0] if eqn.condition else None
-                found.append(LoopPiece(eqn, border.inputs, condition, blocks[-1], served))
+                found.append(LoopStage(eqn, border.inputs, condition, blocks[-1], served))
             elif isinstance(eqn, BranchEqn):
-                found.append(BranchPiece(eqn, blocks, served))
-            scatters: dict[tuple[Var, Along], list[Piece]] = {}
+                found.append(BranchStage(eqn, blocks, served))
+            scatters: dict[tuple[Var, MemberAxis], list[Stage]] = {}
             for atom, along in pairs:
                 assert isinstance(atom, Var)
                 if along is None:
@@ -176,47 +176,49 @@ class _Splitter:
                 for (var, along), user in inner.outside[1].items():
                     if (var, along) not in scatters:
                         scatters[var, along] = self.bring(var, along, user)
-            found += [piece for pieces in scatters.values() for piece in pieces]
+            found += [stage for stages in scatters.values() for stage in stages]
         return found
 
-    def _maps(self, level: int) -> list[Piece]:
-        folds: dict[str, list[Eqn]] = {}
+    def _maps(self, level: int) -> list[Stage]:
+        reductions: dict[str, list[Eqn]] = {}
         results: dict[str, list[Var]] = {}
         effects: dict[str, list[Eqn]] = {}
         for eqn in self.by_level.get(level, []):
-            if eqn not in self.program.readings:
+            if eqn not in self.program.rules:
                 continue
-            placement, reading = self.program.readings[eqn]
+            placement, rule = self.program.rules[eqn]
             if eqn.effects:
                 effects.setdefault(placement, []).append(eqn)
-            if not isinstance(reading, Fold):
+            if not isinstance(rule, ReductionRule):
                 wanted = [v for v in eqn.outputs if v in self.served or v in self.live]
                 results.setdefault(placement, []).extend(wanted)
             elif any(v in self.served for v in eqn.outputs):
-                folds.setdefault(placement, []).append(eqn)
-        found: list[Piece] = []
+                reductions.setdefault(placement, []).append(eqn)
+        found: list[Stage] = []
         for placement in self.program.sizes:
-            if folds.get(placement) or results.get(placement) or effects.get(placement):
+            if reductions.get(placement) or results.get(placement) or effects.get(placement):
                 one = _Pass(self, level, placement, frozenset(effects.get(placement, [])))
-                found += one.pieces(folds.get(placement, []), results.get(placement, []))
+                found += one.stages(reductions.get(placement, []), results.get(placement, []))
         return found
 
-    def made_here(self, eqn: Eqn, var: Var, along: Along, level: int) -> Local | None:
+    def made_here(self, eqn: Eqn, var: Var, along: MemberAxis, level: int) -> MemberwiseRule | None:
         """The rule by which a pass of this level computes a value that it reads, or None."""
         if self.program.place(var) == along:
             if var not in self.made or eqn.blocks:
                 return None
-            _, reading = self.program.readings[eqn]
-            if isinstance(reading, Local) and (self.levels[var] == level or var in self.cheap):
-                return reading
+            _, rule = self.program.rules[eqn]
+            if isinstance(rule, MemberwiseRule) and (
+                self.levels[var] == level or var in self.cheap
+            ):
+                return rule
             return None
         created = self.program.creations.get((var, along))
         return created[1] if created else None
 
-    def _server(self, level: int) -> ServerPiece | None:
+    def _server(self, level: int) -> ServerStage | None:
         eqns: list[Eqn] = []
         for eqn in reversed(self.by_level.get(level, [])):
-            if eqn.blocks or eqn in self.program.readings:
+            if eqn.blocks or eqn in self.program.rules:
                 continue
             if not eqn.effects and not any(v in self.served for v in eqn.outputs):
                 continue
@@ -228,7 +230,7 @@ class _Splitter:
             return None
         made = {var for eqn in eqns for var in eqn.outputs}
         read = dict.fromkeys(a for e in eqns[::-1] for a in e.inputs if isinstance(a, Var))
-        return ServerPiece(eqns[::-1], [var for var in read if var not in made])
+        return ServerStage(eqns[::-1], [var for var in read if var not in made])
 
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
         return _Splitter(self.program, block, places, self, user, self.decisions)
@@ -250,39 +252,39 @@ class _Splitter:
         """The values that can be computed by such equations alone from what every pass can read."""
         found: set[Var] = set()
         for eqn in self.block.eqns:
-            placement, reading = self.program.readings.get(eqn, ("", None))
-            if not isinstance(reading, Local) or not may(eqn):
+            placement, rule = self.program.rules.get(eqn, ("", None))
+            if not isinstance(rule, MemberwiseRule) or not may(eqn):
                 continue
-            needs = zip(eqn.inputs, reading.in_axes, strict=True)
+            needs = zip(eqn.inputs, rule.in_axes, strict=True)
             if all(
-                axis is None or self._at_hand(atom, Along(placement, axis), found)
+                axis is None or self._at_hand(atom, MemberAxis(placement, axis), found)
                 for atom, axis in needs
             ):
                 found.update(eqn.outputs)
         return found
 
-    def _at_hand(self, atom: Atom, along: Along, found: set[Var]) -> bool:
+    def _at_hand(self, atom: Atom, along: MemberAxis, found: set[Var]) -> bool:
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:
             return True
         native = self.program.place(atom) == along
         return native and (atom not in self.made or atom in found)
 
-    def _find_server_outputs(self, pieces: Sequence[Piece]) -> None:
+    def _find_server_outputs(self, stages: Sequence[Stage]) -> None:
         read = {atom for atom in self.block.outputs if isinstance(atom, Var)}
-        for piece in pieces:
-            match piece:
-                case ServerPiece():
-                    read.update(piece.inputs)
-                case MapPiece():
-                    read.update(piece.broadcasts)
-                case ScatterPiece():
-                    read.add(piece.var)
-                case LoopPiece() | BranchPiece():
-                    read.update(piece.served)
-        for piece in pieces:
-            if isinstance(piece, ServerPiece):
-                made = (var for eqn in piece.eqns for var in eqn.outputs)
-                piece.outputs = [var for var in made if var in read]
+        for stage in stages:
+            match stage:
+                case ServerStage():
+                    read.update(stage.inputs)
+                case MapStage():
+                    read.update(stage.broadcasts)
+                case ScatterStage():
+                    read.add(stage.var)
+                case LoopStage() | BranchStage():
+                    read.update(stage.served)
+        for stage in stages:
+            if isinstance(stage, ServerStage):
+                made = (var for eqn in stage.eqns for var in eqn.outputs)
+                stage.outputs = [var for var in made if var in read]
 
 
 class _Pass:
@@ -299,19 +301,19 @@ class _Pass:
         self.level = level
         self.placement = placement
         self.effects = effects
-        self.need: dict[Var, dict[Along, Eqn | None]] = {}
+        self.need: dict[Var, dict[MemberAxis, Eqn | None]] = {}
         self.agenda: list[int] = []
         self.emissions: list[Emission] = []
         self.broadcasts: dict[Var, Eqn] = {}
-        self.operands: list[tuple[Var, Along]] = []
-        self.scatters: list[Piece] = []
+        self.operands: list[tuple[Var, MemberAxis]] = []
+        self.scatters: list[Stage] = []
 
-    def pieces(self, folds: Iterable[Eqn], results: list[Var]) -> list[Piece]:
+    def stages(self, reductions: Iterable[Eqn], results: list[Var]) -> list[Stage]:
         """The pass and the scatters that it needs, in reverse order."""
         splitter = self.splitter
         for var in results:
             self.require(var, splitter.program.places[var], None)
-        reduced = set(folds)
+        reduced = set(reductions)
         for eqn in reduced | self.effects:
             heapq.heappush(self.agenda, -splitter.numbers[eqn])
         last = None
@@ -326,10 +328,10 @@ class _Pass:
         for var, user in self.broadcasts.items():
             splitter.serve(var, user)
         broadcasts, emissions = list(self.broadcasts), self.emissions[::-1]
-        piece = MapPiece(self.placement, emissions, broadcasts, self.operands, results)
-        return [piece, *self.scatters]
+        stage = MapStage(self.placement, emissions, broadcasts, self.operands, results)
+        return [stage, *self.scatters]
 
-    def require(self, var: Var, along: Along, user: Eqn | None) -> None:
+    def require(self, var: Var, along: MemberAxis, user: Eqn | None) -> None:
         alongs = self.need.setdefault(var, {})
         if not alongs and var in self.splitter.makers:
             heapq.heappush(self.agenda, -self.splitter.numbers[self.splitter.makers[var]])
@@ -338,31 +340,31 @@ class _Pass:
     def visit(self, eqn: Eqn, is_fold: bool) -> None:
         """Adds an equation to the pass, or reads its results from outside."""
         if is_fold:
-            self.emit(eqn, self.splitter.program.readings[eqn][1])
+            self.emit(eqn, self.splitter.program.rules[eqn][1])
             return
-        emitted: list[Local] = []
+        emitted: list[MemberwiseRule] = []
         for var in eqn.outputs:
             for along in self.need.get(var, {}):
-                reading = self.splitter.made_here(eqn, var, along, self.level)
-                if reading is None:
+                rule = self.splitter.made_here(eqn, var, along, self.level)
+                if rule is None:
                     self.supply(var, along)
-                elif not any(reading is other for other in emitted):
-                    emitted.append(reading)
-                    self.emit(eqn, reading)
+                elif not any(rule is other for other in emitted):
+                    emitted.append(rule)
+                    self.emit(eqn, rule)
         if eqn in self.effects and not emitted:
-            self.emit(eqn, self.splitter.program.readings[eqn][1])
+            self.emit(eqn, self.splitter.program.rules[eqn][1])
 
-    def emit(self, eqn: Eqn, reading: Local | Fold) -> None:
-        self.emissions.append(Emission(eqn, reading))
-        for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True):
+    def emit(self, eqn: Eqn, rule: MemberwiseRule | ReductionRule) -> None:
+        self.emissions.append(Emission(eqn, rule))
+        for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True):
             if not isinstance(atom, Var):
                 continue
             if axis is None:
                 self.broadcasts.setdefault(atom, eqn)
             else:
-                self.require(atom, Along(self.placement, axis), eqn)
+                self.require(atom, MemberAxis(self.placement, axis), eqn)
 
-    def supply(self, var: Var, along: Along) -> None:
+    def supply(self, var: Var, along: MemberAxis) -> None:
         """Reads a value from outside of the pass: an input, an earlier stage, or the server."""
         self.operands.append((var, along))
         user = self.need[var][along]
@@ -394,9 +396,9 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
         if not uses and not eqn.effects:
             del levels[eqn]
             continue
-        reading = program.readings.get(eqn)
+        rule = program.rules.get(eqn)
         movable = uses and not eqn.blocks and not _is_ordered(eqn)
-        if movable and (reading is None or isinstance(reading[1], Local)):
+        if movable and (rule is None or isinstance(rule[1], MemberwiseRule)):
             level = max(levels[eqn], min(uses))
             levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
         for operand, along in program.reads(eqn):
@@ -426,9 +428,9 @@ def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
             level = max(level, turn)
             turn = level + bool(eqn.blocks)
         levels[eqn] = level
-        folds = eqn in program.readings and isinstance(program.readings[eqn][1], Fold)
+        reductions = eqn in program.rules and isinstance(program.rules[eqn][1], ReductionRule)
         # Results of a loop or a branch exist only after the passes of its own level.
-        after = folds or bool(eqn.blocks)
+        after = reductions or bool(eqn.blocks)
         levels.update(dict.fromkeys(eqn.outputs, level + after))
     return levels
 

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from beamjax.interpreters.cutting.cost import member_cost
-from beamjax.interpreters.cutting.pieces import Emission, MapPiece
+from beamjax.interpreters.cutting.stages import Emission, MapStage
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Eqn, FlatBlock, Var
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.table import Local
+from beamjax.interpreters.rules.table import MemberwiseRule
 from beamjax.interpreters.staging.flatten import host_call
 from beamjax.plan.cost import USUAL
 
@@ -27,7 +27,7 @@ CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
 }  # fmt: skip
 """Primitives whose results are rematerialized unless that clearly takes longer than storing
 them."""
-KEPT_RATE = 5e8
+STORE_RATE = 5e8
 """Bytes per second at which a Beam worker writes placed values or reads them in a later pass. It is
 faster in a single process."""
 INPUT_RATE = 1e9
@@ -41,7 +41,7 @@ WORTH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Remaking:
+class RematerializationTimes:
     """Predicted times for values that later passes read.
 
     Attributes:
@@ -84,14 +84,14 @@ class Decisions:
         return again
 
 
-def remaking(
+def rematerialization_times(
     program: PlacedProgram,
     values: Sequence[Var],
     emissions: Sequence[Emission] | None,
     placement: str,
     reads: float,
     writes: float = 1.0,
-) -> Remaking:
+) -> RematerializationTimes:
     """Predicts the times to store values for later passes and to rematerialize them.
 
     Args:
@@ -104,15 +104,15 @@ def remaking(
     """
     n = program.sizes[placement]
     nbytes = sum(map(_nbytes, values))
-    kept = nbytes * (writes + reads) / KEPT_RATE
+    kept = nbytes * (writes + reads) / STORE_RATE
     if emissions is None:
-        return Remaking(nbytes, kept, None)
-    cost = member_cost(MapPiece(placement, list(emissions), [], [], []), n)
+        return RematerializationTimes(nbytes, kept, None)
+    cost = member_cost(MapStage(placement, list(emissions), [], [], []), n)
     made = {var for emission in emissions for var in emission.eqn.outputs}
     given = {var for emission in emissions for var in _read(program, emission)} - made
     each = USUAL.seconds(cost) + cost.calls * USUAL.call / USUAL_SHARD
     again = n * each + sum(map(_nbytes, given)) / INPUT_RATE
-    return Remaking(nbytes, kept, None if cost.guessed else reads * again)
+    return RematerializationTimes(nbytes, kept, None if cost.guessed else reads * again)
 
 
 def by_cost(
@@ -136,13 +136,13 @@ def by_cost(
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     chosen = set(rule)
     for var, readers in _crossing(program, block, levels, makers).items():
-        placement, _ = program.readings[makers[var]]
+        placement, _ = program.rules[makers[var]]
         if var not in possible or is_unknown(program.sizes[placement]):
             continue
         chain = ancestors(program, [var], makers)
         if any(host_call(emission.eqn) for emission in chain):
             continue
-        predicted = remaking(program, [var], chain, placement, readers)
+        predicted = rematerialization_times(program, [var], chain, placement, readers)
         again = var in rule
         if predicted.is_clear(again=not again):
             again = not again
@@ -167,15 +167,15 @@ def ancestors(
     agenda = [makers[var] for var in values if var in makers]
     while agenda:
         eqn = agenda.pop()
-        if eqn in wanted or eqn not in program.readings:
+        if eqn in wanted or eqn not in program.rules:
             continue
         wanted.add(eqn)
-        _, reading = program.readings[eqn]
-        for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True):
+        _, rule = program.rules[eqn]
+        for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True):
             if axis is not None and isinstance(atom, Var) and atom in makers:
                 agenda.append(makers[atom])
     ordered = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in wanted]
-    return [Emission(eqn, program.readings[eqn][1]) for eqn in ordered]
+    return [Emission(eqn, program.rules[eqn][1]) for eqn in ordered]
 
 
 def _crossing(
@@ -196,14 +196,14 @@ def _crossing(
         for atom, along in program.reads(eqn):
             if not isinstance(atom, Var) or program.place(atom) is None:
                 continue
-            if eqn.blocks or program.place(atom) != along or eqn not in program.readings:
+            if eqn.blocks or program.place(atom) != along or eqn not in program.rules:
                 kept.add(atom)
             elif atom in makers and levels[eqn] > levels[atom]:
                 readers.setdefault(atom, set()).add(levels[eqn])
     return {
         var: len(found)
         for var, found in readers.items()
-        if var not in kept and makers[var] in program.readings and not makers[var].blocks
+        if var not in kept and makers[var] in program.rules and not makers[var].blocks
     }
 
 
@@ -217,20 +217,20 @@ class Crossing:
     Attributes:
       step: name of the pass that computes them first.
       later: names of the passes that need them.
-      is_kept: whether they are stored.
+      is_stored: whether they are stored.
       predicted: predicted times of storing and of rematerializing.
       is_elementwise: whether cheap, elementwise operations compute them.
     """
 
     step: str
     later: tuple[str, ...]
-    is_kept: bool
-    predicted: Remaking
+    is_stored: bool
+    predicted: RematerializationTimes
     is_elementwise: bool = False
 
 
 def crossings(
-    program: PlacedProgram, named: Iterable[tuple[str, MapPiece, float]]
+    program: PlacedProgram, named: Iterable[tuple[str, MapStage, float]]
 ) -> Iterator[Crossing]:
     """The values that cross from one pass of a program to others.
 
@@ -240,58 +240,60 @@ def crossings(
     """
     passes = [p for p in named if not is_unknown(program.sizes[p[1].placement])]
     readers: dict[Var, list[tuple[str, float]]] = {}
-    for name, piece, rounds in passes:
-        for var, _ in piece.operands:
+    for name, stage, rounds in passes:
+        for var, _ in stage.operands:
             readers.setdefault(var, []).append((name, rounds))
-    kept = {var for _, piece, _ in passes for var in piece.results}
+    kept = {var for _, stage, _ in passes for var in stage.results}
     first: dict[Eqn, tuple[str, float]] = {}
-    for name, piece, rounds in passes:
-        yield from _made_again(program, name, piece, rounds, first)
-        values = [var for var in piece.results if var in readers]
+    for name, stage, rounds in passes:
+        yield from _made_again(program, name, stage, rounds, first)
+        values = [var for var in stage.results if var in readers]
         if values:
-            makers = {var: e.eqn for e in piece.emissions for var in e.eqn.outputs}
+            makers = {var: e.eqn for e in stage.emissions for var in e.eqn.outputs}
             chain = ancestors(program, values, makers)
             made = {var for e in chain for var in e.eqn.outputs}
             given = {var for e in chain for var in _read(program, e)} - made
             possible = set(values) <= made and not given & kept
             possible = possible and not any(e.eqn.effects or host_call(e.eqn) for e in chain)
             later = dict(reader for var in values for reader in readers[var])
-            predicted = remaking(
-                program, values, chain if possible else None, piece.placement,
+            predicted = rematerialization_times(
+                program, values, chain if possible else None, stage.placement,
                 sum(later.values()), rounds,
             )  # fmt: skip
             yield Crossing(name, tuple(later), True, predicted)
         first |= {
             e.eqn: (name, rounds)
-            for e in piece.emissions
-            if e.eqn not in first and e.eqn in program.readings
+            for e in stage.emissions
+            if e.eqn not in first and e.eqn in program.rules
         }
 
 
 def _made_again(
     program: PlacedProgram,
     name: str,
-    piece: MapPiece,
+    stage: MapStage,
     rounds: float,
     first: Mapping[Eqn, tuple[str, float]],
 ) -> Iterator[Crossing]:
     """The values that a pass rematerializes, grouped by the pass that computes them first."""
-    again = [e for e in piece.emissions if e.eqn in first and isinstance(e.reading, Local)]
-    read = {var for e in piece.emissions if e.eqn not in first for var in _read(program, e)}
+    again = [e for e in stage.emissions if e.eqn in first and isinstance(e.rule, MemberwiseRule)]
+    read = {var for e in stage.emissions if e.eqn not in first for var in _read(program, e)}
     for other, times in dict.fromkeys(first[e.eqn] for e in again):
         mine = [e for e in again if first[e.eqn] == (other, times)]
         front = [var for e in mine for var in e.eqn.outputs if var in read]
         makers = {var: e.eqn for e in again for var in e.eqn.outputs}
         if front:
             chain = ancestors(program, front, makers)
-            predicted = remaking(program, front, chain, piece.placement, rounds, times)
+            predicted = rematerialization_times(
+                program, front, chain, stage.placement, rounds, times
+            )
             cheap = all(e.eqn.primitive.name in CHEAP for e in chain)
             yield Crossing(other, (name,), False, predicted, cheap)
 
 
 def _read(program: PlacedProgram, emission: Emission) -> Iterator[Var]:
     """The placed values that an equation of a pass reads along the members."""
-    for atom, axis in zip(emission.eqn.inputs, emission.reading.in_axes, strict=True):
+    for atom, axis in zip(emission.eqn.inputs, emission.rule.in_axes, strict=True):
         if axis is not None and isinstance(atom, Var) and program.place(atom) is not None:
             yield atom
 

@@ -9,25 +9,25 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import StagingError
-from beamjax.interpreters.cutting.pieces import (
-    BranchPiece,
-    GatherPiece,
-    LoopPiece,
-    MapPiece,
-    Piece,
-    ScatterPiece,
-    ServerPiece,
+from beamjax.interpreters.cutting.stages import (
+    BranchStage,
+    GatherStage,
+    LoopStage,
+    MapStage,
+    ScatterStage,
+    ServerStage,
+    Stage,
     walk,
 )
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var
-from beamjax.interpreters.rules.readings import Local, shape_of
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, shape_of
 from beamjax.interpreters.staging.unknown_sizes import ADVICE, INSTEAD, UnknownSizeError
 from beamjax.plan.steps import size_name
 
 
-def settle_sizes(program: PlacedProgram, pieces: Sequence[Piece]) -> None:
+def settle_sizes(program: PlacedProgram, stages: Sequence[Stage]) -> None:
     """Names the values that hold unknown numbers of members, and checks all other uses of them.
 
     Raises:
@@ -43,41 +43,41 @@ def settle_sizes(program: PlacedProgram, pieces: Sequence[Piece]) -> None:
             )
         var.name = size_name(opened[symbol])
     if opened:
-        for piece in walk(pieces):
-            _check(program, piece)
+        for stage in walk(stages):
+            _check(program, stage)
 
 
-def _check(program: PlacedProgram, piece: Piece) -> None:
-    match piece:
-        case GatherPiece(var=var, along=along, user=user):
+def _check(program: PlacedProgram, stage: Stage) -> None:
+    match stage:
+        case GatherStage(var=var, along=along, user=user):
             if is_unknown(program.sizes[along.placement]):
                 raise _refusal(program, user, "reads all members at once", [var])
-        case ScatterPiece(var=var, along=along, user=user):
+        case ScatterStage(var=var, along=along, user=user):
             if is_unknown(program.sizes[along.placement]):
                 raise _refusal(program, user, "reads a server value by shards", [var])
-        case ServerPiece(eqns=eqns):
+        case ServerStage(eqns=eqns):
             for eqn in eqns:
                 if any(_symbolic(shape_of(atom)) for atom in (*eqn.outputs, *eqn.inputs)):
                     what = "needs all members at once, on the server"
                     raise _refusal(program, eqn, what, [*eqn.inputs, *eqn.outputs])
                 _check_inside(program, eqn)
-        case MapPiece():
-            for emission in piece.emissions:
-                eqn, reading = emission.eqn, emission.reading
-                pairs = list(zip(eqn.inputs, reading.in_axes, strict=True))
-                if isinstance(reading, Local):
-                    pairs += zip(eqn.outputs, reading.out_axes, strict=True)
+        case MapStage():
+            for emission in stage.emissions:
+                eqn, rule = emission.eqn, emission.rule
+                pairs = list(zip(eqn.inputs, rule.in_axes, strict=True))
+                if isinstance(rule, MemberwiseRule):
+                    pairs += zip(eqn.outputs, rule.out_axes, strict=True)
                 for atom, axis in pairs:
                     rest = [d for i, d in enumerate(shape_of(atom)) if i != axis]
                     if _symbolic(rest):
                         what = "has, for each member, a value with one entry per member of "
-                        raise _refusal(program, eqn, f"{what}{piece.placement!r}", [atom])
+                        raise _refusal(program, eqn, f"{what}{stage.placement!r}", [atom])
                 if eqn.is_placed_operator:
                     _check_inside(program, eqn)
-        case LoopPiece(eqn=eqn):
+        case LoopStage(eqn=eqn):
             if eqn.rounds is not None and is_unknown(eqn.rounds):
                 raise _refusal(program, eqn, "has a round for each member", eqn.inputs)
-        case BranchPiece():
+        case BranchStage():
             pass
 
 

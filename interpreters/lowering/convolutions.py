@@ -21,7 +21,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._compat import scan_counts
-from beamjax.interpreters.cutting.pieces import MapPiece
+from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Eqn, MemberEqn
 
 # --- layout
@@ -138,13 +138,11 @@ Own = list[bool]
 """For each value, whether it differs between members."""
 
 
-def convolves_by_member(piece: MapPiece) -> bool:
+def convolves_by_member(stage: MapStage) -> bool:
     """Whether a pass holds a convolution whose input and kernel both differ between members."""
     return any(
-        _flow(
-            emission.eqn.params["jaxpr"], [axis is not None for axis in emission.reading.in_axes]
-        )[0]
-        for emission in piece.emissions
+        _flow(emission.eqn.params["jaxpr"], [axis is not None for axis in emission.rule.in_axes])[0]
+        for emission in stage.emissions
         if emission.eqn.primitive.name == "bj_map"
     )
 

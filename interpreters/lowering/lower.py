@@ -21,33 +21,33 @@ from beamjax.bodies.export import (
 )
 from beamjax.errors import StagingError
 from beamjax.interpreters.cutting.cost import server_cost
-from beamjax.interpreters.cutting.pieces import (
-    BlockPiece,
-    BranchPiece,
-    GatherPiece,
-    LoopPiece,
-    MapPiece,
-    Piece,
-    ScatterPiece,
-    ServerPiece,
+from beamjax.interpreters.cutting.stages import (
+    BlockStages,
+    BranchStage,
+    GatherStage,
+    LoopStage,
+    MapStage,
+    ScatterStage,
+    ServerStage,
+    Stage,
     walk,
 )
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import callbacks, masks
 from beamjax.interpreters.lowering.convolutions import with_channels_last
-from beamjax.interpreters.lowering.keeping import guard_of, with_kept_members
-from beamjax.interpreters.lowering.lanes import lanes_of, saved_bytes
-from beamjax.interpreters.lowering.map_bodies import map_body, one_by_one, read
+from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
+from beamjax.interpreters.lowering.fused_reductions import fuse_reductions, saved_bytes
+from beamjax.interpreters.lowering.map_bodies import map_body, read, sequential_body
 from beamjax.interpreters.lowering.shard_size import cost_of_member, shard_sizes
-from beamjax.interpreters.lowering.vectorize import looping_of
-from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
+from beamjax.interpreters.lowering.vectorize import choose_vectorization
+from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.readings import draw_by_batch
-from beamjax.interpreters.rules.table import Combination
+from beamjax.interpreters.rules.sharding_rules import draw_by_batch
+from beamjax.interpreters.rules.table import FunctionReductionRule
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
-from beamjax.options.choices import Looping
+from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import (
     Block,
@@ -72,62 +72,62 @@ from beamjax.plan.steps import (
 
 def lower(
     program: PlacedProgram,
-    pieces: Sequence[Piece],
+    stages: Sequence[Stage],
     paths: Sequence[str],
     name: str,
     options: Options,
     sizes: Mapping[str, int] | None = None,
-    loopings: Mapping[str, Looping] | None = None,
+    vectorizations: Mapping[str, Vectorization] | None = None,
 ) -> Plan:
     """Makes a plan.
 
     Args:
       program: the placed program.
-      pieces: its stages, in order.
+      stages: its stages, in order.
       paths: where each input is in the user's arguments, for messages.
       name: name of the plan.
       options: options of the run.
       sizes: members per shard of each placement; by default chosen by rules.
-      loopings: how each pass, by name, vectorizes over a shard; by default chosen by rules.
+      vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
 
     Raises:
       StagingError: a stage can't be exported, or more would be gathered than the options allow.
     """
     if sizes is None:
-        sizes = shard_sizes(program, pieces, options, _platforms(options))
-    return _Lowering(program, pieces, options, sizes, loopings or {}).plan(name, paths)
+        sizes = shard_sizes(program, stages, options, _platforms(options))
+    return _Lowering(program, stages, options, sizes, vectorizations or {}).plan(name, paths)
 
 
 def lower_passes(
     program: PlacedProgram,
-    pieces: Sequence[Piece],
+    stages: Sequence[Stage],
     placement: str,
     options: Options,
     size: int,
-    loopings: Mapping[str, Looping],
+    vectorizations: Mapping[str, Vectorization],
 ) -> Plan:
     """A plan of only the passes over one placement, with the given shard size."""
     sizes = {**dict.fromkeys(program.sizes, size)}
-    lowering = _Lowering(program, pieces, options, sizes, loopings)
-    passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
-    return lowering.with_steps([lowering.map(piece) for piece in passes], "passes")
+    lowering = _Lowering(program, stages, options, sizes, vectorizations)
+    passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
+    return lowering.with_steps([lowering.map(stage) for stage in passes], "passes")
 
 
 class _Lowering:
     def __init__(
         self,
         program: PlacedProgram,
-        pieces: Sequence[Piece],
+        stages: Sequence[Stage],
         options: Options,
         sizes: Mapping[str, int],
-        loopings: Mapping[str, Looping],
+        vectorizations: Mapping[str, Vectorization],
     ):
         self.program = program
-        self.pieces = pieces
+        self.stages = stages
         self.options = options
         self.platforms = _platforms(options)
         self.sizes = sizes
-        self.loopings = loopings
+        self.vectorizations = vectorizations
         self.costs: dict[str, Cost] = {}
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
@@ -139,12 +139,12 @@ class _Lowering:
         self.guard = guard_of(options)
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
-        steps = [self.step(piece) for piece in self.pieces]
+        steps = [self.step(stage) for stage in self.stages]
         outputs = tuple(self.output(atom) for atom in self.program.flat.outputs)
         plan = self.with_steps(steps, name, outputs, paths)
         if self.guard is None or not self.guard.drops:
             return plan
-        return with_kept_members(plan, self.empty_pass)
+        return with_dropped_masks(plan, self.empty_pass)
 
     def with_steps(
         self,
@@ -186,7 +186,7 @@ class _Lowering:
             self.served_inputs.add(var)
         return var.name
 
-    def placed(self, var: Var, along: Along) -> str:
+    def placed(self, var: Var, along: MemberAxis) -> str:
         """The name of a value as a placed value; a server value is scattered."""
         name = f"{var.name}@{along.placement}"
         if self.program.place(var) != along:
@@ -229,52 +229,52 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------- steps
 
-    def step(self, piece: Piece) -> Step:
-        match piece:
-            case ServerPiece():
-                return self.server(piece)
-            case MapPiece():
-                return self.map(piece)
-            case GatherPiece():
-                return self.gather(piece)
-            case ScatterPiece():
-                operand, result = self.served(piece.var), self.placed(piece.var, piece.along)
-                axis, line = piece.along.axis, piece.user.line
-                reason = f"{piece.user.primitive.name} reads it along the members"
+    def step(self, stage: Stage) -> Step:
+        match stage:
+            case ServerStage():
+                return self.server(stage)
+            case MapStage():
+                return self.map(stage)
+            case GatherStage():
+                return self.gather(stage)
+            case ScatterStage():
+                operand, result = self.served(stage.var), self.placed(stage.var, stage.along)
+                axis, line = stage.along.axis, stage.user.line
+                reason = f"{stage.user.primitive.name} reads it along the members"
                 return Scatter(self.name("scatter"), operand, result, axis, reason, line)
-            case LoopPiece():
-                return self.loop(piece)
-            case BranchPiece():
-                return self.branch(piece)
+            case LoopStage():
+                return self.loop(stage)
+            case BranchStage():
+                return self.branch(stage)
 
-    def gather(self, piece: GatherPiece) -> Gather:
-        operand, result = self.placed(piece.var, piece.along), self.served(piece.var)
-        line, reason = piece.user.line, why_on_server(piece.user)
+    def gather(self, stage: GatherStage) -> Gather:
+        operand, result = self.placed(stage.var, stage.along), self.served(stage.var)
+        line, reason = stage.user.line, why_on_server(stage.user)
         nbytes, limit = self.values[result].nbytes, self.options.gather_limit
         if limit is not None and nbytes > limit:
             raise StagingError(
                 f"{line or 'in the program'}: {reason}, so {nbytes} bytes of "
-                f"{self.values[operand]} ({self.program.sizes[piece.along.placement]} members) "
+                f"{self.values[operand]} ({self.program.sizes[stage.along.placement]} members) "
                 f"would be gathered to the server; the option gather_limit allows {limit}. Reduce "
                 "over the members first, do it for each member inside a map_fn, or raise the limit"
             )
-        return Gather(self.name("gather"), operand, result, piece.along.axis, reason, line)
+        return Gather(self.name("gather"), operand, result, stage.along.axis, reason, line)
 
-    def block(self, piece: BlockPiece) -> Block:
-        outputs = tuple(map(self.at, piece.block.outputs, piece.outputs))
-        return Block(tuple(self.step(inner) for inner in piece.pieces), outputs)
+    def block(self, stage: BlockStages) -> Block:
+        outputs = tuple(map(self.at, stage.block.outputs, stage.outputs))
+        return Block(tuple(self.step(inner) for inner in stage.stages), outputs)
 
-    def loop(self, piece: LoopPiece) -> Loop:
-        eqn, name = piece.eqn, self.name("loop")
-        inits = list(map(self.at, eqn.inputs, piece.inputs))
+    def loop(self, stage: LoopStage) -> Loop:
+        eqn, name = stage.eqn, self.name("loop")
+        inits = list(map(self.at, eqn.inputs, stage.inputs))
         params = list(map(self.native, eqn.block.inputs))
         results = list(map(self.native, eqn.outputs))
         carried = zip(inits[: eqn.carried], params, results, strict=False)
         return Loop(
             name,
             eqn.rounds,
-            self.block(piece.condition) if piece.condition else None,
-            self.block(piece.block),
+            self.block(stage.condition) if stage.condition else None,
+            self.block(stage.block),
             tuple(Carried(*names) for names in carried),
             tuple(map(Sliced, inits[eqn.carried :], params[eqn.carried :])),
             tuple(results[eqn.carried :]),
@@ -282,9 +282,9 @@ class _Lowering:
             eqn.line,
         )
 
-    def branch(self, piece: BranchPiece) -> Branch:
-        eqn, name = piece.eqn, self.name("branch")
-        blocks = tuple(map(self.block, piece.branches))
+    def branch(self, stage: BranchStage) -> Branch:
+        eqn, name = stage.eqn, self.name("branch")
+        blocks = tuple(map(self.block, stage.branches))
         results = tuple(map(self.native, eqn.outputs))
         return Branch(name, self.at(eqn.inputs[0], None), blocks, results, eqn.line)
 
@@ -293,67 +293,69 @@ class _Lowering:
         number = self.counts[kind] = self.counts.get(kind, -1) + 1
         return f"{kind}_{number}"
 
-    def server(self, piece: ServerPiece) -> Server:
+    def server(self, stage: ServerStage) -> Server:
         name = self.name("server")
-        impls = [self.values[self.served(var)].key_impl for var in piece.inputs]
+        impls = [self.values[self.served(var)].key_impl for var in stage.inputs]
 
         def body(*raw: jax.Array) -> list[jax.Array]:
-            env = dict(zip(piece.inputs, map(wrap, raw, impls), strict=True))
-            for eqn in piece.eqns:
+            env = dict(zip(stage.inputs, map(wrap, raw, impls), strict=True))
+            for eqn in stage.eqns:
                 args = [read(env, atom) for atom in eqn.inputs]
                 env.update(zip(eqn.outputs, rules.bind(eqn, args), strict=True))
-            return [unwrap(env[var]) for var in piece.outputs]
+            return [unwrap(env[var]) for var in stage.outputs]
 
-        inputs = tuple(self.served(var) for var in piece.inputs)
+        inputs = tuple(self.served(var) for var in stage.inputs)
         arguments = [_argument(self.values[x]) for x in inputs]
-        key = self.export(name, lambda members: body, None, arguments, piece.eqns)
-        reasons = (why_on_server(eqn) for eqn in piece.eqns if eqn.primitive.name == "bj_map")
-        outputs = tuple(self.served(var) for var in piece.outputs)
-        self.costs[name] = server_cost(piece)
+        key = self.export(name, lambda members: body, None, arguments, stage.eqns)
+        reasons = (why_on_server(eqn) for eqn in stage.eqns if eqn.primitive.name == "bj_map")
+        outputs = tuple(self.served(var) for var in stage.outputs)
+        self.costs[name] = server_cost(stage)
         return Server(name, key, inputs, outputs, next(reasons, ""))
 
-    def map(self, piece: MapPiece) -> Map:
-        functions = [e.eqn.params["name"] for e in piece.emissions if "name" in e.eqn.params]
-        name = self.name(f"map_{piece.placement}")
-        size = self.sizes[piece.placement]
-        broadcasts = tuple(self.served(var) for var in piece.broadcasts)
-        operands = tuple(self.placed(var, along) for var, along in piece.operands)
-        results = tuple(self.placed(var, self.program.places[var]) for var in piece.results)
-        lanes = lanes_of(piece, self.served, self.values)
+    def map(self, stage: MapStage) -> Map:
+        functions = [e.eqn.params["name"] for e in stage.emissions if "name" in e.eqn.params]
+        name = self.name(f"map_{stage.placement}")
+        size = self.sizes[stage.placement]
+        broadcasts = tuple(self.served(var) for var in stage.broadcasts)
+        operands = tuple(self.placed(var, along) for var, along in stage.operands)
+        results = tuple(self.placed(var, self.program.places[var]) for var in stage.results)
+        lanes = fuse_reductions(stage, self.served, self.values)
         combines = tuple(
-            self.combine(e.eqn, e.reading)
-            for e in piece.emissions
-            if isinstance(e.reading, Combination)
+            self.combine(e.eqn, e.rule)
+            for e in stage.emissions
+            if isinstance(e.rule, FunctionReductionRule)
         )
         types: list[tuple[ValueType, int | None]] = [(self.values[x], None) for x in broadcasts]
         types += [(self.values[x], size) for x in operands]
         impls = [value.key_impl for value, _ in types]
         arguments = [*self.heads(size), *(_argument(*each) for each in types)]
         guard = self.guard
-        n, chosen = self.program.sizes[piece.placement], self.loopings.get(name)
-        looping, turns = looping_of(piece, lanes, n, size, self.options, self.platforms, chosen)
-        sized = functools.partial(map_body, self.program, piece, lanes, impls, guard)
-        if looping.kind != "vmap":
-            batch = looping.batch or 1
+        n, chosen = self.program.sizes[stage.placement], self.vectorizations.get(name)
+        vectorization, loop_reason = choose_vectorization(
+            stage, lanes, n, size, self.options, self.platforms, chosen
+        )
+        sized = functools.partial(map_body, self.program, stage, lanes, impls, guard)
+        if vectorization.kind != "vmap":
+            batch = vectorization.batch or 1
             sized = functools.partial(
-                one_by_one, self.program, piece, lanes, impls, guard, batch=batch
+                sequential_body, self.program, stage, lanes, impls, guard, batch=batch
             )
-        self.costs[name] = cost_of_member(piece, n)
-        eqns = [e.eqn for e in piece.emissions]
+        self.costs[name] = cost_of_member(stage, n)
+        eqns = [e.eqn for e in stage.emissions]
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
         if exported and masks.are_all_full(n, size) and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None
-        elif exported and masks.pays_apart(piece, n, size):
+        elif exported and masks.separate_executables_pay(stage, n, size):
             key = self.export(name, full, size, arguments, eqns)
             short = self.export(name, sized, size, arguments, eqns)
         else:
             key = short = self.export(name, sized, size, arguments, eqns)
         return Map(
-            name, piece.placement, key, broadcasts, operands, results, lanes, tuple(functions),
-            combines, guard, turns=turns, looping=looping,
-            saved=saved_bytes(piece), short_body=short,
+            name, stage.placement, key, broadcasts, operands, results, lanes, tuple(functions),
+            combines, guard, loop_reason=loop_reason, vectorization=vectorization,
+            saved=saved_bytes(stage), short_body=short,
         )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:
@@ -365,14 +367,14 @@ class _Lowering:
         kept = jax.ShapeDtypeStruct((size,), np.dtype("bool"))
         return [start, jax.ShapeDtypeStruct((size,), integer), kept]
 
-    def combine(self, eqn: Eqn, reading: Combination) -> Combine:
+    def combine(self, eqn: Eqn, rule: FunctionReductionRule) -> Combine:
         """Lowers a reduction by a function; its body merges partials of two ranges of members."""
-        axes = zip(eqn.inputs, reading.in_axes, strict=True)
+        axes = zip(eqn.inputs, rule.in_axes, strict=True)
         served = [atom for atom, axis in axes if axis is None]
         variables = [atom for atom in served if isinstance(atom, Var)]
-        leaves = tuple(map(value_type, reading.leaves))
+        leaves = tuple(map(value_type, rule.leaves))
         names: list[str | None] = [None] * len(leaves)
-        for var, leaf in zip(eqn.outputs, reading.kept, strict=True):
+        for var, leaf in zip(eqn.outputs, rule.kept, strict=True):
             names[leaf] = self.served(var)
         inputs = tuple(map(self.served, variables))
         types = [self.values[name] for name in inputs] + [*leaves, *leaves]
@@ -382,13 +384,13 @@ class _Lowering:
             values = list(map(wrap, raw, impls))
             env = dict(zip(variables, values, strict=False))
             left, right = values[len(inputs) : -len(leaves)], values[-len(leaves) :]
-            outs = reading.combine(eqn, [read(env, atom) for atom in served], left, right)
+            outs = rule.combine(eqn, [read(env, atom) for atom in served], left, right)
             return list(map(unwrap, outs))
 
         key = self.export(
-            reading.reducer, lambda members: body, None, list(map(_argument, types)), [eqn]
+            rule.reducer, lambda members: body, None, list(map(_argument, types)), [eqn]
         )
-        return Combine(reading.reducer, key, inputs, leaves, tuple(names))
+        return Combine(rule.reducer, key, inputs, leaves, tuple(names))
 
     def export(
         self,

@@ -12,19 +12,19 @@ import numpy as np
 from jax import lax
 
 from beamjax.bodies.export import unwrap, wrap
-from beamjax.interpreters.cutting.pieces import MapPiece
-from beamjax.interpreters.lowering.lanes import lane_vector
+from beamjax.interpreters.cutting.stages import MapStage
+from beamjax.interpreters.lowering.fused_reductions import fused_vector
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.table import Combination, Fold
+from beamjax.interpreters.rules.table import FunctionReductionRule, ReductionRule
 from beamjax.plan.dropping import Guard
 from beamjax.plan.steps import Lane
 
 
 def map_body(
     program: PlacedProgram,
-    piece: MapPiece,
+    stage: MapStage,
     lanes: tuple[Lane, ...],
     impls: Sequence[str | None],
     guard: Guard | None,
@@ -35,7 +35,7 @@ def map_body(
 
     Args:
       program: the program of the pass.
-      piece: the pass.
+      stage: the pass.
       lanes: the fused buffers of its reductions.
       impls: for each broadcast and operand, the implementation of its typed keys, or None.
       guard: the guard of the pass.
@@ -46,36 +46,36 @@ def map_body(
 
     def emit(shard: rules.Shard, raw: Sequence[Any]) -> list[jax.Array]:
         wrapped = list(map(wrap, raw, impls))
-        served = dict(zip(piece.broadcasts, wrapped[: len(piece.broadcasts)], strict=True))
+        served = dict(zip(stage.broadcasts, wrapped[: len(stage.broadcasts)], strict=True))
         placed: dict[tuple[Var, int], Any] = {}
-        arrays = wrapped[len(piece.broadcasts) :]
-        for (var, along), x in zip(piece.operands, arrays, strict=True):
+        arrays = wrapped[len(stage.broadcasts) :]
+        for (var, along), x in zip(stage.operands, arrays, strict=True):
             placed[var, along.axis] = jnp.moveaxis(x, 0, along.axis)
         partials: dict[str, jax.Array] = {}
         combined: list[jax.Array] = []
         reduced: list[tuple[Any, int]] = []
-        for emission in piece.emissions:
-            eqn, reading = emission.eqn, emission.reading
+        for emission in stage.emissions:
+            eqn, rule = emission.eqn, emission.rule
             args = [
                 read(served, atom) if axis is None else _read_placed(placed, atom, axis)
-                for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)
+                for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True)
             ]
-            if isinstance(reading, Fold):
-                pairs = zip(args, reading.in_axes, strict=True)
+            if isinstance(rule, ReductionRule):
+                pairs = zip(args, rule.in_axes, strict=True)
                 reduced += [(x, axis) for x, axis in pairs if axis is not None]
-            if isinstance(reading, Combination):
-                combined += map(unwrap, _combined(eqn, reading, args, shard))
+            if isinstance(rule, FunctionReductionRule):
+                combined += map(unwrap, _combined(eqn, rule, args, shard))
                 continue
-            if isinstance(reading, Fold):
-                partials[eqn.outputs[0].name] = reading.partial(eqn, args, shard)
+            if isinstance(rule, ReductionRule):
+                partials[eqn.outputs[0].name] = rule.partial(eqn, args, shard)
                 continue
-            outs = reading.emit(eqn, args, shard)
-            for var, axis, out in zip(eqn.outputs, reading.out_axes, outs, strict=True):
+            outs = rule.emit(eqn, args, shard)
+            for var, axis, out in zip(eqn.outputs, rule.out_axes, outs, strict=True):
                 if axis is not None:
                     placed[var, axis] = out
-        results = [(placed[var, axis], axis) for var, axis in _places(program, piece)]
+        results = [(placed[var, axis], axis) for var, axis in _places(program, stage)]
         outs = [unwrap(jnp.moveaxis(x, axis, 0)) for x, axis in results]
-        outs += [lane_vector(lane, partials) for lane in lanes] + combined
+        outs += [fused_vector(lane, partials) for lane in lanes] + combined
         if guard is not None and guard.on_nonfinite != "keep":
             outs.append(_are_finite([*reduced, *results], size))
         return outs
@@ -93,9 +93,9 @@ def map_body(
     return body
 
 
-def one_by_one(
+def sequential_body(
     program: PlacedProgram,
-    piece: MapPiece,
+    stage: MapStage,
     lanes: tuple[Lane, ...],
     impls: Sequence[str | None],
     guard: Guard | None,
@@ -112,12 +112,12 @@ def one_by_one(
         is so for shards without padding, all members are computed at once.
     """
     if size % batch:
-        return map_body(program, piece, lanes, impls, guard, size, full)
-    single = map_body(program, piece, lanes, impls, guard, batch, full)
+        return map_body(program, stage, lanes, impls, guard, size, full)
+    single = map_body(program, stage, lanes, impls, guard, batch, full)
     rounds = size // batch
     heads = 2 if guard is None else 3
-    broadcasts = heads + len(piece.broadcasts)
-    results = len(piece.results)
+    broadcasts = heads + len(stage.broadcasts)
+    results = len(stage.results)
 
     def body(*raw: jax.Array) -> list[jax.Array]:
         shared, operands = raw[heads:broadcasts], raw[broadcasts:]
@@ -166,9 +166,9 @@ _MERGE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def goes_one_by_one(piece: MapPiece, lanes: Sequence[Lane]) -> bool:
+def can_run_sequentially(stage: MapStage, lanes: Sequence[Lane]) -> bool:
     """Whether a pass can compute its members sequentially: partials of batches can be merged."""
-    return not any(isinstance(e.reading, Combination) for e in piece.emissions) and all(
+    return not any(isinstance(e.rule, FunctionReductionRule) for e in stage.emissions) and all(
         lane.kind in _MERGE and np.dtype(lane.dtype).kind != "c" for lane in lanes
     )
 
@@ -186,13 +186,15 @@ def _read_placed(env: Mapping[tuple[Var, int], Any], atom: Atom, axis: int) -> A
     return env[atom, axis] if isinstance(atom, Var) else atom.val
 
 
-def _places(program: PlacedProgram, piece: MapPiece) -> list[tuple[Var, int]]:
-    return [(var, program.places[var].axis) for var in piece.results]
+def _places(program: PlacedProgram, stage: MapStage) -> list[tuple[Var, int]]:
+    return [(var, program.places[var].axis) for var in stage.results]
 
 
-def _combined(eqn: Eqn, reading: Combination, args: Sequence[Any], shard: rules.Shard) -> Any:
-    shard, args = shard.in_front(args, reading.in_axes)
-    return reading.partial(eqn, args, shard)
+def _combined(
+    eqn: Eqn, rule: FunctionReductionRule, args: Sequence[Any], shard: rules.Shard
+) -> Any:
+    shard, args = shard.in_front(args, rule.in_axes)
+    return rule.partial(eqn, args, shard)
 
 
 def _are_finite(values: Sequence[tuple[Any, int]], size: int) -> jax.Array:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from beamjax.interpreters.cutting.pieces import MapPiece
+from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
-from beamjax.interpreters.rules.readings import Fold, shape_of
+from beamjax.interpreters.rules.sharding_rules import ReductionRule, shape_of
 
 MASKED_SECONDS = 1e-9
 """Assumed cost of a mask, in seconds per masked value of a member."""
@@ -27,20 +27,20 @@ def are_all_full(n: Any, size: int) -> bool:
     return not is_unknown(n) and n % size == 0
 
 
-def pays_apart(piece: MapPiece, n: Any, size: int) -> bool:
+def separate_executables_pay(stage: MapStage, n: Any, size: int) -> bool:
     """Whether a separate executable for full shards saves more time than it takes to make."""
     if not is_unknown(n) and n < size:
         return False
     members = UNKNOWN_MEMBERS if is_unknown(n) else n
-    return _masked_values(piece, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+    return _masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
 
 
-def _masked_values(piece: MapPiece, n: Any) -> float:
+def _masked_values(stage: MapStage, n: Any) -> float:
     """The number of values per member that reductions read."""
     values = 0.0
-    for emission in piece.emissions:
-        if isinstance(emission.reading, Fold):
-            for atom, axis in zip(emission.eqn.inputs, emission.reading.in_axes, strict=True):
+    for emission in stage.emissions:
+        if isinstance(emission.rule, ReductionRule):
+            for atom, axis in zip(emission.eqn.inputs, emission.rule.in_axes, strict=True):
                 if axis is not None:
                     values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
     return values

@@ -17,12 +17,12 @@ from jax.extend import core as jex
 
 from beamjax.errors import OptionsError
 from beamjax.interpreters.cutting.cost import member_cost
-from beamjax.interpreters.cutting.pieces import Emission, MapPiece, Piece, walk
+from beamjax.interpreters.cutting.stages import Emission, MapStage, Stage, walk
 from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.lowering.callbacks import reason_for_python
-from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
+from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.rules.table import Local
+from beamjax.interpreters.rules.table import MemberwiseRule
 from beamjax.options import Options
 from beamjax.plan.cost import USUAL, Cost
 
@@ -61,7 +61,7 @@ MAX_SHARD_BYTES = 32 << 20
 
 
 def shard_sizes(
-    program: PlacedProgram, pieces: Sequence[Piece], options: Options, platforms: Sequence[str]
+    program: PlacedProgram, stages: Sequence[Stage], options: Options, platforms: Sequence[str]
 ) -> dict[str, int]:
     """The number of members per shard of each placement: a multiple of 8, one size for all passes.
 
@@ -76,37 +76,39 @@ def shard_sizes(
             f"shard_size: found {options.shard_size}, expected a positive multiple of {MULTIPLE}"
         )
     sizes = {}
-    may_batch = _may_batch(pieces, options, platforms)
+    may_batch = _may_batch(stages, options, platforms)
     for placement, n in program.sizes.items():
-        passes = [p for p in walk(pieces) if isinstance(p, MapPiece) and p.placement == placement]
+        passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
         if is_unknown(n):  # Then the bytes of an array are those of one member.
-            size = options.shard_size or min((fitting_size(p, 1) for p in passes), default=MULTIPLE)
+            size = options.shard_size or min(
+                (best_shard_size(p, 1) for p in passes), default=MULTIPLE
+            )
             sizes[placement] = size
             continue
-        size = options.shard_size or min((fitting_size(p, n) for p in passes), default=MULTIPLE)
-        if may_batch and all(goes_one_by_one(piece, ()) for piece in passes):
+        size = options.shard_size or min((best_shard_size(p, n) for p in passes), default=MULTIPLE)
+        if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
             size *= _batches(passes, n, size)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
 
 
-def _may_batch(pieces: Sequence[Piece], options: Options, platforms: Sequence[str]) -> bool:
+def _may_batch(stages: Sequence[Stage], options: Options, platforms: Sequence[str]) -> bool:
     """Whether the passes of a program can compute shards in several batches."""
     if options.shard_size is not None or options.member_loop not in (None, "batches"):
         return False
     calls_back = any(
-        isinstance(piece, MapPiece) and reason_for_python([e.eqn for e in piece.emissions], options)
-        for piece in walk(pieces)
+        isinstance(stage, MapStage) and reason_for_python([e.eqn for e in stage.emissions], options)
+        for stage in walk(stages)
     )
     return tuple(platforms) == ("cpu",) and not calls_back
 
 
-def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
+def _batches(passes: Sequence[MapStage], n: int, size: int) -> int:
     """The number of batches of `size` members per shard: a power of two."""
-    costs = [member_cost(piece, n) for piece in passes]
+    costs = [member_cost(stage, n) for stage in passes]
     if not passes or any(cost.guessed for cost in costs):
         return 1
-    moved = [_moved(piece, n) for piece in passes]
+    moved = [_moved(stage, n) for stage in passes]
     # Only what a shard reads and returns grows with the batches; the rest stays in the cache.
     members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
     seconds = max(sum(map(USUAL.seconds, members)) / len(passes), 1e-12)
@@ -118,13 +120,13 @@ def _batches(passes: Sequence[MapPiece], n: int, size: int) -> int:
     return power_of_two(min(most / size, MOST_BATCHES))
 
 
-def is_streamed(piece: MapPiece, n: int) -> bool:
+def is_streamed(stage: MapStage, n: int) -> bool:
     """Whether a pass reads tiny members from memory and computes little with them.
 
     XLA runs one large operation over many tiny members on all cores, but not inside a loop over
     batches. So such members are computed at once.
     """
-    read, used = _read(piece, n), _used(piece, n)
+    read, used = _read(stage, n), _used(stage, n)
     return DRAWN_BYTES < read <= TINY_MEMBER_BYTES - used and used <= STREAMED_SHARE * read
 
 
@@ -133,83 +135,83 @@ def power_of_two(most: float) -> int:
     return 1 << max(int(most).bit_length() - 1, 0)
 
 
-def cost_of_member(piece: MapPiece, n: Any) -> Cost:
+def cost_of_member(stage: MapStage, n: Any) -> Cost:
     """The cost of one member in a pass over n members.
 
     What it reads and returns moves from or to memory once. If a few members fit in the cache, all
     other bytes move within the cache.
     """
-    cost, n = member_cost(piece, n), 1 if is_unknown(n) else n
-    if MULTIPLE * (_read(piece, n) + _used(piece, n)) > CACHE_BYTES:
+    cost, n = member_cost(stage, n), 1 if is_unknown(n) else n
+    if MULTIPLE * (_read(stage, n) + _used(stage, n)) > CACHE_BYTES:
         return cost
-    moved = min(_moved(piece, n), cost.nbytes)
+    moved = min(_moved(stage, n), cost.nbytes)
     return replace(cost, nbytes=moved + (cost.nbytes - moved) / CACHE_GAIN)
 
 
-def fitting_size(piece: MapPiece, n: int) -> int:
+def best_shard_size(stage: MapStage, n: int) -> int:
     """The number of members per shard at which a pass over n members should be fastest."""
-    moved = _moved(piece, n)
-    used = _read(piece, n) + _used(piece, n)
+    moved = _moved(stage, n)
+    used = _read(stage, n) + _used(stage, n)
     limit = USUAL_LIMIT
     if used <= TINY_MEMBER_BYTES:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
-    if _contracts(piece):
+    if _contracts(stage):
         size = max(size, min(PRODUCT_MEMBERS, MAX_SHARD_BYTES / max(used, 1)))
     return max(MULTIPLE, power_of_two(size))
 
 
-def is_large(piece: MapPiece, n: Any) -> bool:
+def is_large(stage: MapStage, n: Any) -> bool:
     """Whether the members of a pass are so large that they should be computed sequentially."""
     n = 1 if is_unknown(n) else n
-    return _used(piece, n) >= LARGE_MEMBER_BYTES
+    return _used(stage, n) >= LARGE_MEMBER_BYTES
 
 
-def batch_size(piece: MapPiece, n: Any) -> int:
+def batch_size(stage: MapStage, n: Any) -> int:
     """The number of members per batch, for shards of several batches: a power of two."""
     n = 1 if is_unknown(n) else n
-    members = min(CACHE_BYTES / max(_read(piece, n) + _used(piece, n), 1), USUAL_LIMIT)
+    members = min(CACHE_BYTES / max(_read(stage, n) + _used(stage, n), 1), USUAL_LIMIT)
     return max(MULTIPLE, power_of_two(members))
 
 
-def largest_size(piece: MapPiece, n: int, limit: int) -> int:
+def largest_size(stage: MapStage, n: int, limit: int) -> int:
     """The largest shard size to try for a pass over n members, a power of two.
 
     Args:
-      piece: the pass.
+      stage: the pass.
       n: the number of members.
       limit: working memory for all members of a shard, in bytes.
     """
-    moved = _moved(piece, n)
-    size = min(limit / max(moved + _used(piece, n), 1), MAX_SHARD_BYTES / max(moved, 1))
+    moved = _moved(stage, n)
+    size = min(limit / max(moved + _used(stage, n), 1), MAX_SHARD_BYTES / max(moved, 1))
     size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
     return max(MULTIPLE, power_of_two(size))
 
 
-def _read(piece: MapPiece, n: int) -> float:
+def _read(stage: MapStage, n: int) -> float:
     """Bytes that a pass reads per member."""
-    return sum(_nbytes(var.aval) for var, _ in piece.operands) / n
+    return sum(_nbytes(var.aval) for var, _ in stage.operands) / n
 
 
-def _moved(piece: MapPiece, n: int) -> float:
+def _moved(stage: MapStage, n: int) -> float:
     """Bytes that a pass reads and returns per member."""
-    return _read(piece, n) + sum(_nbytes(var.aval) for var in piece.results) / n
+    return _read(stage, n) + sum(_nbytes(var.aval) for var in stage.results) / n
 
 
-def _reduced(piece: MapPiece) -> int:
+def _reduced(stage: MapStage) -> int:
     """Bytes that a shard gives to reductions."""
-    return sum(_nbytes(var.aval) for eqn in piece.folds for var in eqn.outputs)
+    return sum(_nbytes(var.aval) for eqn in stage.reductions for var in eqn.outputs)
 
 
-def _contracts(piece: MapPiece) -> bool:
+def _contracts(stage: MapStage) -> bool:
     """Whether a pass contracts over its members to results that fill much of the cache."""
-    results = (eqn.outputs[0] for eqn in piece.folds if eqn.primitive.name == "dot_general")
+    results = (eqn.outputs[0] for eqn in stage.reductions if eqn.primitive.name == "dot_general")
     return 4 * sum(_nbytes(var.aval) for var in results) > CACHE_BYTES
 
 
-def _used(piece: MapPiece, n: int) -> float:
+def _used(stage: MapStage, n: int) -> float:
     """Peak working memory per member in a pass, without its operands, in bytes."""
-    return max((_bytes_at_once(e, n) for e in piece.emissions), default=0)
+    return max((_bytes_at_once(e, n) for e in stage.emissions), default=0)
 
 
 def _bytes_at_once(emission: Emission, n: int) -> float:
@@ -217,7 +219,7 @@ def _bytes_at_once(emission: Emission, n: int) -> float:
     eqn = emission.eqn
     if eqn.primitive.name == "bj_map":
         return _body_bytes(eqn.params["jaxpr"])
-    if isinstance(emission.reading, Local):
+    if isinstance(emission.rule, MemberwiseRule):
         return sum(_nbytes(var.aval) for var in eqn.outputs) / n
     return 0
 

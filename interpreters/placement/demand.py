@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from beamjax.interpreters.placement.places import Along, Place
+from beamjax.interpreters.placement.places import MemberAxis, Place
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -38,10 +38,12 @@ class PlacementKeys:
         }
         self.sizes = {key: n for (_, n), key in self._keys.items()}
 
-    def rows(self, var: Var) -> Along | None:
+    def rows(self, var: Var) -> MemberAxis | None:
         """Axis 0 of the only placement with as many members as a value has rows, else None."""
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
-        return Along(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] != 1 else None
+        return (
+            MemberAxis(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] != 1 else None
+        )
 
     def key(self, name: str, n: int) -> str:
         """The unique name of a placement."""
@@ -68,18 +70,18 @@ def requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
             yield atom, axis
 
 
-def find_wanted(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, Along]:
+def find_demand(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, MemberAxis]:
     """The place of each value that some use needs placed; the first use decides."""
     finder = _Finder(keys)
-    finder.wanted.update({var: Along(keys.key(*pair), 0) for var, pair in flat.mapped.items()})
+    finder.demand.update({var: MemberAxis(keys.key(*pair), 0) for var, pair in flat.mapped.items()})
     finder.block(flat)
-    return finder.wanted
+    return finder.demand
 
 
 class _Finder:
     def __init__(self, keys: PlacementKeys):
         self.keys = keys
-        self.wanted: dict[Var, Along] = {}
+        self.demand: dict[Var, MemberAxis] = {}
 
     def block(self, block: FlatBlock) -> None:
         for eqn in reversed(block.eqns):
@@ -88,49 +90,49 @@ class _Finder:
             elif isinstance(eqn, BranchEqn):
                 for branch in eqn.branches:
                     for inner, var in zip(branch.outputs, eqn.outputs, strict=True):
-                        self.want(inner, self.wanted.get(var))
+                        self.want(inner, self.demand.get(var))
                     self.block(branch)
             else:
                 self.equation(eqn)
 
     def equation(self, eqn: Eqn) -> None:
         key = self.keys.of(eqn)
-        reading = rules.classify(eqn, [None] * len(eqn.inputs), None) if key else None
-        if key and reading is not None:
-            for var, axis in requirements(eqn, reading.in_axes):
-                self.wanted[var] = Along(key, axis)
+        rule = rules.classify(eqn, [None] * len(eqn.inputs), None) if key else None
+        if key and rule is not None:
+            for var, axis in requirements(eqn, rule.in_axes):
+                self.demand[var] = MemberAxis(key, axis)
             return
         for out, var in enumerate(eqn.outputs):
-            along = self.wanted.get(var)
+            along = self.demand.get(var)
             if along is None:
                 continue
             found = rules.invert(eqn, out, along.axis, self.keys.sizes[along.placement])
             for operand, axis in requirements(eqn, found.in_axes) if found else ():
-                self.wanted[operand] = Along(along.placement, axis)
+                self.demand[operand] = MemberAxis(along.placement, axis)
 
     def loop(self, eqn: LoopEqn) -> None:
         block, carried = eqn.block, eqn.carried
         stacked = zip(block.outputs[carried:], eqn.outputs[carried:], strict=True)
         for entry, var in stacked:
-            along = self.wanted.get(var)
+            along = self.demand.get(var)
             self.want(entry, along.moved(-1) if along else None)
         ends = list(zip(block.outputs[:carried], eqn.outputs, block.inputs, strict=False))
         for _ in range(carried + 2):  # Each iteration moves a demand by one carried value at most.
-            before = [self.wanted.get(param) for param in block.inputs]
+            before = [self.demand.get(param) for param in block.inputs]
             for last, var, param in ends:
-                self.want(last, self.wanted.get(param) or self.wanted.get(var))
+                self.want(last, self.demand.get(param) or self.demand.get(var))
             for inner in reversed(eqn.blocks):
                 self.block(inner)
             # A carried value that rounds do not change is placed as the loop's result is.
             for last, var, param in ends:
                 if last is param:
-                    self.want(param, self.wanted.get(param) or self.wanted.get(var))
-            if before == [self.wanted.get(param) for param in block.inputs]:
+                    self.want(param, self.demand.get(param) or self.demand.get(var))
+            if before == [self.demand.get(param) for param in block.inputs]:
                 break
         for number, (atom, param) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
-            along = self.wanted.get(param)
+            along = self.demand.get(param)
             self.want(atom, along.moved(number >= carried) if along else None)
 
     def want(self, atom: Atom, along: Place) -> None:
         if along is not None and isinstance(atom, Var):
-            self.wanted[atom] = along
+            self.demand[atom] = along

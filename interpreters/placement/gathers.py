@@ -19,7 +19,7 @@ import numpy as np
 
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
-from beamjax.interpreters.rules.readings import Local
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 
 VIEWS = frozenset(
     {
@@ -137,7 +137,7 @@ class _Copies:
                     self.of(atom) if along is None and program.place(atom) else atom
                     for atom, along in program.reads(eqn)
                 ]
-                if eqn in program.readings:
+                if eqn in program.rules:
                     self.made.update(eqn.outputs)
                 continue
             border = program.borders[eqn]
@@ -159,8 +159,8 @@ class _Copies:
         if atom not in self.copies:
             self.copies[atom] = _copy(atom)
             along = self.program.places[atom]
-            reading = Local((along.axis,), (along.axis,), lambda eqn, args, shard: list(args))
-            self.program.readings[self.copies[atom]] = along.placement, reading
+            rule = MemberwiseRule((along.axis,), (along.axis,), lambda eqn, args, shard: list(args))
+            self.program.rules[self.copies[atom]] = along.placement, rule
             self.program.places[self.copies[atom].outputs[0]] = along
         return self.copies[atom].outputs[0]
 
@@ -196,7 +196,7 @@ class _Tests:
         self.clones: dict[Var, Var] = {}
         found: list[Eqn] = []
         for eqn in block.eqns:
-            if not eqn.blocks and eqn not in self.program.readings:
+            if not eqn.blocks and eqn not in self.program.rules:
                 eqn.inputs[:] = [
                     self.on_server(atom, found)
                     if self.program.place(atom) and self.is_tested(atom)
@@ -215,7 +215,7 @@ class _Tests:
         if eqn is None or not isinstance(atom, Var):
             return False
         if atom not in self.tested:
-            is_test = eqn in self.program.readings and eqn.primitive.name in _LOGICAL
+            is_test = eqn in self.program.rules and eqn.primitive.name in _LOGICAL
             self.tested[atom] = is_test or any(map(self.is_tested, eqn.inputs))
         return self.tested[atom]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import lax
 
-from beamjax.interpreters.placement.places import Along, Place, PlacedProgram
+from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -22,12 +22,18 @@ from beamjax.interpreters.program import (
     Var,
     WholeEqn,
 )
-from beamjax.interpreters.rules.readings import Emit, Fold, Local, Shard, bind
+from beamjax.interpreters.rules.sharding_rules import (
+    Emit,
+    MemberwiseRule,
+    ReductionRule,
+    Shard,
+    bind,
+)
 
 
-def read_by_members(
+def as_member_equation(
     program: PlacedProgram, eqn: WholeEqn, structure: LoopEqn | BranchEqn, used: set[Var]
-) -> tuple[Eqn, str, Local] | None:
+) -> tuple[Eqn, str, MemberwiseRule] | None:
     """A loop or a branch as an equation that is computed by shards; None if it can't be.
 
     Args:
@@ -51,7 +57,7 @@ def read_by_members(
     operands: list[Atom] = [var for var, _ in check.wants]
     whole = MemberEqn(eqn.primitive, {}, operands, eqn.outputs, eqn.line, structure)
     emit = _emission(program, structure, list(check.wants))
-    return whole, placement, Local(in_axes, out_axes, emit)
+    return whole, placement, MemberwiseRule(in_axes, out_axes, emit)
 
 
 def distributes(program: PlacedProgram, structure: Eqn) -> bool:
@@ -60,8 +66,8 @@ def distributes(program: PlacedProgram, structure: Eqn) -> bool:
     This pays if a round reduces over the members, or gathers nothing.
     """
     inside = [eqn for block in structure.blocks for eqn in program.walk(block)]
-    folds = (program.readings.get(eqn, ("", None))[1] for eqn in inside)
-    if any(isinstance(reading, Fold) for reading in folds):
+    inside_rules = (program.rules.get(eqn, ("", None))[1] for eqn in inside)
+    if any(isinstance(rule, ReductionRule) for rule in inside_rules):
         return True
     return all(program.place(atom) in (None, along) for atom, along in program.reads(structure))
 
@@ -96,10 +102,10 @@ class _Check:
                 if not self.control(eqn):
                     return False
                 continue
-            _, reading = self.program.readings.get(eqn, ("", None))
+            _, rule = self.program.rules.get(eqn, ("", None))
             # The condition may be evaluated per shard: a round does not change finished rows.
-            ends = is_condition and isinstance(reading, Fold) and reading.reducer == "any"
-            if isinstance(reading, Fold) and not (ends and eqn.outputs == block.outputs):
+            ends = is_condition and isinstance(rule, ReductionRule) and rule.reducer == "any"
+            if isinstance(rule, ReductionRule) and not (ends and eqn.outputs == block.outputs):
                 return False
             if not self.reads(self.program.reads(eqn)):
                 return False
@@ -190,12 +196,12 @@ class _Emitter:
         if eqn.blocks:
             return self.control(eqn, env)
         args = [self.value(env, atom, along) for atom, along in self.program.reads(eqn)]
-        _, reading = self.program.readings.get(eqn, ("", None))
-        if reading is None:
+        _, rule = self.program.rules.get(eqn, ("", None))
+        if rule is None:
             return bind(eqn, args)
-        if isinstance(reading, Fold):
-            return [reading.partial(eqn, args, self.shard)]
-        return reading.emit(eqn, args, self.shard)
+        if isinstance(rule, ReductionRule):
+            return [rule.partial(eqn, args, self.shard)]
+        return rule.emit(eqn, args, self.shard)
 
     def value(self, env: Mapping[Var, Any], atom: Atom, along: Place) -> Any:
         if not isinstance(atom, Var):
@@ -207,9 +213,9 @@ class _Emitter:
         assert along is not None
         return self.created(env, atom, along)
 
-    def created(self, env: Mapping[Var, Any], var: Var, along: Along) -> Any:
+    def created(self, env: Mapping[Var, Any], var: Var, along: MemberAxis) -> Any:
         """The members of a server value that a shard can compute."""
-        maker, reading = self.program.creations[var, along]
+        maker, rule = self.program.creations[var, along]
         args = [self.value(env, *pair) for pair in self.program.reads_to_create(var, along)]
-        outs = reading.emit(maker, args, self.shard)
+        outs = rule.emit(maker, args, self.shard)
         return outs[maker.outputs.index(var)]

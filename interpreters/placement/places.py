@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var
-from beamjax.interpreters.rules.table import Fold, Local
+from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
 
 
 @dataclass(frozen=True)
-class Along:
+class MemberAxis:
     """The members of `placement` lie along `axis`."""
 
     placement: str
     axis: int
 
-    def moved(self, by: int) -> Along | None:
+    def moved(self, by: int) -> MemberAxis | None:
         """The place in an array with `by` more leading axes; None if the member axis is removed."""
-        return Along(self.placement, self.axis + by) if self.axis + by >= 0 else None
+        return MemberAxis(self.placement, self.axis + by) if self.axis + by >= 0 else None
 
     def __str__(self) -> str:
         return f"{self.placement} along axis {self.axis}"
 
 
-Place = Along | None
+Place = MemberAxis | None
 """The place of a value; None is the server."""
 
 
@@ -48,7 +48,7 @@ class PlacedProgram:
     Attributes:
       sizes: number of members of each placement.
       places: places of placed values; all other values are server values.
-      readings: for each equation that is computed by shards, its placement and sharding rule.
+      rules: for each equation that is computed by shards, its placement and sharding rule.
       creations: for server values that a shard can compute, by value and place, the equation and
         its sharding rule.
       borders: places of inputs and outputs of loops and branches.
@@ -58,9 +58,11 @@ class PlacedProgram:
 
     flat: FlatProgram
     sizes: dict[str, int]
-    places: dict[Var, Along] = field(default_factory=dict)
-    readings: dict[Eqn, tuple[str, Local | Fold]] = field(default_factory=dict)
-    creations: dict[tuple[Var, Along], tuple[Eqn, Local]] = field(default_factory=dict)
+    places: dict[Var, MemberAxis] = field(default_factory=dict)
+    rules: dict[Eqn, tuple[str, MemberwiseRule | ReductionRule]] = field(default_factory=dict)
+    creations: dict[tuple[Var, MemberAxis], tuple[Eqn, MemberwiseRule]] = field(
+        default_factory=dict
+    )
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, Eqn] = field(default_factory=dict)
 
@@ -99,13 +101,13 @@ class PlacedProgram:
                     yield from self.reads(inner)
                 yield from zip(block.outputs, places, strict=True)
             return
-        placement, reading = self.readings.get(eqn, ("", None))
-        yield from _reads_of(eqn, placement, reading)
+        placement, rule = self.rules.get(eqn, ("", None))
+        yield from _reads_of(eqn, placement, rule)
 
-    def reads_to_create(self, var: Var, along: Along) -> Iterator[tuple[Atom, Place]]:
+    def reads_to_create(self, var: Var, along: MemberAxis) -> Iterator[tuple[Atom, Place]]:
         """The atoms that a shard reads to compute the members of a server value."""
-        maker, reading = self.creations[var, along]
-        yield from _reads_of(maker, along.placement, reading)
+        maker, rule = self.creations[var, along]
+        yield from _reads_of(maker, along.placement, rule)
 
     def __str__(self) -> str:
         lines = [f"{var!r}: {self._label(var)}" for var in self.flat.inputs]
@@ -125,8 +127,8 @@ class PlacedProgram:
 
 
 def _reads_of(
-    eqn: Eqn, placement: str, reading: Local | Fold | None
+    eqn: Eqn, placement: str, rule: MemberwiseRule | ReductionRule | None
 ) -> Iterator[tuple[Atom, Place]]:
-    axes = reading.in_axes if reading else (None,) * len(eqn.inputs)
+    axes = rule.in_axes if rule else (None,) * len(eqn.inputs)
     for atom, axis in zip(eqn.inputs, axes, strict=True):
-        yield atom, None if axis is None else Along(placement, axis)
+        yield atom, None if axis is None else MemberAxis(placement, axis)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.demand import PlacementKeys, find_wanted, requirements
+from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
-from beamjax.interpreters.placement.member_loops import distributes, read_by_members
-from beamjax.interpreters.placement.places import Along, Border, Place, PlacedProgram
+from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
+from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.regrouping import Regrouping
 from beamjax.interpreters.placement.reshaped import reshaped
 from beamjax.interpreters.placement.sliced import sliced
@@ -32,9 +32,9 @@ from beamjax.interpreters.program import (
     WholeEqn,
 )
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.picks import MAX_SHARE
-from beamjax.interpreters.rules.readings import shape_of
-from beamjax.interpreters.rules.table import Fold, Local
+from beamjax.interpreters.rules.member_reads import MAX_SHARE
+from beamjax.interpreters.rules.sharding_rules import shape_of
+from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
 from beamjax.plan.steps import MAX_MEMBERS
 
 
@@ -69,23 +69,23 @@ def place(
                 f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
                 "the index of a member is an int32"
             )
-    wanted = find_wanted(flat, keys)
-    views = make_views(flat, wanted, keys.sizes)
+    demand = find_demand(flat, keys)
+    views = make_views(flat, demand, keys.sizes)
     read = {atom for atom in flat.reads() if isinstance(atom, Var)}
     viewed = set(flat.views.values()) - read
     fixed = {view: along for view, along in views.items() if flat.views[view] in known}
     for var in flat.inputs:
         if var in known and var not in viewed:
-            fixed[var] = _source_place(var, known[var], wanted.get(var), keys)
-        elif var in wanted:
-            fixed[var] = wanted[var]
+            fixed[var] = _source_place(var, known[var], demand.get(var), keys)
+        elif var in demand:
+            fixed[var] = demand[var]
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
     regrouping = Regrouping(flat, (sliced, reshaped))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
-        _Placing(program, keys, wanted, gathering).block(flat)
+        _Placing(program, keys, demand, gathering).block(flat)
         if regrouping.rewrite(program):
             continue
         many = _picked_too_often(program)
@@ -104,7 +104,7 @@ def place(
         tried = {var: along for var, along in tried.items() if var not in refuted}
 
 
-def _source_place(var: Var, name: str, wanted: Place, keys: PlacementKeys) -> Along:
+def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> MemberAxis:
     if not var.aval.shape:
         raise PlacementError(
             f"{name}: found a scalar of type {var.aval.dtype}, expected an array (n, ...) with the "
@@ -112,8 +112,8 @@ def _source_place(var: Var, name: str, wanted: Place, keys: PlacementKeys) -> Al
         )
     n = var.aval.shape[0]
     fitting = [key for key, size in keys.sizes.items() if size == n]
-    if wanted is not None and wanted.axis == 0:
-        return wanted
+    if demand is not None and demand.axis == 0:
+        return demand
     if not fitting:
         raise PlacementError(
             f"{name}: it has {n} members, but the program's placements have "
@@ -124,7 +124,7 @@ def _source_place(var: Var, name: str, wanted: Place, keys: PlacementKeys) -> Al
             f"{name}: it is not used as a placed value, and fits more than one placement "
             f"({', '.join(fitting)}); use it in a map_fn or a reduction"
         )
-    return Along(fitting[0], 0)
+    return MemberAxis(fitting[0], 0)
 
 
 class _Placing:
@@ -134,12 +134,12 @@ class _Placing:
         self,
         program: PlacedProgram,
         keys: PlacementKeys,
-        wanted: Mapping[Var, Along],
+        demand: Mapping[Var, MemberAxis],
         gathering: Set[Eqn],
     ):
         self.program = program
         self.keys = keys
-        self.wanted = wanted
+        self.demand = demand
         self.gathering = gathering
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
@@ -169,10 +169,10 @@ class _Placing:
         inside = (atom for block in structure.blocks for atom in block.reads())
         self.used.update(atom for atom in inside if isinstance(atom, Var))
         self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)
-        found = read_by_members(program, eqn, structure, self.used)
+        found = as_member_equation(program, eqn, structure, self.used)
         if found is not None:
-            program.expanded[eqn], placement, reading = found
-            program.readings[found[0]] = (placement, reading)
+            program.expanded[eqn], placement, rule = found
+            program.rules[found[0]] = (placement, rule)
         elif not program.flat.unrolled and distributes(program, structure):
             program.expanded[eqn] = structure
         else:
@@ -186,12 +186,12 @@ class _Placing:
             (key,) = placements
         if key is not None:
             axes = [along.axis if along and along.placement == key else None for along in places]
-            reading = rules.classify(eqn, axes, program.sizes[key])
-            if reading is not None and eqn not in self.gathering:
-                program.readings[eqn] = (key, reading)
-                if isinstance(reading, Local):
-                    for var, axis in zip(eqn.outputs, reading.out_axes, strict=True):
-                        self.put(var, None if axis is None else Along(key, axis))
+            rule = rules.classify(eqn, axes, program.sizes[key])
+            if rule is not None and eqn not in self.gathering:
+                program.rules[eqn] = (key, rule)
+                if isinstance(rule, MemberwiseRule):
+                    for var, axis in zip(eqn.outputs, rule.out_axes, strict=True):
+                        self.put(var, None if axis is None else MemberAxis(key, axis))
                 return
         if not placements:
             self.note_creations(eqn)
@@ -204,10 +204,10 @@ class _Placing:
                 for axis, dim in enumerate(shape_of(var)):
                     found = rules.invert(eqn, out, axis, n) if dim == n else None
                     if found is not None and all(
-                        (operand, Along(placement, k)) in creations
+                        (operand, MemberAxis(placement, k)) in creations
                         for operand, k in requirements(eqn, found.in_axes)
                     ):
-                        creations[var, Along(placement, axis)] = (eqn, found)
+                        creations[var, MemberAxis(placement, axis)] = (eqn, found)
 
     def loop(self, eqn: LoopEqn) -> None:
         """Finds a place for each carried value that fits before and after all rounds."""
@@ -217,7 +217,7 @@ class _Placing:
             stacked = 0 if number < carried else 1
             found = program.place(atom)
             found = found.moved(-stacked) if found is not None else None
-            chosen.append(self.wanted.get(var) or found)
+            chosen.append(self.demand.get(var) or found)
         settled: set[int] = set()
         while True:
             for var, along in zip(block.inputs, chosen, strict=True):
@@ -261,7 +261,7 @@ class _Placing:
         places: list[Place] = []
         for number, var in enumerate(eqn.outputs):
             given = [self.program.place(block.outputs[number]) for block in eqn.branches]
-            places.append(self.wanted.get(var) or next((along for along in given if along), None))
+            places.append(self.demand.get(var) or next((along for along in given if along), None))
             self.put(var, places[-1])
         self.enclose(eqn, (None,), (tuple(places),) * len(eqn.branches))
 
@@ -280,10 +280,10 @@ class _Placing:
                 continue
             created = self.program.creations.get((atom, along))
             if created is not None:
-                maker, reading = created
-                self.program.readings[maker] = (along.placement, reading)
-                for var, axis in zip(maker.outputs, reading.out_axes, strict=True):
-                    self.put(var, None if axis is None else Along(along.placement, axis))
+                maker, rule = created
+                self.program.rules[maker] = (along.placement, rule)
+                for var, axis in zip(maker.outputs, rule.out_axes, strict=True):
+                    self.put(var, None if axis is None else MemberAxis(along.placement, axis))
 
     def put(self, var: Var, along: Place) -> None:
         self.program.places.pop(var, None)
@@ -297,7 +297,7 @@ class _Placing:
 
     def forget_equation(self, eqn: Eqn) -> None:
         self.program.expanded.pop(eqn, None)
-        self.program.readings.pop(eqn, None)
+        self.program.rules.pop(eqn, None)
         self.program.borders.pop(eqn, None)
         for block in eqn.blocks:
             self.forget(block)
@@ -305,15 +305,15 @@ class _Placing:
             self.program.places.pop(var, None)
             for placement in self.program.sizes:
                 for axis in range(len(shape_of(var))):
-                    self.program.creations.pop((var, Along(placement, axis)), None)
+                    self.program.creations.pop((var, MemberAxis(placement, axis)), None)
 
 
 def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
     """The equations that select members of a value of which they together read a large share."""
     picks: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
-        _, reading = program.readings.get(eqn, ("", None))
-        if isinstance(reading, Fold) and reading.picks and isinstance(eqn.inputs[0], Var):
+        _, rule = program.rules.get(eqn, ("", None))
+        if isinstance(rule, ReductionRule) and rule.picks and isinstance(eqn.inputs[0], Var):
             picks.setdefault(eqn.inputs[0], []).append(eqn)
     many: set[Eqn] = set()
     for var, eqns in picks.items():
@@ -349,12 +349,12 @@ class _Gathered:
             counts = not self.guarded or eqn.is_placed_operator
             reads = self.program.reads(eqn)
             found = frozenset[Var]().union(*(self.read(*pair, counts) for pair in reads))
-            _, reading = self.program.readings.get(eqn, ("", None))
+            _, rule = self.program.rules.get(eqn, ("", None))
             if eqn.is_placed_operator:
                 found -= self.program.flat.views.keys()
-            if not isinstance(reading, Fold):
+            if not isinstance(rule, ReductionRule):
                 self.add(eqn.outputs, found)
-            elif reading.picks and counts:
+            elif rule.picks and counts:
                 self.inputs |= found
 
     def nested(self, eqn: Eqn) -> None:

@@ -156,9 +156,9 @@ def _variables(atoms: Iterable[Atom]) -> set[Var]:
     return {atom for atom in atoms if isinstance(atom, Var)}
 
 
-def is_served(program: PlacedProgram, eqn: Eqn) -> bool:
+def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:
     """Whether an equation runs on the server, or on workers only to select members."""
-    _, reading = program.readings.get(eqn, ("", None))
-    picks = reading is not None and getattr(reading, "picks", False)
+    _, rule = program.rules.get(eqn, ("", None))
+    picks = rule is not None and getattr(rule, "picks", False)
     plain = not (eqn.blocks or eqn.effects or eqn.is_placed_operator)
-    return plain and (reading is None or picks)
+    return plain and (rule is None or picks)

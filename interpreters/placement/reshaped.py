@@ -18,12 +18,12 @@ import numpy as np
 from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.places import Along, PlacedProgram
-from beamjax.interpreters.placement.regrouping import Step, is_served
+from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
+from beamjax.interpreters.placement.regrouping import Step, runs_on_server
 from beamjax.interpreters.program import Eqn, FlatBlock, Var, aval_of
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.folds import REDUCTIONS
-from beamjax.interpreters.rules.readings import bind, shape_of
+from beamjax.interpreters.rules.reductions import REDUCTIONS
+from beamjax.interpreters.rules.sharding_rules import bind, shape_of
 from beamjax.numerics.extremes import lowest_value
 from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.steps import MAX_MEMBERS
@@ -39,14 +39,14 @@ Function = Callable[[Any], Sequence[Any]]
 class Reshape:
     """A reshape of a placed value: its original shape and its new one."""
 
-    along: Along
+    along: MemberAxis
     shape: tuple[int, ...]
     to: tuple[int, ...]
 
     @staticmethod
     def of(program: PlacedProgram, eqn: Eqn) -> Reshape | None:
         """The reshape that a server equation does, if its operand is placed and of known size."""
-        if eqn.primitive.name != "reshape" or not is_served(program, eqn):
+        if eqn.primitive.name != "reshape" or not runs_on_server(program, eqn):
             return None
         along = program.place(eqn.inputs[0])
         if along is None or len(eqn.inputs) > 1 or is_unknown(program.sizes[along.placement]):
@@ -69,7 +69,7 @@ def _steps(program: PlacedProgram, block: FlatBlock, change: Reshape) -> dict[Eq
     known: set[Var | None] = set()
     fills: set[Var | None] = set()
     for eqn in block.eqns:
-        if not is_served(program, eqn) or not eqn.outputs:
+        if not runs_on_server(program, eqn) or not eqn.outputs:
             continue
         out = eqn.outputs[0]
         if Reshape.of(program, eqn) == change:

@@ -16,13 +16,13 @@ from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.placement.regrouping import Step, is_served
+from beamjax.interpreters.placement.regrouping import Step, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.readings import (
-    Combination,
-    Fold,
-    Local,
+from beamjax.interpreters.rules.sharding_rules import (
+    FunctionReductionRule,
+    MemberwiseRule,
+    ReductionRule,
     Shard,
     bind,
     replaced,
@@ -59,7 +59,7 @@ def sliced(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]
     for part in dict.fromkeys(filter(None, (_slice_of(program, eqn) for eqn in block.eqns))):
         cone = _Cone(program, part)
         for eqn in block.eqns:
-            if is_served(program, eqn):
+            if runs_on_server(program, eqn):
                 cone.see(eqn)
         yield cone.steps
 
@@ -67,7 +67,7 @@ def sliced(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]
 def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
     """The slice of members that a server equation takes, if it takes a large share of them."""
     along = program.place(eqn.inputs[0]) if eqn.primitive.name == "slice" else None
-    if along is None or not is_served(program, eqn):
+    if along is None or not runs_on_server(program, eqn):
         return None
     n, strides = program.sizes[along.placement], eqn.params["strides"]
     if is_unknown(n) or (strides is not None and strides[along.axis] != 1):
@@ -105,27 +105,27 @@ class _Cone:
         if axis is not None and self.is_undone(eqn, axis):
             self.pad(eqn, axis)
             return
-        reading = rules.classify(eqn, axes, self.part.count)
-        if not self.reads(eqn, reading):
+        rule = rules.classify(eqn, axes, self.part.count)
+        if not self.reads(eqn, rule):
             return
-        if isinstance(reading, Local):
-            self.local(eqn, reading)
-            self.axes.update(_placed_results(eqn, reading))
-        elif isinstance(reading, Fold) and not isinstance(reading, Combination):
-            self.fold(eqn, reading)
+        if isinstance(rule, MemberwiseRule):
+            self.local(eqn, rule)
+            self.axes.update(_placed_results(eqn, rule))
+        elif isinstance(rule, ReductionRule) and not isinstance(rule, FunctionReductionRule):
+            self.fold(eqn, rule)
 
     def axis_of(self, atom: Atom) -> int | None:
         return self.axes.get(atom) if isinstance(atom, Var) else None
 
-    def reads(self, eqn: Eqn, reading: Local | Fold | None) -> bool:
+    def reads(self, eqn: Eqn, rule: MemberwiseRule | ReductionRule | None) -> bool:
         """Whether all operands are available along the axes that a rule requires."""
-        if reading is None or (isinstance(reading, Fold) and reading.picks):
+        if rule is None or (isinstance(rule, ReductionRule) and rule.picks):
             return False
         return all(
             self.program.place(atom) is None and self.axis_of(atom) is None
             if axis is None
             else isinstance(atom, Var) and axis in (self.axes.get(atom), self.made.get(atom))
-            for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)
+            for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True)
         )
 
     def cut(self, eqn: Eqn) -> None:
@@ -146,17 +146,17 @@ class _Cone:
         for var in eqn.outputs:
             for axis, dim in enumerate(shape_of(var)):
                 if dim == self.part.count and var not in self.made:
-                    reading = rules.invert(eqn, eqn.outputs.index(var), axis, dim)
-                    if reading is not None and self.reads(eqn, reading):
-                        self.local(eqn, reading)
-                        self.made.update(_placed_results(eqn, reading))
+                    rule = rules.invert(eqn, eqn.outputs.index(var), axis, dim)
+                    if rule is not None and self.reads(eqn, rule):
+                        self.local(eqn, rule)
+                        self.made.update(_placed_results(eqn, rule))
 
-    def local(self, eqn: Eqn, reading: Local) -> None:
+    def local(self, eqn: Eqn, rule: MemberwiseRule) -> None:
         def function(*args: Any) -> Sequence[Any]:
-            return reading.emit(eqn, args, self.part.all_members())
+            return rule.emit(eqn, args, self.part.all_members())
 
         whole = [axis is not None and isinstance(atom, Var)
-                 for atom, axis in zip(eqn.inputs, reading.in_axes, strict=True)]  # fmt: skip
+                 for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True)]  # fmt: skip
         self.steps[eqn] = Step(eqn.inputs, whole, function)
 
     def is_undone(self, eqn: Eqn, axis: int) -> bool:
@@ -175,24 +175,24 @@ class _Cone:
 
         self.steps[eqn] = Step(eqn.inputs, [True, False], function, is_end=True)
 
-    def fold(self, eqn: Eqn, reading: Fold) -> None:
+    def fold(self, eqn: Eqn, rule: ReductionRule) -> None:
         """Rewrites a reduction over the slice: masks the other members by the neutral element."""
         scatters = eqn.primitive.name.startswith("scatter")
 
         def function(*args: Any) -> Sequence[Any]:
             masked = list(args)
-            for i, axis in enumerate(reading.in_axes):
+            for i, axis in enumerate(rule.in_axes):
                 if axis is not None and not (scatters and i == 1):
-                    neutral = REDUCERS[reading.reducer].identity(args[i].dtype)
+                    neutral = REDUCERS[rule.reducer].identity(args[i].dtype)
                     masked[i] = self.part.masked(args[i], axis, neutral)
             # Indices that are unique and sorted in the slice need not be so outside of it.
             free = {"indices_are_sorted": False, "unique_indices": False} if scatters else {}
             return bind(eqn, masked, **free)
 
-        whole = [axis is not None for axis in reading.in_axes]
+        whole = [axis is not None for axis in rule.in_axes]
         self.steps[eqn] = Step(eqn.inputs, whole, function, is_end=True)
 
 
-def _placed_results(eqn: Eqn, reading: Local) -> dict[Var, int]:
-    pairs = zip(eqn.outputs, reading.out_axes, strict=True)
+def _placed_results(eqn: Eqn, rule: MemberwiseRule) -> dict[Var, int]:
+    pairs = zip(eqn.outputs, rule.out_axes, strict=True)
     return {var: axis for var, axis in pairs if axis is not None}

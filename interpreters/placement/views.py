@@ -20,32 +20,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from beamjax.interpreters.placement.places import Along
+from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import Atom, Eqn, FlatProgram, Var, aval_of
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.readings import Local, Shard
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, Shard
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops import primitives
 from beamjax.plan.steps import MAX_MEMBERS
 
 
 def make_views(
-    flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
-) -> dict[Var, Along]:
+    flat: FlatProgram, demand: MutableMapping[Var, MemberAxis], sizes: Mapping[str, Any]
+) -> dict[Var, MemberAxis]:
     """Replaces the operands of reshapes of inputs into members by views, in place.
 
     Args:
       flat: the program; the views are added to it.
-      wanted: from `find_wanted`.
+      demand: from `find_demand`.
       sizes: the number of members of each placement.
 
     Returns:
       The place of each view.
     """
-    move_cuts(flat, wanted, sizes)
+    move_cuts(flat, demand, sizes)
     made: dict[tuple[Var, str], Var] = {}
     places = {}
-    for eqn, origin, along in _cuts(flat, wanted, sizes):
+    for eqn, origin, along in _cuts(flat, demand, sizes):
         view = made.get((origin, along.placement))
         if view is None:
             view = made[origin, along.placement] = _view(origin, sizes[along.placement])
@@ -62,12 +62,12 @@ def drop_view(flat: FlatProgram, view: Var) -> None:
 
 
 def _cuts(
-    flat: FlatProgram, wanted: Mapping[Var, Along], sizes: Mapping[str, Any]
-) -> Iterator[tuple[Eqn, Var, Along]]:
+    flat: FlatProgram, demand: Mapping[Var, MemberAxis], sizes: Mapping[str, Any]
+) -> Iterator[tuple[Eqn, Var, MemberAxis]]:
     """The reshapes of inputs into members, with the input and the place of the result."""
     inputs = set(flat.inputs)
     for eqn in flat.walk():
-        along = wanted.get(eqn.outputs[0]) if eqn.outputs else None
+        along = demand.get(eqn.outputs[0]) if eqn.outputs else None
         if along is not None and is_cut(eqn, along, sizes[along.placement]):
             origin = eqn.inputs[0]
             if isinstance(origin, Var) and origin in inputs:
@@ -83,7 +83,7 @@ def _view(origin: Var, n: int) -> Var:
 # --- computations on rows
 
 
-def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
+def is_cut(eqn: Eqn, along: MemberAxis | None, n: Any) -> bool:
     """Whether an equation reshapes rows into n members of several rows, along axis 0."""
     if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
         return False
@@ -93,13 +93,13 @@ def is_cut(eqn: Eqn, along: Along | None, n: Any) -> bool:
 
 
 def move_cuts(
-    flat: FlatProgram, wanted: MutableMapping[Var, Along], sizes: Mapping[str, Any]
+    flat: FlatProgram, demand: MutableMapping[Var, MemberAxis], sizes: Mapping[str, Any]
 ) -> None:
     """Moves reshapes into members, if only placed operators read them, to the inputs, in place.
 
     Args:
       flat: the program; it is changed.
-      wanted: from `find_wanted`; the places of reshaped inputs are added.
+      demand: from `find_demand`; the places of reshaped inputs are added.
       sizes: the number of members of each placement.
     """
     users: dict[Var, list[Eqn]] = {}
@@ -107,22 +107,22 @@ def move_cuts(
         for atom in (*eqn.inputs, *(a for block in eqn.blocks for a in block.outputs)):
             if isinstance(atom, Var):
                 users.setdefault(atom, []).append(eqn)
-    handed_out = {atom for atom in flat.outputs if isinstance(atom, Var)}
+    program_output = {atom for atom in flat.outputs if isinstance(atom, Var)}
     for eqn in list(flat.walk()):
-        along = wanted.get(eqn.outputs[0]) if len(eqn.outputs) == 1 else None
+        along = demand.get(eqn.outputs[0]) if len(eqn.outputs) == 1 else None
         if along is None or not is_cut(eqn, along, sizes[along.placement]):
             continue
         if aval_of(eqn.inputs[0]).shape[0] > MAX_MEMBERS:  # Indices of rows are int32.
             continue
         readers = users.get(eqn.outputs[0], [])
         placements = {_placement(reader) for reader in readers}
-        if eqn.outputs[0] in handed_out or len(placements) != 1:
+        if eqn.outputs[0] in program_output or len(placements) != 1:
             continue
         placement = placements.pop()
         if placement is not None:
             moved = _Rows(flat, aval_of(eqn.inputs[0]).shape[0])
             if moved.need(eqn.inputs[0]) and moved.eqns:
-                moved.replace(eqn, along, placement, sizes[along.placement], wanted)
+                moved.replace(eqn, along, placement, sizes[along.placement], demand)
     prune(flat)
 
 
@@ -143,7 +143,7 @@ class _Rows:
         self.flat = flat
         self.size = size
         self.makers = {v: eqn for eqn in flat.eqns if not eqn.blocks for v in eqn.outputs}
-        self.eqns: dict[Eqn, Local] = {}
+        self.eqns: dict[Eqn, MemberwiseRule] = {}
         self.inputs: dict[Var, None] = {}
         self.served: dict[Var, None] = {}
 
@@ -159,19 +159,24 @@ class _Rows:
             return False
         if eqn in self.eqns:
             return self.eqns[eqn].out_axes[eqn.outputs.index(atom)] == 0
-        reading = rules.invert(eqn, eqn.outputs.index(atom), 0, self.size)
-        if reading is None:
+        rule = rules.invert(eqn, eqn.outputs.index(atom), 0, self.size)
+        if rule is None:
             return False
-        for operand, axis in zip(eqn.inputs, reading.in_axes, strict=True):
+        for operand, axis in zip(eqn.inputs, rule.in_axes, strict=True):
             if axis is None:
                 self.served |= {operand: None} if isinstance(operand, Var) else {}
             elif axis != 0 or not self.need(operand):
                 return False
-        self.eqns[eqn] = reading
+        self.eqns[eqn] = rule
         return True
 
     def replace(
-        self, cut: Eqn, along: Along, placement: str, n: int, wanted: MutableMapping[Var, Along]
+        self,
+        cut: Eqn,
+        along: MemberAxis,
+        placement: str,
+        n: int,
+        demand: MutableMapping[Var, MemberAxis],
     ) -> None:
         """Replaces the reshape `cut` by a map over reshaped inputs."""
         rows, count = self.size // n, len(self.served)
@@ -196,7 +201,7 @@ class _Rows:
             env[out] = var = Var(f"{cut.outputs[0].name}.{len(env)}", out.aval)
             inputs = [env[v] for v in eqn.invars]
             self.flat.eqns.insert(0, Eqn(eqn.primitive, eqn.params, inputs, [var], cut.line))
-            wanted[var] = along
+            demand[var] = along
         cut.primitive, cut.params = mapped.primitive, mapped.params
         cut.inputs = [env[v] for v in mapped.invars]
 
@@ -208,10 +213,10 @@ class _Rows:
             index, *groups = values[len(served) :]
             shard = Shard(index * np.int32(rows), rows, jnp.ones(rows, bool))
             env: dict[Var, Any] = dict(zip(self.inputs, groups, strict=True))
-            for eqn, reading in self.eqns.items():
-                axes = zip(eqn.inputs, reading.in_axes, strict=True)
+            for eqn, rule in self.eqns.items():
+                axes = zip(eqn.inputs, rule.in_axes, strict=True)
                 args = [_read(served if axis is None else env, atom) for atom, axis in axes]
-                outs = reading.emit(eqn, args, shard)
+                outs = rule.emit(eqn, args, shard)
                 env.update(zip(eqn.outputs, outs, strict=True))
             return [lax.reshape(_read(env, cut.inputs[0]), cut.params["new_sizes"][1:])]
 

@@ -15,8 +15,8 @@ from jax.extend.random import threefry2x32_p
 from beamjax import _compat
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.memberwise import at_shard_size
-from beamjax.interpreters.rules.readings import (
-    Local,
+from beamjax.interpreters.rules.sharding_rules import (
+    MemberwiseRule,
     Shard,
     bind,
     is_threefry,
@@ -26,26 +26,26 @@ from beamjax.interpreters.rules.readings import (
 )
 
 
-def _broadcast(eqn: Eqn, axis: int, n: Any) -> Local | None:
-    return Local((None,), (axis,), at_shard_size) if axis == 0 else None
+def _broadcast(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
+    return MemberwiseRule((None,), (axis,), at_shard_size) if axis == 0 else None
 
 
-def _broadcast_in_dim(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _broadcast_in_dim(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     dims = eqn.params["broadcast_dimensions"]
     if len(eqn.inputs) > 1 or eqn.params["shape"][axis] != n:
         return None
     if axis in dims and (shape_of(eqn.inputs[0])[dims.index(axis)] != 1 or n == 1):
         return None
-    return Local((None,), (axis,), resizing("shape", axis))
+    return MemberwiseRule((None,), (axis,), resizing("shape", axis))
 
 
-def _tile(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _tile(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if shape_of(eqn.inputs[0])[axis] != 1 or eqn.params["reps"][axis] != n:
         return None
-    return Local((None,), (axis,), resizing("reps", axis))
+    return MemberwiseRule((None,), (axis,), resizing("reps", axis))
 
 
-def _stack(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _stack(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """The same value for all members, as in `jnp.stack([x] * n)`."""
     if eqn.params["axis"] != axis or any(atom is not eqn.inputs[0] for atom in eqn.inputs):
         return None
@@ -53,10 +53,10 @@ def _stack(eqn: Eqn, axis: int, n: Any) -> Local | None:
     def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         return bind(eqn, [args[0]] * shard.size)
 
-    return Local((None,) * n, (axis,), emit)
+    return MemberwiseRule((None,) * n, (axis,), emit)
 
 
-def _iota(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _iota(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if eqn.inputs or eqn.params["shape"][axis] != n:
         return None
 
@@ -67,10 +67,10 @@ def _iota(eqn: Eqn, axis: int, n: Any) -> Local | None:
         indices = shard.indices().astype(eqn.params["dtype"])
         return [lax.broadcast_in_dim(indices, shape, (axis,))]
 
-    return Local((), (axis,), emit)
+    return MemberwiseRule((), (axis,), emit)
 
 
-def _pad(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _pad(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """A server value for some members and a scalar for the others: the derivative of a slice."""
     low, high, interior = eqn.params["padding_config"][axis]
     count, step = shape_of(eqn.inputs[0])[axis], interior + 1
@@ -86,10 +86,10 @@ def _pad(eqn: Eqn, axis: int, n: Any) -> Local | None:
         inside = (place == row * step) & (place >= 0)
         return [jnp.where(lax.broadcast_in_dim(inside, padded.shape, (axis,)), padded, args[1])]
 
-    return Local((None, None), (axis,), emit)
+    return MemberwiseRule((None, None), (axis,), emit)
 
 
-def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """For partitionable threefry keys, `split(key, n)[i]` is a hash of the key and i, for any n."""
     shape = eqn.params["shape"]
     plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
@@ -101,10 +101,10 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> Local | None:
         keys = jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
         return [keys.reshape(shard.size, *shape[1:])]
 
-    return Local((None,), (0,), emit)
+    return MemberwiseRule((None,), (0,), emit)
 
 
-def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def _random_bits(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """For partitionable threefry keys, bits are a hash of the key and the index of the element."""
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
     plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
@@ -123,7 +123,7 @@ def _random_bits(eqn: Eqn, axis: int, n: Any) -> Local | None:
             bits = (high ^ low).astype(np.dtype(f"uint{width}"))
         return [bits.reshape(shard.size, *shape[1:])]
 
-    return Local((None,), (0,), emit)
+    return MemberwiseRule((None,), (0,), emit)
 
 
 def _hashed(key: Any, shard: Shard, inner: int) -> list[jax.Array]:
@@ -148,7 +148,7 @@ def _element_numbers(shard: Shard, inner: int) -> tuple[jax.Array, jax.Array]:
     return high + (low < start).astype(word), low
 
 
-CREATE: dict[str, Callable[[Eqn, int, Any], Local | None]] = {
+CREATE: dict[str, Callable[[Eqn, int, Any], MemberwiseRule | None]] = {
     "bj_broadcast": _broadcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,

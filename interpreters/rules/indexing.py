@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from beamjax.interpreters.program import Eqn, aval_of
-from beamjax.interpreters.rules.picks import pick_gathered
-from beamjax.interpreters.rules.readings import (
+from beamjax.interpreters.rules.member_reads import read_gathered
+from beamjax.interpreters.rules.member_writes import write_scattered
+from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Fold,
-    Local,
+    MemberwiseRule,
+    ReductionRule,
     Shard,
     as_is,
     resizing,
     rule,
     shape_of,
 )
-from beamjax.interpreters.rules.writes import write_scattered
 from beamjax.numerics.reducers import REDUCERS
 
 
@@ -29,7 +29,7 @@ def _remaining(rank: int, *gone: Sequence[int]) -> list[int]:
 
 
 @rule("gather")
-def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _gather(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     d = eqn.params["dimension_numbers"]
     operand, index = axes
     batching = dict(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True))
@@ -41,24 +41,24 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
         index = batching[operand] if index is None else index
         if batching[operand] != index or eqn.params["slice_sizes"][operand] != 1:
             return None
-        return Local((operand, index), (positions[index],), as_is)
+        return MemberwiseRule((operand, index), (positions[index],), as_is)
     if operand is None:
         if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
             return None
-        return Local((None, index), (positions[index],), as_is)
+        return MemberwiseRule((None, index), (positions[index],), as_is)
     rank = len(shape_of(eqn.inputs[0]))
     windows = _remaining(rank, d.collapsed_slice_dims, d.operand_batching_dims)
     whole = operand in windows and eqn.params["slice_sizes"][operand] == n
     if index is None and operand in d.start_index_map:
-        return pick_gathered(eqn, operand, n)
+        return read_gathered(eqn, operand, n)
     if index is not None or not whole:
         return None
     out = d.offset_dims[windows.index(operand)]
-    return Local((operand, None), (out,), resizing("slice_sizes", operand))
+    return MemberwiseRule((operand, None), (out,), resizing("slice_sizes", operand))
 
 
 @rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub")
-def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     d = eqn.params["dimension_numbers"]
     operand, index, updates = axes
     if operand is not None and operand in d.scatter_dims_to_operand_dims:
@@ -88,7 +88,7 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     out = want[0]
     if not agrees or out is None or out in d.scatter_dims_to_operand_dims:
         return None
-    return Local(want, (out,), as_is)
+    return MemberwiseRule(want, (out,), as_is)
 
 
 # For each scatter of placed rows into a server table: its reduction, and the primitive for a shard.
@@ -102,7 +102,7 @@ _SCATTERS = {
 
 def _scatter_fold(
     eqn: Eqn, index: int | None, updates: int | None, positions: list[int]
-) -> Fold | None:
+) -> ReductionRule | None:
     """A scatter of placed rows into a server table, as `jax.ops.segment_sum` does."""
     if eqn.primitive.name not in _SCATTERS:
         return None
@@ -134,4 +134,4 @@ def _scatter_fold(
             mode=p["mode"],
         )
 
-    return Fold((None, index, position), name, partial)
+    return ReductionRule((None, index, position), name, partial)

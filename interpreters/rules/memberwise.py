@@ -11,11 +11,12 @@ from jax.extend import core as jex
 
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.member_indices import clamped
-from beamjax.interpreters.rules.picks import pick_rows
-from beamjax.interpreters.rules.readings import (
+from beamjax.interpreters.rules.member_reads import read_rows
+from beamjax.interpreters.rules.member_writes import write_rows
+from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Fold,
-    Local,
+    MemberwiseRule,
+    ReductionRule,
     Shard,
     any_placed,
     as_is,
@@ -29,19 +30,18 @@ from beamjax.interpreters.rules.readings import (
     rule,
     shape_of,
 )
-from beamjax.interpreters.rules.writes import write_rows
 
 # --- placed operators
 
 
 @rule("bj_map")
-def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     # Draws from rbg keys under vmap depend on the whole batch, so a shard can't reproduce them.
     if draw_by_batch(eqn.params["jaxpr"]) is not None:
         return None
     served = eqn.params["num_broadcast"]
     in_axes = (None,) * served + (0,) * (len(eqn.inputs) - served)
-    return Local(in_axes, (0,) * len(eqn.outputs), _mapped)
+    return MemberwiseRule(in_axes, (0,) * len(eqn.outputs), _mapped)
 
 
 def _mapped(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
@@ -69,8 +69,8 @@ def _asks_for_vmap(closed: Any) -> bool:
 
 
 @rule("bj_broadcast")
-def _bj_broadcast(eqn: Eqn, axes: Axes, n: Any) -> Local:
-    return Local((None,), (0,), at_shard_size)
+def _bj_broadcast(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule:
+    return MemberwiseRule((None,), (0,), at_shard_size)
 
 
 def at_shard_size(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
@@ -93,7 +93,7 @@ ELEMENTWISE = """
 
 
 @rule(*ELEMENTWISE)
-def _elementwise(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _elementwise(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis, rank = only(axes), len(shape_of(eqn.outputs[0]))
     if axis is None or any(len(shape_of(atom)) not in (0, rank) for atom in eqn.inputs):
         return None
@@ -105,96 +105,96 @@ def _elementwise(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
         None if len(shape_of(atom)) == 0 or shape_of(atom)[axis] != n else axis
         for atom in eqn.inputs
     )
-    return Local(in_axes, (axis,) * len(eqn.outputs), as_is)
+    return MemberwiseRule(in_axes, (axis,) * len(eqn.outputs), as_is)
 
 
 # --- shape
 
 
 @rule("broadcast_in_dim")
-def _broadcast_in_dim(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _broadcast_in_dim(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     if axes[0] is None or len(eqn.inputs) > 1:
         return None
     out = eqn.params["broadcast_dimensions"][axes[0]]
-    return Local((axes[0],), (out,), resizing("shape", out))
+    return MemberwiseRule((axes[0],), (out,), resizing("shape", out))
 
 
 @rule("reshape")
-def _reshape(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _reshape(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis, sizes = axes[0], eqn.params["new_sizes"]
     if axis is None or eqn.params["dimensions"] is not None or len(eqn.inputs) > 1:
         return None
     before = math.prod(shape_of(eqn.inputs[0])[:axis])
     for out, dim in enumerate(sizes):
         if dim == n and math.prod(sizes[:out]) == before:
-            return Local((axis,), (out,), resizing("new_sizes", out))
+            return MemberwiseRule((axis,), (out,), resizing("new_sizes", out))
     return None
 
 
 @rule("transpose")
-def _transpose(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
-    return Local(tuple(axes), (eqn.params["permutation"].index(axes[0]),), as_is)
+def _transpose(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
+    return MemberwiseRule(tuple(axes), (eqn.params["permutation"].index(axes[0]),), as_is)
 
 
 @rule("squeeze")
-def _squeeze(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _squeeze(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis, dims = axes[0], eqn.params["dimensions"]
     if axis is None or axis in dims:
         return None
-    return Local((axis,), (dropping(axis, dims),), as_is)
+    return MemberwiseRule((axis,), (dropping(axis, dims),), as_is)
 
 
 @rule("slice")
-def _slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     axis, strides = axes[0], eqn.params["strides"]
     if axis is None:
         return None
     start, limit = eqn.params["start_indices"][axis], eqn.params["limit_indices"][axis]
     if start == 0 and limit == n and (strides is None or strides[axis] == 1):
-        return Local((axis,), (axis,), resizing("limit_indices", axis))
+        return MemberwiseRule((axis,), (axis,), resizing("limit_indices", axis))
     stride = 1 if strides is None else strides[axis]
-    return pick_rows(eqn, axis, n, lambda args: jnp.arange(start, limit, stride, "int32"))
+    return read_rows(eqn, axis, n, lambda args: jnp.arange(start, limit, stride, "int32"))
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     axis = axes[0]
     if axis is None or any_placed(axes[1:]):
         return None
     size = eqn.params["slice_sizes"][axis]
     if size == n:  # XLA clamps the start to 0, whatever the index is.
-        return Local(tuple(axes), (axis,), resizing("slice_sizes", axis))
+        return MemberwiseRule(tuple(axes), (axis,), resizing("slice_sizes", axis))
     first = lambda args: clamped(args[1 + axis], n - size)
-    return pick_rows(eqn, axis, n, lambda args: first(args) + jnp.arange(size, dtype="int32"))
+    return read_rows(eqn, axis, n, lambda args: first(args) + jnp.arange(size, dtype="int32"))
 
 
 @rule("dynamic_update_slice")
-def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = only(axes[:2])
     if axis is None or any_placed(axes[2:]):
         return None
     if axes[1] is None and shape_of(eqn.inputs[1])[axis] != n:
         return write_rows(eqn, axis, n)
-    return Local((axis, axis, *axes[2:]), (axis,), as_is)
+    return MemberwiseRule((axis, axis, *axes[2:]), (axis,), as_is)
 
 
 @rule("pad")
-def _pad(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _pad(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = axes[0]
     if axis is None or axes[1] is not None:
         return None
     untouched = tuple(eqn.params["padding_config"][axis]) == (0, 0, 0)
-    return Local((axis, None), (axis,), as_is) if untouched else None
+    return MemberwiseRule((axis, None), (axis,), as_is) if untouched else None
 
 
 @rule("tile")
-def _tile(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _tile(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = axes[0]
     return everywhere(eqn, axis) if axis is not None and eqn.params["reps"][axis] == 1 else None
 
 
 @rule("bitcast_convert_type")
-def _bitcast(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _bitcast(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     shared = min(len(shape_of(eqn.inputs[0])), len(shape_of(eqn.outputs[0])))
     return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] < shared else None
 
@@ -216,7 +216,7 @@ ALONG = {
 
 
 @rule(*ALONG)
-def _along(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _along(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = only(axes)
     busy = eqn.params[ALONG[eqn.primitive.name]]
     busy = busy if isinstance(busy, tuple) else (busy,)
@@ -227,24 +227,24 @@ def _along(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 @rule("unstack")
-def _unstack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _unstack(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     busy, axis = eqn.params["axis"], axes[0]
     if axis is None or axis == busy:
         return None
-    return Local((axis,), (dropping(axis, (busy,)),) * len(eqn.outputs), as_is)
+    return MemberwiseRule((axis,), (dropping(axis, (busy,)),) * len(eqn.outputs), as_is)
 
 
 @rule("stack")
-def _stack(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _stack(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     new, axis = eqn.params["axis"], only(axes)
     if axis is None:
         return None
-    return Local((axis,) * len(axes), (axis + (new <= axis),), as_is)
+    return MemberwiseRule((axis,) * len(axes), (axis + (new <= axis),), as_is)
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
       "select_and_scatter_add")  # fmt: skip
-def _windows(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _windows(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis, p = only(axes), eqn.params
     if axis is None:
         return None
@@ -262,7 +262,7 @@ def _windows(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 @rule("cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur",
       "svd", "triangular_solve")  # fmt: skip
-def _batched_matrix(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _batched_matrix(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = only(axes)
     ranks = [len(shape_of(atom)) for atom in eqn.inputs]
     # householder_product takes vectors (taus) as well as matrices.
@@ -272,7 +272,7 @@ def _batched_matrix(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 @rule("lu_pivots_to_permutation", "tridiagonal_solve", "random_wrap")
-def _batched_vector(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _batched_vector(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = only(axes)
     if axis is None or any(axis >= len(shape_of(atom)) - 1 for atom in eqn.inputs):
         return None
@@ -280,7 +280,7 @@ def _batched_vector(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 @rule("fft")
-def _fft(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _fft(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     batch = len(shape_of(eqn.inputs[0])) - len(eqn.params["fft_lengths"])
     return everywhere(eqn, axes[0]) if axes[0] is not None and axes[0] < batch else None
 
@@ -289,7 +289,7 @@ def _fft(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 @rule("random_bits", "random_split", "random_unwrap")
-def _random(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _random(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     # A draw from an rbg key under vmap depends on the other keys in the batch, so on the shard.
     if axes[0] is None or not is_threefry(eqn.inputs[0]):
         return None
@@ -297,7 +297,7 @@ def _random(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
 
 
 @rule("random_gamma")
-def _random_gamma(eqn: Eqn, axes: Axes, n: Any) -> Local | None:
+def _random_gamma(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     # The shape of the keys is a prefix of that of the parameters, and each key is split for the
     # other axes. So along an axis that the keys don't have, a draw depends on its position.
     axis, keys = only(axes), eqn.inputs[0]

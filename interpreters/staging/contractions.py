@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
 from beamjax.interpreters.staging.flatten import CALLED
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops.primitives import size_p, trace_body
@@ -51,9 +51,12 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
     maps = {var: eqn for eqn in block.eqns if eqn.primitive.name == "bj_map" for var in eqn.outputs}
     reductions: dict[Eqn, list[Eqn]] = {}
     for eqn in block.eqns:
-        mapped = maps.get(eqn.inputs[0]) if eqn.primitive.name in _REDUCTIONS else None
+        if eqn.primitive.name not in _REDUCTIONS:
+            continue
+        var = _members(eqn)
+        mapped = maps.get(var)
         # Another reader of the members' values needs them in any case.
-        if mapped and not mapped.effects and readers[eqn.inputs[0]] == 1 and _is_linear(eqn):
+        if mapped and not mapped.effects and readers[var] == 1 and _is_linear(eqn):
             reductions.setdefault(mapped, []).append(eqn)
     new: dict[Eqn, list[Eqn]] = {}
     for mapped, reduced in reductions.items():
@@ -63,8 +66,14 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
     return changed or bool(new)
 
 
+def _members(reduction: Eqn) -> Var:
+    var = reduction.inputs[0]
+    assert isinstance(var, Var), reduction  # A literal is a scalar, which has no members.
+    return var
+
+
 def _is_linear(reduction: Eqn) -> bool:
-    dtype = reduction.inputs[0].aval.dtype
+    dtype = _members(reduction).aval.dtype
     if not jax.numpy.issubdtype(dtype, np.floating):
         return False
     # The sum of a narrow dtype may be infinite where the mean is not.
@@ -84,7 +93,7 @@ def _is_product(eqn: Any) -> bool:
 def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
     """What takes the place of a map and of reductions of its results; nothing if all stay."""
     closed, served = mapped.params["jaxpr"], mapped.params["num_broadcast"]
-    reduced = {mapped.outputs.index(eqn.inputs[0]): eqn for eqn in reductions}
+    reduced = {mapped.outputs.index(_members(eqn)): eqn for eqn in reductions}
     sums: dict[int, _Sum] = {}
     factors: list[Any] = []
 
@@ -160,7 +169,8 @@ class _Equations:
 
     def add(self, primitive: jex.Primitive, params: dict[str, Any], *inputs: Atom) -> Var:
         """Appends an equation of one result, which it returns."""
-        types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+        avals = map(aval_of, inputs)
+        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         (aval,) = jax.eval_shape(lambda *args: _compat.bind(primitive, args, params), *types)
         name = f"{self.reduction.outputs[0].name}_{len(self.eqns)}"
         out = Var(name, jax.core.ShapedArray(aval.shape, aval.dtype))

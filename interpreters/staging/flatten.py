@@ -83,7 +83,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
         elif not isinstance(var, jex.Literal) and var in jaxpr.invars:
             flat.outputs.append(atom)
         else:
-            flat.outputs.append(inliner.handed_out(atom))
+            flat.outputs.append(inliner.program_output(atom))
     prune(flat)
     return flat
 
@@ -223,7 +223,7 @@ class Inliner:
                 self.flat.mapped[operands[inner]] = eqn.params["placement"], eqn.params["n"]
         return results
 
-    def handed_out(self, atom: Atom) -> Atom:
+    def program_output(self, atom: Atom) -> Atom:
         """A result of the program, where an input that a map returned is again a result of the map.
 
         Otherwise `transform` would return an array for it instead of a placed PCollection.

@@ -11,13 +11,13 @@ from typing import Any
 
 from beamjax.bodies.export import default_platform
 from beamjax.errors import BeamjaxError, OptionsError
-from beamjax.interpreters.cutting.pieces import Piece
+from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering.lower import lower_passes
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.tuning import plan_cache, probe
 from beamjax.interpreters.tuning import search as planner
 from beamjax.options import Options
-from beamjax.options.choices import Choices, Looping, Trial, read_choices, write_json
+from beamjax.options.choices import Choices, Trial, Vectorization, read_choices, write_json
 from beamjax.plan.steps import Map, Plan, walk
 
 WORTH_SECONDS = 5.0
@@ -31,14 +31,14 @@ CHECKPOINTED = "choices.json"
 """Name of the file in a checkpoint folder that holds the choices, so that a resumed run makes the
 same plan."""
 
-Relower = Callable[[Mapping[str, int], Mapping[str, Looping]], Plan]
+Relower = Callable[[Mapping[str, int], Mapping[str, Vectorization]], Plan]
 """Makes the plan again with these shard sizes, and this vectorization of each pass."""
 
 
 def chosen_plan(
     plan: Plan,
     program: PlacedProgram,
-    pieces: Sequence[Piece],
+    stages: Sequence[Stage],
     options: Options,
     relower: Relower,
     special: str = "",
@@ -49,7 +49,7 @@ def chosen_plan(
     Args:
       plan: the plan by rules and options.
       program: the placed program of the plan.
-      pieces: its stages.
+      stages: its stages.
       options: options of the run.
       relower: makes a plan with other choices.
       special: why a probe is impossible, "" if it is not.
@@ -59,7 +59,7 @@ def chosen_plan(
     Raises:
       OptionsError: the option `plan` holds choices for another program.
     """
-    text = planner.program_text(pieces, plan.sizes.values())
+    text = planner.program_text(stages, plan.sizes.values())
     print_ = plan_cache.digest(text)
     made_again = plan.choices.made_again
     rule = Choices(plan.shard_sizes, _loopings(plan), program=print_, made_again=made_again)
@@ -67,12 +67,12 @@ def chosen_plan(
         return _pinned(plan, rule, options, relower)
     if options.shard_size is not None and options.member_loop is not None:
         return _with(plan, replace(rule, origin="options", why="fixed by options"))
-    reason = special or planner.obstacle(plan, pieces, default_platform())
+    reason = special or planner.obstacle(plan, stages, default_platform())
     if reason:
         return _with(plan, replace(rule, why=f"by the rules: {reason}"))
     if options.probe is False:
         return _with(plan, replace(rule, why="by the rules: probe=False"))
-    passes = planner.passes_of(plan, pieces, options.memory_bytes)
+    passes = planner.passes_of(plan, stages, options.memory_bytes)
     total = sum(p.rounds * p.seconds * plan.sizes[p.placement] for p in passes)
     if options.probe is None and total < WORTH_SECONDS:
         why = f"by the rules: passes of about {total:.2g} s are not worth a probe"
@@ -88,10 +88,10 @@ def chosen_plan(
     if found is None:
         budget = MAX_BUDGET if options.probe else total * SHARE
         budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
-        found = _probed(plan, rule, program, pieces, passes, options, budget)
+        found = _probed(plan, rule, program, stages, passes, options, budget)
         found = _remember(plan, rule, found, options)
-    if found.sizes != rule.sizes or found.loopings != rule.loopings:
-        plan = relower(found.sizes, found.loopings)
+    if found.sizes != rule.sizes or found.vectorizations != rule.vectorizations:
+        plan = relower(found.sizes, found.vectorizations)
     return _with(plan, found)
 
 
@@ -99,8 +99,8 @@ def _with(plan: Plan, choices: Choices) -> Plan:
     return replace(plan, choices=choices)
 
 
-def _loopings(plan: Plan) -> dict[str, Looping]:
-    return {step.name: step.looping for step in walk(plan.steps) if isinstance(step, Map)}
+def _loopings(plan: Plan) -> dict[str, Vectorization]:
+    return {step.name: step.vectorization for step in walk(plan.steps) if isinstance(step, Map)}
 
 
 # --- saved
@@ -111,7 +111,7 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
     assert isinstance(saved, Choices)
     for what, mine, theirs in (
         ("placements", set(rule.sizes), set(saved.sizes)),
-        ("passes", set(rule.loopings), set(saved.loopings)),
+        ("passes", set(rule.vectorizations), set(saved.vectorizations)),
     ):
         if mine != theirs:
             raise OptionsError(
@@ -131,9 +131,9 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
     why = "by the saved plan"
     if saved.program != rule.program:
         why += ", which was saved for other bodies or types"
-    plan = relower(sizes, saved.loopings)
+    plan = relower(sizes, saved.vectorizations)
     found = replace(
-        rule, sizes=plan.shard_sizes, loopings=_loopings(plan), origin="saved", why=why,
+        rule, sizes=plan.shard_sizes, vectorizations=_loopings(plan), origin="saved", why=why,
         tried=saved.tried,
     )  # fmt: skip
     return _with(plan, found)
@@ -171,7 +171,7 @@ def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
             plan_cache.ignore(name, error)
     if found is None or set(found.sizes) != set(rule.sizes):
         return None
-    if set(found.loopings) != set(rule.loopings):
+    if set(found.vectorizations) != set(rule.vectorizations):
         return None
     made_again = rule.made_again
     return replace(found, origin="cache", why=f"{found.why}, {origin}", made_again=made_again)
@@ -215,19 +215,19 @@ def _probed(
     plan: Plan,
     rule: Choices,
     program: PlacedProgram,
-    pieces: Sequence[Piece],
+    stages: Sequence[Stage],
     passes: Sequence[planner.Pass],
     options: Options,
     budget: float,
 ) -> Choices:
     """The choices by a probe; those of the rules, with the reason, where it finds none."""
-    sizes, loopings = dict(rule.sizes), dict(rule.loopings)
+    sizes, vectorizations = dict(rule.sizes), dict(rule.vectorizations)
     tried: list[Trial] = []
     reasons: list[str] = []
     by_placement = {p.placement: [q for q in passes if q.placement == p.placement] for p in passes}
     for placement, mine in by_placement.items():
         end = time.monotonic() + budget * len(mine) / len(passes)
-        measure = _measure(program, pieces, placement, options, end)
+        measure = _measure(program, stages, placement, options, end)
         search = planner.Search(
             mine,
             measure,
@@ -241,7 +241,7 @@ def _probed(
             reasons.append(f"by the rules, as a probe failed: {error}")
             continue
         sizes[placement] = found.size
-        loopings.update(found.loopings)
+        vectorizations.update(found.vectorizations)
         tried += found.trials
         reasons.append(
             "by the rules, and a probe found nothing faster"
@@ -250,19 +250,24 @@ def _probed(
         )
     why = "; ".join(dict.fromkeys(reasons))
     return replace(
-        rule, sizes=sizes, loopings=loopings, origin="probe", why=why, tried=tuple(tried)
+        rule,
+        sizes=sizes,
+        vectorizations=vectorizations,
+        origin="probe",
+        why=why,
+        tried=tuple(tried),
     )
 
 
 def _measure(
     program: PlacedProgram,
-    pieces: Sequence[Piece],
+    stages: Sequence[Stage],
     placement: str,
     options: Options,
     end: float,
 ) -> planner.Measure:
-    def measure(size: int, loopings: Mapping[str, Looping]) -> dict[str, float]:
-        plan = lower_passes(program, pieces, placement, options, size, loopings)
+    def measure(size: int, vectorizations: Mapping[str, Vectorization]) -> dict[str, float]:
+        plan = lower_passes(program, stages, placement, options, size, vectorizations)
         return dict(_seconds(plan, options, end))
 
     return measure

@@ -17,7 +17,7 @@ from beamjax.bodies.export import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.stage import Argument
-from beamjax.options.choices import Looping
+from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
 from beamjax.sources.padded_bytes import bucket_shares, padding_text
@@ -245,7 +245,7 @@ def _bits(value: Any) -> tuple[Any, ...]:
 
 
 def _without_body(step: Map) -> Map:
-    return replace(step, body="", short_body=None, looping=Looping(), turns="")
+    return replace(step, body="", short_body=None, vectorization=Vectorization(), loop_reason="")
 
 
 def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
@@ -260,7 +260,7 @@ def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
     return tree
 
 
-def fitting_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tuple[str, ...]:
+def bucket_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tuple[str, ...]:
     """A note for the user on the buckets of members of unequal length."""
     paths = [a.path for a in arguments if id(a.value) in buckets_of(arguments) and _leaf(a).ragged]
     ladder = "/".join(map(str, next(iter(buckets_of(arguments).values()))))

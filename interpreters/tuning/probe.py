@@ -48,10 +48,10 @@ def shard_seconds(
     Raises:
       ProbeError: the body fails on made-up members, or takes longer than `limit`.
     """
-    return in_time(lambda: _timed(plan, step, options, limit, clock), limit)
+    return run_with_limit(lambda: _timed(plan, step, options, limit, clock), limit)
 
 
-def in_time(function: Callable[[], float], limit: float) -> float:
+def run_with_limit(function: Callable[[], float], limit: float) -> float:
     """Calls a function in a daemon thread and returns its result.
 
     If it takes longer than `limit` seconds, its thread is abandoned and ends by itself.
@@ -84,8 +84,8 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
     began = time.monotonic()
     rng = np.random.default_rng(0)
     size = plan.shard_sizes[step.placement]
-    served = {name: made_up(rng, plan.values[name], ()) for name in step.broadcasts}
-    operands = [made_up(rng, plan.values[name], (size,)) for name in step.operands]
+    served = {name: random_array(rng, plan.values[name], ()) for name in step.broadcasts}
+    operands = [random_array(rng, plan.values[name], (size,)) for name in step.operands]
     if step.guard is not None and step.guard.reads:
         operands[-1] = np.ones(size, np.bool_)
     execute = ShardExecutor(plan, step, served, compute_device(options.xla_threads))
@@ -114,7 +114,9 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
     return best
 
 
-def made_up(rng: np.random.Generator, value: ValueType, leading: tuple[int, ...]) -> np.ndarray:
+def random_array(
+    rng: np.random.Generator, value: ValueType, leading: tuple[int, ...]
+) -> np.ndarray:
     """A random array for a value: normally distributed floats, small integers, arbitrary keys.
 
     Zeros would be timed wrongly: sparse or denormal values take other times than usual ones.

@@ -14,22 +14,22 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS, piece_waits_for_data
-from beamjax.interpreters.cutting.pieces import (
-    BlockPiece,
-    BranchPiece,
-    GatherPiece,
-    LoopPiece,
-    MapPiece,
-    Piece,
-    ScatterPiece,
-    ServerPiece,
+from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS, stage_waits_for_data
+from beamjax.interpreters.cutting.stages import (
+    BlockStages,
+    BranchStage,
+    GatherStage,
+    LoopStage,
+    MapStage,
+    ScatterStage,
+    ServerStage,
+    Stage,
 )
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import shard_size
-from beamjax.interpreters.lowering.map_bodies import goes_one_by_one
+from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.program import Eqn, MemberEqn
-from beamjax.options.choices import MULTIPLE, Looping, Trial
+from beamjax.options.choices import MULTIPLE, Trial, Vectorization
 from beamjax.plan.cost import USUAL
 from beamjax.plan.steps import Map, Plan, walk
 
@@ -51,7 +51,7 @@ class Pass:
     Attributes:
       rounds: how often it runs.
       size: shard size by the rules.
-      looping: vectorization by the rules.
+      vectorization: vectorization by the rules.
       loops: whether it can compute members sequentially.
       largest: largest shard size to try.
       seconds: predicted seconds per member.
@@ -61,71 +61,71 @@ class Pass:
     placement: str
     rounds: float
     size: int
-    looping: Looping
+    vectorization: Vectorization
     loops: bool
     largest: int
     seconds: float
 
 
-def passes_of(plan: Plan, pieces: Sequence[Piece], memory: int | None) -> list[Pass]:
+def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[Pass]:
     """The passes of a plan over placements of known size.
 
     Args:
       plan: the plan by the rules.
-      pieces: its stages.
+      stages: its stages.
       memory: memory of a worker process in bytes, None without a limit.
     """
     steps = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     limit = WORKING_BYTES if memory is None else min(WORKING_BYTES, memory // 8)
     found = []
-    for name, piece, rounds in named_passes(pieces):
-        step, n = steps[name], plan.sizes[piece.placement]
+    for name, stage, rounds in named_passes(stages):
+        step, n = steps[name], plan.sizes[stage.placement]
         if n is None:
             continue
-        size, cost = plan.shard_sizes[piece.placement], plan.costs[name]
-        at_once = {"loop": 1, "vmap": size}.get(step.looping.kind, step.looping.batch)
+        size, cost = plan.shard_sizes[stage.placement], plan.costs[name]
+        at_once = {"loop": 1, "vmap": size}.get(step.vectorization.kind, step.vectorization.batch)
         calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
-        largest = max(shard_size.largest_size(piece, n, limit), size)
-        loops = goes_one_by_one(piece, step.lanes)
+        largest = max(shard_size.largest_size(stage, n, limit), size)
+        loops = can_run_sequentially(stage, step.lanes)
         found.append(
-            Pass(name, piece.placement, rounds, size, step.looping, loops, largest, seconds)
+            Pass(name, stage.placement, rounds, size, step.vectorization, loops, largest, seconds)
         )
     return found
 
 
-def named_passes(pieces: Iterable[Piece]) -> Iterator[tuple[str, MapPiece, float]]:
+def named_passes(stages: Iterable[Stage]) -> Iterator[tuple[str, MapStage, float]]:
     """The passes, with the names of their steps and how often they run."""
-    return _named(pieces, {}, 1.0)
+    return _named(stages, {}, 1.0)
 
 
 def _named(
-    pieces: Iterable[Piece], counts: dict[str, int], rounds: float
-) -> Iterator[tuple[str, MapPiece, float]]:
-    for piece in pieces:
-        match piece:
-            case MapPiece(placement=placement):
+    stages: Iterable[Stage], counts: dict[str, int], rounds: float
+) -> Iterator[tuple[str, MapStage, float]]:
+    for stage in stages:
+        match stage:
+            case MapStage(placement=placement):
                 number = counts[placement] = counts.get(placement, -1) + 1
-                yield f"map_{placement}_{number}", piece, rounds
-            case LoopPiece(eqn=eqn, condition=condition, block=block):
+                yield f"map_{placement}_{number}", stage, rounds
+            case LoopStage(eqn=eqn, condition=condition, block=block):
                 more = rounds * (GUESSED_ROUNDS if eqn.rounds is None else eqn.rounds)
                 for inner in (condition, block) if condition else (block,):
-                    yield from _named(inner.pieces, counts, more)
-            case BranchPiece(branches=branches):
+                    yield from _named(inner.stages, counts, more)
+            case BranchStage(branches=branches):
                 for branch in branches:
-                    yield from _named(branch.pieces, counts, rounds)
+                    yield from _named(branch.stages, counts, rounds)
 
 
-def obstacle(plan: Plan, pieces: Sequence[Piece], platform: str) -> str:
+def obstacle(plan: Plan, stages: Sequence[Stage], platform: str) -> str:
     """Why a program can't be timed on made-up members; "" if it can."""
-    maps = [piece for _, piece, _ in named_passes(pieces)]
+    maps = [stage for _, stage, _ in named_passes(stages)]
     if not maps:
         return "there is no pass over members"
     if any(n is None for n in plan.sizes.values()):
         return "the number of members is found while the program runs"
     if any(body.python for body in plan.bodies.values()):
         return "a body calls back to Python"
-    if any(map(piece_waits_for_data, maps)):
+    if any(map(stage_waits_for_data, maps)):
         return "a body holds a loop whose rounds depend on its data"
     platforms = {name for body in plan.bodies.values() for name in body.artefacts}
     if platforms != {platform}:
@@ -141,41 +141,41 @@ def magnitude(n: Any) -> int:
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def program_text(pieces: Iterable[Piece], sizes: Iterable[Any]) -> list[Any]:
+def program_text(stages: Iterable[Stage], sizes: Iterable[Any]) -> list[Any]:
     """A description of a program as JSON values, which is the same in every process.
 
     Args:
-      pieces: the stages of the program.
+      stages: the stages of the program.
       sizes: numbers of members; all axes with one of these lengths are written as "n".
     """
-    return list(_Texts(frozenset(sizes)).pieces(pieces))
+    return list(_Texts(frozenset(sizes)).stages(stages))
 
 
 class _Texts:
     def __init__(self, sizes: frozenset[Any]):
         self.sizes = sizes
 
-    def pieces(self, pieces: Iterable[Piece]) -> Iterator[Any]:
-        for piece in pieces:
-            match piece:
-                case MapPiece():
-                    kinds = [type(e.reading).__name__ for e in piece.emissions]
-                    operands = [self.type(var) for var, _ in piece.operands]
-                    served = [self.type(var) for var in piece.broadcasts]
-                    eqns = [self.eqn(e.eqn) for e in piece.emissions]
-                    yield ["map", piece.placement, operands, served, kinds, eqns]
-                case ServerPiece(eqns=server):
+    def stages(self, stages: Iterable[Stage]) -> Iterator[Any]:
+        for stage in stages:
+            match stage:
+                case MapStage():
+                    kinds = [type(e.rule).__name__ for e in stage.emissions]
+                    operands = [self.type(var) for var, _ in stage.operands]
+                    served = [self.type(var) for var in stage.broadcasts]
+                    eqns = [self.eqn(e.eqn) for e in stage.emissions]
+                    yield ["map", stage.placement, operands, served, kinds, eqns]
+                case ServerStage(eqns=server):
                     yield ["server", *map(self.eqn, server)]
-                case GatherPiece() | ScatterPiece():
-                    yield [type(piece).__name__, self.type(piece.var)]
-                case LoopPiece():
-                    blocks = [piece.condition, piece.block] if piece.condition else [piece.block]
-                    yield ["loop", piece.eqn.rounds, *(self.block(block) for block in blocks)]
-                case BranchPiece(branches=branches):
+                case GatherStage() | ScatterStage():
+                    yield [type(stage).__name__, self.type(stage.var)]
+                case LoopStage():
+                    blocks = [stage.condition, stage.block] if stage.condition else [stage.block]
+                    yield ["loop", stage.eqn.rounds, *(self.block(block) for block in blocks)]
+                case BranchStage(branches=branches):
                     yield ["branch", *map(self.block, branches)]
 
-    def block(self, block: BlockPiece) -> list[Any]:
-        return list(self.pieces(block.pieces))
+    def block(self, block: BlockStages) -> list[Any]:
+        return list(self.stages(block.stages))
 
     def eqn(self, eqn: Eqn) -> list[Any]:
         bodies = [_ADDRESS.sub("", str(jaxpr)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
@@ -193,7 +193,7 @@ class _Texts:
 
 # --- the search
 
-Measure = Callable[[int, Mapping[str, Looping]], Mapping[str, float]]
+Measure = Callable[[int, Mapping[str, Vectorization]], Mapping[str, float]]
 """Measures seconds per shard of each pass, by name, for a shard size and vectorizations by name."""
 
 
@@ -203,13 +203,13 @@ class Found:
 
     Attributes:
       size: the shard size.
-      loopings: the vectorization of each pass, by name.
+      vectorizations: the vectorization of each pass, by name.
       gain: speed-up over the choice of the rules; 1 if it is that choice.
       trials: all measurements, in order.
     """
 
     size: int
-    loopings: Mapping[str, Looping]
+    vectorizations: Mapping[str, Vectorization]
     gain: float
     trials: tuple[Trial, ...]
 
@@ -238,7 +238,7 @@ class Search:
         self.left = left
         self.fixed_size = size
         self.fixed = fixed
-        self.times: dict[tuple[str, int, Looping], float] = {}
+        self.times: dict[tuple[str, int, Vectorization], float] = {}
         # Seconds of the last trial, including compilation, and its shard size.
         self.last = 0.0
         self.last_size = 0
@@ -251,36 +251,38 @@ class Search:
           BeamjaxError: the choice of the rules can't be timed.
         """
         first = self.passes[0].size
-        rule = {p.name: p.looping for p in self.passes}
+        rule = {p.name: p.vectorization for p in self.passes}
         self._time(first, rule)
         try:
             self._try_all(first)
         except Exception as error:  # Other choices may fail; that of the rules did not.
             self.stopped = error
         size = min(self._sizes(), key=self._score)
-        before = sum(p.rounds * self.times[p.name, first, p.looping] / first for p in self.passes)
+        before = sum(
+            p.rounds * self.times[p.name, first, p.vectorization] / first for p in self.passes
+        )
         gain = before / max(self._score(size), 1e-12)
         if gain < GAIN:
-            size, loopings, gain = first, rule, 1.0
+            size, vectorizations, gain = first, rule, 1.0
         else:
-            loopings = {p.name: self._best(p, size)[1] for p in self.passes}
+            vectorizations = {p.name: self._best(p, size)[1] for p in self.passes}
         trials = (Trial(name, s, way, t) for (name, s, way), t in self.times.items())
-        return Found(size, loopings, gain, tuple(trials))
+        return Found(size, vectorizations, gain, tuple(trials))
 
     def _try_all(self, first: int) -> None:
         for way in self._ways(first):
-            self._attempt(first, {p.name: way if p.loops else p.looping for p in self.passes})
+            self._attempt(first, {p.name: way if p.loops else p.vectorization for p in self.passes})
         if self.fixed_size is not None:
             return
         for factor in (4, 2):
             for up in (True, False):
                 self._climb(factor, up)
 
-    def _ways(self, size: int) -> list[Looping]:
+    def _ways(self, size: int) -> list[Vectorization]:
         if self.fixed or not any(p.loops for p in self.passes):
             return []
-        ways = [Looping(), Looping("loop")]
-        return [*ways, Looping("batches", MULTIPLE)] if size >= 4 * MULTIPLE else ways
+        ways = [Vectorization(), Vectorization("loop")]
+        return [*ways, Vectorization("batches", MULTIPLE)] if size >= 4 * MULTIPLE else ways
 
     def _climb(self, factor: int, up: bool) -> None:
         """Tries larger (or smaller) shards as long as they are faster."""
@@ -295,36 +297,36 @@ class Search:
             if not self._attempt(other, best):
                 return
             if any(self._is_close(p, size) for p in self.passes):
-                self._attempt(other, {p.name: Looping() for p in self.passes})
+                self._attempt(other, {p.name: Vectorization() for p in self.passes})
             if self._score(size) < STEP_GAIN * self._score(other):
                 return
             size = other
 
     def _is_close(self, a_pass: Pass, size: int) -> bool:
         """Whether vmap over the whole shard is slower at this size, but close to the best."""
-        together = self.times.get((a_pass.name, size, Looping()))
+        together = self.times.get((a_pass.name, size, Vectorization()))
         best, way = self._best(a_pass, size)
-        return way != Looping() and together is not None and together < CLOSE * best
+        return way != Vectorization() and together is not None and together < CLOSE * best
 
-    def _attempt(self, size: int, loopings: Mapping[str, Looping]) -> bool:
+    def _attempt(self, size: int, vectorizations: Mapping[str, Vectorization]) -> bool:
         """Times a choice if there is time; returns whether its times are known."""
-        if all((name, size, way) in self.times for name, way in loopings.items()):
+        if all((name, size, way) in self.times for name, way in vectorizations.items()):
             return True
         # Compiling dominates a trial and does not grow with the shard; only the runs do.
         shard = sum(self._best(p, self.last_size)[0] for p in self.passes)
         more = 3 * shard * max(0.0, size / self.last_size - 1)
         if self.left() < 1.2 * (self.last + more):
             return False
-        self._time(size, loopings)
+        self._time(size, vectorizations)
         return True
 
-    def _time(self, size: int, loopings: Mapping[str, Looping]) -> None:
+    def _time(self, size: int, vectorizations: Mapping[str, Vectorization]) -> None:
         before = self.left()
-        for name, seconds in self.measure(size, loopings).items():
-            self.times[name, size, loopings[name]] = seconds
+        for name, seconds in self.measure(size, vectorizations).items():
+            self.times[name, size, vectorizations[name]] = seconds
         self.last, self.last_size = before - self.left(), size
 
-    def _best(self, a_pass: Pass, size: int) -> tuple[float, Looping]:
+    def _best(self, a_pass: Pass, size: int) -> tuple[float, Vectorization]:
         """The best time of a pass at this shard size, and its vectorization."""
         ways = [
             (t, w) for (name, s, w), t in self.times.items() if (name, s) == (a_pass.name, size)
@@ -339,7 +341,7 @@ class Search:
         return list(dict.fromkeys(size for _, size, _ in self.times))
 
 
-def _fitting(way: Looping, size: int) -> Looping:
+def _fitting(way: Vectorization, size: int) -> Vectorization:
     """A vectorization for another shard size: vmap if the size is no multiple of its batch."""
     fits = way.kind != "batches" or (size > way.batch and size % way.batch == 0)
-    return way if fits else Looping()
+    return way if fits else Vectorization()

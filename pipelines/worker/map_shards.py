@@ -25,8 +25,8 @@ from beamjax.pipelines.worker.merge_in_files import scratch_of, terms_of_bundle
 from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
 from beamjax.pipelines.worker.spill import send
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
-from beamjax.plan.lane_pieces import Piece, key_of, step_pieces
 from beamjax.plan.merging import is_in_files
 from beamjax.plan.shard import Shard, shard_errors, shards
 from beamjax.plan.steps import Map, Server
@@ -118,7 +118,7 @@ class MapShards(ComputeFn):
         self.turns: list[CpuTurn] = []
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
-        self.accumulators: dict[Piece, Any] | None = None
+        self.accumulators: dict[ValueRange, Any] | None = None
         self.wide: WideLanes | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
@@ -257,7 +257,7 @@ class MapShards(ComputeFn):
         if self.accumulators is None:
             self.accumulators = {
                 piece: new_accumulator(lanes[piece.lane], piece.stop - piece.start, self.mode)
-                for piece in step_pieces(self.task.step)
+                for piece in accumulator_ranges(self.task.step)
             }
         partials = found.partials
         parts = []

@@ -23,7 +23,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.spill import receive, send
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
-from beamjax.plan.lane_pieces import Piece, step_pieces
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.shard import shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
 from beamjax.runtime.shard_executor import finish_lane, finish_tree, join_shards
@@ -168,12 +168,12 @@ class FinishPieces(StepFn):
 
     def __init__(self, task: Task[Map]):
         self.task = task
-        self.whole = len(step_pieces(task.step)) == 1
+        self.whole = len(accumulator_ranges(task.step)) == 1
         self.times = StepTimes(task.step.name, "merge", task.store.reports)
 
     def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
         key, data = element
-        piece = Piece.from_key(key)
+        piece = ValueRange.from_key(key)
         plan, step = plan_with_size(self.task, served), self.task.step
         lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
         with self.times.measured():

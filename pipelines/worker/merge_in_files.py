@@ -1,6 +1,6 @@
 """Reductions too large for memory, in a pipeline: their partials are in the store.
 
-What travels are pairs of the key of a section (`beamjax.plan.lane_pieces`) and a small text that
+What travels are pairs of the key of a section (`beamjax.plan.buffer_ranges`) and a small text that
 says where its `Terms` are.
 """
 
@@ -19,7 +19,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.merge import plan_with_size
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.tasks import StepFn, Task
-from beamjax.plan.lane_pieces import Piece, key_of
+from beamjax.plan.buffer_ranges import ValueRange, key_of
 from beamjax.plan.steps import Map
 from beamjax.runtime.large_reductions import (
     Terms,
@@ -69,7 +69,7 @@ class MergeSections(StepFn):
         """A partial, or an encoded accumulator."""
         return self.task.store.get(ref, cache=False)[0]
 
-    def terms(self, section: Piece, elements: Iterable[bytes]) -> Terms[Any]:
+    def terms(self, section: ValueRange, elements: Iterable[bytes]) -> Terms[Any]:
         """All terms of a section; those that are too many to be open at once are merged."""
         lane, terms = self.task.step.lanes[section.lane], Terms[Any]()
         for data in elements:
@@ -93,7 +93,7 @@ class MergeSectionGroup(MergeSections):
 
     def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
         key = element[0].rpartition("|")[0]
-        section = Piece.from_key(key)
+        section = ValueRange.from_key(key)
         lane, store = self.task.step.lanes[section.lane], self.task.store
         with self.times.measured(), self.task.at_work("merging"):
             terms = self.terms(section, element[1])
@@ -112,7 +112,7 @@ class FinishSections(MergeSections):
     def process(
         self, element: tuple[str, Iterable[bytes]], *served: Environment
     ) -> Iterator[Environment]:
-        section, step = Piece.from_key(element[0]), self.task.step
+        section, step = ValueRange.from_key(element[0]), self.task.step
         plan, lane = plan_with_size(self.task, served), step.lanes[section.lane]
         parts = {}
         for r in lane.reductions:

@@ -9,57 +9,57 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.cutting.pieces import MapPiece
+from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Var, aval_of
-from beamjax.interpreters.rules.table import Combination, Fold, Local
+from beamjax.interpreters.rules.table import FunctionReductionRule, MemberwiseRule, ReductionRule
 from beamjax.numerics.reducers import reducer_of
 from beamjax.plan.steps import Lane, Reduction, ValueType
 
 
-def lanes_of(
-    piece: MapPiece, served: Callable[[Var], str], values: Mapping[str, ValueType]
+def fuse_reductions(
+    stage: MapStage, served: Callable[[Var], str], values: Mapping[str, ValueType]
 ) -> tuple[Lane, ...]:
     """Groups the reductions of a pass by accumulator and dtype of the partials.
 
     Args:
-      piece: the pass.
+      stage: the pass.
       served: maps a server value to its name, and adds its type to `values`.
       values: types of the values that have a name.
     """
     groups: dict[tuple[str, str], list[Reduction]] = {}
-    for emission in piece.emissions:
-        eqn, reading = emission.eqn, emission.reading
-        if not isinstance(reading, Fold) or isinstance(reading, Combination):
+    for emission in stage.emissions:
+        eqn, rule = emission.eqn, emission.rule
+        if not isinstance(rule, ReductionRule) or isinstance(rule, FunctionReductionRule):
             continue
-        reducer = reducer_of(reading.reducer)
+        reducer = reducer_of(rule.reducer)
         result = served(eqn.outputs[0])
         dtype = np.dtype(values[result].dtype)
-        if not reading.picks and eqn.primitive.name != "dot_general":
+        if not rule.picks and eqn.primitive.name != "dot_general":
             dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
         partial = np.dtype(reducer.partial_dtype(dtype)).name
         group = groups.setdefault((reducer.lane, partial), [])
         offset = group[-1].offset + group[-1].size if group else 0
         size = math.prod(values[result].shape)
-        group.append(Reduction(result, reading.reducer, dtype.name, offset, size))
+        group.append(Reduction(result, rule.reducer, dtype.name, offset, size))
     return tuple(
         Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
         for (kind, dtype), group in groups.items()
     )
 
 
-def saved_bytes(piece: MapPiece) -> int:
+def saved_bytes(stage: MapStage) -> int:
     """Bytes by which compression makes the partials of a shard smaller."""
     saved = 0
-    for emission in piece.emissions:
-        eqn, reading = emission.eqn, emission.reading
-        if eqn.primitive.name == "compressed_words" and isinstance(reading, Local):
-            words, (axis,) = aval_of(eqn.inputs[0]), reading.in_axes
+    for emission in stage.emissions:
+        eqn, rule = emission.eqn, emission.rule
+        if eqn.primitive.name == "compressed_words" and isinstance(rule, MemberwiseRule):
+            words, (axis,) = aval_of(eqn.inputs[0]), rule.in_axes
             member = math.prod(d for i, d in enumerate(words.shape) if i != axis)
             saved += eqn.params["instead"] - member * words.dtype.itemsize
     return saved
 
 
-def lane_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
+def fused_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
     """Concatenates the partials of a buffer, given by name of the result, to one vector."""
     parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from beamjax.plan.steps import Lane, Map
 
-PIECE_VALUES = 1 << 20
+RANGE_VALUES = 1 << 20
 """Largest number of values in a range. An exact accumulator of so many float32 values takes 16 MiB,
 and at worst 64 MiB, the limit for Beam elements."""
 
@@ -18,7 +18,7 @@ SECTION_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class ValueRange:
     """The values [start, stop) of buffer number `lane` of a step."""
 
     lane: int
@@ -26,35 +26,35 @@ class Piece:
     stop: int
 
     @classmethod
-    def from_key(cls, key: str) -> Piece:
+    def from_key(cls, key: str) -> ValueRange:
         """The inverse of `key_of`."""
         return cls(*map(int, key.split(":")))
 
-    def cut(self, limit: int) -> Iterator[Piece]:
+    def cut(self, limit: int) -> Iterator[ValueRange]:
         """Splits this range into ranges of at most `limit` values; an empty one stays one range."""
         for start in range(self.start, max(self.stop, self.start + 1), limit):
-            yield Piece(self.lane, start, min(start + limit, self.stop))
+            yield ValueRange(self.lane, start, min(start + limit, self.stop))
 
 
-def key_of(piece: Piece) -> str:
+def key_of(piece: ValueRange) -> str:
     """The text that identifies a range of a step."""
     return f"{piece.lane}:{piece.start}:{piece.stop}"
 
 
-def lane_pieces(number: int, lane: Lane, limit: int | None = None) -> Iterator[Piece]:
+def buffer_ranges(number: int, lane: Lane, limit: int | None = None) -> Iterator[ValueRange]:
     """Splits a buffer into ranges of at most `limit` values; an empty buffer is one empty range."""
-    return Piece(number, 0, lane.size).cut(limit or PIECE_VALUES)
+    return ValueRange(number, 0, lane.size).cut(limit or RANGE_VALUES)
 
 
-def step_pieces(step: Map) -> list[Piece]:
+def accumulator_ranges(step: Map) -> list[ValueRange]:
     """The ranges of all buffers of a step, each small enough for an accumulator."""
-    return [piece for i, lane in enumerate(step.lanes) for piece in lane_pieces(i, lane)]
+    return [piece for i, lane in enumerate(step.lanes) for piece in buffer_ranges(i, lane)]
 
 
-def step_sections(step: Map) -> list[Piece]:
+def file_ranges(step: Map) -> list[ValueRange]:
     """The ranges of all buffers of a step, each small enough for a file."""
     return [
         piece
         for i, lane in enumerate(step.lanes)
-        for piece in lane_pieces(i, lane, max(SECTION_BYTES // np.dtype(lane.dtype).itemsize, 1))
+        for piece in buffer_ranges(i, lane, max(SECTION_BYTES // np.dtype(lane.dtype).itemsize, 1))
     ]

@@ -15,11 +15,17 @@ from jax.lax import GatherScatterMode
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded, clamped
-from beamjax.interpreters.rules.readings import Local, Shard, bind, replaced, shape_of
+from beamjax.interpreters.rules.sharding_rules import (
+    MemberwiseRule,
+    Shard,
+    bind,
+    replaced,
+    shape_of,
+)
 from beamjax.plan.steps import MAX_MEMBERS
 
 
-def write_rows(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def write_rows(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """The rule of a dynamic_update_slice that writes to some of the members.
 
     Args:
@@ -42,10 +48,10 @@ def write_rows(eqn: Eqn, axis: int, n: Any) -> Local | None:
         inside = lax.broadcast_in_dim((row >= 0) & (row < count), operand.shape, (axis,))
         return [jnp.where(inside, written, operand)]
 
-    return Local((axis,) + (None,) * (len(eqn.inputs) - 1), (axis,), emit)
+    return MemberwiseRule((axis,) + (None,) * (len(eqn.inputs) - 1), (axis,), emit)
 
 
-def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local | None:
+def write_scattered(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """The rule of a scatter whose indices are server values that select members.
 
     Args:
@@ -79,7 +85,7 @@ def write_scattered(eqn: Eqn, axis: int, n: Any) -> Local | None:
         changes |= {"indices_are_sorted": False, "unique_indices": False}
         return bind(eqn, [operand, indices, updates], **changes)
 
-    return Local((axis, None, None), (axis,), emit)
+    return MemberwiseRule((axis, None, None), (axis,), emit)
 
 
 def _width(eqn: Eqn, axis: int) -> int:

@@ -85,7 +85,7 @@ Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
 
 
 @dataclass(frozen=True)
-class Local:
+class MemberwiseRule:
     """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard.
 
     `in_axes` and `out_axes` are the axes of the members in operands and results. A result whose
@@ -98,7 +98,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Fold:
+class ReductionRule:
     """An equation that reduces over the members to one result.
 
     `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
@@ -113,7 +113,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Combination(Fold):
+class FunctionReductionRule(ReductionRule):
     """A reduction whose partials are lists of arrays, merged by a function.
 
     `partial` computes the arrays of a shard, and `combine(eqn, served, left, right)` merges those
@@ -130,7 +130,7 @@ class Combination(Fold):
     kept: tuple[int, ...]
 
 
-Rule = Callable[[Eqn, Axes, Any], Local | Fold | None]
+Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
 """Takes an equation, the axes of its operands and the number of members; None if it has no rule."""
 
 RULES: dict[str, Rule] = {}
@@ -198,9 +198,9 @@ def any_placed(axes: Axes) -> bool:
     return any(axis is not None for axis in axes)
 
 
-def everywhere(eqn: Eqn, axis: int) -> Local:
+def everywhere(eqn: Eqn, axis: int) -> MemberwiseRule:
     """The rule that all operands and results have their members along `axis`."""
-    return Local((axis,) * len(eqn.inputs), (axis,) * len(eqn.outputs), as_is)
+    return MemberwiseRule((axis,) * len(eqn.inputs), (axis,) * len(eqn.outputs), as_is)
 
 
 def dropping(axis: int, dropped: Sequence[int]) -> int:

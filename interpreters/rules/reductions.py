@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax.interpreters.program import Eqn, aval_of
-from beamjax.interpreters.rules.combinations import reduce_bits
-from beamjax.interpreters.rules.readings import (
+from beamjax.interpreters.rules.function_reductions import reduce_bits
+from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Fold,
-    Local,
+    MemberwiseRule,
+    ReductionRule,
     Rule,
     Shard,
     as_is,
@@ -36,12 +36,12 @@ REDUCTIONS = {
 
 
 @rule(*REDUCTIONS)
-def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     axis, reduced = axes[0], eqn.params["axes"]
     if axis is None:
         return None
     if axis not in reduced:
-        return Local((axis,), (dropping(axis, reduced),), as_is)
+        return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
     name = REDUCTIONS[eqn.primitive.name]
     if name in ("any", "all") and aval_of(eqn.inputs[0]).dtype != np.bool_:
         return reduce_bits(eqn, axis)
@@ -55,14 +55,14 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
             (x,) = bind(eqn, [x], axes=others)
         return REDUCERS[name].partial(jnp.moveaxis(x, dropping(axis, others), 0), shard.mask)
 
-    return Fold((axis,), name, partial)
+    return ReductionRule((axis,), name, partial)
 
 
 def _placed_reduction(name: str) -> Rule:
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
         return REDUCERS[name].partial(args[0], shard.mask)
 
-    return lambda eqn, axes, n: Fold((0,), name, partial)
+    return lambda eqn, axes, n: ReductionRule((0,), name, partial)
 
 
 for _name in REDUCERS:
@@ -93,7 +93,7 @@ def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], Shard], Any]:
 
 
 @rule("dot_general")
-def _dot_general(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _dot_general(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = axes
     paired = dict(zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True))
@@ -105,21 +105,23 @@ def _dot_general(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
         if rhs is None or paired[lhs] != rhs:
             return None
         if lhs in lhs_batch:
-            return Local((lhs, rhs), (lhs_batch.index(lhs),), as_is)
-        return Fold((lhs, rhs), "sum", _product(lhs, rhs))
+            return MemberwiseRule((lhs, rhs), (lhs_batch.index(lhs),), as_is)
+        return ReductionRule((lhs, rhs), "sum", _product(lhs, rhs))
     if lhs is not None and rhs is not None:
         return None
     if lhs is not None:
         out = len(lhs_batch) + dropping(lhs, (*lhs_contract, *lhs_batch))
-        return Local((lhs, None), (out,), as_is)
+        return MemberwiseRule((lhs, None), (out,), as_is)
     if rhs is None:
         return None
     before = len(shape_of(eqn.inputs[0])) - len(lhs_contract)
-    return Local((None, rhs), (before + dropping(rhs, (*rhs_contract, *rhs_batch)),), as_is)
+    return MemberwiseRule(
+        (None, rhs), (before + dropping(rhs, (*rhs_contract, *rhs_batch)),), as_is
+    )
 
 
 @rule("conv_general_dilated")
-def _conv(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
+def _conv(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     if eqn.params["batch_group_count"] != 1:
         return None
@@ -127,12 +129,12 @@ def _conv(eqn: Eqn, axes: Axes, n: Any) -> Local | Fold | None:
     kernels, contracted = numbers.rhs_spec[:2]
     lhs, rhs = axes
     if lhs == batch and rhs is None:
-        return Local((batch, None), (numbers.out_spec[0],), as_is)
+        return MemberwiseRule((batch, None), (numbers.out_spec[0],), as_is)
     if groups != 1:
         return None
     if lhs is None and rhs == kernels:
-        return Local((None, kernels), (numbers.out_spec[1],), as_is)
+        return MemberwiseRule((None, kernels), (numbers.out_spec[1],), as_is)
     # The gradient of a kernel that the members share contracts over the members.
     if lhs in (None, features) and rhs in (None, contracted):
-        return Fold((features, contracted), "sum", _product(features, contracted))
+        return ReductionRule((features, contracted), "sum", _product(features, contracted))
     return None

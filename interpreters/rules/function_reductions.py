@@ -16,11 +16,11 @@ from jax.extend import core as jex
 
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
-from beamjax.interpreters.rules.picks import MAX_SHARE
-from beamjax.interpreters.rules.readings import (
+from beamjax.interpreters.rules.member_reads import MAX_SHARE
+from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Combination,
-    Local,
+    FunctionReductionRule,
+    MemberwiseRule,
     Shard,
     as_is,
     bind,
@@ -39,7 +39,7 @@ from beamjax.plan.steps import MAX_MEMBERS
 
 
 @rule("bj_reduce")
-def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> Combination | None:
+def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule | None:
     num_served, jaxpr = eqn.params["num_served"], eqn.params["jaxpr"]
     if draw_by_batch(jaxpr) is not None:
         return None
@@ -54,11 +54,13 @@ def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> Combination | None:
 
     in_axes = (None,) * num_served + (0,) * size
     leaves = tuple(aval_of(var) for var in eqn.outputs)
-    return Combination(in_axes, eqn.params["name"], partial, combine, leaves, tuple(range(size)))
+    return FunctionReductionRule(
+        in_axes, eqn.params["name"], partial, combine, leaves, tuple(range(size))
+    )
 
 
 @rule("reduce")
-def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRule | None:
     """`lax.reduce` by an associative function of numbers, in the order of the members.
 
     XLA calls the function in row-major order, which matters if it is not commutative. So the axis
@@ -70,7 +72,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
         return None
     in_axes = (axis,) * size + (None,) * size
     if axis not in reduced:
-        return Local(in_axes, (dropping(axis, reduced),) * size, as_is)
+        return MemberwiseRule(in_axes, (dropping(axis, reduced),) * size, as_is)
     others = [k for k in sorted(reduced) if k != axis]
     entries = [shape_of(eqn.inputs[0])[k] for k in others]
     if axis != min(reduced) or 0 in entries or draw_by_batch(eqn.params["jaxpr"]) is not None:
@@ -96,14 +98,16 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
         return joined(left, right)
 
     leaves = tuple(aval_of(var) for var in eqn.outputs)
-    return Combination(in_axes, "reduce", partial, combine, leaves, tuple(range(size)))
+    return FunctionReductionRule(in_axes, "reduce", partial, combine, leaves, tuple(range(size)))
 
 
 # --- argmax, argmin and top_k
 
 
 @rule("argmax", "argmin", "bj_reduce_argmax", "bj_reduce_argmin")
-def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+def _place_of_extreme(
+    eqn: Eqn, axes: Axes, n: Any
+) -> MemberwiseRule | FunctionReductionRule | None:
     """The index of the first extreme along the members; a partial holds index and extreme."""
     name = eqn.primitive.name.removeprefix("bj_reduce_")
     reduced = eqn.params.get("axes", (0,))
@@ -111,7 +115,7 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
     if axis is None:
         return None
     if axis not in reduced:
-        return Local((axis,), (dropping(axis, reduced),), as_is)
+        return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
     function, lane = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
     last = np.iinfo(result.dtype).max
@@ -134,7 +138,7 @@ def _place_of_extreme(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | Non
         return [jnp.where(is_better, b, a) for a, b in ((i, j), (x, y))]
 
     leaves = (result, jax.ShapeDtypeStruct(result.shape, operand.dtype))
-    return Combination((axis,), name, partial, combine, leaves, (0,))
+    return FunctionReductionRule((axis,), name, partial, combine, leaves, (0,))
 
 
 NOWHERE = np.int32(MAX_MEMBERS)
@@ -142,7 +146,7 @@ NOWHERE = np.int32(MAX_MEMBERS)
 
 
 @rule("top_k")
-def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+def _top_k(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRule | None:
     """The k highest values along the members with their indices; a partial holds k of both."""
     axis, k = axes[0], eqn.params["k"]
     busy = eqn.params.get("axis", -1) % len(shape_of(eqn.inputs[0]))
@@ -175,7 +179,7 @@ def _top_k(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
         return highest(*both)
 
     leaves = tuple(aval_of(var) for var in eqn.outputs)
-    return Combination((axis,), "top_k", partial, combine, leaves, (0, 1))
+    return FunctionReductionRule((axis,), "top_k", partial, combine, leaves, (0, 1))
 
 
 def _lowest_of_all(dtype: Any) -> Any:
@@ -196,7 +200,7 @@ _BITS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
 """For each bitwise reduction, its function of two values and its neutral bit."""
 
 
-def reduce_bits(eqn: Eqn, axis: int) -> Combination:
+def reduce_bits(eqn: Eqn, axis: int) -> FunctionReductionRule:
     """The rule of a bitwise reduction of integers over `axis`, that of the members, and others."""
     function, bit = _BITS[eqn.primitive.name]
     result = aval_of(eqn.outputs[0])
@@ -208,14 +212,14 @@ def reduce_bits(eqn: Eqn, axis: int) -> Combination:
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
         return [function(*left, *right)]
 
-    return Combination((axis,), eqn.primitive.name, partial, combine, (result,), (0,))
+    return FunctionReductionRule((axis,), eqn.primitive.name, partial, combine, (result,), (0,))
 
 
 @rule("reduce_xor")
-def _reduce_xor(eqn: Eqn, axes: Axes, n: Any) -> Local | Combination | None:
+def _reduce_xor(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRule | None:
     axis, reduced = axes[0], eqn.params["axes"]
     if axis is None:
         return None
     if axis not in reduced:
-        return Local((axis,), (dropping(axis, reduced),), as_is)
+        return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
     return reduce_bits(eqn, axis)

@@ -19,7 +19,7 @@ from beamjax.bodies.export import unwrap, value_type
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded
-from beamjax.interpreters.rules.readings import Fold, Shard, bind, replaced, shape_of
+from beamjax.interpreters.rules.sharding_rules import ReductionRule, Shard, bind, replaced, shape_of
 from beamjax.numerics.reducers import PICK
 from beamjax.plan.dropping import hole_of
 
@@ -27,7 +27,9 @@ MAX_SHARE = 0.5
 """Largest share of the members that is read in this way; for more, all members are gathered."""
 
 
-def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], Any]) -> Fold | None:
+def read_rows(
+    eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], Any]
+) -> ReductionRule | None:
     """The rule of a slice or a dynamic slice that reads few members, None for one that reads many.
 
     Args:
@@ -54,10 +56,10 @@ def pick_rows(eqn: Eqn, axis: int, n: Any, indices: Callable[[Sequence[Any]], An
         bits = _bits(rows, shard.has(taken_rows), shard.left_out(taken_rows))
         return jnp.moveaxis(bits, 0, axis)
 
-    return Fold((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
+    return ReductionRule((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
 
 
-def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
+def read_gathered(eqn: Eqn, axis: int, n: Any) -> ReductionRule | None:
     """The rule of a gather whose indices are server values that select few members.
 
     Args:
@@ -91,7 +93,7 @@ def pick_gathered(eqn: Eqn, axis: int, n: Any) -> Fold | None:
         bits = _bits(rows, own, shard.left_out(row))
         return jnp.moveaxis(bits, range(len(batch)), batch)
 
-    return Fold((axis, None), PICK.name, partial, picks=True)
+    return ReductionRule((axis, None), PICK.name, partial, picks=True)
 
 
 def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from beamjax.interpreters.placement.places import Along, Place
+from beamjax.interpreters.placement.places import MemberAxis, Place
 from beamjax.interpreters.program import BranchEqn, Eqn, FlatBlock, LoopEqn, Var
-from beamjax.interpreters.rules.table import Fold, Local
+from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
 
 
 @dataclass(eq=False)
-class ServerPiece:
+class ServerStage:
     """Server equations of one level, in order."""
 
     eqns: list[Eqn]
@@ -24,11 +24,11 @@ class Emission:
     """One equation of a pass, with its sharding rule."""
 
     eqn: Eqn
-    reading: Local | Fold
+    rule: MemberwiseRule | ReductionRule
 
 
 @dataclass(eq=False)
-class MapPiece:
+class MapStage:
     """One pass over the members of a placement.
 
     Attributes:
@@ -41,43 +41,43 @@ class MapPiece:
     placement: str
     emissions: list[Emission]
     broadcasts: list[Var]
-    operands: list[tuple[Var, Along]]
+    operands: list[tuple[Var, MemberAxis]]
     results: list[Var]
 
     @property
-    def folds(self) -> list[Eqn]:
-        return [e.eqn for e in self.emissions if isinstance(e.reading, Fold)]
+    def reductions(self) -> list[Eqn]:
+        return [e.eqn for e in self.emissions if isinstance(e.rule, ReductionRule)]
 
 
 @dataclass(eq=False)
-class GatherPiece:
+class GatherStage:
     """Gathers a placed value, which the equation `user` needs on the server."""
 
     var: Var
-    along: Along
+    along: MemberAxis
     user: Eqn
 
 
 @dataclass(eq=False)
-class ScatterPiece:
+class ScatterStage:
     """Scatters a server value, which the equation `user` needs by shards."""
 
     var: Var
-    along: Along
+    along: MemberAxis
     user: Eqn
 
 
 @dataclass(eq=False)
-class BlockPiece:
+class BlockStages:
     """A block of a loop or a branch: its stages, and the places of its outputs."""
 
     block: FlatBlock
-    pieces: list[Piece]
+    stages: list[Stage]
     outputs: tuple[Place, ...]
 
 
 @dataclass(eq=False)
-class LoopPiece:
+class LoopStage:
     """A loop: a block for a round, and for a while one for the condition.
 
     Attributes:
@@ -87,35 +87,35 @@ class LoopPiece:
 
     eqn: LoopEqn
     inputs: tuple[Place, ...]
-    condition: BlockPiece | None
-    block: BlockPiece
+    condition: BlockStages | None
+    block: BlockStages
     served: list[Var]
 
 
 @dataclass(eq=False)
-class BranchPiece:
+class BranchStage:
     """A branch; `served` are the server values that its blocks read, and its index."""
 
     eqn: BranchEqn
-    branches: list[BlockPiece]
+    branches: list[BlockStages]
     served: list[Var]
 
 
-Piece = ServerPiece | MapPiece | GatherPiece | ScatterPiece | LoopPiece | BranchPiece
+Stage = ServerStage | MapStage | GatherStage | ScatterStage | LoopStage | BranchStage
 
 
-def walk(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
     """All stages, including those in the blocks of loops and branches."""
-    for piece in pieces:
-        yield piece
-        for block in _blocks(piece):
-            yield from walk(block.pieces)
+    for stage in stages:
+        yield stage
+        for block in _blocks(stage):
+            yield from walk(block.stages)
 
 
-def _blocks(piece: Piece) -> list[BlockPiece]:
-    match piece:
-        case LoopPiece(condition=condition, block=block):
+def _blocks(stage: Stage) -> list[BlockStages]:
+    match stage:
+        case LoopStage(condition=condition, block=block):
             return [condition, block] if condition else [block]
-        case BranchPiece(branches=branches):
+        case BranchStage(branches=branches):
             return branches
     return []

@@ -26,7 +26,7 @@ def guard_of(options: Options) -> Guard | None:
     return Guard(options.on_error, options.on_nonfinite)
 
 
-def with_kept_members(plan: Plan, empty_pass: Callable[[str], Map]) -> Plan:
+def with_dropped_masks(plan: Plan, empty_pass: Callable[[str], Map]) -> Plan:
     """Adds the masks of dropped members to a plan.
 
     Args:
