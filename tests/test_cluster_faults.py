@@ -236,12 +236,14 @@ def test_prism_ends_with_a_launcher_that_is_killed(started):
     code = (
         "import os, signal\n"
         "from apache_beam.options.pipeline_options import PipelineOptions\n"
-        "from beamjax.pipelines import job_servers, prism\n"
+        "from beamjax.pipelines.clusters import job_servers\n"
+        "from beamjax.pipelines.runners import prism\n"
         "prism.connected(PipelineOptions([]))\n"
         "(server,) = job_servers._servers.values()\n"
         "print(server.endpoint, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout, done.stderr
     port = int(done.stdout.split(":")[1])
     assert processes.wait_until(lambda: not processes.listens("localhost", port), 10)
