@@ -244,5 +244,6 @@ def test_prism_ends_with_a_launcher_that_is_killed(started):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout, done.stderr
     port = int(done.stdout.split(":")[1])
     assert processes.wait_until(lambda: not processes.listens("localhost", port), 10)

@@ -8,8 +8,7 @@ from helpers import assert_same_bits
 from pyarrow import parquet
 
 import beamjax as bj
-from beamjax.errors import SourceError, WorkerError
-from beamjax.sources.source_base import HoldsLeaves, LeafSpec
+from beamjax.errors import WorkerError
 
 N = 21
 DROPPED = [2, 9, 20]
@@ -22,28 +21,16 @@ def values(bad):
     return x
 
 
-class Holed(HoldsLeaves, kind="test-holed-gathers"):
-    """Members of which some can't be read."""
-
-    def __init__(self, bad):
-        super().__init__([LeafSpec((3,), np.dtype("float32"))])
-        self.bad = sorted(bad)
+class Damaged:
+    """Members of which two can't be read."""
 
     def __len__(self):
         return N
 
-    def read(self, start, stop):
-        for k in self.bad:
-            if start <= k < stop:
-                raise SourceError(f"record {k} is damaged")
-        return [values(())[start:stop]]
-
-    def to_spec(self):
-        return {**self.spec_head(), "bad": self.bad}
-
-    @classmethod
-    def from_spec(cls, spec):
-        return cls(spec["bad"])
+    def __getitem__(self, index):
+        if index in (0, 13):
+            raise OSError(f"record {index} is damaged")
+        return values(())[index]
 
 
 def mean_of_rounds(x):
@@ -178,18 +165,18 @@ def test_all_of_a_shard_is_dropped_and_picked():
     np.testing.assert_allclose(mean, rest.mean(0), rtol=2e-6)
 
 
-def test_gathered_members_that_cannot_be_read_or_computed(tmp_path):
+def test_gathered_members_that_cannot_be_read():
     """Integers have 0 in the place of a member that is left out."""
 
     def program(x, ids):
-        return jnp.sort(x[0], 0), jnp.sort(ids), bj.reduce_sum(x[0])
+        return jnp.sort(x, 0), jnp.sort(ids), bj.reduce_sum(x)
 
     ids = np.arange(1, N + 1, dtype=np.int32)
     for runner in RUNNERS:
         fn = bj.program(clients=N)(program)
         got, numbers, total = bj.run(
             fn,
-            Holed({0, 13}),
+            bj.from_random_access(Damaged(), member=jax.ShapeDtypeStruct((3,), "float32")),
             ids,
             runner=runner,
             options={"shard_size": 8, "drop_limit": 0.9, "on_error": "drop"},

@@ -14,7 +14,6 @@ from beamjax.errors import WorkerError
 from beamjax.pipelines.clusters.processes import wait_until
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.errors import recorded_error
 from beamjax.pipelines.worker.lost_workers import (
     Look,
     begin_pipeline,
@@ -176,17 +175,6 @@ def test_processes_that_are_not_ours_are_left_alone(store):
         os.kill(pid, 0)
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.long
-def test_a_worker_that_takes_too_long_leaves_a_record_and_ends(store):
-    worker = finish(store, "hangs", 0.5)
-    assert worker.returncode == 1
-    error = recorded_error(store)
-    assert type(error) is WorkerError
-    assert "members 8 to 15: computing took longer than 0.5 s" in str(error)
-    assert "in deep" in error.failure.traceback
-    assert str(worker.pid) in error.failure.worker
 
 
 def test_this_process_leaves_no_file_and_stops_at_the_end(store):

@@ -19,7 +19,7 @@ from beamjax import _compat
 from beamjax.bodies import export as bodies
 from beamjax.bodies.xla_threads import cpu_devices
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.options import XLA_THREADS, Options, parse_options
+from beamjax.options import XLA_THREADS, parse_options
 from beamjax.runtime import worker_environment as machine
 from beamjax.runtime.worker_environment import Machine, Versions, check_versions
 
@@ -135,8 +135,16 @@ def test_bodies_are_exported_for_the_required_platform(monkeypatch):
         ({"require_platform": "gpu", "platforms": ["cpu", "rocm"]}, ("cpu", "rocm")),
     ):
         assert parse_options(given).platforms == platforms
-    with pytest.raises(OptionsError, match="has nothing for it; leave out platforms"):
-        parse_options({"require_platform": "gpu", "platforms": ["cpu"]})
+    for given, message in (
+        ({"require_platform": "gpu", "platforms": ["cpu"]}, "has nothing for it; leave out platf"),
+        ({"require_platform": "npu"}, "require_platform: found 'npu', expected one of gpu, cpu"),
+        (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
+        (["--local_devices=all"], "local_devices: found 'all', expected a number"),
+    ):
+        with pytest.raises(OptionsError, match=message):
+            parse_options(given)
+    assert parse_options(["--preallocate=false"]).preallocate is False
+    assert parse_options(["--device_memory_fraction=0.5"]).device_memory_fraction == 0.5
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for platform in ("cuda", "rocm"):
         backend = type("Backend", (), {"platform_version": f"PJRT C API\n{platform} 12090"})
@@ -303,50 +311,4 @@ def test_four_devices_without_broadcasts_and_with_calls_to_the_host():
     assert len(calls) == N
 
 
-def test_members_of_a_pipeline_on_four_devices():
-    import apache_beam as beam
-    from apache_beam.testing.util import assert_that, equal_to
-
-    doubled = bj.program(clients=N)(lambda x: bj.map_fn(lambda v: v * 2, x))
-    options = {"local_devices": 4, "shard_size": 8}
-    abstract = jax.ShapeDtypeStruct((N, 3), jnp.float32)
-    with beam.Pipeline("FnApiRunner") as pipeline:
-        members = pipeline | beam.Create(list(enumerate(X)))
-        placed = members | bj.transform(doubled, abstract, options=options)
-        plain = placed | beam.MapTuple(lambda index, member: (index, member.tolist()))
-        assert_that(plain, equal_to([(i, (x * 2).tolist()) for i, x in enumerate(X)]))
-
-
-def test_an_error_on_a_device_names_the_shard(monkeypatch):
-    def fail(self, x):
-        raise ValueError(f"lost {self.device.id}")
-
-    monkeypatch.setattr(bj.runtime.shard_executor.ShardExecutor, "_pad", fail)
-    message = r"step '.*shard \d+ of placement 'clients', members .*: ValueError: lost \d"
-    with pytest.raises(WorkerError, match=message):
-        bj.run(centred, jnp.ones(3), X, options={"local_devices": 4, "shard_size": 8})
-
-
 # --- options
-
-
-def test_options_of_machines():
-    for given, expected in (
-        (["--device_memory_fraction=0.5"], Options(device_memory_fraction=0.5)),
-        ({"device_memory_fraction": 1}, Options(device_memory_fraction=1)),
-        (["--preallocate=false"], Options(preallocate=False)),
-        ({"preallocate": True}, Options(preallocate=True)),
-        (["--local_devices=1"], Options(local_devices=1)),
-    ):
-        assert parse_options(given) == expected
-    for given, message in (
-        ({"require_platform": "npu"}, "require_platform: found 'npu', expected one of gpu, cpu"),
-        ({"device_memory_fraction": 0}, "device_memory_fraction: found 0, expected a number"),
-        ({"device_memory_fraction": 1.01}, "device_memory_fraction: found 1.01"),
-        (["--device_memory_fraction=half"], "device_memory_fraction: found 'half'"),
-        (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
-        ({"local_devices": 0}, "local_devices: found 0, expected a number from 1"),
-        (["--local_devices=all"], "local_devices: found 'all', expected a number"),
-    ):
-        with pytest.raises(OptionsError, match=message):
-            parse_options(given)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.plan.steps import Gather, Map, Plan, Server, ValueType
+from beamjax.plan.steps import Plan, ValueType
 
 N = 20
 
@@ -21,11 +21,6 @@ def centred(w, x):
     scores = bj.map_fn(lambda v: v @ w, x)
     mean = bj.reduce_mean(scores)
     return mean, bj.map_fn(lambda s: s - mean, scores)
-
-
-@bj.program(clients=N)
-def in_order(x):
-    return jnp.sort(bj.map_fn(jnp.sin, x), axis=0) + 1.0
 
 
 def centred_plan():
@@ -38,20 +33,6 @@ def test_value_types_print_as_jax_prints_them_and_know_their_bytes():
     assert str(ValueType((2,), "uint32", "threefry2x32")) == "key<threefry2x32>[2]"
     nbytes = {"float32": 24, "bfloat16": 12, "bool": 6, "complex128": 96}
     assert {dtype: ValueType((2, 3), dtype).nbytes for dtype in nbytes} == nbytes
-
-
-def test_steps_passes_and_bytes():
-    plan = centred_plan()
-    first, second = plan.steps
-    assert isinstance(first, Map)
-    assert isinstance(second, Map)
-    assert plan.passes() == 2
-    assert plan.sizes == {"clients": N}
-    assert plan.nbytes(first.operands[0]) == N * 3 * 4
-    assert [r.reducer for lane in first.lanes for r in lane.reductions] == ["mean"]
-    assert second.operands == first.results
-    kinds = [type(step) for step in plan_of(in_order, jnp.ones((N, 3))).steps]
-    assert kinds == [Map, Gather, Server]
 
 
 @given(n=st.integers(1, 10_000), size=st.integers(1, 64).map(lambda k: 8 * k))

@@ -139,14 +139,6 @@ def test_settings_travel(setting):
     np.testing.assert_allclose(near, expected, rtol=1e-6)
 
 
-def test_a_context_sets_and_resets():
-    before = restaging.settings()
-    wanted = before | {"enable_x64": not before["enable_x64"], "default_matmul_precision": "high"}
-    with restaging.with_settings(wanted):
-        assert restaging.settings() == wanted
-    assert restaging.settings() == before
-
-
 def test_the_plan_is_made_once_a_process(monkeypatch):
     plan, inputs = plan_and_inputs(two_passes, (X,))
     calls = []

@@ -129,22 +129,6 @@ def test_layouts_are_in_the_types(kind):
     assert eqn.params["spmd_axis_name"] == ("clients" if kind == AUTO else None)
 
 
-def test_no_mesh_leaves_no_trace():
-    jaxpr = jax.make_jaxpr(loss)(jnp.ones(SIZE), jnp.ones((N, SIZE)))
-    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive is map_p)
-    assert eqn.params["mesh"] is None
-    assert eqn.params["spmd_axis_name"] is None
-
-
-def test_explicit_results_type_check_downstream():
-    mesh = make_mesh([EXPLICIT] * 2)
-    run = lambda w: broadcast(w) + add(broadcast(w), broadcast(w))
-    with jax.set_mesh(mesh):
-        out = jax.jit(run)(on(mesh, jnp.ones(SIZE), "data"))
-    assert out.sharding.spec == P("clients", "data")
-    np.testing.assert_array_equal(out, np.full((N, SIZE), 3, "float32"))
-
-
 def reduced(reduce, body):
     prog = lambda w, x: jnp.sum(reduce(bj.map_fn(lambda v: body(v * w), x)))
     return jax.grad(bj.program(clients=N)(prog), argnums=(0, 1))

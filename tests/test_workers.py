@@ -9,7 +9,6 @@ import pytest
 from helpers import plan_of
 
 import beamjax as bj
-from beamjax.bodies import export as bodies
 from beamjax.errors import WorkerError
 from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values.store import Store
@@ -17,7 +16,7 @@ from beamjax.pipelines.worker import tasks
 from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
 from beamjax.pipelines.worker.tasks import Sources, Task, store_body
 from beamjax.plan.shard import Shard, shards
-from beamjax.plan.steps import Body, Map
+from beamjax.plan.steps import Map
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources import live_spec, register, release
 
@@ -137,12 +136,6 @@ def test_padding_repeats_the_last_member_and_is_cut_off(plan):
     np.testing.assert_allclose(partial_short[0], short.sum(0), rtol=1e-5)
     with pytest.raises(WorkerError, match=r"step 'map_clients_0' .*shard 1 .*members 8 to 15"):
         execute(Shard(1, 8, 8), [X[8:16, :2]])
-
-
-def test_a_body_for_another_platform_cannot_be_loaded():
-    message = r"'cpu', but the body was exported for tpu; add platforms=\['cpu'\]"
-    with pytest.raises(WorkerError, match=message):
-        bodies.load_body("key", Body("map_clients_0", {"tpu": b""}))
 
 
 # --- once a process

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -100,22 +97,6 @@ def test_files_that_nobody_here_wants(folder, tmp_path):
         with pytest.raises(OSError, match="another machine"):
             WorkingFile(str(folder))
     assert list(folder.glob(f"{PREFIX}*")) == []
-
-
-def test_what_a_killed_process_was_at_stays(folder):
-    code = (
-        "import os, signal, sys\n"
-        "from beamjax.telemetry.working_files import Entry, WorkingFile\n"
-        "file = WorkingFile(sys.argv[1])\n"
-        "file.begin(Entry('reading', 7, 5.0, 'a', 2, (4, 5)))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    found = read(folder)
-    assert found.entries == (Entry("reading", 7, 5.0, "a", 2, (4, 5)),)
-    assert not found.left
-    assert process_ids.is_alive(found.process) is False
 
 
 # --- bytes of others
