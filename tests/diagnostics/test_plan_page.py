@@ -13,7 +13,6 @@ from explained import lines_of
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import N, X
-from test_explanation import W, rounds
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import ChoiceFact
@@ -22,6 +21,7 @@ from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of
 from beamjax.diagnostics.pages.shell import document, fragment
 from beamjax.errors import SourceError
 from beamjax.telemetry.progress import Tally
+from tests.diagnostics.test_explanation import W, rounds
 
 EVIL = '<script>alert("it\'s")</script> & </title> <!-- ]]> \u2028 λ'
 

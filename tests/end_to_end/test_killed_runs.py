@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-SCRIPT = Path(__file__).parent / "killed_run.py"
+SCRIPT = Path(__file__).parents[1] / "killed_run.py"
 SAVED = 4 + 3 + 1
 """Rounds of both loops, and the end."""
 

@@ -306,7 +306,7 @@ def test_joins(runner, tmp_path, monkeypatch):
 
 # --- memory
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 1 << 20
 
 

@@ -5,7 +5,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import test_driver
 from plans import inputs_of
 
 from beamjax.options import Options
@@ -13,6 +12,7 @@ from beamjax.plan import graph_sizes, unroll
 from beamjax.plan.liveness import live_at, live_before, loops_at, made, used
 from beamjax.plan.steps import Block, Gather, Map, Output, Scatter, walk
 from beamjax.runtime.local import evaluate
+from tests.pipelines import test_driver
 
 NAMES = ("descent", "history", "halving", "nested", "choice")
 PLANS = {name: getattr(test_driver, name)() for name in NAMES}

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import faults
 import numpy as np
@@ -195,7 +196,7 @@ QUICK = [("raises", "local"), ("raises", "threads"), ("hangs", "one"), ("killed"
     ],
 )  # fmt: skip
 def test_a_failure_names_its_cause(fault, place, message, way, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__), os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), os.pathsep)
     runner, flags = faults.WAYS[way]
     program, x = place(fault, tmp_path)
     where = r"step 'map_clients_0' .*shard 1 of placement 'clients', members 8 to 15: "

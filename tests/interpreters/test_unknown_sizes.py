@@ -1,8 +1,8 @@
 """Placements whose number of members is found only while a pipeline runs."""
 
-import os
 import re
 import tempfile
+from pathlib import Path
 
 import apache_beam as beam
 import jax
@@ -288,7 +288,9 @@ PROCESSES = pytest.param("multi_processing", marks=pytest.mark.long)
 
 @pytest.mark.parametrize("running", ["in_memory", PROCESSES])
 def test_calls_to_the_host(running, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # so that workers find `host_sum`
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parents[1])
+    )  # so that workers find `host_sum`
     flags = [f"--direct_running_mode={running}", "--direct_num_workers=2"]
     check((with_callbacks, (W,), (), False), tree=data(20), flags=flags)
 

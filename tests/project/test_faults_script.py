@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "faults.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Kills on Flink and Prism: the same bits as in this process, or an error that says why.
 
 One kill of each kind, at a moment that is the same each time; `benchmarks/faults.py` draws them.
-Run by `pytest -n0 --clusters tests/test_cluster_faults.py`; see `cluster_runners`.
+Run by `pytest -n0 --clusters tests/end_to_end/test_cluster_faults.py`; see `cluster_runners`.
 """
 
 import concurrent.futures
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits
-from test_killed_runs import SAVED, finish, start
 
 import beamjax as bj
 from beamjax.pipelines.clusters import flink_cluster, processes
 from beamjax.telemetry import process_ids
+from tests.end_to_end.test_killed_runs import SAVED, finish, start
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

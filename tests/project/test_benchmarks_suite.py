@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CASES = "ABCDEFGH"
 WAYS = ["loop", "local", "direct", "local-plain", "direct-plain", "element", "batch", "drjax"]
 IN_THE_GATE = {("A", "loop"), ("A", "local"), ("A", "batch")}

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_reports import EVIL, example_report
 
 import beamjax as bj
 from beamjax.diagnostics.pages.shell import document
 from beamjax.jobs.run_page import run_page
 from beamjax.plan.dropping import Dropped
+from tests.jobs.test_reports import EVIL, example_report
 
 pytestmark = [
     pytest.mark.browser,

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
 

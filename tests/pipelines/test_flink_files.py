@@ -10,7 +10,7 @@ import yaml
 from beamjax.pipelines.clusters import flink_cluster, jars, processes
 from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker" / "flink"
 RUNNERS = (ROOT / "docs" / "runners.md").read_text()
 POM = (ROOT / "pipelines" / "clusters" / "java" / "flink.xml").read_text()

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import test_driver
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
@@ -23,6 +22,7 @@ from beamjax.errors import PlacementError, SourceError, StagingError, StructureE
 from beamjax.options import Options
 from beamjax.pipelines.transform import PlanTransform
 from beamjax.sources import live_sources
+from tests.pipelines import test_driver
 
 N = 21
 W = np.arange(3, dtype=np.float32)

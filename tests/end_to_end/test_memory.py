@@ -21,7 +21,7 @@ from beamjax.options import parse_options
 from beamjax.plan.merging import accumulator_bytes
 from beamjax.plan.steps import Lane
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 2**20
 THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 3}
 PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}

@@ -1,6 +1,6 @@
 """Bodies that hang, crash or are killed on clusters: the named cause, or the same bits.
 
-Run by `pytest -n0 --clusters tests/test_cluster_failures.py`; see `cluster_runners`.
+Run by `pytest -n0 --clusters tests/end_to_end/test_cluster_failures.py`; see `cluster_runners`.
 """
 
 import os
