@@ -1,7 +1,7 @@
 """Programs on Prism, Flink and Spark: the same bits as in this process, and errors that say where.
 
-Run by `pytest -n0 --clusters tests/end_to_end/test_clusters.py`; see `cluster_runners`. With `-m smoke`, as in
-the gate, only the first test. Kills are in `test_cluster_faults`.
+Run by `pytest -n0 --clusters tests/end_to_end/test_clusters.py`; see `cluster_runners`. With
+`-m smoke`, as in the gate, only the first test. Kills are in `test_cluster_faults`.
 """
 
 import concurrent.futures

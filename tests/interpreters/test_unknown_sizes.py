@@ -288,9 +288,8 @@ PROCESSES = pytest.param("multi_processing", marks=pytest.mark.long)
 
 @pytest.mark.parametrize("running", ["in_memory", PROCESSES])
 def test_calls_to_the_host(running, monkeypatch):
-    monkeypatch.setenv(
-        "PYTHONPATH", str(Path(__file__).parents[1])
-    )  # so that workers find `host_sum`
+    # Workers import `host_sum` from here.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     flags = [f"--direct_running_mode={running}", "--direct_num_workers=2"]
     check((with_callbacks, (W,), (), False), tree=data(20), flags=flags)
 

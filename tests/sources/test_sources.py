@@ -126,9 +126,8 @@ def test_a_program_has_the_bits_of_arrays_and_the_numbers_of_jit(given):
 
 
 def test_worker_processes_read_all_of_them(tmp_path, monkeypatch):
-    monkeypatch.setenv(
-        "PYTHONPATH", str(Path(__file__).parents[1])
-    )  # so that workers find datasets
+    # Workers import datasets from here.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     sources = {"numbers": Numbers([5, 0, N - 5]), "chunks": stream(TREE)}
     trees = {"numbers": np.arange(N, dtype=np.float32), "chunks": TREE}
     for name, make in (SOURCES | STREAMS).items():
