@@ -246,6 +246,9 @@ def test_dropped_elements_leave_no_gap(tmp_path, small):
     data = bj.from_beam(rows, like=LIKE, folder=tmp_path, index=number, options=options)
     np.testing.assert_array_equal(members(data)["i"], [i for i in range(N) if i % 30 != 7])
     assert len(data.dropped) == 3
+    beyond = lambda element: N if element["i"] == N - 1 else element["i"]
+    with pytest.raises(SourceError, match=f"found an element with {N}"):
+        bj.from_beam(rows, like=LIKE, folder=tmp_path / "b", index=beyond, options=options)
 
 
 def test_numbers_that_are_no_permutation(tmp_path, small):
