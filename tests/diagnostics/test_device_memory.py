@@ -14,7 +14,7 @@ from beamjax.options import parse_options
 
 KIB = 1 << 10
 ON_CPU = jax.default_backend() == "cpu"
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="is about machines without accelerators")
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="is about machines without accelerators")
 
 
 @bj.program(clients=None)
@@ -41,7 +41,6 @@ def parts(steps):
     return {step.step: {part.what: part.nbytes for part in step.parts} for step in steps}
 
 
-@needs_cpu
 def test_bytes_of_a_device_grow_with_shards_and_not_with_members():
     (found,) = devices(total, *args())
     assert (found.platform, found.compiled) == ("cuda", False)
@@ -60,7 +59,6 @@ def test_bytes_of_a_device_grow_with_shards_and_not_with_members():
     assert bj.explain(total, *args(), options={"platforms": ["cpu"]}).facts.memory.devices == ()
 
 
-@needs_cpu
 def test_servers_placed_results_and_broadcasts_of_several_rounds():
     (found,) = devices(placed, *args())
     steps = parts(found.steps)
@@ -81,7 +79,6 @@ def test_servers_placed_results_and_broadcasts_of_several_rounds():
     assert [of["broadcasts"] for name, of in steps.items() if "map" in name] == [16 * KIB]
 
 
-@needs_cpu
 def test_xla_tells_where_it_compiles(monkeypatch):
     """The same code on a CPU, against what JAX itself says of the function."""
     function = lambda x: jnp.sort(x @ x.T, axis=0)
@@ -99,7 +96,6 @@ def test_xla_tells_where_it_compiles(monkeypatch):
     assert found.made_from.startswith("what bodies need is told by XLA")
 
 
-@needs_cpu
 def test_explain_tells_of_devices():
     options = {"require_platform": "gpu", "shard_size": 8}
     explanation = bj.explain(total, *args(), runner="DataflowRunner", options=options)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from faults import PROCESSES
 from listeners import IS_TOLD, Watch, for_others
 
 import beamjax as bj
 
 N = 12
 MEMBERS = np.arange(N, dtype=np.float32)
-PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 
 
 @pytest.mark.parametrize("options", [None, PROCESSES], ids=["one", "processes"])

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from apache_beam.testing import test_stream as streams
+from faults import PROCESSES, THREADS
 from helpers import assert_close, assert_same_bits
 from hypothesis import strategies as st
 
@@ -32,11 +33,7 @@ N = 90
 X = np.random.default_rng(3).normal(size=(N, 3)).astype(np.float32)
 LIKE = {"x": jax.ShapeDtypeStruct((3,), "float32"), "i": jax.ShapeDtypeStruct((), "int32")}
 ELEMENTS = [{"x": x, "i": i} for i, x in enumerate(X)]
-RUNNERS = {
-    "one": {},
-    "threads": {"direct_running_mode": "multi_threading", "direct_num_workers": 2},
-    "processes": {"direct_running_mode": "multi_processing", "direct_num_workers": 2},
-}
+RUNNERS = {"one": {}, "threads": THREADS, "processes": PROCESSES}
 number = operator.itemgetter("i")
 W, KEY = np.array([0.5, -1.0, 0.2], np.float32), jax.random.key(0)
 
@@ -149,25 +146,6 @@ def test_dtypes_that_files_do_not_know_and_keys(tmp_path):
     assert_close(bj.run(draws, data), jax.jit(draws)((keys, values, np.arange(5))), 1e-6)
 
 
-def test_rows_of_a_pipeline_are_grouped_verified_and_explained(tmp_path):
-    (tmp_path / "rows.csv").write_text("".join(f"{i % 7},{i}\n" for i in range(N)))
-    rows = beam.io.ReadFromText(str(tmp_path / "rows.csv")) | beam.Map(
-        lambda line: dict(zip(("client", "y"), map(int, line.split(",")), strict=True))
-    )
-    like = {"client": np.int32(0), "y": np.int32(0)}
-    table = bj.from_beam(rows, like=like, folder=tmp_path / "rows")
-    clients = bj.group_by(table, "client", folder=tmp_path / "clients")
-    assert sorted(clients.keys.tolist()) == list(range(7))
-
-    @bj.program(placements={"clients": None})
-    def total(clients):
-        return bj.reduce_sum(bj.map_fn(lambda c: jnp.sum(c["y"], where=c["mask"]), clients))
-
-    assert bj.run(total, clients) == sum(range(N))
-    assert bj.verify(total, clients).ok
-    assert "members" in str(bj.explain(total, clients))
-
-
 # --- the folder stands for the data
 
 
@@ -268,6 +246,9 @@ def test_dropped_elements_leave_no_gap(tmp_path, small):
     data = bj.from_beam(rows, like=LIKE, folder=tmp_path, index=number, options=options)
     np.testing.assert_array_equal(members(data)["i"], [i for i in range(N) if i % 30 != 7])
     assert len(data.dropped) == 3
+    beyond = lambda element: N if element["i"] == N - 1 else element["i"]
+    with pytest.raises(SourceError, match=f"found an element with {N}"):
+        bj.from_beam(rows, like=LIKE, folder=tmp_path / "b", index=beyond, options=options)
 
 
 def test_numbers_that_are_no_permutation(tmp_path, small):
@@ -368,15 +349,3 @@ def test_blocks_of_any_cut_make_the_same_files(tmp_path_factory, values, indexed
     assert {array.dtype for array in arrays} == {np.dtype(np.int8)}
     together = np.concatenate(arrays).tolist()
     assert together == values if indexed else sorted(together) == sorted(values)
-
-
-@hypothesis.given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.integers(16, 400))
-@hypothesis.settings(max_examples=60)
-def test_numbers_are_a_permutation_or_refused(tmp_path_factory, numbers, part_bytes):
-    what = collecting_in(tmp_path_factory.mktemp("d"), True, 40, part_bytes)
-    if sorted(numbers) == list(range(len(numbers))):
-        collected(what, range(31), numbers, [len(numbers)], 100)
-        return
-    message = f"{len(numbers)} members are numbered 0 to {len(numbers) - 1}, each once; found"
-    with pytest.raises(SourceError, match=message):
-        collected(what, range(31), numbers, [len(numbers)], 100)

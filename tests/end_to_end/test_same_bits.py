@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import PROCESSES, THREADS
 
 import beamjax as bj
-from beamjax.errors import ArrayFormatError, OptionsError, WorkerError
+from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
 from beamjax.numerics.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
 from beamjax.pipelines.values.elements import Block, BlockCoder, Environment, EnvironmentCoder
@@ -181,8 +182,6 @@ def program(x):
 
 
 X = np.linspace(0, 1, 200, dtype=np.float32)
-THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
-PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 
 
 @pytest.mark.parametrize(("runner", "flags"), [("local", {}), ("DirectRunner", PROCESSES)])
@@ -247,9 +246,3 @@ def test_a_strict_run_does_not_go_on_from_the_checkpoint_of_another_kind(runner,
     sorted(tmp_path.glob("*.checkpoint"))[-1].unlink()
     with pytest.raises(WorkerError, match=r"XLA threads 1.*XLA threads 2"):
         run(strict=True, xla_threads=2)
-
-
-def test_options_that_can_not_be():
-    for name, value in (("xla_threads", 0), ("xla_threads", 1.5), ("strict", "perhaps")):
-        with pytest.raises(OptionsError, match=f"{name}: found {value!r}, expected "):
-            bj.run(program, X, runner="local", options={name: value})

@@ -99,17 +99,6 @@ def test_members_come_in_any_order_and_results_are_those_of_jit():
         check_that(p | beam.Create(members(X)) | bj.transform(total, W, abstract(X)), total(W, X))
 
 
-def test_the_bits_are_those_of_run():
-    expected = np.asarray(bj.run(total, W, X, options=SHARDS)).tobytes()
-
-    def check(found):
-        assert [array.tobytes() for array in found] == [expected]
-
-    with pipeline() as p:
-        result = p | beam.Create(members(X)) | bj.transform(total, W, abstract(X), options=SHARDS)
-        assert_that(result, check)
-
-
 @pytest.mark.versions
 def test_trees_and_dtypes_of_members():
     for data in (

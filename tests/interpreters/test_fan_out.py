@@ -23,25 +23,34 @@ def floats(gib):
 
 
 def test_bytes_of_a_value_in_an_accumulator():
-    size = 1 << 15
-    values = np.random.default_rng(0).normal(size=size)
-    for kind, dtype, mode, expected in (
-        ("sum", "float32", "exact", 8),
-        ("sum", "float64", "exact", 24),
-        ("sum", "complex64", "exact", 16),
-        ("sum", "float32", "fast", 8),
-        ("sum", "int32", "exact", 4),
-        ("max", "float32", "exact", 4),
-        ("max", "bfloat16", "exact", 4),
-        ("prod", "float32", "exact", 8),
-        ("prod", "complex64", "fast", 16),
-        ("any", "bool", "exact", 1),
+    """Of ordinary values after one shard, and at most, after so many that they are merged."""
+    rng = np.random.default_rng(0)
+    faults = []
+    for kind, dtype, mode, each, most in (
+        ("sum", "float32", "exact", 8, 25),
+        ("sum", "float64", "exact", 24, 49),
+        ("sum", "complex64", "exact", 16, 50),
+        ("sum", "float32", "fast", 8, 8),
+        ("sum", "complex64", "fast", 16, 16),
+        ("sum", "int32", "exact", 4, 4),
+        ("max", "float32", "exact", 4, 4),
+        ("max", "bfloat16", "exact", 4, 4),
+        ("prod", "float32", "exact", 8, 160),
+        ("prod", "complex128", "fast", 16, 16),
+        ("any", "bool", "exact", 1, 1),
     ):
-        accumulator = make_accumulator(kind, np.dtype(dtype), size, mode=mode)
-        with np.errstate(all="ignore"):
-            accumulator.add(values.astype(dtype), 0)
-        told = accumulator_bytes(Lane(kind, dtype, size, ()), mode)
-        assert (told, accumulator.nbytes) == (expected * size,) * 2, (kind, dtype, mode)
+        for size, shards in ((1 << 15, 1), (100, 300)):
+            lane = Lane(kind, dtype, size, ())
+            accumulator = make_accumulator(kind, np.dtype(dtype), size, mode=mode)
+            for shard in range(shards):
+                accumulator.add((rng.normal(size=size) * shards).astype(dtype), shard)
+            told = accumulator_bytes(lane, mode), accumulator_bytes(lane, mode, most=True)
+            nbytes = accumulator.nbytes
+            if told != (each * size, most * size) or not (
+                nbytes == each * size if shards == 1 else nbytes <= most * size + 2**18
+            ):
+                faults.append((kind, dtype, mode, size, told, nbytes))
+    assert faults == []
 
 
 def test_pieces_groups_and_what_is_told_of_them():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import THREADS
 from helpers import assert_close, assert_same_bits, planned
 
 import beamjax as bj
@@ -22,7 +23,6 @@ ROWS = {
 }
 W = np.array([0.5, -1.0, 2.0], np.float32)
 SHARDS = {"shard_size": 8}
-THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
 
 
 def clients(rows=ROWS, **options):
@@ -79,21 +79,6 @@ def test_shards_are_padded_to_their_bucket(program):
     found = local(program, W, source)
     assert_close(found, expected, 2e-5, 1e-6)
     assert_same_bits(bj.run(program, W, source, options={**SHARDS, **THREADS}), found)
-
-
-def test_rows_that_bodies_see():
-    seen = []
-    source = clients(buckets=[10, LONGEST])
-
-    class Watched(type(source)):
-        def read_short(self, start, stop):
-            arrays = super().read_short(start, stop)
-            seen.append(arrays[0].shape[1])
-            return arrays
-
-    source.__class__ = Watched
-    local(mean_loss, W, source)
-    assert seen == [10 if longest <= 10 else LONGEST for longest in LENGTHS[7::8]] + [LONGEST]
 
 
 def test_members_that_fail_and_short_ones():

@@ -217,17 +217,13 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
     local, where = told("local", local_threads=1)
     assert where == "local, 1 thread of the launching process"
     direct, _ = told("DirectRunner", local_threads=1)
-    assert local.worker_bytes < direct.worker_bytes == direct.launcher_bytes
-    assert "Python and JAX" in local.kept
-    assert "Python, JAX and Beam" in direct.kept
+    assert local.worker_bytes < direct.worker_bytes
     threads, where = told("DirectRunner", direct_num_workers=3)
     assert where == "DirectRunner, 3 threads of the launching process"
     assert threads.worker_bytes > direct.worker_bytes
     dataflow, where = told("DataflowRunner")
     assert where == "DataflowRunner, processes of 12 threads"
     assert dataflow.worker_bytes > threads.worker_bytes
-    assert not dataflow.shared
-    assert "inputs in memory" in dataflow.launcher
     assert told("PrismRunner", local_threads=1)[0].worker_bytes == direct.worker_bytes
     assert bj.explain(outer, *args, options={"local_threads": 1}).facts.memory == direct
     own, _ = told(make_runner("DirectRunner"), local_threads=3)

@@ -157,25 +157,6 @@ def test_values_are_carried_sliced_and_stacked():
     assert_history(None, rounds=0)
 
 
-@pytest.mark.long
-def test_placed_values_go_between_processes():
-    assert_history(2, flags=PROCESSES, rounds=3)
-
-
-def swap():
-    m = Maker(N, **dict.fromkeys(("a", "b", "p", "q", "a1", "b1"), "f"))
-    m.values |= Maker(N, **dict.fromkeys(("x", "y", "u", "v", "x1", "y1"), "f 3@")).values
-    block = Block((), ("q", "p", "v", "u"))
-    steps = [loop("loop_0", 3, block, "a:p:a1 b:q:b1 x:u:x1 y:v:y1")]
-    return m.plan(steps, "a1 b1 x1 y1", "a b x y")
-
-
-def test_a_swap_reads_all_before_it_hands_on(launched):
-    found = run(swap(), a=np.float32(1), b=np.float32(2), x=X, y=-X)
-    assert_same_bits(found, {"a1": np.float32(2), "b1": np.float32(1), "x1": -X, "y1": X})
-    assert not launched
-
-
 @bj.program(clients=N)
 def mixed(x, w, hs):
     """Carries what is read from outside, passed on, replaced or sliced, and stacks all of it."""
@@ -219,16 +200,6 @@ def exchange(rounds):
         m.map("map_clients_0", lambda x: x, "", "out", "", "t"),
     ]
     return m.plan(steps, "out t", "x")
-
-
-def test_values_are_gathered_and_scattered_between_rounds():
-    x = np.arange(9, dtype=np.float32).reshape(3, 3)
-    out = x
-    for _ in range(3):
-        out = (out.T * 2 + out).T
-    for width in (1, 3):
-        found = run(exchange(3), (), width, x=x)
-        assert_same_bits(found, {"out": out, "t": out.sum(axis=0)})
 
 
 # --- conditions, branches, nesting
@@ -450,10 +421,3 @@ def test_an_error_in_this_process_names_the_rounds(monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
     with pytest.raises(WorkerError, match=r"^loop_0, round 0: step 'server_0': broken$"):
         run(nested(), x=X, w=W, js=np.array([0, 1, 3], np.int32))
-
-
-def test_a_store_at_a_url(tmp_path):
-    """Another file system of Beam, see `test_store`."""
-    (tmp_path / "work").mkdir()
-    assert_history(2, flags=[f"--work_folder=bjtest:/{tmp_path}/work"], rounds=3)
-    assert not [path for path in (tmp_path / "work").rglob("*") if path.is_file()]

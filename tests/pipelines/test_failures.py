@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.errors import ArrayFormatError, BeamjaxError, Failure, SourceError, WorkerError
+from beamjax.errors import ArrayFormatError, Failure, SourceError, WorkerError
 from beamjax.pipelines import waiting
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import RepeatedError, own_errors, record_error, recorded_error
 from beamjax.pipelines.worker.tasks import StepFn
-from beamjax.plan.shard import Shard, shard_errors
 from beamjax.storage import files, records
 
 
@@ -150,15 +149,6 @@ def test_errors_of_runners(store):
     ):
         raise RuntimeError("CANCELLED: call already cancelled")
     assert "Traceback" in str(caught.value.__cause__)
-
-
-def test_the_error_of_a_shard_has_its_place():
-    class Step:
-        name, functions, placement = "map_0", (), "clients"
-
-    with pytest.raises(BeamjaxError) as caught, shard_errors(Step, Shard(2, 16, 3)):
-        raise ValueError("x")
-    assert caught.value.failure == Failure("map_0", 2, (16, 18))
 
 
 # --- every way to run workers, and every way to fail there

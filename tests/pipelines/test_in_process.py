@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import PROCESSES, THREADS
 from helpers import assert_same_bits
 
 import beamjax as bj
@@ -90,9 +91,9 @@ def rounds(w, x):
 
 WAYS = {
     "one": ({}, True),
-    "threads": ({"direct_running_mode": "multi_threading", "direct_num_workers": 2}, True),
+    "threads": (THREADS, True),
     "time limit": ({"shard_timeout": 100}, True),
-    "processes": ({"direct_running_mode": "multi_processing", "direct_num_workers": 2}, False),
+    "processes": (PROCESSES, False),
     "kept folder": ({"keep_folder": "failed"}, False),
 }
 MARKS = {"processes": pytest.mark.long}  # They are slow to start.

@@ -68,18 +68,6 @@ def local(root):
 # --- round trips
 
 
-@pytest.mark.versions
-def test_every_dtype_inline_and_in_files(tmp_path):
-    place = Store(str(tmp_path), piece_bytes=4096)
-    for dtype in DTYPES:
-        for shape in [(), (0, 3), (3, 2), (200, 401)]:
-            values = [numbers(dtype, shape), np.arange(3)]
-            ref = place.put(values, "step 1/x")
-            assert_same(place.get(ref), values)
-            assert ref.leaves == ((dtype_name(dtype), shape), ("int64", (3,)))
-            assert ref.nbytes == sum(value.nbytes for value in values)
-
-
 def test_small_values_are_inline(tmp_path):
     place = Store(str(tmp_path / "store"))
     ref = place.put([np.zeros(1000)])
@@ -115,18 +103,31 @@ def test_big_arrays_are_cut_and_small_ones_gathered(root):
     assert_same(place.get(ref), values)
 
 
+SHAPES = st.sampled_from([(), (0, 3), (3, 2)]) | st.tuples(st.integers(0, 3000))
+
+
+@pytest.mark.versions
+def test_every_dtype(tmp_path):
+    place = Store(str(tmp_path), piece_bytes=4096)
+    for values in ([numbers(dtype, shape)] for dtype in DTYPES for shape in [(3, 2), (200, 401)]):
+        assert_same(place.get(place.put(values)), values)
+
+
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(
-    st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 3000)), max_size=6),
+    st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6),
+    st.sampled_from([0, 70_000]),
     st.integers(1024, 8192),
 )
-def test_any_cutting_gives_back_the_same(tmp_path_factory, specs, piece):
+def test_any_values_and_cuts_give_back_the_same(tmp_path_factory, specs, more, piece):
     place = Store(str(tmp_path_factory.mktemp("store")), piece_bytes=piece)
-    values = [numbers(dtype, (size,), size) for dtype, size in specs]
-    values.append(np.zeros(70_000, np.int8))
+    specs = [*specs, (np.dtype("int8"), (more,))]
+    values = [numbers(dtype, shape, sum(shape)) for dtype, shape in specs]
     ref = place.put(values)
     assert all(size <= piece for _, size in ref.files)
     assert_same(place.get(ref, cache=False), values)
+    assert ref.leaves == tuple((dtype_name(dtype), shape) for dtype, shape in specs)
+    assert ref.nbytes == sum(value.nbytes for value in values)
 
 
 def test_layouts_and_byte_orders(tmp_path):

@@ -3,18 +3,16 @@
 import jax
 import ml_dtypes
 import numpy as np
-import pyarrow as pa
-import pyarrow.feather as feather
-import pyarrow.parquet as pq
 import pytest
+from helpers import assert_same_bits
 from memory_files import FILES
+from source_files import SOURCES
 
 import beamjax as bj
 from beamjax.pipelines.runners import connect as connections
 from beamjax.pipelines.values import uploads
 from beamjax.pipelines.values.store import Store
 from beamjax.sources.source_base import open_spec
-from beamjax.sources.tables.grouped_source import grouped
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -52,30 +50,19 @@ def test_members_come_back(file_bytes, store, monkeypatch):
 
 
 def test_all_that_is_on_this_machine_is_written(store, tmp_path):
-    np.save(tmp_path / "0.npy", X)
-    np.save(tmp_path / "1.npy", X)
-    np.savez(tmp_path / "x.npz", x=X)
-    table = pa.table({"x": X[:, 0]})
-    pq.write_table(table, tmp_path / "x.parquet")
-    feather.write_feather(table, str(tmp_path / "x.arrow"))
-    npy = bj.from_npy(tmp_path / "0.npy")
-    for source in (
-        bj.from_arrays(X),
-        npy,
-        bj.from_npy(str(tmp_path / "*.npy")),
-        bj.from_npz(tmp_path / "x.npz"),
-        bj.from_parquet(tmp_path / "x.parquet"),
-        bj.from_arrow(tmp_path / "x.arrow"),
-        bj.from_ragged(npy, [N]),
-        bj.take(npy, [3]),
-    ):
-        assert uploads.stays_here(source, store), source
-        (leaf, *_) = uploads.upload(source, store, True)
-        assert leaf.read(0, 1)[0].tobytes() == source.read(0, 1)[0].tobytes()
-        assert not uploads.stays_here(leaf, store)
-    assert uploads.stays_here(grouped(npy, 5), store)
+    for name in (
+        "arrays", "spilled", "npy", "npy series", "npz", "parquet", "arrow", "feather", "tfrecord",
+        "taken", "ragged", "grouped",
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        source, _ = SOURCES[name](tmp_path / name)
+        assert uploads.stays_here(source, store), name
+        leaves = uploads.upload(source, store, True)
+        for leaf, expected in zip(leaves, source.read(3, 9), strict=True):
+            assert_same_bits(leaf.read(3, 9), [expected])
+            assert not uploads.stays_here(leaf, store)
     assert not uploads.stays_here(bj.from_range(3), store)
-    assert not uploads.stays_here(npy, Store(str(tmp_path)))
+    assert not uploads.stays_here(source, Store(str(tmp_path)))
 
 
 @bj.program(clients=N)

@@ -10,7 +10,7 @@ from plans import inputs_of
 from beamjax.options import Options
 from beamjax.plan import graph_sizes, unroll
 from beamjax.plan.liveness import live_at, live_before, loops_at, made, used
-from beamjax.plan.steps import Block, Gather, Map, Output, Scatter, walk
+from beamjax.plan.steps import Block, Output
 from beamjax.runtime.local import evaluate
 from tests.pipelines import test_driver
 
@@ -39,58 +39,6 @@ def test_unrolled_rounds_are_a_straight_plan(numbers):
     first = f"loop_0[{numbers[0]}]"
     assert [s.name for s in rounds.steps[:2]] == [f"{first}/map_clients_0", f"{first}/server_0"]
     assert len({name for step in rounds.steps for name in unroll.made(step)}) == len(rounds.origin)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_slices_and_stacks_of_rounds(reverse):
-    (loop, _) = test_driver.history(4, reverse).steps
-    rounds = unroll.unrolled(loop, range(1, 3), "outer/")
-    of = lambda k, *names: [f"outer/loop_0[{k}]/{name}" for name in names]
-    entries = dict(zip((1, 2), (2, 1) if reverse else (1, 2), strict=True))
-    assert rounds.slices == {
-        name: (whole, entry)
-        for k, entry in entries.items()
-        for name, whole in zip(of(k, "x", "c"), ("xs", "cs"), strict=True)
-    }
-    assert list(rounds.carried) == of(2, "z1", "s1")
-    assert [list(names) for names in rounds.stacked] == [of(1, "d") + of(2, "d"),
-                                                         of(1, "t") + of(2, "t")]  # fmt: skip
-    assert list(rounds.steps[2].operands) == of(1, "z1") + of(2, "x")
-
-
-def test_unchanged_values_and_swaps_keep_their_names():
-    (loop,) = test_driver.swap().steps
-    assert unroll.unrolled(loop, range(3)).carried == ("q", "p", "v", "u")
-    assert unroll.unrolled(loop, range(2)).carried == ("p", "q", "u", "v")
-
-
-def test_what_is_read_is_made_before():
-    for plan in PLANS.values():
-        known = {spec.server or spec.placed for spec in plan.inputs}
-        there = known.union(*(unroll.made(step) for step in walk(plan.steps)))
-        params = {
-            value.param
-            for step in walk(plan.steps)
-            for value in (*getattr(step, "carried", ()), *getattr(step, "sliced", ()))
-        }
-        assert set().union(*(unroll.read(step) for step in plan.steps)) <= there | params
-        assert there | params == set(plan.values)
-
-
-def test_renaming_and_back():
-    steps = [
-        Gather("gather_0", "a", "b", 1, "reason", "line"),
-        Scatter("scatter_0", "a", "b", 1, "reason", "line"),
-        *(step for step in walk(PLANS["history"].steps) if isinstance(step, Map)),
-    ]
-    for step in steps:
-        old = {*unroll.read(step), *unroll.made(step)}
-        there = unroll.renamed(step, "round/", {name: name.upper() for name in old})
-        assert there.name == f"round/{step.name}"
-        assert unroll.read(there) == {name.upper() for name in unroll.read(step)}
-        assert unroll.made(there) == tuple(name.upper() for name in unroll.made(step))
-        back = unroll.renamed(there, "", {name.upper(): name for name in old})
-        assert dataclasses.replace(back, name=step.name) == step
 
 
 # --- what the rest of a run reads

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from source_files import ARRAYS, TABLES, save, save_npy
 
 import beamjax as bj
 from beamjax.errors import SourceError
@@ -133,39 +134,22 @@ def test_constants_that_a_program_closes_over():
 # --- files
 
 
-def zarr(path, x):
-    zarr = pytest.importorskip("zarr")
-    array = zarr.create_array(path, shape=x.shape, chunks=(5, 3), dtype=x.dtype, overwrite=True)
-    array[:] = x
-    return bj.from_zarr(path)
+def placed(folder, tree):
+    copy = bj.program(clients=N)(lambda tree: bj.map_fn(lambda v: v, tree))
+    options = {"results_folder": str(folder / str(len(list(folder.iterdir()))))}
+    return bj.run(copy, tree, runner="local", keep="placed", options=options)
 
 
-def npz(path, x):
-    np.savez(f"{path}.npz", x=x)
-    return bj.from_npz(f"{path}.npz")
-
-
-def parquet(path, x):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"x": x[:, 0]}), path)
-    return bj.from_parquet(path)
-
-
-def npy(path, x):
-    np.save(f"{path}.npy", x)
-    return bj.from_npy(f"{path}.npy")
-
-
-def npy_series(path, x):
-    for number, part in enumerate((x[:7], x[7:])):
-        np.save(f"{path}-{number}", part)
-    return bj.from_npy(f"{path}-*.npy")
-
-
-def placed(path, x):
-    folder = f"{path}-{len(list(path.parent.iterdir()))}"
-    program = bj.program(clients=len(x))(lambda x: bj.map_fn(lambda v: v, x))
-    return bj.run(program, x, runner="local", keep="placed", options={"results_folder": folder})
+FILES = {
+    "npy": lambda folder, tree: bj.from_npy(save_npy(folder, tree)),
+    "npy series": lambda folder, tree: bj.from_npy(save_npy(folder, tree, (0, 7, N))),
+    **{
+        name: lambda folder, tree, form=form: form.read(save(form, folder / "x", tree))
+        for name, form in (ARRAYS | TABLES).items()
+    },
+    "placed": placed,
+}
+"""Files with a tree of arrays in a folder, as an input."""
 
 
 @bj.program(clients=N)
@@ -173,16 +157,18 @@ def mean_of_leaves(w, x):
     return bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(jax.tree.leaves(v)[0] * w), x))
 
 
-@pytest.mark.parametrize("write", [npy, npy_series, npz, parquet, zarr, placed])
-def test_files_count_by_content(write, tmp_path):
-    of = lambda source: prints(mean_of_leaves, W, source)[1]
-    expected = of(write(tmp_path / "x", X))
-    assert of(write(tmp_path / "x", X)) == expected
-    assert of(write(tmp_path / "other-x", X)) == expected
+@pytest.mark.parametrize("name", FILES)
+def test_files_count_by_content(name, tmp_path):
+    def of(folder, x):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return prints(mean_of_leaves, W, FILES[name](tmp_path / folder, {"x": x}))[1]
+
+    expected = of("a", X)
+    assert of("a", X) == of("b", X) == expected
     changed = X.copy()
     changed[3, 0] += 1
-    (name,) = differences(of(write(tmp_path / "x", changed)), expected)
-    assert name.startswith("args[1]")
+    (where,) = differences(of("a", changed), expected)
+    assert where.startswith("args[1]")
 
 
 def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import url_files  # noqa: F401 - makes bjtest:// known to Beam
+from faults import WAYS
 from helpers import raw
 
 import beamjax as bj
@@ -21,12 +22,6 @@ from beamjax.sources.arrays.placed import MANIFEST
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
 W = np.array([1.0, -1.0, 0.5], np.float32)
-WAYS = {
-    "local": {"runner": "local"},
-    "one": {},
-    "threads": {"options": {"direct_running_mode": "multi_threading", "direct_num_workers": 2}},
-    "processes": {"options": {"direct_running_mode": "multi_processing", "direct_num_workers": 2}},
-}
 PROCESSES = pytest.param("processes", marks=pytest.mark.long)
 
 
@@ -46,9 +41,8 @@ def rounds(w, x):
 
 
 def run(fn, *args, way="one", keep="placed", **options):
-    way = dict(WAYS[way])
-    way["options"] = {"shard_size": 8, **way.get("options", {}), **options}
-    return bj.run(fn, *args, keep=keep, **way)
+    runner, more = WAYS[way]
+    return bj.run(fn, *args, runner=runner, keep=keep, options={"shard_size": 8, **more, **options})
 
 
 def same(found, expected):

@@ -13,7 +13,7 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.errors import StagingError
+from beamjax.errors import SourceError, StagingError
 from beamjax.runtime import pace, passes
 from beamjax.runtime.ordered_pool import OrderedPool
 from beamjax.runtime.shard_executor import ShardExecutor
@@ -170,38 +170,23 @@ def test_the_members_that_are_dropped_are_those_of_one_thread(on, tmp_path, pool
 # --- errors
 
 
-class Failing(bj.Source, kind="tests-failing"):
-    """Members of which those from some on can't be read."""
-
-    leaves = property(lambda self: (bj.sources.LeafSpec((5,), np.dtype(np.float32)),))
-    treedef = property(lambda self: jax.tree_util.tree_structure(0))
-
-    def __init__(self, first):
-        self.first, self.threads = first, set()
-
-    def __len__(self):
-        return N
-
-    def read(self, start, stop):
-        self.threads.add(threading.current_thread())
-        if stop > self.first:
-            raise OSError(f"member {start} is torn")
-        return [X[start:stop]]
-
-    def to_spec(self):
-        raise NotImplementedError
-
-    @classmethod
-    def from_spec(cls, spec):
-        raise NotImplementedError
-
-
 def test_an_error_names_the_first_shard_that_fails(pools):
-    source = Failing(50)
-    with pytest.raises(bj.WorkerError, match=r"shard 6 .*members 48 to 55.*member 48 is torn") as e:
-        local(summed, source, **THREADED)
+    threads = set()
+
+    class Failing:
+        def __len__(self):
+            return N
+
+        def __getitem__(self, i):
+            threads.add(threading.current_thread())
+            if i >= 50:
+                raise OSError(f"member {i} is torn")
+            return X[i]
+
+    with pytest.raises(SourceError, match=r"shard 6 .*members 48 to 55.*member 50.*is torn") as e:
+        local(summed, bj.from_random_access(Failing()), **THREADED)
     assert (e.value.failure.shard, e.value.failure.members) == (6, (48, 55))
-    assert source.threads == {threading.current_thread()}  # sources are read where `run` is called
+    assert threads == {threading.current_thread()}  # sources are read where `run` is called
     assert pools
 
 
@@ -331,13 +316,6 @@ def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monke
         elif number == 20 and not numbers:
             alone = 20
     assert (alone, numbers) == (serial, made)
-
-
-def test_the_option(pools):
-    with pytest.raises(bj.OptionsError, match="local_threads: found 0, expected a number from 1"):
-        local(summed, X, local_threads=0)
-    local(summed, X, **SERIAL | {"local_threads": 2})
-    assert pools == [2]
 
 
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
