@@ -51,9 +51,9 @@ NAMES = {
     # One worker of `worker_pool`; without it, Flink clusters of `beamjax flink up` have no workers.
     "SdkHarness": f"{_WORKER}.sdk_worker:SdkHarness",
     # The messages by which a runner asks `worker_pool` for a worker; as above.
-    "beam_fn_api_pb2": "apache_beam.portability.api.beam_fn_api_pb2:",
+    "beam_fn_api_pb2": "apache_beam.portability.api:beam_fn_api_pb2",
     # The service of these messages; as above.
-    "beam_fn_api_pb2_grpc": "apache_beam.portability.api.beam_fn_api_pb2_grpc:",
+    "beam_fn_api_pb2_grpc": "apache_beam.portability.api:beam_fn_api_pb2_grpc",
     # Threads without a limit, so that no worker of `worker_pool` waits for another; as above.
     "shared_unbounded_instance":
         "apache_beam.utils.thread_pool_executor:shared_unbounded_instance",
@@ -92,8 +92,7 @@ def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = NAMES[name].partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    return getattr(import_module(module), attribute)
 
 
 def worker_command() -> str:
