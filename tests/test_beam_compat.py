@@ -69,7 +69,7 @@ USED = [
     (f"{RUNNERS}.fn_api_runner:FnApiRunner.run_via_runner_api",
      takes("self", "pipeline_proto", "options")),
     (f"{RUNNERS}.fn_api_runner:FnApiRunner.__init__", names("_default_environment")),
-    (f"{RUNNERS}.fn_api_runner:FnApiRunner", 
+    (f"{RUNNERS}.fn_api_runner:FnApiRunner",
      holds("'%s -m apache_beam.runners.worker.sdk_worker_main'")),
     (f"{RUNNERS}.flink_runner:FlinkRunner", is_a(type)),
     (f"{RUNNERS}.spark_runner:SparkRunner", is_a(type)),
