@@ -10,6 +10,7 @@ from typing import Any
 
 from apache_beam.options.pipeline_options import GoogleCloudOptions, TestOptions
 
+from beamjax import _beam_compat
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
@@ -68,14 +69,12 @@ class DryLauncher(Launcher):
 
 def described(job: Any) -> dict[str, Any]:
     """What Dataflow is sent of a job, besides its pipeline."""
-    from apache_beam.runners.dataflow.internal import apiclient
-
     staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
     try:
         cloud = job.options.view_as(GoogleCloudOptions)
         given, cloud.staging_location = cloud.staging_location, staging
         job.google_cloud_options.staging_location = staging
-        client = apiclient.DataflowApplicationClient(job.options, staging)
+        client = _beam_compat.DataflowApplicationClient(job.options, staging)
         client.create_job_description(job)
         cloud.staging_location = given
         return json.loads(job.json())

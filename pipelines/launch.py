@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import apache_beam as beam
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from apache_beam.runners.portability.prism_runner import PrismRunner
-from apache_beam.runners.portability.spark_runner import SparkRunner
 
+from beamjax._beam_compat import FnApiRunner, PrismRunner, SparkRunner, temporary_folder
 from beamjax.pipelines import waiting
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.outputs import Outputs
@@ -145,8 +143,8 @@ def new_pipeline(connection: Connection) -> Iterator[beam.Pipeline]:
     """A pipeline that leaves no folder behind."""
     pipeline = beam.Pipeline(runner=connection.runner, options=connection.flags)
     try:
-        with submission_files.made_in(pipeline.local_tempdir):
+        with submission_files.made_in(temporary_folder(pipeline)):
             yield pipeline
     finally:
         # Beam makes this folder at once, and removes it only if the pipeline gets to run.
-        shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+        shutil.rmtree(temporary_folder(pipeline), ignore_errors=True)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from beamjax._beam_compat import ERROR_LOGGERS, MISSING_PACKAGES
 from beamjax.errors import JobCancelledError
 
-_MISSING_PACKAGES = "apitools not found"
 _CANCELLED = f"{JobCancelledError.__module__}.{JobCancelledError.__name__}: "
-_REPORT_ERRORS = (
-    "apache_beam.runners.common",
-    "apache_beam.runners.worker.sdk_worker",
-    "apache_beam.runners.portability.local_job_service",
-)
-"""Loggers to which Beam reports the errors of a DoFn, from threads and from worker processes."""
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_MISSING_PACKAGES)
+    return not str(record.msg).startswith(MISSING_PACKAGES)
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
@@ -29,5 +23,5 @@ def install() -> None:
     """Has this process leave such records out; all others stay, on all levels."""
     # Importing Beam without the packages for Google Cloud warns of it, on the root logger.
     logging.getLogger().addFilter(_is_of_use)
-    for name in _REPORT_ERRORS:
+    for name in ERROR_LOGGERS:
         logging.getLogger(name).addFilter(_is_no_cancellation)

@@ -6,6 +6,7 @@ from typing import Any
 
 import apache_beam as beam
 
+from beamjax._beam_compat import temporary_folder
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.runners import submission_files
@@ -17,7 +18,7 @@ class OwnPipeline(beam.Pipeline):
     """A pipeline of Beam for which nothing of this process listens beyond loopback addresses."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with loopback_only(), submission_files.made_in(self.local_tempdir):
+        with loopback_only(), submission_files.made_in(temporary_folder(self)):
             return super().run(*args, **kwargs)
 
 

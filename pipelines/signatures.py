@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from apache_beam.transforms.core import get_function_args_defaults
+from beamjax._beam_compat import INSPECT, get_function_args_defaults
 
 _Found = tuple[list[str], list[Any]]
 
@@ -28,7 +28,7 @@ def remember_signatures(cls: type) -> None:
             method = functools.partial(method, None)
         else:
             continue
-        setattr(cls, f"_inspect_{name}", staticmethod(_asked(method)))
+        setattr(cls, f"{INSPECT}{name}", staticmethod(_asked(method)))
 
 
 def _asked(method: Callable[..., Any]) -> Callable[[], _Found]:

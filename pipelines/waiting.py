@@ -11,8 +11,8 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.runners.portability.portable_runner import PipelineResult
 
+from beamjax._beam_compat import WORKER_THREAD, PipelineResult, control_address
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.pipelines.clusters import flink_cluster
@@ -24,7 +24,6 @@ _SECONDS_BETWEEN_LOOKS_AT_WORK = 0.5
 _SHORTEST_PAUSE = 0.02
 _SECONDS_TO_CANCEL = 10.0
 _SECONDS_TO_END = 15.0  # from the end of the first worker to that of the pipeline
-_WORKER_THREAD = "run_worker"  # how Beam names the thread that waits for a worker process
 
 Look = Callable[[], BeamjaxError | None]
 """Looks at the workers of a pipeline, and gives an error if it has to end."""
@@ -126,8 +125,8 @@ def _worker_threads() -> Iterator[Look]:
     since, mixed = float("inf"), False
 
     def look() -> dict[threading.Thread, str]:
-        threads = [t for t in threading.enumerate() if t.name == _WORKER_THREAD]
-        return {t: address for t in threads if (address := _control_address(t)) is not None}
+        threads = [t for t in threading.enumerate() if t.name == WORKER_THREAD]
+        return {t: address for t in threads if (address := control_address(t)) is not None}
 
     # Beam may start a worker of a pipeline when its others have done all the work already; such a
     # worker ends while the next pipeline runs.
@@ -158,12 +157,6 @@ def _worker_threads() -> Iterator[Look]:
 
 _earlier: collections.deque[str] = collections.deque(maxlen=64)
 """The control addresses of pipelines that ran apart before: each pipeline has its own."""
-
-
-def _control_address(thread: threading.Thread) -> str | None:
-    """Where the worker that a thread of Beam waits for gets its work; None if it has ended."""
-    worker = getattr(getattr(thread, "_target", None), "__self__", None)
-    return getattr(worker, "_control_address", None)
 
 
 def _wait(result: PipelineResult, flags: PipelineOptions, look: Look | None) -> None:

@@ -19,6 +19,8 @@ from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import PipelineOptions
 
+from beamjax._beam_compat import has_file_options
+
 TEMPORARY = ".tmp"
 OBJECT_STORES = ("gs", "s3", "azfs")
 _ATTEMPTS = 5  # at a name that others write too
@@ -185,6 +187,6 @@ def _known() -> type[FileSystems]:
 
     A pipeline and a worker set its own there.
     """
-    if FileSystems._pipeline_options is None:
+    if not has_file_options():
         FileSystems.set_options(PipelineOptions([]))
     return FileSystems

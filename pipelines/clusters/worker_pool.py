@@ -16,6 +16,8 @@ import time
 import traceback
 from typing import Any
 
+from beamjax import _beam_compat
+
 READY = "workers at"
 """How the log begins the line that says that workers may start."""
 RESTART_SECONDS = 1.0
@@ -35,21 +37,18 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
       RuntimeError: somebody else listens there.
     """
     import grpc
-    from apache_beam.portability.api import beam_fn_api_pb2 as api
-    from apache_beam.portability.api import beam_fn_api_pb2_grpc as services
-    from apache_beam.runners.worker.sdk_worker import SdkHarness
-    from apache_beam.utils.sentinel import Sentinel
-    from apache_beam.utils.thread_pool_executor import shared_unbounded_instance
+
+    api, services = _beam_compat.beam_fn_api_pb2, _beam_compat.beam_fn_api_pb2_grpc
 
     class Pool(services.BeamFnExternalWorkerPoolServicer):
         def __init__(self) -> None:
-            self.workers: dict[tuple[str, str], SdkHarness] = {}
+            self.workers: dict[tuple[str, str], Any] = {}
             self.lock = threading.Lock()
 
         def StartWorker(self, request: Any, context: Any) -> Any:
             loaded.wait()
             try:
-                worker = SdkHarness(
+                worker = _beam_compat.SdkHarness(
                     request.control_endpoint.url,
                     worker_id=request.worker_id,
                     state_cache_size=_STATE_CACHE_BYTES,
@@ -60,7 +59,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
                     before = self.workers.get(key)
                     self.workers[key] = worker
                 if before is not None:
-                    end(before)
+                    _beam_compat.end_worker(before)
                 threading.Thread(target=self.run, args=(key, worker), daemon=True).start()
                 return api.StartWorkerResponse()
             except Exception:
@@ -70,10 +69,10 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
             with self.lock:
                 worker = self.workers.pop((context.peer(), request.worker_id), None)
             if worker is not None:
-                end(worker)
+                _beam_compat.end_worker(worker)
             return api.StopWorkerResponse()
 
-        def run(self, key: tuple[str, str], worker: SdkHarness) -> None:
+        def run(self, key: tuple[str, str], worker: Any) -> None:
             """Runs a worker until it is stopped, or the connection to its runner ends.
 
             A runner that has connected anew is another peer, which can't stop it.
@@ -83,26 +82,20 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
             except Exception as error:
                 # A record of the error itself would hold its frames, and so the worker.
                 _LOG.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
-                # What Beam leaves open then.
-                end(worker)
-                worker._data_channel_factory.close()
-                worker._state_handler_factory.close()
-                worker._bundle_processor_cache.shutdown()
+                _beam_compat.end_worker(worker)
+                _beam_compat.close_worker(worker)
             finally:
-                worker._control_channel.close()
+                _beam_compat.close_control_channel(worker)
                 with self.lock:
                     if self.workers.get(key) is worker:
                         del self.workers[key]
-
-    def end(worker: SdkHarness) -> None:
-        worker._responses.put(Sentinel.sentinel)  # as Beam's own pool ends a thread
 
     options = [
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.server(shared_unbounded_instance(), options=options)
+    server = grpc.server(_beam_compat.shared_unbounded_instance(), options=options)
     services.add_BeamFnExternalWorkerPoolServicer_to_server(Pool(), server)
     server.add_insecure_port(f"{host}:{port}")
     server.start()

@@ -10,14 +10,19 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
-from apache_beam.runners.portability.flink_runner import FlinkRunner
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from apache_beam.runners.portability.portable_runner import PortableRunner
-from apache_beam.runners.portability.prism_runner import PrismRunner
-from apache_beam.runners.portability.spark_runner import SparkRunner
-from apache_beam.transforms import environments
-from apache_beam.utils.interactive_utils import is_in_ipython
 
+from beamjax._beam_compat import (
+    INTERACTIVE,
+    EmbeddedPythonEnvironment,
+    EmbeddedPythonGrpcEnvironment,
+    FlinkRunner,
+    FnApiRunner,
+    PortableRunner,
+    PrismRunner,
+    SparkRunner,
+    default_environment,
+    is_in_ipython,
+)
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.clusters.job_servers import loops_back
@@ -42,7 +47,7 @@ CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
 }
 """How options for a runner come to say where its job server is."""
 
-IN_PROCESS = (environments.EmbeddedPythonEnvironment, environments.EmbeddedPythonGrpcEnvironment)
+IN_PROCESS = (EmbeddedPythonEnvironment, EmbeddedPythonGrpcEnvironment)
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def _check_ipython() -> None:
     if not is_in_ipython():
         return
     try:
-        importlib.import_module("apache_beam.runners.interactive.interactive_environment")
+        importlib.import_module(INTERACTIVE)
     except Exception as error:  # of many kinds, with versions of pandas that Beam does not know
         raise OptionsError(
             "runner: this is IPython or a notebook, where Beam makes no pipeline without further "
@@ -193,7 +198,7 @@ def shares_memory(runner: Any, options: PipelineOptions) -> bool:
         return False
     mode = options.view_as(DirectOptions).direct_running_mode
     if mode == "in_memory":
-        return isinstance(runner._default_environment, IN_PROCESS)
+        return isinstance(default_environment(runner), IN_PROCESS)
     return mode == "multi_threading"
 
 

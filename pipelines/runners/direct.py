@@ -8,13 +8,12 @@ import sys
 from typing import Any
 
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.portability import python_urns
-from apache_beam.runners.portability import fn_api_runner
 
+from beamjax import _beam_compat
 from beamjax.pipelines.worker import direct_worker
 
 
-class FnApiRunner(fn_api_runner.FnApiRunner):
+class FnApiRunner(_beam_compat.FnApiRunner):
     """Beam's own. The workers of `--direct_running_mode=multi_processing` watch their launcher.
 
     A worker that is starting while its launcher is killed waits for it in Beam, a minute for each
@@ -23,9 +22,9 @@ class FnApiRunner(fn_api_runner.FnApiRunner):
 
     def run_via_runner_api(self, pipeline_proto: Any, options: PipelineOptions) -> Any:
         """Runs a pipeline."""
-        usual = f"{sys.executable} -m apache_beam.runners.worker.sdk_worker_main".encode()
+        usual = _beam_compat.worker_command().encode()
         for environment in pipeline_proto.components.environments.values():
-            if (environment.urn, environment.payload) == (python_urns.SUBPROCESS_SDK, usual):
+            if (environment.urn, environment.payload) == (_beam_compat.SUBPROCESS_SDK, usual):
                 environment.payload = _command() or usual
         return super().run_via_runner_api(pipeline_proto, options)
 

@@ -14,15 +14,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from apache_beam.runners.portability import local_job_service
-from apache_beam.runners.portability.fn_api_runner import worker_handlers
-from apache_beam.runners.worker import worker_pool_main
-
+from beamjax._beam_compat import server_modules
 from beamjax.pipelines.clusters.processes import LOOPBACK
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
 """One address, not a name that has two: a free port of the first may be taken at the second."""
-_MODULES: tuple[Any, ...] = (worker_handlers, local_job_service, worker_pool_main)
+_MODULES = server_modules()
 """Where Beam makes these servers."""
 _lock = threading.Lock()
 _users = 0

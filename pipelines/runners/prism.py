@@ -17,10 +17,9 @@ from apache_beam.options.pipeline_options import (
     PortableOptions,
     PrismRunnerOptions,
 )
-from apache_beam.runners.portability import prism_runner
-from apache_beam.runners.portability.prism_runner import PrismJobServer
 from apache_beam.version import __version__ as beam_version
 
+from beamjax import _beam_compat
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import job_servers, programs
 from beamjax.storage.cache_folder import cache_folder
@@ -40,7 +39,7 @@ _EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
 """How Prism opens its only port, and how the one that is built here does: where workers look."""
 
 
-class PrismRunner(prism_runner.PrismRunner):
+class PrismRunner(_beam_compat.PrismRunner):
     """Beam's own, for pipelines of any length.
 
     Beam listens to a job on Prism for no longer than Prism may take to accept it.
@@ -49,8 +48,7 @@ class PrismRunner(prism_runner.PrismRunner):
     def create_job_service_handle(self, job_service: Any, options: PipelineOptions) -> Any:
         """The connection for one pipeline."""
         handle = super().create_job_service_handle(job_service, options)
-        handle.timeout = None
-        return handle
+        return _beam_compat.listen_without_limit(handle)
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
@@ -183,7 +181,9 @@ def _extract(module: Path, folder: Path) -> None:
 
 
 def _by_beam(options: PipelineOptions) -> str:
-    return PrismJobServer.local_bin(PrismJobServer(options).path_to_binary())
+    server = _beam_compat.PrismJobServer
+    path: str = server.local_bin(server(options).path_to_binary())
+    return path
 
 
 # ----------------------------------------------------------------------------------- command

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import tempfile
 from collections.abc import Iterator
-from typing import Any
 
-from apache_beam.transforms import environments
+from beamjax._beam_compat import redirect_submission_files
 
 _folder: contextvars.ContextVar[str | None] = contextvars.ContextVar("folder", default=None)
-_beams_own = environments.python_sdk_dependencies
 
 
 @contextlib.contextmanager
@@ -28,10 +25,4 @@ def made_in(folder: str) -> Iterator[None]:
         _folder.reset(token)
 
 
-def _dependencies(options: Any, tmp_dir: str | None = None) -> Any:
-    if tmp_dir is None and _folder.get() is not None:
-        tmp_dir = tempfile.mkdtemp(dir=_folder.get())
-    return _beams_own(options, tmp_dir)
-
-
-environments.python_sdk_dependencies = _dependencies
+redirect_submission_files(_folder.get)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import apache_beam as beam
 from apache_beam import typehints
-from apache_beam.transforms.ptransform import _ChainedPTransform, _NamedPTransform
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.timestamp import MIN_TIMESTAMP
 from apache_beam.utils.windowed_value import WindowedValue
 
+from beamjax._beam_compat import unused_transform
 from beamjax.errors import StructureError
 from beamjax.options import Options
 from beamjax.pipelines.launch import new_pipeline, run_steps
@@ -94,7 +93,7 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
             " Inside your own pipeline, apply beamjax.transform to it."
         )
     if isinstance(transform, beam.PTransform):
-        found = pipeline | "Elements" >> _unused(transform)
+        found = pipeline | "Elements" >> unused_transform(transform)
     elif callable(transform):
         found = transform(pipeline)
     else:
@@ -119,17 +118,6 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
             "once. Put beam.WindowInto(beam.window.GlobalWindows()) at the end."
         )
     return found
-
-
-def _unused(transform: Any) -> Any:
-    """A copy of a transform, since Beam applies one in a single pipeline only."""
-    if isinstance(transform, _NamedPTransform):
-        return _NamedPTransform(_unused(transform.transform), transform.label)
-    own = copy.copy(transform)
-    own.pipeline = None
-    if isinstance(own, _ChainedPTransform):
-        own._parts = tuple(map(_unused, own._parts))
-    return own
 
 
 class _Collects(StepFn):

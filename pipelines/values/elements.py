@@ -11,8 +11,7 @@ import dataclasses
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from apache_beam.coders.coders import Coder
-from apache_beam.coders.typecoders import registry
+from apache_beam.coders import Coder, registry
 
 from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.numerics.provenance import UNKNOWN, Provenance

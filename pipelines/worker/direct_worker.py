@@ -24,9 +24,9 @@ def end_with(launcher: int) -> None:
 def main() -> None:
     """Runs Beam's worker; the argument is the number of the launching process."""
     end_with(int(sys.argv[1]))
-    from apache_beam.runners.worker import sdk_worker_main
+    from beamjax._beam_compat import sdk_worker_main
 
-    sdk_worker_main.main([])
+    sdk_worker_main([])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import apache_beam as beam
 import numpy as np
 from apache_beam import typehints
-from apache_beam.coders.coders import Coder
+from apache_beam.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.bodies.transfer_time import transferring

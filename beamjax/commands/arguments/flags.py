@@ -8,8 +8,8 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from beamjax._beam_compat import add_flags
 from beamjax._text import closest
 from beamjax.commands.arguments.value_help import VALUES
 from beamjax.errors import OptionsError
@@ -162,12 +162,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _beam_parser() -> argparse.ArgumentParser:
-    from apache_beam.options.pipeline_options import PipelineOptions
-
     import beamjax.pipelines.runners.cluster_options  # noqa: F401  (adds its own)
 
     parser = _Parser(allow_abbrev=False, add_help=False, conflict_handler="resolve")
-    kinds: Any = dict.fromkeys(PipelineOptions.__subclasses__())
-    for kind in kinds:
-        kind._add_argparse_args(parser)
+    add_flags(parser)
     return parser

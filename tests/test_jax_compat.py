@@ -1,0 +1,158 @@
+"""What `_compat` uses of JAX besides its public names is there, in the shape that it expects.
+
+A case fails by its name when an upgrade of JAX removes or changes what it names.
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping, MutableMapping
+
+import jax
+import pytest
+from jax import export
+from jax.extend import core as jex
+
+from beamjax import _compat
+
+IN_12 = _compat.minor(jax.__version__) >= (0, 12)
+
+
+def accepts(*names):
+    """Expects a callable that takes these parameters by name."""
+
+    def check(found):
+        assert set(names) <= set(inspect.signature(found).parameters)
+
+    return check
+
+
+def takes(count):
+    """Expects a callable that takes so many arguments by position."""
+
+    def check(found):
+        inspect.signature(found).bind(*range(count))
+
+    return check
+
+
+def has(*attributes):
+    """Expects a value, or a class, with these attributes."""
+
+    def check(found):
+        assert not [name for name in attributes if not hasattr(found, name)]
+
+    return check
+
+
+def is_a(*kinds):
+    """Expects a value of one of these types."""
+
+    def check(found):
+        assert isinstance(found, kinds)
+
+    return check
+
+
+def settable(found):
+    """Expects a table to which rules are added; JAX 0.12 has one that is no mapping."""
+    assert hasattr(found, "__setitem__")
+
+
+USED = [
+    ("jax._src.checkify:error_checks", is_a(MutableMapping)),
+    ("jax._src.checkify:checkify_jaxpr", takes(4)),
+    ("jax._src.effects:ordered_effects.contains", takes(1)),
+    ("jax._src.tree_util:_registry", is_a(Mapping)),
+    ("jax._src.tree_util:_RegistryEntry", has("to_iter", "from_iter")),
+    ("jax._src.xla_bridge:_backends", is_a(Mapping)),
+    ("jax._src.interpreters.batching:to_elt_handlers", is_a(Mapping)),
+    ("jax._src.interpreters.batching:from_elt_handlers", is_a(Mapping)),
+    ("jax._src.interpreters.batching:is_vmappable", takes(1)),
+    ("jax._src.lib:xla_client.make_cpu_client", accepts("asynchronous", "num_devices")),
+    ("jax._src.state.discharge:discharge_state", accepts("lower")),
+    ("jax.experimental.checkify:Error.__dataclass_fields__", lambda found: {
+        "_pred", "_code", "_payload"} <= set(found) or pytest.fail(str(sorted(found)))),
+    ("jax.experimental.jet:jet_rules", is_a(MutableMapping)),
+    ("jax.extend.source_info_util:register_exclusion", takes(1)),
+    ("jax.interpreters.ad:Zero", is_a(type)),
+    ("jax.interpreters.ad:deflinear", takes(2)),
+    ("jax.interpreters.ad:instantiate_zeros", takes(1)),
+    ("jax.interpreters.ad:is_undefined_primal", takes(1)),
+    ("jax.interpreters.ad:primitive_jvps", settable),
+    ("jax.interpreters.ad:primitive_transposes", settable),
+    ("jax.interpreters.batching:fancy_primitive_batchers", settable),
+    ("jax.interpreters.batching:primitive_batchers", settable),
+    ("jax.interpreters.mlir:lower_fun", accepts("fun", "multiple_results")),
+    ("jax.interpreters.mlir:register_lowering", takes(2)),
+    ("jax.interpreters.partial_eval:dce_jaxpr", takes(3)),
+    ("jax.interpreters.partial_eval:dce_rules", settable),
+    ("jax.extend.core:gensym", takes(0)),
+    ("jax.extend.core:Primitive.get_bind_params", takes(2)),
+    ("jax.extend.core:ClosedJaxpr", has("consts", "jaxpr")),
+    ("jaxlib.version:__version__", is_a(str)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "check"), USED, ids=[path for path, _ in USED])
+def test_jax_still_has_it(path, check):
+    module, _, attributes = path.partition(":")
+    found = importlib.import_module(module)
+    for name in attributes.split("."):
+        found = getattr(found, name)
+    check(found)
+
+
+@pytest.mark.skipif(not IN_12, reason="bodies of JAX 0.10 hold no primitives of hijax")
+def test_jax_still_lowers_hijax():
+    from jax.interpreters import partial_eval
+
+    closed = jax.make_jaxpr(lambda x: x + 1)(0.0)
+    assert partial_eval.lower_jaxpr2(closed).jaxpr.eqns
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["jax_enable_x64", "jax_export_calling_convention_version", "jax_platforms",
+     "jax_threefry_partitionable"],
+)  # fmt: skip
+def test_jax_still_has_the_setting(name):
+    assert hasattr(_compat.config, name)
+
+
+def test_symbolic_dimensions_are_as_expected():
+    (n,) = export.symbolic_shape("n", constraints=["n >= 8"])
+    assert n._get_vars() == {"n"}
+    assert n._evaluate({"n": 9}) == 9
+    assert [c.debug_str for c in n.scope._explicit_constraints] == ["n >= 8"]
+
+
+def test_a_dimension_as_a_value_is_that_primitive():
+    (n,) = export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((n,), "float32")
+    closed = jax.make_jaxpr(lambda x: x * x.shape[0])(x)
+    (eqn,) = [e for e in closed.jaxpr.eqns if e.primitive.name == _compat.DIM_AS_VALUE]
+    assert eqn.params["dim"] == n
+
+
+def test_calls_to_jit_are_as_expected():
+    closed = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
+    (eqn,) = closed.jaxpr.eqns
+    assert eqn.primitive is jex.primitives.jit_p
+    assert isinstance(eqn.params["jaxpr"], jex.ClosedJaxpr)
+    for name in ("donated_invars", "in_shardings", "in_layouts"):
+        assert len(eqn.params[name]) == 1
+    assert eqn.replace(params=eqn.params).params == eqn.params
+    info = closed.jaxpr.debug_info.with_unknown_names()
+    replaced = closed.jaxpr.replace(
+        constvars=[], invars=closed.jaxpr.invars, outvars=closed.jaxpr.outvars,
+        eqns=closed.jaxpr.eqns, effects=closed.jaxpr.effects, debug_info=info,
+    )  # fmt: skip
+    assert replaced.debug_info == info
+
+
+def test_operands_of_a_scan_are_counted():
+    closed = jax.make_jaxpr(
+        lambda a, xs: jax.lax.scan(lambda c, x: (c + a * x, c), 0.0, xs)
+    )(1.0, jax.numpy.ones(3))  # fmt: skip
+    (eqn,) = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    assert _compat.scan_counts(eqn) == (1, 1)
