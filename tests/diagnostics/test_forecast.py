@@ -340,7 +340,7 @@ def test_records_of_something_else_are_ignored(cache):
     plan = plan_of(mean, X)
     for record in ({}, {"steps": 3}, {"steps": {"a": {"members": "x"}}}):
         plan_cache.store(forecast._key(plan, Options()), record)
-        with pytest.warns(RuntimeWarning, match="will be written anew"):
+        with pytest.warns(RuntimeWarning, match="will write it anew"):
             assert told(plan).steps[0].source == "counted"
 
 
@@ -395,7 +395,7 @@ def test_files_of_something_else_or_of_another_format_are_ignored(cache):
     changes += [{"factors": {"compute": 0}}, {"factors": []}]
     for change in changes:
         path.write_text(json.dumps(good | change))
-        with pytest.warns(RuntimeWarning, match="will be written anew"):
+        with pytest.warns(RuntimeWarning, match="will write it anew"):
             assert calibration.calibration() == Calibration(), change
 
 
