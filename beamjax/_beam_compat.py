@@ -192,7 +192,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of all of Beam's options; without it, the command line can't check them."""
     from apache_beam.options.pipeline_options import PipelineOptions
 
-    for kind in PipelineOptions.__subclasses__():
+    kinds: Any = PipelineOptions.__subclasses__()
+    for kind in kinds:
         kind._add_argparse_args(parser)
 
 

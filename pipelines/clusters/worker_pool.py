@@ -38,9 +38,11 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """
     import grpc
 
-    api, services = _beam_compat.beam_fn_api_pb2, _beam_compat.beam_fn_api_pb2_grpc
+    api: Any = _beam_compat.beam_fn_api_pb2
+    services: Any = _beam_compat.beam_fn_api_pb2_grpc
+    servicer: Any = services.BeamFnExternalWorkerPoolServicer
 
-    class Pool(services.BeamFnExternalWorkerPoolServicer):
+    class Pool(servicer):
         def __init__(self) -> None:
             self.workers: dict[tuple[str, str], Any] = {}
             self.lock = threading.Lock()

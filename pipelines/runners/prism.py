@@ -20,6 +20,7 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.version import __version__ as beam_version
 
 from beamjax import _beam_compat
+from beamjax._beam_compat import PrismJobServer
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import job_servers, programs
 from beamjax.storage.cache_folder import cache_folder
@@ -181,8 +182,7 @@ def _extract(module: Path, folder: Path) -> None:
 
 
 def _by_beam(options: PipelineOptions) -> str:
-    server = _beam_compat.PrismJobServer
-    path: str = server.local_bin(server(options).path_to_binary())
+    path: str = PrismJobServer.local_bin(PrismJobServer(options).path_to_binary())
     return path
 
 
