@@ -6,10 +6,11 @@ and the names below.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -435,6 +436,13 @@ def _strip_eqn(eqn: Any) -> Any:
 
     params = {key: strip(value) for key, value in eqn.params.items()}
     return eqn.replace(params=params, effects=set(eqn.effects) - gone)
+
+
+@contextlib.contextmanager
+def context_of(eqn: Any) -> Iterator[None]:
+    """Gives what is traced inside the settings, and the lines of the user, of an equation."""
+    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+        yield
 
 
 def bind(primitive: jex.Primitive, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:

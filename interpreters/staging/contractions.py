@@ -56,7 +56,7 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
         var = _members(eqn)
         mapped = maps.get(var)
         # Another reader of the members' values needs them in any case.
-        if mapped and not mapped.effects and readers[var] == 1 and _is_linear(eqn):
+        if mapped and _can_be_traced(mapped) and readers[var] == 1 and _is_linear(eqn):
             reductions.setdefault(mapped, []).append(eqn)
     new: dict[Eqn, list[Eqn]] = {}
     for mapped, reduced in reductions.items():
@@ -64,6 +64,11 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
             new.update(_contracted(mapped, reduced))
     block.eqns[:] = itertools.chain.from_iterable(new.get(eqn, [eqn]) for eqn in block.eqns)
     return changed or bool(new)
+
+
+def _can_be_traced(mapped: Eqn) -> bool:
+    """Whether a body may be traced anew: once for its effects, and not without its mesh."""
+    return not mapped.effects and mapped.params["mesh"] is None
 
 
 def _members(reduction: Eqn) -> Var:
@@ -267,19 +272,23 @@ def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
         return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, list(map(read, eqn.invars))
-        outs = _RULES[name](eqn, *inputs) if name in _RULES else None
-        if name in _CALLS | _REMATS:
-            inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
-            if name in _REMATS:  # What it computes again is not to be shared with the first time.
-                inputs = lax.optimization_barrier(list(map(_value, inputs)))
-            results = _evaluate(inner, inputs)
-        elif outs is not None:
-            results = [outs]
-        else:
-            results = _compat.bind(eqn.primitive, list(map(_value, inputs)), eqn.params)
+        with _compat.context_of(eqn):
+            results = _apply(eqn, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if name in _CALLS | _REMATS:
+        inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
+        if name in _REMATS:  # What it recomputes must not be shared with the first time.
+            inputs = lax.optimization_barrier(list(map(_value, inputs)))
+        return _evaluate(inner, inputs)
+    found = _RULES[name](eqn, *inputs) if name in _RULES else None
+    if found is not None:
+        return [found]
+    return _compat.bind(eqn.primitive, list(map(_value, inputs)), eqn.params)
 
 
 # A rule gives the result of an equation as a `_Sum` or `_Spread`, or None for its value.

@@ -8,6 +8,7 @@ from helpers import assert_close, assert_same_bits, planned
 from jax import lax
 
 import beamjax as bj
+from beamjax.interpreters.staging.lines import user_line
 
 pytestmark = pytest.mark.versions
 
@@ -132,6 +133,14 @@ def test_products_are_contracted_over_the_members(name):
     assert_same_bits(bj.run(fn, *args, options=options), local)
     loop = bj.run(fn, *args, runner="local", options=options | {"member_loop": "loop"})
     assert_close(loop, expected, tolerance, tolerance)
+
+
+def test_bodies_keep_the_lines_of_the_user():
+    fn, *args = CONTRACTED["two layers"]
+    (mapped,) = (e for e in planned(fn, *args).flat.walk() if e.primitive.name == "bj_map")
+    lines = {user_line(eqn) for eqn in mapped.params["jaxpr"].jaxpr.eqns}
+    start = perceptron.__code__.co_firstlineno
+    assert f"{__file__}:{start + 1} (perceptron)" in lines
 
 
 @bj.program(placements={"m": None})
