@@ -1,7 +1,7 @@
 """The one file that uses what Beam does not document: modules of its runners and workers, and
 attributes that start with `_`.
 
-Checked on Beam 2.77.0. `tests/pipelines/test_beam_compat.py` has a check for each of these names: an
+Checked on Beam 2.77.0. `tests/pipelines/test_beam_compat.py` checks each of these names: an
 upgrade of Beam that removes or changes one fails there. The file is in the lowest layer, as
 `_compat` is for JAX, because `storage` needs one of the names, and only the lowest layer can be
 imported from everywhere.
