@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,8 @@ def test_the_same_in_every_process_and_on_other_lines(tmp_path):
     (tmp_path / "third.py").write_text(PROGRAM.replace("FACTOR", "3"))
     found = []
     for seed in (1, 2):
-        command = [sys.executable, "-c", IN_A_PROCESS, str(tmp_path), os.path.dirname(__file__)]
+        folders = [tmp_path, *Path(__file__).parents[:2]]  # Of this module and of its helpers.
+        command = [sys.executable, "-c", IN_A_PROCESS, *map(str, folders)]
         env = os.environ | {"PYTHONHASHSEED": str(seed)}
         done = subprocess.run(command, env=env, check=True, capture_output=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
