@@ -14,6 +14,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 
+pytestmark = pytest.mark.versions
 IN_12 = _compat.minor(jax.__version__) >= (0, 12)
 
 
