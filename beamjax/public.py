@@ -40,6 +40,10 @@ from beamjax.ops.operators import reduce_sum as reduce_sum
 from beamjax.ops.operators import reduce_weighted_mean as reduce_weighted_mean
 from beamjax.ops.reductions import reduce as reduce
 from beamjax.ops.reductions import reduce_by_key as reduce_by_key
+from beamjax.ops.weights import bootstrap_weights as bootstrap_weights
+from beamjax.ops.weights import influence as influence
+from beamjax.ops.weights import reweight as reweight
+from beamjax.ops.weights import standard_error as standard_error
 from beamjax.options import Options as Options
 from beamjax.runtime.placed_results import open_placed as open_placed
 from beamjax.sources import Source as Source

@@ -30,6 +30,7 @@ from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.sharding import AnyMesh
 from beamjax.ops.sizes import check_parameters, find_sizes
+from beamjax.ops.weights import weighted_reduction, weights_for
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -311,11 +312,14 @@ def _reduce(op: str, x: Any, placement: str | None) -> Any:
     name, primitive = f"reduce_{op}", primitives.REDUCE_PRIMITIVES[op]
     placement, n = resolve(name, placement)
 
-    def reduce_leaf(path: Any, leaf: Any) -> jax.Array:
-        array = as_placed(name, "x", path, leaf, placement, n)
-        return primitive.bind(array, placement=placement)
-
-    return tree_util.tree_map_with_path(reduce_leaf, x)
+    leaves, tree = tree_util.tree_flatten_with_path(x)
+    values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
+    weights = weights_for(name, placement, n)
+    if weights is None:
+        results = [primitive.bind(value, placement=placement) for value in values]
+    else:
+        results = weighted_reduction(op, values, weights, placement=placement, n=n)
+    return tree_util.tree_unflatten(tree, results)
 
 
 def _weight_of_leaf(x: Any, weight_tree: Any, num_weights: int) -> list[int]:

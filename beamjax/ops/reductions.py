@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import resolve
 from beamjax.ops.primitives import map_members, trace_body
+from beamjax.ops.weights import keys_of_present, weigh, weights_for
 from beamjax.storage.dtypes import dtype_name
 
 # --- by key
@@ -104,7 +106,6 @@ def reduce_by_key(
     """
     name = "reduce_by_key"
     placement, n = resolve(name, placement)
-    mesh = sharding.mesh_for(name, placement, n, None)
     if op not in _SEGMENTS:
         raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(_SEGMENTS)}.")
     size = None if num_keys is None else _check_num_keys(num_keys)
@@ -117,35 +118,81 @@ def reduce_by_key(
                 f"{name}: x{tree_util.keystr(path)} has dtype {value.dtype}, expected numbers or "
                 "bools."
             )
+    weights = weights_for(name, placement, n)
+    of_key = _Members(keys, size, placement, n)
+    if weights is None:
+        return of_key.reduced(op, values, tree)
     results = [_result_dtype(op, value.dtype) for value in values]
+    if op in ("sum", "prod"):
+        weighed = weigh(op, values, weights, results, placement=placement, n=n)
+        return of_key.reduced(op, weighed.values, tree, weighed.dtypes)
     if size is None:
-        # By a map, so that the members are results of a pass, in files.
-        found = map_members(
-            lambda *member: list(member), [], [keys, *values], placement=placement, n=n,
-            name=f"{name}_{op}", mesh=mesh,
-        )  # fmt: skip
-        keys, *values = map(sharding.whole, found)
-        names = [dtype_name(np.dtype(dtype)) for dtype in results]
-        return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
-    num_keys = size
-
-    def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
-        wide = key if key.dtype.itemsize >= 4 else key.astype(np.int32)
-        key = jnp.where((wide >= 0) & (wide < num_keys), wide, num_keys).astype(np.int32)
-        cast = [_for_op(op, v, dtype) for v, dtype in zip(member, results, strict=True)]
-        return [key, jnp.ones_like(key), *cast]
-
-    # Also where nothing is cast: a map says of its operands that they are placed.
-    prepared = map_members(
-        prepare, [], [keys, *values], placement=placement, n=n, name=f"{name}_{op}", mesh=mesh
-    )
-    keys, ones, *values = map(sharding.whole, prepared)
-    totals = [_SEGMENTS[op](value, keys, num_keys) for value in values]
+        raise StructureError(
+            f"{name}: found op {op!r} without num_keys in a function with weights, expected 'sum' "
+            "or 'prod'; or give num_keys."
+        )
     if op == "mean":
-        counts = jax.ops.segment_sum(ones, keys, num_keys)
-        totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]
-    totals = [total.astype(dtype) for total, dtype in zip(totals, results, strict=True)]
-    return tree_util.tree_unflatten(tree, totals)
+        weighed = weigh(op, values, weights, results, placement=placement, n=n)
+        both = tree_util.tree_structure([weighed.values, weighed.weights])
+        sums = of_key.reduced("sum", [*weighed.values, *weighed.weights], both)
+        return tree_util.tree_unflatten(tree, weighed.results(*sums))
+    present = keys_of_present(keys, weights, placement=placement, n=n)
+    return replace(of_key, keys=present).reduced(op, values, tree)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The members of a placement by key.
+
+    Attributes:
+      keys: a placed array of ints (n,).
+      num_keys: the number of keys; None where it is not known.
+      placement: of the members.
+      n: their number.
+    """
+
+    keys: jax.Array
+    num_keys: int | None
+    placement: str
+    n: Any
+
+    def reduced(
+        self, op: str, values: Sequence[jax.Array], tree: Any, dtypes: Sequence[Any] | None = None
+    ) -> Any:
+        """A tree of what the members of each key come to, or `Keyed`; see `reduce_by_key`."""
+        prepared = [_result_dtype(op, value.dtype) for value in values]
+        results = prepared if dtypes is None else dtypes
+        if self.num_keys is None:
+            # By a map, so that the members are results of a pass, in files.
+            keys, *values = self._mapped(op, lambda *member: list(member), values)
+            names = [dtype_name(np.dtype(dtype)) for dtype in results]
+            return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
+        num_keys = self.num_keys
+
+        def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
+            wide = key if key.dtype.itemsize >= 4 else key.astype(np.int32)
+            key = jnp.where((wide >= 0) & (wide < num_keys), wide, num_keys).astype(np.int32)
+            cast = [_for_op(op, v, dtype) for v, dtype in zip(member, prepared, strict=True)]
+            return [key, jnp.ones_like(key), *cast]
+
+        # Also where nothing is cast: a map says of its operands that they are placed.
+        keys, ones, *values = self._mapped(op, prepare, values)
+        totals = [_SEGMENTS[op](value, keys, num_keys) for value in values]
+        if op == "mean":
+            counts = jax.ops.segment_sum(ones, keys, num_keys)
+            totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]
+        totals = [total.astype(dtype) for total, dtype in zip(totals, results, strict=True)]
+        return tree_util.tree_unflatten(tree, totals)
+
+    def _mapped(
+        self, op: str, fn: Callable[..., list[jax.Array]], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        mesh = sharding.mesh_for("reduce_by_key", self.placement, self.n, None)
+        found = map_members(
+            fn, [], [self.keys, *values], placement=self.placement, n=self.n,
+            name=f"reduce_by_key_{op}", mesh=mesh,
+        )  # fmt: skip
+        return [sharding.whole(array) for array in found]
 
 
 def _check_num_keys(num_keys: Any) -> int:
@@ -234,6 +281,12 @@ def reduce(
         effects.
     """
     placement, n = resolve("reduce", placement)
+    if weights_for("reduce", placement, n) is not None:
+        raise StructureError(
+            f"reduce: found {name_of(combine)} in a function with weights (beamjax.reweight), "
+            "expected beamjax.reduce_sum or its like: a function of two values does not say how a "
+            "member counts 2 times, or half a time."
+        )
     mesh = sharding.mesh_for("reduce", placement, n, None)
     name = name_of(combine)
     paths, tree = tree_util.tree_flatten_with_path(x)

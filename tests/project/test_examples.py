@@ -139,6 +139,13 @@ AIMS = {
         ),
     ),
     "influence": (["--top=3"], near(0.35)),
+    "resampling": (
+        ["--replicates=100"],
+        lambda them: (
+            them["bootstrap"] == pytest.approx(them["jackknife"], rel=0.3)
+            and min(them["folds"]) > 0.85
+        ),
+    ),
     "federated_table": (
         ["--rows=20_000", "--clients=500", "--cohort=200", "--rounds=3"],
         lambda accuracy: accuracy > 0.97,

@@ -1,0 +1,520 @@
+"""Weights of members: programs in which each member counts as often as its weight says.
+
+`reweight` gives every reduction over a placement the weights of its members. Weights of 0, 1, 2, …
+leave members out or count them several times, as cross-validation and the bootstrap do. The
+derivative by the weights, where all are 1, is the influence of each member on the result (Hampel,
+"The Influence Curve and its Role in Robust Estimation", 1974), and gives standard errors by the
+infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982,
+chapter 6).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from beamjax.errors import PlacementError, StructureError
+from beamjax.numerics.reducers import REDUCERS
+from beamjax.ops import sharding
+from beamjax.ops.leaves import as_placed, name_of
+from beamjax.ops.placements import Size, observe
+from beamjax.ops.primitives import REDUCE_PRIMITIVES, map_members
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+# --- the weights in force
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The weights of one call of a reweighted function.
+
+    Attributes:
+      given: an array (n,), or a function from the index of a member to its weight.
+      placement: the placement of the members; None for the only one of the program.
+      used: the placement of the reductions that have used them.
+    """
+
+    given: Any
+    placement: str | None
+    used: str | None = None
+
+
+# JAX caches what it traces by the value of a user context. Each call of a reweighted function has a
+# value of its own, so JAX never serves a function that was traced with other weights. The weights
+# are kept apart from that value, since the caches of JAX outlive them.
+_calls = jax.make_user_context(())
+_weights: dict[object, _Weights] = {}
+
+
+@contextmanager
+def _in_force(weights: _Weights) -> Iterator[None]:
+    call = object()
+    _weights[call] = weights
+    try:
+        with _calls((*_calls.value, call)):
+            yield
+    finally:
+        del _weights[call]
+
+
+def weights_for(op: str, placement: str, n: Size) -> jax.Array | None:
+    """The weights of the members in a reduction that is called now.
+
+    Args:
+      op: the operator, for messages.
+      placement: of the reduction.
+      n: its number of members.
+
+    Returns:
+      A placed array (n,), the product of the weights of all reweighted functions that are being
+      called; None where there are none.
+
+    Raises:
+      PlacementError: there are not n weights, or the program has several placements and
+        `reweight` does not say which.
+      StructureError: a function of weights returns no real number.
+    """
+    found = None
+    for call in _calls.value:
+        weights = _weights[call]
+        if weights.placement is None and weights.used not in (None, placement):
+            raise PlacementError(
+                f"reweight: the program reduces over the placements {weights.used!r} and "
+                f"{placement!r}; say which of them has the weights with placement=."
+            )
+        if weights.placement in (None, placement):
+            weights.used = placement
+            each = _placed_weights(op, weights.given, placement, n)
+            found = each if found is None else _promoted_product(found, each)
+    return found
+
+
+def _promoted_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    with jax.numpy_dtype_promotion("standard"):
+        return x * y
+
+
+def _placed_weights(op: str, given: Any, placement: str, n: Size) -> jax.Array:
+    if callable(given):
+        mesh = sharding.mesh_for(op, placement, n, None)
+        (found,) = map_members(
+            lambda index: [_as_weights(given(index), ())], [], [jnp.arange(n, dtype=np.int32)],
+            placement=placement, n=n, name=name_of(given), mesh=mesh,
+        )  # fmt: skip
+        return found
+    found = as_placed("reweight", "weights", (), given, placement, n)
+    return _as_weights(found, (n,))
+
+
+def _as_weights(found: Any, shape: tuple[Size, ...]) -> jax.Array:
+    array = jnp.asarray(found)
+    if array.shape != shape or not _is_real(array.dtype):
+        where = "the function of weights gives" if not shape else "weights is"
+        raise StructureError(
+            f"reweight: {where} {array.dtype}{list(array.shape)}, expected real numbers of shape "
+            f"{shape}: one weight for each member."
+        )
+    return array
+
+
+def _is_real(dtype: Any) -> bool:
+    number = jnp.issubdtype(dtype, np.number) and not jnp.issubdtype(dtype, np.complexfloating)
+    return dtype == np.bool_ or number
+
+
+# --- weighted reductions
+
+
+def weighted_reduction(
+    op: str, values: Sequence[jax.Array], weights: jax.Array, *, placement: str, n: Size
+) -> list[jax.Array]:
+    """Reduces members that count as often as their weights say.
+
+    Args:
+      op: "sum", "mean", "max", "min", "prod", "any", "all", "argmax" or "argmin".
+      values: placed arrays (n, ...).
+      weights: a placed array (n,).
+      placement: of the members.
+      n: their number.
+
+    Returns:
+      An array (...) for each value.
+    """
+
+    def reduce(op: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [REDUCE_PRIMITIVES[op].bind(array, placement=placement) for array in arrays]
+
+    if op in ("sum", "prod", "mean"):
+        dtypes = [REDUCERS[op].result_dtype(value.dtype) for value in values]
+        weighed = weigh(op, values, weights, dtypes, placement=placement, n=n)
+        totals = reduce("prod" if op == "prod" else "sum", weighed.values)
+        return weighed.results(totals, reduce("sum", weighed.weights))
+    mapped = functools.partial(_map_with_weights, weights=weights, placement=placement, n=n)
+    extreme = {"argmax": "max", "argmin": "min"}.get(op, op)
+    present = mapped(functools.partial(_or_identity, extreme), values)
+    best = reduce(extreme, present)
+    if extreme == op:
+        return best
+    count = len(values)
+
+    def is_best(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+        pairs = zip(members[:count], best, strict=True)
+        return [(weight != 0) & ((x == top) | jnp.isnan(x)) for x, top in pairs]
+
+    return reduce("argmax", mapped(is_best, values))
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Values of members, multiplied with the weights.
+
+    Attributes:
+      values: placed arrays, wide enough to be added: float32 for floats of 16 bits.
+      weights: placed arrays (n,) of the dtypes of `values` for means, else none.
+      dtypes: of the results.
+    """
+
+    values: list[jax.Array]
+    weights: list[jax.Array]
+    dtypes: list[Any]
+
+    def results(self, totals: Sequence[jax.Array], counts: Sequence[jax.Array]) -> list[jax.Array]:
+        """Sums of the values, or means where there are sums of the weights, in the final dtypes."""
+        if counts:
+            pairs = zip(totals, counts, strict=True)
+            totals = [
+                total / count.reshape(*count.shape, *[1] * (total.ndim - count.ndim))
+                for total, count in pairs
+            ]
+        return [total.astype(dtype) for total, dtype in zip(totals, self.dtypes, strict=True)]
+
+
+def weigh(
+    op: str,
+    values: Sequence[jax.Array],
+    weights: jax.Array,
+    dtypes: Sequence[Any],
+    *,
+    placement: str,
+    n: Size,
+) -> Weighed:
+    """Multiplies the values of members with their weights; takes them to that power for "prod".
+
+    Sums and products of ints and bools stay ints where the weights are ints or bools. Where the
+    weights are floats, they become floats, so that they have a derivative.
+
+    Args:
+      op: "sum", "mean" or "prod".
+      values: placed arrays (n, ...).
+      weights: a placed array (n,).
+      dtypes: of the results without weights.
+      placement: of the members.
+      n: their number.
+    """
+    dtypes = [_weighed_dtype(dtype, weights.dtype) for dtype in dtypes]
+    wide = [REDUCERS["sum"].partial_dtype(dtype) for dtype in dtypes]
+
+    def of_member(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+        factors = [weight.astype(dtype) for dtype in wide]
+        pairs = zip(members, factors, strict=True)
+        apply = _power if op == "prod" else _product
+        weighed = [apply(x.astype(factor.dtype), factor) for x, factor in pairs]
+        return [*weighed, *(factors if op == "mean" else [])]
+
+    found = _map_with_weights(of_member, values, weights=weights, placement=placement, n=n)
+    return Weighed(found[: len(values)], found[len(values) :], dtypes)
+
+
+def keys_of_present(keys: jax.Array, weights: jax.Array, *, placement: str, n: Size) -> jax.Array:
+    """The keys of members; that of a member with weight 0 is -1, which no member has."""
+    (found,) = _map_with_weights(
+        lambda weight, key: [jnp.where(weight != 0, key.astype(_signed(key.dtype)), -1)], [keys],
+        weights=weights, placement=placement, n=n,
+    )  # fmt: skip
+    return found
+
+
+def _signed(dtype: Any) -> Any:
+    """A signed dtype that has the keys of `reduce_by_key` that can be in range: they are int32."""
+    return np.int32 if jnp.iinfo(dtype).bits < 32 else np.dtype(f"int{jnp.iinfo(dtype).bits}")
+
+
+def _map_with_weights(
+    fn: Callable[..., list[jax.Array]],
+    values: Sequence[jax.Array],
+    *,
+    weights: jax.Array,
+    placement: str,
+    n: Size,
+) -> list[jax.Array]:
+    mesh = sharding.mesh_for("reweight", placement, n, None)
+    found = map_members(
+        fn, [], [weights, *values], placement=placement, n=n, name="weights", mesh=mesh
+    )
+    return [sharding.whole(array) for array in found]
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, np.inexact):
+        # A member that is left out does not show, even if it is infinite or NaN.
+        x = jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+    return x * weight
+
+
+def _power(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.where(weight == 0, jnp.ones_like(x), jnp.power(x, weight))
+
+
+def _or_identity(op: str, weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+    identities = [REDUCERS[op].identity(np.dtype(x.dtype)) for x in members]
+    pairs = zip(members, identities, strict=True)
+    return [jnp.where(weight != 0, x, jnp.asarray(identity, x.dtype)) for x, identity in pairs]
+
+
+def _weighed_dtype(dtype: Any, weight: Any) -> np.dtype:
+    exact = not jnp.issubdtype(dtype, np.inexact) and jnp.issubdtype(weight, np.inexact)
+    return np.dtype(weight if exact else dtype)
+
+
+# --- what users call
+
+
+def reweight(
+    fn: Callable[_Args, _Result], *, placement: str | None = None
+) -> Callable[..., _Result]:
+    """Transforms a function so that each member counts as often as its weight says.
+
+    `reweight(fn)(weights, *args)` is `fn(*args)` in which every reduction over the placement counts
+    member i `weights[i]` times:
+
+    - `reduce_sum` adds `weights[i] * x[i]`, `reduce_prod` multiplies `x[i] ** weights[i]`;
+    - `reduce_mean` divides by the sum of the weights, as `reduce_weighted_mean` does by the sum of
+      the products of both kinds of weights;
+    - `reduce_max`, `reduce_min`, `reduce_any`, `reduce_all`, `reduce_argmax` and `reduce_argmin`
+      leave out members with weight 0;
+    - `reduce_by_key` does the same for each key.
+
+    A member with weight 0 never shows in a result, even if its value is not finite. With ints or
+    bools as weights all results keep their dtypes. With floats, sums and products of ints become
+    floats, so that they have derivatives.
+
+    The transformation composes with others. The derivative by the weights, where all are 1, is the
+    influence of each member; see `influence` and `standard_error`. `jax.vmap` over several sets of
+    weights computes all of them in one pass over the data.
+
+    Only the reductions of beamjax take weights. A function like `jnp.sum` that a program calls on
+    placed values, and `len(x)`, count each member once.
+
+    Args:
+      fn: a program, or any function of programs, such as one that trains in rounds.
+      placement: the placement that has the weights; may be left out where `fn` reduces over one.
+
+    Returns:
+      A function of the weights and the arguments of `fn`. The weights are a real array of shape
+      (n,); or a function from the index of a member, an int32 scalar, to its weight, which the
+      workers compute: no array of weights is made then. See `bootstrap_weights`.
+
+    Raises:
+      PlacementError: there are not n weights, or it is not clear which placement has them. A call
+        raises it.
+      StructureError: the weights are no real numbers, `fn` uses no weight, or it calls
+        `beamjax.reduce`: a function of two values does not say how a member counts half a time. A
+        call raises it.
+
+    Example:
+      The mean without the first member::
+
+        >>> mean = bj.program(clients=3)(bj.reduce_mean)
+        >>> float(bj.reweight(mean)(jnp.array([0, 1, 1]), jnp.array([5.0, 1.0, 2.0])))
+        1.5
+    """
+
+    @functools.wraps(fn, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    def reweighted(weights: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        weighted = _Weights(weights, placement)
+        with _in_force(weighted):
+            result = fn(*args, **kwargs)
+        if weighted.used is None:
+            where = f" over the placement {placement!r}" if placement else ""
+            raise StructureError(
+                f"reweight: {name_of(fn)} calls no reduction of beamjax{where}, so the weights of "
+                "members change nothing. Reduce with beamjax.reduce_sum and its like."
+            )
+        return result
+
+    del reweighted.__wrapped__  # its signature has no weights
+    return reweighted
+
+
+def bootstrap_weights(key: jax.Array, replicates: int) -> tree_util.Partial:
+    """Weights of the Poisson bootstrap, for `jax.vmap` over `reweight`.
+
+    Each replicate counts each member as often as an independent Poisson variable of mean 1 says,
+    drawn from `key`, the number of the replicate and the index of the member. Workers draw the
+    weights of the members that they read, so there is never an array of n weights for each
+    replicate. (Hanley and MacGibbon, "Creating non-parametric bootstrap samples using Poisson
+    frequencies", 2006.)
+
+    Args:
+      key: a key of `jax.random`.
+      replicates: their number, an int >= 1.
+
+    Returns:
+      A function of the index of a member, which is a tree with an array of `replicates` keys.
+
+    Example:
+      The standard error of a mean, from 1,000 replicates in one pass over the data::
+
+        >>> weights = bj.bootstrap_weights(jax.random.key(0), 1000)
+        >>> means = jax.vmap(bj.reweight(mean), in_axes=(0, None))(weights, x)
+        >>> error = means.std()
+    """
+    return tree_util.Partial(_poisson_weight, jax.random.split(key, replicates))
+
+
+def _poisson_weight(key: jax.Array, index: jax.Array) -> jax.Array:
+    """A Poisson variable of mean 1, int32, by the inverse of its distribution function."""
+    bits = jax.random.bits(jax.random.fold_in(key, index), dtype=np.uint32)
+    return (bits >= _POISSON_BOUNDS).sum(dtype=np.int32)
+
+
+def _poisson_bounds() -> np.ndarray:
+    """2**32 times the distribution function of the Poisson distribution with mean 1, rounded."""
+    terms = np.cumsum([math.exp(-1) / math.factorial(k) for k in range(13)])
+    bounds = np.round(terms * 2.0**32)
+    return bounds[bounds < 2.0**32].astype(np.uint32)
+
+
+_POISSON_BOUNDS = _poisson_bounds()
+
+
+def influence(
+    fn: Callable[..., Any],
+    output: Callable[[Any], Any] | None = None,
+    *,
+    placement: str | None = None,
+) -> Callable[..., Any]:
+    """Transforms a function to one that gives the influence of each member on its result.
+
+    The influence of member i is the derivative of the result by the weight of the member, where all
+    members have weight 1. The result without member i is, to first order, the result less its
+    influence. One reverse pass computes the influence of all members, through rounds of training,
+    too; it takes as many as the result has numbers.
+
+    Args:
+      fn: a program, or any function of programs.
+      output: picks the numbers of interest from the result of `fn`; None for all of it.
+      placement: the placement of the members; may be left out where `fn` has one.
+
+    Returns:
+      A function with the arguments of `fn`. It gives a tree like the output, with placed leaves of
+      shapes `(n, *leaf.shape)`. Given to `beamjax.run` with the option `keep="placed"`, they stay
+      on disk.
+
+    Raises:
+      PlacementError: it is not clear which placement the members have. A call raises it.
+      StructureError: a leaf of the output is no float, or `reweight` refuses `fn`. A call raises
+        it.
+    """
+
+    def influences(*args: Any, **kwargs: Any) -> Any:
+        def picked(weights: jax.Array) -> Any:
+            result = reweight(fn, placement=placement)(weights, *args, **kwargs)
+            return _floats(result if output is None else output(result))
+
+        jacobian = jax.jacrev(picked)(_ones(fn, args, kwargs, placement))
+        return tree_util.tree_map(lambda leaf: jnp.moveaxis(leaf, -1, 0), jacobian)
+
+    return influences
+
+
+def standard_error(
+    fn: Callable[..., _Result], *, placement: str | None = None
+) -> Callable[..., tuple[_Result, Any]]:
+    """Transforms a function to one that gives its result with standard errors.
+
+    The error is that of the infinitesimal jackknife: with the influence `u[i]` of member i on a
+    number of the result, it is the root of the sum of `(u[i] - mean(u)) ** 2`. It holds where
+    members are independent and the result depends on them smoothly; it takes one reverse pass for
+    each number of the result, and no second fit. For the mean it is the usual standard error with
+    n in place of n - 1, for least squares the sandwich estimate (HC0).
+
+    Args:
+      fn: a program, or any function of programs.
+      placement: the placement of the members; may be left out where `fn` has one.
+
+    Returns:
+      A function with the arguments of `fn`. It gives what `fn` gives, and a tree like it with the
+      errors: NaN for ints and bools, which have no derivative.
+
+    Raises:
+      PlacementError: it is not clear which placement the members have. A call raises it.
+      StructureError: `reweight` refuses `fn`. A call raises it.
+
+    Example:
+      A mean with its error::
+
+        >>> value, error = bj.standard_error(mean)(jnp.array([5.0, 1.0, 2.0]))
+    """
+
+    def with_error(*args: Any, **kwargs: Any) -> tuple[_Result, Any]:
+        def numbers(weights: jax.Array) -> tuple[list[Any], Any]:
+            result = reweight(fn, placement=placement)(weights, *args, **kwargs)
+            floats = [x for x in tree_util.tree_leaves(result) if _is_float(x)]
+            return floats, result
+
+        ones = _ones(fn, args, kwargs, placement)
+        jacobian, result = jax.jacrev(numbers, has_aux=True)(ones)
+        errors = iter([_error(jnp.moveaxis(leaf, -1, 0)) for leaf in jacobian])
+        return result, tree_util.tree_map(
+            lambda x: next(errors) if _is_float(x) else jnp.full(jnp.shape(x), jnp.nan), result
+        )
+
+    return with_error
+
+
+def _error(influences: jax.Array) -> jax.Array:
+    centred = influences - jnp.mean(influences, axis=0, keepdims=True)
+    return jnp.sqrt(jnp.sum(centred**2, axis=0))
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), np.floating)
+
+
+def _floats(tree: Any) -> Any:
+    for path, leaf in tree_util.tree_leaves_with_path(tree):
+        if not _is_float(leaf):
+            raise StructureError(
+                f"influence: output{tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, "
+                "expected a float, which has a derivative. Pick the floats with output=."
+            )
+    return tree
+
+
+def _ones(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, placement: str | None
+) -> jax.Array:
+    """A weight of 1 for each member of the placement that a function has."""
+    with observe() as found:
+        jax.eval_shape(lambda: fn(*args, **kwargs))
+    sizes = {size for name, size in found if placement in (None, name)}
+    if len(sizes) != 1:
+        names = ", ".join(sorted({repr(name) for name, _ in found})) or "none"
+        raise PlacementError(
+            f"{name_of(fn)} has the placements {names}, expected one"
+            + (f" of the name {placement!r}." if placement else "; say which with placement=.")
+        )
+    return jnp.ones(sizes.pop(), jnp.result_type(float))
