@@ -146,6 +146,7 @@ AIMS = {
             and min(them["folds"]) > 0.85
         ),
     ),
+    "text_embeddings": ([], lambda share: share > 0.3),
     "federated_table": (
         ["--rows=20_000", "--clients=500", "--cohort=200", "--rounds=3"],
         lambda accuracy: accuracy > 0.97,
@@ -162,7 +163,7 @@ AIMS = {
 }
 """Of examples: their flags, and what holds of what they return."""
 
-WITHOUT_RUNNER = ("own_pipeline", "four_devices")
+WITHOUT_RUNNER = ("text_embeddings", "own_pipeline", "four_devices")
 LONG_ON_BEAM = ("budgeted_clients", "influence", *WITHOUT_RUNNER)
 
 

@@ -1,0 +1,382 @@
+"""Models in JAX for Beam's `RunInference`: `JaxModelHandler`, and files that hold such models.
+
+A model is a function of parameters and a batch of examples. It travels as StableHLO, with its
+parameters as raw arrays, so a worker needs neither the code that made it nor a pickle of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from apache_beam.ml.inference.base import ModelHandler, PredictionResult
+from jax import export, tree_util
+
+from beamjax.bodies.export import with_x64
+from beamjax.errors import ArrayFormatError, OptionsError, StructureError
+from beamjax.storage import files
+from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.treedefs import tree_from_json, tree_to_json
+
+BATCH_SIZES = (1, 8, 64)
+"""Examples in the batches that a model is compiled for, where the user names no others."""
+MAX_INLINE_BYTES = 8 << 20
+"""Bytes of a model inside of a pipeline. Runners limit the whole pipeline; Dataflow to 20 MB."""
+_FORMAT = "beamjax model 1"
+
+
+class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
+    """Runs a JAX model on the elements of a PCollection, by `RunInference`.
+
+    The elements are examples: arrays, numbers, or trees of them, all of the type of `example`. Each
+    gives a `PredictionResult`, whose `inference` is what `fn` gives for it, as NumPy arrays.
+
+    A batch is padded to the next of a few sizes, by repeating its last example, so XLA compiles the
+    model once for each size. Parameters are loaded once in a worker process, and put on its device
+    once; with `large_model=True` once on a machine. Beam's `KeyedModelHandler`, model updates by
+    a side input, `with_preprocess_fn` and `with_exception_handling` work as with other handlers.
+
+    Args:
+      fn: the model: `fn(params, batch)` takes a tree like `example` with examples along axis 0, and
+        returns a tree of arrays with examples along axis 0, each computed from its own alone.
+      params: a tree of arrays.
+      example: a tree of arrays, scalars or `jax.ShapeDtypeStruct`: the type of one element.
+      model_path: a file that `save_model` wrote, on a local path or any URL that Beam knows; in
+        place of the other three.
+      batch_sizes: numbers of examples for which XLA compiles the model; of those in the file by
+        default, else `BATCH_SIZES`. Beam's batches have at most as many as the largest.
+      platforms: of the workers: "cpu", "cuda", "rocm" or "tpu"; that of this process by default.
+      min_batch_size, max_batch_duration_secs, large_model, model_copies, env_vars: see Beam's
+        `ModelHandler`.
+
+    Raises:
+      OptionsError: neither a model nor a path is given, or sizes are no ints >= 1.
+      StructureError: the model does not fit the example, or is over 8 MiB: save it with
+        `save_model` then.
+
+    Example::
+
+        handler = JaxModelHandler(model.apply, params, example=np.zeros(28 * 28, np.float32))
+        predictions = images | RunInference(handler)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], Any] | None = None,
+        params: Any = None,
+        example: Any = None,
+        *,
+        model_path: str | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        platforms: Sequence[str] | None = None,
+        min_batch_size: int | None = None,
+        max_batch_duration_secs: int | None = None,
+        large_model: bool = False,
+        model_copies: int | None = None,
+        env_vars: dict[str, str] | None = None,
+    ):
+        if (fn is None) == (model_path is None):
+            raise OptionsError(
+                "JaxModelHandler: expected either a function fn with params and example, or "
+                f"model_path; found {'neither' if fn is None else 'both'}."
+            )
+        self._path = model_path
+        self._data = b""
+        if fn is not None:
+            self._data = encode_model(fn, params, example, batch_sizes, platforms)
+            if len(self._data) > MAX_INLINE_BYTES:
+                raise StructureError(
+                    f"JaxModelHandler: the model has {len(self._data)} bytes, expected at most "
+                    f"{MAX_INLINE_BYTES} in a pipeline. Write it to a file that workers read: "
+                    "save_model(path, fn, params, example), JaxModelHandler(model_path=path)."
+                )
+        elif batch_sizes is None:
+            batch_sizes = decode_model(files.read(self._path or ""), self._path or "").batch_sizes
+        self._sizes = _checked_sizes(batch_sizes)
+        super().__init__(
+            min_batch_size=min_batch_size,
+            max_batch_size=self._sizes[-1],
+            max_batch_duration_secs=max_batch_duration_secs,
+            large_model=large_model,
+            model_copies=model_copies,
+            env_vars=env_vars or {},
+        )
+
+    def load_model(self) -> Model:
+        """Reads the model, and puts its parameters on the device of this process."""
+        data = files.read(self._path) if self._path else self._data
+        return Model(decode_model(data, self._path or "JaxModelHandler"), self._sizes)
+
+    def run_inference(
+        self,
+        batch: Sequence[Any],
+        model: Model,
+        inference_args: dict[str, Any] | None = None,
+    ) -> Iterable[PredictionResult]:
+        """Computes the predictions of a batch, in its order.
+
+        Raises:
+          StructureError: an example has another type than the model takes.
+        """
+        # Both ways in one call, since a model that processes share is behind a proxy.
+        found = model(list(batch))
+        return [PredictionResult(*pair, self._path) for pair in zip(batch, found, strict=True)]
+
+    def update_model_path(self, model_path: str | None = None) -> None:
+        """Takes the model from another file from now on."""
+        self._path = model_path or self._path
+
+    def validate_inference_args(self, inference_args: dict[str, Any] | None) -> None:
+        """Raises OptionsError if there are any: the model's signature is fixed."""
+        if inference_args:
+            raise OptionsError(
+                f"JaxModelHandler: found the inference_args {sorted(inference_args)}, expected "
+                "none. Make them parameters of the model, or part of each example."
+            )
+
+    def get_num_bytes(self, batch: Sequence[Any]) -> int:
+        """Bytes of the arrays of a batch."""
+        return sum(np.asarray(leaf).nbytes for leaf in tree_util.tree_leaves(list(batch)))
+
+    def get_metrics_namespace(self) -> str:
+        """The namespace of the metrics that `RunInference` counts."""
+        return "BeamML_JAX"
+
+
+def save_model(
+    path: str,
+    fn: Callable[[Any, Any], Any],
+    params: Any,
+    example: Any,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    platforms: Sequence[str] | None = None,
+) -> None:
+    """Writes a model to a file for `JaxModelHandler(model_path=path)`.
+
+    The file is there at once or not at all, so it may be one that a side input of model updates
+    watches for. Arguments and errors are those of `JaxModelHandler`.
+    """
+    files.write(path, encode_model(fn, params, example, batch_sizes, platforms))
+
+
+# --- the bytes of a model
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model as it was read.
+
+    Attributes:
+      artefacts: StableHLO by number of examples; by 0 one for any number.
+      params: the leaves of the parameters.
+      example: the tree of an example, and shape and dtype of each leaf.
+      result: the tree of a result.
+      batch_sizes: for which it is compiled.
+      x64: whether it computes with 64-bit types.
+    """
+
+    artefacts: dict[int, bytes]
+    params: list[np.ndarray]
+    example: tuple[Any, list[jax.ShapeDtypeStruct]]
+    result: Any
+    batch_sizes: tuple[int, ...]
+    x64: bool
+
+
+def encode_model(
+    fn: Callable[[Any, Any], Any],
+    params: Any,
+    example: Any,
+    batch_sizes: Sequence[int] | None,
+    platforms: Sequence[str] | None,
+) -> bytes:
+    """The bytes of a model; see `JaxModelHandler` for arguments and errors."""
+    sizes = _checked_sizes(batch_sizes)
+    leaves, params_tree = tree_util.tree_flatten(params)
+    values = [plain_array(jnp.asarray(leaf), "JaxModelHandler: params") for leaf in leaves]
+    paths, tree = tree_util.tree_flatten_with_path(example)
+    types = [_type_of(path, leaf) for path, leaf in paths]
+    if not types:
+        raise StructureError("JaxModelHandler: example has no arrays, expected one at least.")
+    result_tree = None
+
+    def flat(params: list[Any], batch: list[Any]) -> list[Any]:
+        nonlocal result_tree
+        result = fn(
+            tree_util.tree_unflatten(params_tree, params), tree_util.tree_unflatten(tree, batch)
+        )
+        found, result_tree = tree_util.tree_flatten(result)
+        return found
+
+    def exported(size: Any) -> bytes:
+        batch = [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in types]
+        avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+        made = export.export(jax.jit(flat), platforms=platforms)(avals, batch)
+        for aval in made.out_avals:
+            if not aval.shape or aval.shape[0] != size:
+                raise StructureError(
+                    f"JaxModelHandler: fn returns an array of shape {aval.shape} for a batch of "
+                    f"{size} examples, expected the examples along axis 0."
+                )
+        return bytes(made.serialize())
+
+    (any_size,) = export.symbolic_shape("examples")
+    try:
+        artefacts = {0: exported(any_size)}
+    except StructureError:
+        raise
+    except Exception:
+        # Some models need to know the number of examples. An error of the model is raised here.
+        artefacts = {size: exported(size) for size in sizes}
+    meta = {
+        "format": _FORMAT,
+        "artefacts": list(artefacts),
+        "batch_sizes": list(sizes),
+        "x64": jax.config.jax_enable_x64,
+        "example": _checked_tree(tree, "example"),
+        "types": [[dtype_name(np.dtype(t.dtype)), list(t.shape)] for t in types],
+        "result": _checked_tree(result_tree, "the result of fn"),
+    }
+    return encode_arrays(
+        [*(np.frombuffer(data, np.uint8) for data in artefacts.values()), *values], meta
+    )
+
+
+def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
+    """Undoes `encode_model`.
+
+    Raises:
+      ArrayFormatError: the bytes are no model.
+    """
+    try:
+        arrays, meta = decode_arrays(data)
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
+    if meta.get("format") != _FORMAT:
+        raise ArrayFormatError(
+            f"{path}: found the format {meta.get('format')!r}, expected {_FORMAT!r}: a file that "
+            "save_model of this version of beamjax wrote."
+        )
+    count = len(meta["artefacts"])
+    types = [
+        jax.ShapeDtypeStruct(tuple(shape), dtype_from_name(name)) for name, shape in meta["types"]
+    ]
+    return SavedModel(
+        dict(zip(meta["artefacts"], map(bytes, arrays[:count]), strict=True)),
+        arrays[count:],
+        (tree_from_json(meta["example"], path), types),
+        tree_from_json(meta["result"], path),
+        tuple(meta["batch_sizes"]),
+        meta["x64"],
+    )
+
+
+def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
+    found = BATCH_SIZES if sizes is None else tuple(sorted(set(sizes)))
+    if not found or any(type(size) is not int or size < 1 for size in found):
+        raise OptionsError(f"batch_sizes: found {sizes!r}, expected ints >= 1.")
+    return found
+
+
+def _type_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    try:
+        aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        dtype_name(np.dtype(aval.dtype))
+    except (TypeError, StructureError) as error:
+        raise StructureError(
+            f"JaxModelHandler: example{tree_util.keystr(path)} is {leaf!r:.80}, expected an array, "
+            f"a number or a jax.ShapeDtypeStruct ({error})."
+        ) from None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _checked_tree(tree: Any, what: str) -> Any:
+    record = tree_to_json(tree)
+    try:
+        same = tree_from_json(record, what) == tree
+    except StructureError:
+        same = False
+    if not same:
+        raise StructureError(
+            f"JaxModelHandler: {what} is a tree {tree}, expected dicts, lists, tuples, named "
+            "tuples and None as nodes."
+        )
+    return record
+
+
+# --- a model in a worker
+
+
+class Model:
+    """A model with its parameters on the device of this process.
+
+    Args:
+      saved: the model.
+      batch_sizes: for which XLA compiles it.
+    """
+
+    def __init__(self, saved: SavedModel, batch_sizes: Sequence[int]):
+        self._tree, self._types = saved.example
+        self._result = saved.result
+        self._sizes = [n for n in batch_sizes if 0 in saved.artefacts or n in saved.artefacts]
+        if not self._sizes:
+            raise OptionsError(
+                f"batch_sizes: found {list(batch_sizes)}, expected sizes of the saved model: "
+                f"{sorted(saved.artefacts)}. It can't be computed on batches of another size."
+            )
+        self._x64 = saved.x64
+        with with_x64(self._x64):
+            self._params = jax.device_put(saved.params)
+        self._calls = {
+            size: jax.jit(export.deserialize(bytearray(data)).call)
+            for size, data in saved.artefacts.items()
+        }
+
+    def __call__(self, examples: list[Any]) -> list[Any]:
+        """The result of each example, as trees of NumPy arrays."""
+        found: list[Any] = []
+        for first in range(0, len(examples), self._sizes[-1]):
+            found += self._batch(examples[first : first + self._sizes[-1]])
+        return found
+
+    def _batch(self, examples: Sequence[Any]) -> list[Any]:
+        size = next(size for size in self._sizes if size >= len(examples))
+        rows = [self._leaves(example) for example in examples]
+        rows += [rows[-1]] * (size - len(rows))
+        batch = [np.stack(column) for column in zip(*rows, strict=True)]
+        call = self._calls.get(0) or self._calls[size]
+        with with_x64(self._x64):
+            results = jax.device_get(call(self._params, batch))
+        return [
+            tree_util.tree_unflatten(self._result, [leaf[i] for leaf in results])
+            for i in range(len(examples))
+        ]
+
+    def _leaves(self, example: Any) -> list[np.ndarray]:
+        leaves, tree = tree_util.tree_flatten(example)
+        if tree != self._tree:
+            raise StructureError(f"RunInference: found an example {tree}, expected {self._tree}.")
+        return [_as(leaf, aval) for leaf, aval in zip(leaves, self._types, strict=True)]
+
+
+def _as(leaf: Any, aval: jax.ShapeDtypeStruct) -> np.ndarray:
+    array = np.asarray(leaf)
+    if array.shape == aval.shape:
+        if array.dtype == aval.dtype:
+            return array
+        if isinstance(leaf, bool | int | float | complex):
+            converted = array.astype(aval.dtype)
+            rounds = np.issubdtype(aval.dtype, np.inexact) and array.dtype.kind in "iuf"
+            if rounds or converted == array:
+                return converted
+    raise StructureError(
+        f"RunInference: found an example with {array.dtype}{list(array.shape)}, expected "
+        f"{aval.dtype}{list(aval.shape)}, as in the example of the model. Convert elements before, "
+        "or by with_preprocess_fn."
+    )
