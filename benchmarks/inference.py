@@ -4,10 +4,10 @@
 
 All ways compute a network of 784, 512, 512 and 10 units on the same examples, on the embedded
 DirectRunner, in turns, and count what they predict. All read the examples from one .npy file, the
-pipelines in blocks. "per element" is a DoFn that calls a jitted
-function on each element; "batches" one that calls it on what `BatchElements` gives, whose sizes
-differ, so JAX compiles it for each. `bj.run` keeps its predictions in files. The output has the least of several times, examples a second, and the ratio to
-`JaxModelHandler`.
+pipelines in blocks. "per element" is a DoFn that calls a jitted function on each element; "batches"
+one that calls it on what `BatchElements` gives, whose sizes differ, so JAX compiles it for each.
+`bj.run` keeps its predictions in files. The output has the least of several times, examples a
+second, and the ratio to `JaxModelHandler`.
 """
 
 from __future__ import annotations
