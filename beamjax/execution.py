@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.diagnostics.forecast import forecast, learn, small_work
+from beamjax.diagnostics.forecast import forecast, small_work
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import OptionsError, StagingError
@@ -158,7 +157,6 @@ def _work(
         read = sources_of(inputs.values)
         if options.small_work == "here" and _is_small(plan, options, name):
             runner = name = LOCAL
-        told = functools.cache(functools.partial(forecast, plan, options, name))
         options = with_fitting_threads(plan, read, options, name)
         check_memory(plan, read, options, Workers.of(name, options))
         sources = files.pop_all()
@@ -175,7 +173,6 @@ def _work(
             with results.cleared(), with_lapack_threads():
                 values = _values(plan, inputs, runner, options, monitor, results)
             monitor.letters.tell()
-            learn(plan, options, told, monitor.progress())
             leaves = [
                 _with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
                 for out, weak in zip(plan.outputs, weak_types, strict=True)
@@ -189,7 +186,8 @@ def _work(
         return told_facts(planned, arguments, options, planned.notes, name)
 
     def prediction() -> tuple[dict[str, float], str]:
-        return told().by_name(), small_work(plan, options, told()).advice
+        predicted = forecast(plan, options, name)
+        return predicted.by_name(), small_work(plan, options, predicted).advice
 
     return Work(plan, name, options, compute, facts, prediction)
 

@@ -39,7 +39,7 @@ def calibrated() -> Calibration:
     if not found.measured:
         with on_device(compute_device(XLA_THREADS)):
             rates, read, merge = measure()
-        found = replace(found, rates=rates, read=read, merge=merge, factors={}, measured=True)
+        found = replace(found, rates=rates, read=read, merge=merge, measured=True)
         remember(found)
     return found
 

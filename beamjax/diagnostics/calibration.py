@@ -1,29 +1,24 @@
-"""How fast this machine is: measured in less than a second, kept in a file, mended after runs.
+"""How fast this machine is: measured once, in less than a second, and kept in a file.
 
-Nothing that changes bits depends on it: it is for what people are told, and for where small work
-goes.
+Predicted times depend on it, and whether small work stays in this process. Bits of results do not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from beamjax.interpreters.tuning import plan_cache
-from beamjax.plan.cost import ELSEWHERE, RUNNERS, USUAL, Fixed, Rates
+from beamjax.plan.cost import USUAL, Rates
 
-FORMAT = 3
-KINDS = ("read", "compute", "merge", "compile")
-"""What is mended by what runs measured, besides what runners take for themselves."""
-MEMORY = 0.6
-"""How much of an old factor stays when there is a new one."""
-MAX_FACTOR = 100.0
+FORMAT = 4
 MIN_SECONDS = 1e-9
-"""Less is no time."""
+"""Seconds below which a measured time is taken as this."""
 UNMEASURED = replace(USUAL, call=1e-7, extra=2e10)
-"""Rates of a machine that nobody measured, for what is told; `USUAL` is for what is chosen."""
+"""Rates for predictions on a machine that was not measured. The planner chooses by `USUAL`, so
+that its choices, and with them the bits of results, are the same on all machines."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +29,13 @@ class Calibration:
       rates: of computing.
       read: bytes a second from memory to a shard.
       merge: bytes of partials a second.
-      factors: by which what runs took differs from what these say, by one of `KINDS` or the name of
-        a runner.
-      measured: whether it was, and is not only usual.
+      measured: whether the rates were measured; else they are those of a usual machine.
     """
 
     rates: Rates = UNMEASURED
     read: float = 8e9
     merge: float = 4e9
-    factors: Mapping[str, float] = field(default_factory=dict)
     measured: bool = False
-
-    def factor(self, kind: str) -> float:
-        """By what to multiply seconds of this kind."""
-        return self.factors.get(kind, 1.0)
-
-    def fixed(self, runner: str) -> Fixed:
-        """What a runner takes for itself."""
-        name = "DirectRunner" if runner == "FnApiRunner" else runner
-        found = RUNNERS.get(name, ELSEWHERE)
-        times = self.factor(runner)
-        return Fixed(times * found.pipeline, times * found.step, times * found.shard)
-
-    def mended(self, kind: str, predicted: float, measured: float) -> Calibration:
-        """The same after a run that took `measured` seconds of a kind, and not `predicted`."""
-        if min(predicted, measured) < MIN_SECONDS:
-            return self
-        before = math.log(self.factor(kind))
-        new = before + (1 - MEMORY) * math.log(measured / predicted)
-        bound = math.log(MAX_FACTOR)
-        factor = math.exp(min(max(new, -bound), bound))
-        return replace(self, factors={**self.factors, kind: factor})
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -79,15 +50,14 @@ class Calibration:
         """
         if record.get("format") != FORMAT:
             raise ValueError(f"found format {record.get('format')!r}, expected {FORMAT}")
-        rates, factors = record.get("rates"), record.get("factors")
-        if not isinstance(rates, dict) or not isinstance(factors, dict):
-            raise ValueError("found no rates and factors")
+        rates = record.get("rates")
+        if not isinstance(rates, dict):
+            raise ValueError("found no rates")
         numbers = {f.name: _number(rates.get(f.name)) for f in fields(Rates)}
         return cls(
             Rates(**numbers),
             _number(record.get("read")),
             _number(record.get("merge")),
-            {str(kind): _number(factor) for kind, factor in factors.items()},
             record.get("measured") is True,
         )
 
@@ -108,7 +78,7 @@ def _name() -> str:
 
 
 def calibration() -> Calibration:
-    """That of this machine, as far as it is known; nothing is measured."""
+    """The rates of this machine, as far as they are known; measures nothing."""
     name = _name()
     record = plan_cache.load(name)
     if record is not None:
@@ -120,6 +90,6 @@ def calibration() -> Calibration:
 
 
 def remember(found: Calibration) -> None:
-    """Keeps a calibration, in this process and for others."""
+    """Stores a calibration for this process and later ones."""
     _known[_name()] = found
     plan_cache.store(_name(), {**found.to_json(), "machine": plan_cache.machine()})

@@ -250,7 +250,6 @@ def predicted_lines(facts: PlanFacts) -> list[str]:
 _SOURCES = {
     "counted": "counting operations",
     "probe": "a probe",
-    "earlier runs": "an earlier run",
 }
 
 

@@ -1,24 +1,22 @@
-"""How long a plan takes on a runner, step by step, before it runs; and what runs teach of it."""
+"""How long a plan takes on a runner, step by step, from what it counts and rates of the machine."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from beamjax.diagnostics import gains
-from beamjax.diagnostics.calibration import KINDS, Calibration, calibration, remember
+from beamjax.diagnostics.calibration import Calibration, calibration
 from beamjax.diagnostics.topology import DIRECT, Workers
-from beamjax.interpreters.tuning import plan_cache
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
+from beamjax.plan.cost import runner_overhead
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.pace import LONG_IN_BUNDLE
-from beamjax.telemetry.progress import Progress, Tally
 
 GUESSED_ROUNDS = 10
 """Of a loop that goes on while a condition holds."""
@@ -26,12 +24,6 @@ SMALL_SHARE = 0.25
 """Of what a runner takes for itself, at which work is small."""
 ADVISED_SECONDS = 1.0
 """Of what a runner takes for itself, at which people are told."""
-LEARNT_SECONDS = 1.0
-"""Of runs from which something is learnt; in shorter ones the first calls are what counts."""
-OWN_SHARE, OWN_SECONDS = 0.5, 2.0
-"""The part of what is told of a run, and what is left of it besides its work, of which one is
-reached by runs that teach what their runner takes for itself. In others that is as much staging,
-and what is wrong with what is told of their work."""
 HANDED_RATE = 5e8
 """Bytes a second of server values and partials that Beam hands on, in elements or in files."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
@@ -44,7 +36,7 @@ class StepTime:
 
     Attributes:
       rounds: how often it is run.
-      source: what tells how long it computes: "counted", "probe" or "earlier runs".
+      source: of the seconds that it computes: "counted" or "probe".
       guessed: whether a number of rounds that depends on data is in it.
       workers: that do it side by side.
       gain: how many times as fast threads of a worker compute.
@@ -130,19 +122,19 @@ def forecast(
     cores = os.cpu_count() or 1
     count = min(workers.handing or 1, cores)
     threads = min(workers.computing, cores)
-    by = _Rates(known, _learnt(plan, options), count, threads, cores)
+    by = _Rates(known, count, threads, cores)
     found = _steps(plan, plan.steps, 1, False, by)
     steps = tuple(step.in_bundles(threads) if workers.beam else step for step in found)
     pipelines, stages, shards, nbytes = _pipelines(
         plan, options, workers, _in_memory(runner, options, workers)
     )  # fmt: skip
-    fixed = known.fixed(runner)
+    fixed = runner_overhead(runner)
     overhead = pipelines * fixed.pipeline + stages * fixed.step + shards * fixed.shard
     overhead += nbytes / HANDED_RATE
     sizes = [sum(map(len, body.artefacts.values())) for body in plan.bodies.values()]
     made = sum(COMPILE_SECONDS + COMPILE_BYTE_SECONDS * nbytes for nbytes in sizes)
     return Forecast(
-        runner, steps, pipelines, overhead, known.factor("compile") * made,
+        runner, steps, pipelines, overhead, made,
         any(step.guessed for step in steps),
     )  # fmt: skip
 
@@ -153,14 +145,12 @@ class _Rates:
 
     Attributes:
       known: of the machine and its runners.
-      learnt: what earlier runs of the program took, by step.
       workers: processes that do a pass side by side.
       threads: of each that compute shards.
       cores: of the machine.
     """
 
     known: Calibration
-    learnt: Mapping[str, Any]
     workers: int
     threads: int
     cores: int
@@ -191,7 +181,7 @@ def _steps(
                 cost = plan.costs[name]
                 seconds = known.rates.seconds(cost) * gains.alone(cost, by.cores)
                 seconds += cost.calls * known.rates.call
-                seconds = rounds * known.factor("compute") * (seconds + known.rates.shard)
+                seconds = rounds * (seconds + known.rates.shard)
                 yield StepTime(name, rounds, compute=seconds, guessed=guessed or cost.guessed)
             case Gather(name=name, operand=operand):
                 value = plan.values[operand]
@@ -209,15 +199,6 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
     partial = sum(lane.size * 8 for lane in step.lanes)
     merge = shards * partial / known.merge
     tried = {(t.step, t.size, t.vectorization): t.seconds for t in plan.choices.tried}
-    read, merge = known.factor("read") * read, known.factor("merge") * merge
-    found = by.learnt.get(step.name)
-    if found is not None:
-        scale = n / max(found["members"], 1)
-        return StepTime(
-            step.name, 1, scale * found["read"], scale * found["compute"],
-            scale * found["merge"], "earlier runs", gain=gains.side_by_side(shards, by.threads),
-            shards=shards,
-        )  # fmt: skip
     cost = plan.costs.get(step.name)
     cores = max(by.cores // by.workers, 1)
     gain = gains.gain(cost, step.vectorization, size, shards, by.threads, cores)
@@ -232,7 +213,7 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
         return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
     calls = cost.calls * known.rates.call * _calls(step.vectorization, size)
     work = gain.alone * known.rates.seconds(cost) * size
-    compute = known.factor("compute") * shards * (work + calls + known.rates.shard)
+    compute = shards * (work + calls + known.rates.shard)
     return StepTime(
         step.name, 1, read, compute, merge, guessed=cost.guessed, gain=gain.threads,
         shards=shards, cores=gain.busy,
@@ -294,82 +275,6 @@ def _pipelines(
 
     pipelines, stages, shards, nbytes = map(int, counted(plan.steps))
     return (max(pipelines, 1), stages, shards, nbytes) if workers.beam else (0, stages, 0, 0)
-
-
-# --- what runs teach
-
-
-def _key(plan: Plan, options: Options) -> str:
-    """A name for what a program was measured at: its bodies and what they were fixed to."""
-    sizes, ways = (
-        dict(plan.shard_sizes),
-        {k: str(v) for k, v in plan.choices.vectorizations.items()},
-    )
-    parts = (plan.choices.program, plan.x64, sizes, ways, options.reduction)
-    return f"measured-{plan_cache.digest(*parts, plan_cache.machine())}"
-
-
-def _learnt(plan: Plan, options: Options) -> Mapping[str, Any]:
-    """Of each pass, the members of an earlier run, and what they took."""
-    if not plan.choices.program or plan_cache.folder() is None:
-        return {}
-    name = _key(plan, options)
-    record = plan_cache.load(name)
-    if record is None:
-        return {}
-    try:
-        steps = record["steps"]
-        wanted = ("members", "read", "compute", "merge")
-        return {str(key): {w: _seconds(found[w]) for w in wanted} for key, found in steps.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        plan_cache.ignore(name, ValueError(f"found no steps of a run ({error})"))
-        return {}
-
-
-def _seconds(found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
-        raise ValueError(f"found {found!r:.100}, expected a number from 0")
-    return float(found)
-
-
-def learn(plan: Plan, options: Options, tell: Callable[[], Forecast], progress: Progress) -> None:
-    """Keeps what a run took: for its program, and for what is told of others.
-
-    Args:
-      plan: that was run to its end.
-      options: of the run.
-      tell: gives what is told of it, which short runs need not know.
-      progress: at its end.
-    """
-    done = progress.done
-    brief = progress.seconds - done.compile < LEARNT_SECONDS
-    if brief or progress.dropped or plan_cache.folder() is None:
-        return
-    known, told = calibration(), tell()
-    counted = [step for step in told.steps if step.source == "counted" and not step.guessed]
-    for kind in ("read", "compute", "merge"):
-        mine = [step for step in counted if step.step in progress.steps]
-        predicted = sum(getattr(step, kind) for step in mine)
-        measured = sum(getattr(progress.steps[step.step], kind) for step in mine)
-        if max(predicted, measured) >= 0.05:
-            known = known.mended(kind, max(predicted, 1e-4), max(measured, 1e-4))
-    if done.compile > 0.05:
-        known = known.mended("compile", told.compile, done.compile)
-    spent = sum(getattr(done, kind) for kind in (*KINDS, "transfer"))
-    left = max(progress.seconds - spent, 0.0)
-    clear = left >= OWN_SECONDS or told.overhead >= OWN_SHARE * told.seconds
-    if told.runner != "local" and progress.steps and not told.guessed and clear:
-        known = known.mended(told.runner, told.overhead, left)
-    remember(known)
-    if plan.choices.program and spent - done.compile >= LEARNT_SECONDS / 2:
-        steps = {name: _measured(found) for name, found in progress.steps.items() if found.members}
-        plan_cache.store(_key(plan, options), {"program": plan.name, "steps": steps})
-
-
-def _measured(found: Tally) -> dict[str, float]:
-    parts = {kind: getattr(found, kind) for kind in ("read", "compute", "merge")}
-    parts["compute"] += found.transfer
-    return {"members": found.members, **parts}
 
 
 @dataclass(frozen=True)

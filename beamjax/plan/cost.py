@@ -106,3 +106,8 @@ RUNNERS = {
 }
 """Overheads of runners, measured with a warm job server and running workers."""
 ELSEWHERE = Fixed(3.0, 0.2)
+
+
+def runner_overhead(runner: str) -> Fixed:
+    """The overhead of a runner, by its name."""
+    return RUNNERS.get("DirectRunner" if runner == "FnApiRunner" else runner, ELSEWHERE)
