@@ -36,18 +36,8 @@ def embed(w, x):
     return bj.map_fn(lambda v: v * w["scale"], x), bj.reduce_max(x)
 
 
-@bj.program(placements={"rows": None})
-def total(*xs):
-    return [bj.reduce_sum(x) for x in xs]
-
-
-def prepared():
-    return embed, {"scale": jnp.int32(2)}, bj.from_range(10)
-
-
-def chosen(name):
-    print("chosen", name)
-    return globals()[name]
+def prepared(scale=2, rows=10, reverse=False):
+    return embed, {"scale": jnp.int32(-scale if reverse else scale)}, bj.from_range(rows)
 
 
 def nothing():
@@ -85,6 +75,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "programs_here.py").write_text(PROGRAMS)
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "y.npy", x @ np.array([1, -2, 0.5], np.float32))
+    np.save(tmp_path / "weights.npy", np.ones(3, np.float32))
+    np.save(tmp_path / "three.npy", np.arange(3, dtype=np.int32))
     np.savez(tmp_path / "w.npz", **{"model/weights": np.ones(3, np.float32)})
     (tmp_path / "parts").mkdir()
     for start in range(0, N, 10):
@@ -100,8 +92,7 @@ def folder(tmp_path, monkeypatch):
 
 
 LOSS = [
-    "programs_here.py:loss", "--arg", "weights=w.npz#at=model/weights", "--arg", "x=x.npy",
-    "--arg", "y=y.npy",
+    "programs_here.py:loss", "--arg", "weights=weights.npy", "--arg", "x=x.npy", "--arg", "y=y.npy",
 ]  # fmt: skip
 
 

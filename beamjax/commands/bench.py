@@ -77,13 +77,14 @@ def _bench(arguments: argparse.Namespace) -> Answer:
     runners = list(dict.fromkeys(arguments.runner or DEFAULT))
     beam = [runner for runner in runners if runner != "local"]
     arguments.runner = beam[0] if beam else "local"
-    options = replace(flags.options_of(arguments), progress=False)
-    if options.checkpoint is not None or options.job_folder is not None:
-        raise OptionsError("bench: found a folder of a job or of checkpoints, expected neither")
     from beamjax.commands.arguments.binding import find_call, with_files
     from beamjax.execution import run
 
-    call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
+    options, make_call = find_call(arguments)
+    if options.checkpoint is not None or options.job_folder is not None:
+        raise OptionsError("bench: found a folder of a job or of checkpoints, expected neither")
+    options = replace(options, progress=False)
+    call = make_call()
     read = with_files(call, options)
     found = []
     for runner in runners:

@@ -31,11 +31,11 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> Answer:
-    options = flags.options_of(arguments)
     from beamjax.commands.arguments.binding import find_call, with_files
     from beamjax.explanation import explain
 
-    call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
+    options, make_call = find_call(arguments)
+    call = make_call()
     if arguments.stage == "plan":
         call = with_files(call, options)
     found = explain(

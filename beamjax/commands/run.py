@@ -36,15 +36,14 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    options = flags.options_of(arguments)
     from beamjax.commands import output
     from beamjax.commands.arguments.binding import find_call, with_files
 
+    options, make_call = find_call(arguments)
     output.check_out(arguments.out, options.keep)
     if options.keep and arguments.out and options.results_folder is None:
         options = replace(options, results_folder=os.path.abspath(arguments.out))
-    call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
-    call = with_files(call, options)
+    call = with_files(make_call(), options)
     begin = time.monotonic()
     job = _launch(call, arguments, options)
     result = _wait(job)

@@ -30,13 +30,12 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
-    options = flags.options_of(arguments)
     from beamjax.commands.arguments.binding import find_call, with_files
     from beamjax.errors import VerificationError
     from beamjax.verification import ADVICE, verify
 
-    call = find_call(arguments.target, arguments.arg, arguments.static, arguments.factory)
-    call = with_files(call, options)
+    options, make_call = find_call(arguments)
+    call = with_files(make_call(), options)
     try:
         report = verify(
             call.fn, *call.args, runner=arguments.runner, options=options,

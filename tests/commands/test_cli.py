@@ -53,7 +53,9 @@ WRONG = [
     (["jobs", "list", "gs://bucket/jobs"], 2, "folders at URLs can't be listed"),
     (["run", f"{HERE}broken", "--arg=x=1"], 1, "KeyError: 'nobody'"),
     (["run", f"{HERE}embed", "--arg=w=1", "--arg=x=w.npz"], 1, "beamjax: "),
-    (["run", *LOSS[:-1], "y=range:3"], 1, "beamjax: "),
+    (["run", *LOSS[:-1], "y=three.npy"], 1, "beamjax: "),
+    (["run", f"{HERE}prepared", "--row=3"], 2, "found --row, which is no option"),
+    (["run", f"{HERE}nothing"], 2, "called as a job, and it returned 3"),
 ]
 
 
@@ -82,7 +84,7 @@ def test_errors_as_json_and_help(folder, command, capsys):
     assert [name for name in OWN if f"--{name}" not in text] == []
     assert [name for name, them in choices.items() if f"--{name} {{{them}}}" not in text] == []
     assert "exit codes: 0 done; 1 a run failed" in text
-    assert "key:0" in text
+    assert ".parquet" in text
 
 
 def test_options_with_underscores_or_dashes_and_those_of_beam(folder):

@@ -67,7 +67,7 @@ def test_a_job_that_is_done(folder, capsys):
 
 
 def test_a_job_that_failed(folder, capsys, monkeypatch):
-    argv = ["run", "programs_here.py:total", "--arg=0=npy:y.npy", "--job_folder=j"]
+    argv = ["run", "programs_here.py:Model.mean", "--arg=x=y.npy", "--job_folder=j"]
     with monkeypatch.context() as patch:
         patch.setattr(beamjax.jobs.job, "write_result", lambda *_: 1 / 0)
         assert cli.main([*argv, "--runner=local"]) == 1
@@ -76,8 +76,8 @@ def test_a_job_that_failed(folder, capsys, monkeypatch):
     assert (job["state"], job["error"]["type"]) == ("failed", "ZeroDivisionError")
     assert "error     ZeroDivisionError: division by zero" in text
     status, found, text = json_of(capsys, "jobs", "resume", "j")
-    assert (status, found["ok"], found["program"]) == (0, True, "total")
-    assert f"beamjax: in {folder}: beamjax run programs_here.py:total" in text
+    assert (status, found["ok"], found["program"]) == (0, True, "mean")
+    assert f"beamjax: in {folder}: beamjax run programs_here.py:Model.mean" in text
     assert show(capsys, "j")[0]["state"] == "done"
 
 

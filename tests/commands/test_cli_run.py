@@ -58,45 +58,42 @@ def test_json_is_all_there_is_on_stdout(folder, capsys):
 
 
 def test_what_programs_print_and_warn(folder, capsys, recwarn):
-    argv = ["--arg", "x=range:3", "--runner=local"]
-    status, found, text = json_of(capsys, "run", "programs_here:told", *argv)
+    argv = ["programs_here:told", "--arg", "x=three.npy", "--runner=local"]
+    status, found, text = json_of(capsys, "run", *argv)
     assert (status, found["warnings"]) == (0, ["be told"])
     assert "printed" in text
-    argv = ["run", "programs_here:chosen", "--factory", "--static=name=told", *argv]
-    assert cli.main(argv) == 0
-    assert capsys.readouterr().out.startswith("chosen told\nprinted\nresult  int32[]  3\n")
+    assert cli.main(["run", *argv]) == 0
+    assert capsys.readouterr().out.startswith("printed\nresult  int32[]  3\n")
 
 
-def test_arguments_and_factories(folder, capsys):
+def test_arguments_and_jobs(folder, capsys):
     def result_of(*argv):
         status, found, _ = json_of(capsys, "run", *argv, "--runner=local")
         assert status == 0
         return found["result"]
 
-    argv = ["programs_here.py:loss", "--arg", "0=[1.0, 1.0, 1.0]", "--arg", "2=npy:y.npy"]
-    argv += ["--arg", "1=parts/*.npy", "--arg", "scale=2.5", "--static", "power=1"]
+    argv = ["programs_here.py:loss", "--arg", "weights=[1.0, 1.0, 1.0]", "--arg", "y=y.npy"]
+    argv += ["--arg", "x=parts/*.npy", "--arg", "scale=2.5", "--arg", "power=1"]
     found = result_of(*argv)
     loss, *data = call_of_loss()
     expected = loss(*data, power=1, scale=2.5)["loss"]
     assert found[0]["value"] == pytest.approx(float(expected), rel=1e-6)
-    found = result_of("programs_here.py:total", "--arg=1=range:4", "--arg=0=range:4")
-    assert [leaf["value"] for leaf in found] == [6, 6]
-    assert result_of("programs_here:Model.mean", "--arg", "x=range:5")[0]["value"] == 2
-    found = result_of("programs_here:prepared", "--factory")
+    assert result_of("programs_here:Model.mean", "--arg", "x=three.npy")[0]["value"] == 1
+    found = result_of("programs_here:prepared")
     assert [leaf["name"] for leaf in found] == ["0", "1"]
     assert found[1]["value"] == 9
+    found = result_of("programs_here:prepared", "--rows", "3", "--scale=5", "--reverse")
+    assert found[0]["value"] == [0, -5, -10]
 
-    found = result_of("programs_here:prepared", "--factory", "--keep=placed", "--out=kept")
+    found = result_of("programs_here:prepared", "--keep=placed", "--out=kept")
     kept = beamjax.open_placed(found[0]["folder"])
     assert np.asarray(kept).tolist() == list(range(0, 20, 2))
     assert np.load("kept/1.npy") == 9
     # A result is an argument of the next run.
     found = result_of("programs_here:embed", "--arg", 'w={"scale": 3}', "--arg", "x=kept/0")
     assert found[1]["value"] == 18
-    result_of(*LOSS, "--out=out.npz")
-    argv = ["programs_here:total", "--arg", "0=out.npz#at=weights"]
-    assert result_of(*argv, "--out=one.npy")[0]["value"] == 3
-    assert np.load("one.npy") == np.float32(3)
+    result_of("programs_here:Model.mean", "--arg", "x=three.npy", "--out=one.npy")
+    assert np.load("one.npy") == 1
 
 
 def test_workers_read_big_files_by_themselves(folder, capsys, monkeypatch):
@@ -105,12 +102,9 @@ def test_workers_read_big_files_by_themselves(folder, capsys, monkeypatch):
     sources = []
     from_npy = beamjax.from_npy
     monkeypatch.setattr(beamjax, "from_npy", lambda path: sources.append(path) or from_npy(path))
-    np.save("weights.npy", np.ones(3, np.float32))  # A server value: it stays an array.
-    small = [word.replace("w.npz#at=model/weights", "weights.npy") for word in LOSS]
-    for argv in (LOSS, small):
-        sources.clear()
-        assert json_of(capsys, "run", *argv, "--runner=local")[1]["result"] == expected
-        assert [str(path).rpartition("/")[2] for path in sources] == ["x.npy", "y.npy"]
+    assert json_of(capsys, "run", *LOSS, "--runner=local")[1]["result"] == expected
+    # The weights are a server value: they stay an array.
+    assert [str(path).rpartition("/")[2] for path in sources] == ["x.npy", "y.npy"]
 
 
 def test_verify(folder, capsys, monkeypatch):
@@ -180,7 +174,8 @@ def test_bench(folder, capsys):
 @pytest.mark.long
 def test_as_a_process_of_its_own_with_workers(folder):
     """The function calls back to Python, so it travels to the processes of the workers by value."""
-    argv = ["run", "programs_here.py:told", "--arg", "x=range:30", "--direct_num_workers", "2"]
+    np.save("x.npy", np.arange(30, dtype=np.int32))
+    argv = ["run", "programs_here.py:told", "--arg", "x=x.npy", "--direct_num_workers", "2"]
     argv += ["--direct_running_mode", "multi_processing", "--shard_size", "8", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "beamjax", *argv], capture_output=True, text=True, check=False

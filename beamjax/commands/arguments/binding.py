@@ -1,10 +1,11 @@
-"""The arguments of a call, by the names of its parameters."""
+"""The call that a command line asks for: a function with its arguments, or what a job returns."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 
 import beamjax
 from beamjax._text import hint
+from beamjax.commands.arguments.flags import options_of
 from beamjax.commands.arguments.target import find_target
-from beamjax.commands.arguments.values import read_value, static_value
+from beamjax.commands.arguments.values import json_or_text, read_value
 from beamjax.errors import OptionsError
 from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.stage import flatten_arguments
@@ -21,7 +23,7 @@ from beamjax.ops.leaves import name_of
 from beamjax.options import Options
 
 MAP_BYTES = 16 * 2**20
-"""Of an .npy file from which workers read by themselves, where the program uses it as placed."""
+"""Bytes of an .npy file that workers read themselves where the program uses it as placed."""
 
 
 @dataclass(frozen=True)
@@ -36,180 +38,97 @@ class Call:
         return name_of(self.fn)
 
 
-def find_call(
-    target: str, given: Sequence[str], static: Sequence[str], factory: bool = False
-) -> Call:
-    """The call that a command line asks for.
+def find_call(arguments: argparse.Namespace) -> tuple[Options, Callable[[], Call]]:
+    """The options of a command line, and what makes its call.
 
-    Args:
-      target: `module:function` or `file.py:function`.
-      given: texts `name=value`, for arrays and sources.
-      static: texts `name=value`, for values of Python.
-      factory: whether the target is to be called with the static values, for the function or for a
-        tuple of it and its arguments.
+    With `--arg`, TARGET is the function of the call. Without, it is a job: a function that returns
+    a function and its arguments, with a flag for each of its parameters.
 
     Raises:
-      OptionsError: there is no such function, parameter or file, or a parameter has no value.
-      Exception: what the module of the function raises.
+      OptionsError: there is no such function, parameter or option, or a parameter has no value.
+        Making the call raises it where an argument can't be read, or a job returns something else.
+      Exception: what the module of TARGET raises, or the job.
     """
-    fn = find_target(target)
-    values = _pairs(static, "--static")
-    constants = {name: static_value(text) for name, text in values.items()}
-    if factory:
-        fn = _made(fn, target, constants)
-        if isinstance(fn, Call):
-            if given:
-                raise OptionsError(
-                    f"--arg {given[0]}: the arguments come with the function, from {target}"
-                )
-            return fn
-        constants = {}
-    texts = _pairs(given, "--arg")
-    return _bound(fn, texts, constants)
+    words = [word for word in arguments.flags if not word.startswith("-") and ":" in word]
+    if words and ":" not in arguments.target:
+        raise OptionsError(
+            f"found {arguments.target!r} as TARGET, which comes before the flags of Beam; "
+            f"is it {words[0]!r}?"
+        )
+    fn = find_target(arguments.target)
+    signature = _signature(fn)
+    if arguments.arg:
+        texts = _pairs(arguments.arg)
+        _check(signature, texts, name_of(fn))
+        return options_of(arguments), functools.partial(_bound, fn, signature, texts)
+    given, arguments.flags = _flags_of_job(signature, arguments.flags)
+    _check(signature, given, name_of(fn), is_job=True)
+    return options_of(arguments), functools.partial(_made, fn, arguments.target, given)
 
 
-def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return inspect.Signature()
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise OptionsError(f"{option} {text}: expected name=value")
+            raise OptionsError(f"--arg {text}: expected name=value")
         if name in found:
-            raise OptionsError(f"{option} {name}: found twice: {found[name]!r} and {value!r}")
+            raise OptionsError(f"--arg {name}: found twice: {found[name]!r} and {value!r}")
         found[name] = value
     return found
 
 
-def _made(factory: Callable[..., Any], target: str, constants: dict[str, Any]) -> Any:
-    """What a factory returns: a function, or a `Call`."""
-    signature = _signature(factory)
-    if signature is not None:
-        _check_names(signature, constants, "--static", target)
-    made = factory(**constants)
-    if callable(made):
-        return made
-    if isinstance(made, tuple) and made and callable(made[0]):
-        return Call(made[0], made[1:])
-    raise OptionsError(
-        f"{target}: as a factory it returned {made!r:.80}, expected a function, or a tuple of a "
-        "function and its arguments"
-    )
-
-
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):  # of what is not written in Python
-        return None
-
-
-def _bound(fn: Callable[..., Any], texts: dict[str, str], constants: dict[str, Any]) -> Call:
-    name = name_of(fn)
-    signature = _signature(fn) or inspect.Signature(
-        [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    )
-    texts = _named(texts, signature, name)
-    _check_names(signature, texts, "--arg", name)
-    _check_names(signature, constants, "--static", name)
-    for twice in texts.keys() & constants.keys():
-        raise OptionsError(f"{twice}: found both as --arg and as --static, expected one of them")
-    _check_missing(signature, {**texts, **constants}, name)
-    values = {key: read_value(texts[key], f"--arg {key}") for key in _ordered(texts, signature)}
-    positional, named = _split(signature, list(values), constants)
-    args = tuple(values[key] for key in [*positional, *named])
-    if not named and not constants:
-        return Call(fn, args)
-    return Call(_with_names(fn, len(positional), named, constants), args)
-
-
-def _named(texts: dict[str, str], signature: inspect.Signature, name: str) -> dict[str, str]:
-    """The same with names in the place of positions; those of `*args` stay numbers."""
-    positions = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL]
-    found: dict[str, str] = {}
-    for key, text in texts.items():
-        known = key.isdecimal() and int(key) < len(positions)
-        new = positions[int(key)] if known else key
-        if new in found:
-            raise OptionsError(f"--arg {key}: {new} of {name}{signature} is given twice")
-        found[new] = text
-    return found
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _check_names(signature: inspect.Signature, given: Any, option: str, name: str) -> None:
-    kinds = {p.kind for p in signature.parameters.values()}
-    fixed = [
-        p.name
-        for p in signature.parameters.values()
-        if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
-    ]
-    many = sum(signature.parameters[key].kind in _POSITIONAL for key in fixed)
-    rest = sorted(int(key) for key in given if key.isdecimal())
-    if rest and inspect.Parameter.VAR_POSITIONAL in kinds:
-        if rest != list(range(many, many + len(rest))):
-            raise OptionsError(f"{option} {rest[-1]}: found the positions {rest}, expected no gaps")
-        given = [key for key in given if not key.isdecimal()]
-    for key in given:
-        if key not in fixed and inspect.Parameter.VAR_KEYWORD not in kinds:
+def _check(
+    signature: inspect.Signature, given: Mapping[str, Any], function: str, is_job: bool = False
+) -> None:
+    """Raises OptionsError for names that are no parameters, and for parameters without a value."""
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind not in _VARIADIC]
+    text = f"{function}({', '.join(names)})"
+    for name in given:
+        if name not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise OptionsError(
-                f"{option} {key}: there is no such parameter in {name}{_text(signature)}"
-                f"{hint(key, fixed)}"
+                f"--arg {name}: there is no such parameter in {text}{hint(name, names)}"
             )
-
-
-def _check_missing(signature: inspect.Signature, given: dict[str, Any], name: str) -> None:
     missing = [
         p.name
-        for p in signature.parameters.values()
-        if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
-        and p.default is p.empty
-        and p.name not in given
+        for p in parameters
+        if p.default is p.empty and p.kind not in _VARIADIC and p.name not in given
     ]
     if missing:
-        wanted = " ".join(f"--arg {key}=..." for key in missing)
-        raise OptionsError(f"{name}{_text(signature)}: add {wanted}")
+        add = " ".join(f"--arg {name}=..." for name in missing)
+        if is_job:
+            flags = " ".join(f"--{name}=..." for name in missing)
+            add += f"; or {flags}, if it returns a function and its arguments"
+        raise OptionsError(f"{text}: add {add}")
 
 
-def _text(signature: inspect.Signature) -> str:
-    """A signature without its annotations, which may be long."""
-    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _ordered(texts: dict[str, str], signature: inspect.Signature) -> list[str]:
-    order = [p.name for p in signature.parameters.values()]
-    numbers = sorted((key for key in texts if key.isdecimal()), key=int)
-    named = [key for key in order if key in texts]
-    return [*named, *numbers, *(key for key in texts if key not in {*named, *numbers})]
+# --- functions
 
 
-def _split(
-    signature: inspect.Signature, given: list[str], constants: dict[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Which arguments can go by position, without a gap before them, and which go by name."""
-    positional: list[str] = []
-    for parameter in signature.parameters.values():
-        if parameter.kind not in _POSITIONAL or parameter.name not in given:
-            break
-        positional.append(parameter.name)
-    positional += [key for key in given if key.isdecimal()]
-    named = [key for key in given if key not in positional]
-    for key in [*named, *constants]:
-        known = signature.parameters.get(key)
-        if known is not None and known.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise OptionsError(f"{key}: it goes by position only, so all before it need --arg too")
-    return positional, named
+def _bound(fn: Callable[..., Any], signature: inspect.Signature, texts: dict[str, str]) -> Call:
+    values = {name: read_value(text, f"--arg {name}") for name, text in texts.items()}
+    bound = signature.bind_partial(**values)
+    if bound.kwargs:
+        fn = _by_position(fn, len(bound.args), list(bound.kwargs))
+    return Call(fn, (*bound.args, *bound.kwargs.values()))
 
 
-def _with_names(
-    fn: Callable[..., Any], count: int, names: Sequence[str], constants: dict[str, Any]
-) -> Callable[..., Any]:
+def _by_position(fn: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
     """A function of positions alone, of which those from `count` on have these names."""
 
     def call(*values: Any) -> Any:
-        return fn(*values[:count], **dict(zip(names, values[count:], strict=True)), **constants)
+        return fn(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     functools.update_wrapper(call, fn)
     call.__name__ = name_of(fn)
@@ -241,3 +160,37 @@ def with_files(call: Call, options: Options) -> Call:
             number = big[spec.path]
             args[number] = beamjax.from_npy(args[number].filename)
     return Call(call.fn, tuple(args))
+
+
+# --- jobs
+
+
+def _flags_of_job(
+    signature: inspect.Signature, words: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of flags that are named like parameters, and the other words."""
+    given, rest = {}, []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, text = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or name not in signature.parameters:
+            rest.append(word)
+        elif equals:
+            given[name] = json_or_text(text)
+        elif left and not left[0].startswith("--"):
+            given[name] = json_or_text(left.pop(0))
+        else:
+            given[name] = True
+    return given, rest
+
+
+def _made(job: Callable[..., Any], target: str, given: dict[str, Any]) -> Call:
+    found = job(**given)
+    if isinstance(found, tuple) and found and callable(found[0]):
+        return Call(found[0], found[1:])
+    raise OptionsError(
+        f"{target}: found no --arg, so it is called as a job, and it returned {found!r:.80}; "
+        "expected a tuple of a function and its arguments"
+    )

@@ -11,11 +11,25 @@ from dataclasses import replace
 
 from beamjax._beam_compat import add_flags
 from beamjax._text import closest
-from beamjax.commands.arguments.value_help import VALUES
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options, parse_options
 from beamjax.options.checks import CHOICES
 
+VALUES = """\
+TARGET and how a VALUE is read:
+  file.py:function --arg x=VALUE   the function is called with these arguments
+  file.py:job --rows=3             the function is called with these flags, JSON or else text, and
+                                   returns (fn, *args): what to call. Use it for whatever a VALUE
+                                   can't say
+  3  0.1  true  null               a number, as in Python
+  [[1, 2], [3, 4]]                 numbers in a list: an array; other JSON: a tree of such
+  w.npy  w.npz                     an array; a tree: names in an .npz are paths, "layers/0/w"
+  'parts/*.npy'                    members in several files, read by the workers; as
+                                   .parquet .arrow .feather .zarr .tfrecord .array_record
+  FOLDER                           of a result that was kept with --keep placed
+An array goes to the workers by shards where the program uses it as a placed value. Workers read a
+big .npy file that is used so themselves.
+"""
 EXIT_CODES = """\
 exit codes: 0 done; 1 a run failed, or a result is past its tolerance; 2 the command line is wrong;
 130 interrupted
@@ -33,17 +47,7 @@ def add_call(parser: argparse.ArgumentParser, runner: bool = True) -> None:
     )
     parser.add_argument(
         "--arg", action="append", default=[], metavar="NAME=VALUE",
-        help="a parameter of the function, by its name or its position; how a VALUE is read is "
-        "below",
-    )  # fmt: skip
-    parser.add_argument(
-        "--static", action="append", default=[], metavar="NAME=VALUE",
-        help="a parameter that is no data: a value of Python, in JSON, or else text",
-    )  # fmt: skip
-    parser.add_argument(
-        "--factory", action="store_true",
-        help="TARGET is called without data, and returns the function, or a tuple of the function "
-        "and its arguments",
+        help="an argument of the function, by the name of its parameter",
     )  # fmt: skip
     if runner:
         parser.add_argument(
@@ -90,12 +94,6 @@ def options_of(arguments: argparse.Namespace) -> Options:
     Raises:
       OptionsError: an option has an impossible value, or nobody knows it.
     """
-    words = [word for word in arguments.flags if not word.startswith("-") and ":" in word]
-    if words and ":" not in arguments.target:
-        raise OptionsError(
-            f"found {arguments.target!r} as TARGET, which comes before the flags of Beam; "
-            f"is it {words[0]!r}?"
-        )
     own = [f"--{n}={getattr(arguments, n)}" for n in OWN if getattr(arguments, n) is not None]
     check_flags(arguments.flags, getattr(arguments, "runner", "local"))
     if not arguments.beam_flags:
@@ -132,7 +130,7 @@ def check_flags(flags: Sequence[str], runner: str) -> None:
             if not value_of:
                 raise OptionsError(
                     f"found {word!r}, which belongs to no flag; arguments of the function are "
-                    "given as --arg name=value"
+                    "given as --arg name=VALUE"
                 )
             value_of = ""
             continue
@@ -147,7 +145,7 @@ def check_flags(flags: Sequence[str], runner: str) -> None:
         print(f"beamjax: --{name} is handed to {runner} as it is", file=sys.stderr)
 
 
-_OF_COMMANDS = ("arg", "static", "factory", "runner", "json", "traceback", "out")
+_OF_COMMANDS = ("arg", "runner", "json", "traceback", "out")
 _AFTER = "\nWhat comes after a word `--` is handed to Beam unchecked."
 
 
