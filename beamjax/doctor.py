@@ -108,9 +108,9 @@ def _line(finding: Finding) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m beamjax.doctor`, the same as `beamjax doctor`."""
-    parser = argparse.ArgumentParser(prog="beamjax doctor", description=__doc__)
-    add_arguments(parser)
-    return command(parser.parse_args(argv))
+    from beamjax.commands import cli
+
+    return cli.main(["doctor", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":
