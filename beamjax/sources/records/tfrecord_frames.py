@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+import google_crc32c
 import numpy as np
 
 from beamjax.errors import SourceError
@@ -18,7 +19,6 @@ from beamjax.sources.arrays.data_files import (
     packing_of_content,
     readable,
 )
-from beamjax.sources.records.crc32c import checksums, checksums_of_rows, masked
 
 HEADER = 12
 FOOTER = 4
@@ -113,10 +113,9 @@ def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) ->
 
 def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
     """Which of the frames that begin there have lengths that differ from their checksums."""
-    where = np.asarray(begins)[:, None] + np.arange(HEADER)
-    rows = np.frombuffer(data, np.uint8)[where]
-    found = masked(checksums_of_rows(rows[:, :8]))
-    return np.flatnonzero(found != np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0])
+    stored = b"".join([data[begin + 8 : begin + HEADER] for begin in begins])
+    found = masked_checksums([data[begin : begin + 8] for begin in begins])
+    return np.flatnonzero(found != np.frombuffer(stored, "<u4"))
 
 
 def check_records(
@@ -128,7 +127,7 @@ def check_records(
       SourceError: one differs; `number` is that of the first record.
     """
     expected = np.frombuffer(b"".join(stored), "<u4")
-    wrong = np.flatnonzero(masked(checksums(records)) != expected)
+    wrong = np.flatnonzero(masked_checksums(records) != expected)
     if len(wrong):
         raise SourceError(
             f"{path}, record {number + wrong[0]}: found {len(records[wrong[0]])} bytes with a "
@@ -190,3 +189,9 @@ def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
     """As much of a file as is still missing of a record, but not much more than there was."""
     missing = _length_at(data)[0] + HEADER + FOOTER - len(data) if len(data) >= HEADER else 0
     return opened.read(min(max(missing, chunk), max(chunk, len(data))))
+
+
+def masked_checksums(records: Sequence[bytes]) -> np.ndarray:
+    """CRC-32C of each record, uint32, masked as in TFRecord, so that it may be data itself."""
+    found = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))
+    return ((found >> 15) | (found << 17)) + np.uint32(0xA282EAD8)

@@ -156,7 +156,7 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     A `float_list` gives float32, an `int64_list` any integers that hold the values, or bool, with
     as many values as the shape has. A `bytes_list` has one value: the bytes of an array of any
     dtype, in C order and little-endian, as `tobytes()` of NumPy gives them. All checksums are
-    checked, faster where `google-crc32c` is installed (`pip install 'beamjax[tfrecord]'`).
+    checked.
 
     Files of this machine that are not compressed are indexed now, and read by shards; their number
     of members is known. If one is compressed (by gzip, bzip2 or xz) or at a URL, the workers read
