@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,16 +19,16 @@ from beamjax.diagnostics.forecast import forecast, small_work
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import OptionsError, StagingError
-from beamjax.interpreters.planning import make_plan, plan_for
+from beamjax.interpreters.planning import Planned, make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
-from beamjax.jobs.job import Job, Work, launch_work, run_work
+from beamjax.jobs.job import Job, launch_work, run_work
 from beamjax.options import Options, parse_options
 from beamjax.plan.steps import Output, Plan
 from beamjax.reading import choose, counted
-from beamjax.runtime import local as _evaluate
 from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.local import evaluate
 from beamjax.runtime.placed_results import Kept, kept_results
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
@@ -82,7 +82,7 @@ def run(
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
-    return run_work(_work(fn, args, runner, _options(options, keep, runner)))
+    return run_work(_prepare(fn, args, runner, _options(options, keep, runner)))
 
 
 @by_position
@@ -121,7 +121,7 @@ def launch(
         from beamjax.pipelines.runners.connect import connect
 
         connect(runner, parsed)
-    return launch_work(_work(fn, args, runner, parsed, snapshot=True))
+    return launch_work(_prepare(fn, args, runner, parsed, snapshot=True))
 
 
 def _options(options: Any, keep: str | None, runner: Any) -> Options:
@@ -133,12 +133,87 @@ def _options(options: Any, keep: str | None, runner: Any) -> Options:
     return parsed
 
 
-def _work(
-    fn: Callable[..., Any], args: Any, runner: Any, options: Options, snapshot: bool = False
-) -> Work:
-    """What is to be done for a call, staged; members of unknown number are counted if need be.
+@dataclass(frozen=True)
+class _PreparedRun:
+    """A call that is staged, planned and checked: the `Work` of a job.
 
-    With `snapshot`, the caller may write to its arrays before the work is done.
+    Attributes:
+      planned: the plan with what it was made from.
+      plan: the same plan, as other processes need it.
+      arguments: of the call.
+      inputs: the values of the plan's inputs.
+      backend: the user's runner, or "local".
+      options: of the run.
+      results: where results that are kept go.
+      files: with members that were counted before; they go when the run is over.
+    """
+
+    planned: Planned
+    plan: Plan
+    arguments: Sequence[Argument]
+    inputs: Inputs
+    backend: Any
+    options: Options
+    results: Kept
+    files: contextlib.ExitStack
+
+    @property
+    def runner(self) -> str:
+        """The name of the runner."""
+        return _name_of(self.backend)
+
+    def compute(self, monitor: Monitor) -> Any:
+        """Runs the plan, and collects the tree that the function returns."""
+        with self.files:
+            with self.results.cleared(), with_lapack_threads():
+                values = self._values(monitor)
+            monitor.letters.tell()
+            types = self.planned.staged.closed.out_avals
+            leaves = [
+                _with_weak_type(
+                    output_array(self.plan, output, values, self.inputs),
+                    getattr(aval, "weak_type", False),
+                    self.plan.x64,
+                )
+                for output, aval in zip(self.plan.outputs, types, strict=True)
+            ]
+            result = jax.tree_util.tree_unflatten(self.planned.staged.out_tree, leaves)
+            return with_tables(result, self.results, self.backend, self.options)
+
+    def _values(self, monitor: Monitor) -> dict[str, np.ndarray | Placed]:
+        """Runs the plan; its outputs by name."""
+        arguments = (self.options, monitor, self.results)
+        if self.backend != LOCAL:
+            from beamjax.pipelines.run import run_plan
+
+            return run_plan(self.plan, self.inputs, self.backend, *arguments)
+        if self.options.checkpoint is None:
+            return evaluate(self.plan, self.inputs, self.options, monitor, results=self.results)
+        from beamjax.pipelines.checkpoints.states import local_keeper
+
+        with local_keeper(self.plan, self.inputs, self.options) as keeper:
+            return evaluate(self.plan, self.inputs, self.options, monitor, keeper, self.results)
+
+    def plan_facts(self) -> PlanFacts:
+        """What `explain` shows of the plan."""
+        from beamjax.explanation import told_facts  # imports this file
+
+        notes = self.planned.notes
+        return told_facts(self.planned, self.arguments, self.options, notes, self.runner)
+
+    def prediction(self) -> tuple[dict[str, float], str]:
+        """Predicted seconds by step, and what would be quicker."""
+        predicted = forecast(self.plan, self.options, self.runner)
+        return predicted.by_name(), small_work(self.plan, self.options, predicted).advice
+
+
+def _prepare(
+    fn: Callable[..., Any], args: Any, runner: Any, options: Options, snapshot: bool = False
+) -> _PreparedRun:
+    """Stages and plans a call, chooses where it runs, and checks that it can.
+
+    Members of unknown number are counted first, if the program needs their number. With `snapshot`,
+    the caller may write to its arrays before the run is over.
     """
     arguments, key, restore = _flatten("run", fn, args)
     _refuse_abstract(arguments)
@@ -153,70 +228,33 @@ def _work(
         warn_of_changes(arguments, plan.x64, stacklevel=4)
         if snapshot:
             inputs = inputs.snapshot()
-        name = runner if isinstance(runner, str) else type(runner).__name__
-        read = sources_of(inputs.values)
-        if options.small_work == "here" and _is_small(plan, options, name):
-            runner = name = LOCAL
+        if options.small_work == "here" and _is_small(plan, options, _name_of(runner)):
+            runner = LOCAL
+        name, read = _name_of(runner), sources_of(inputs.values)
         options = with_fitting_threads(plan, read, options, name)
         check_memory(plan, read, options, Workers.of(name, options))
-        sources = files.pop_all()
-    weak_types = [getattr(aval, "weak_type", False) for aval in planned.staged.closed.out_avals]
+        results = _kept_results(planned, plan, options)
+        return _PreparedRun(
+            planned, plan, arguments, inputs, runner, options, results, files.pop_all()
+        )
 
+
+def _name_of(runner: Any) -> str:
+    return runner if isinstance(runner, str) else type(runner).__name__
+
+
+def _is_small(plan: Plan, options: Options, runner: str) -> bool:
+    """Whether a plan is predicted to be quicker in this process than on its runner."""
+    return small_work(plan, options, forecast(plan, options, runner)).is_small
+
+
+def _kept_results(planned: Planned, plan: Plan, options: Options) -> Kept:
+    """Which results stay in files, by their paths in the tree that the function returns."""
     tree = planned.staged.out_tree
     numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     found = jax.tree_util.tree_flatten_with_path(numbered)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in found]
-    results = kept_results(plan, paths, options, kept_numbers(keyed_outputs(tree, options)))
-
-    def compute(monitor: Monitor) -> Any:
-        with sources:
-            with results.cleared(), with_lapack_threads():
-                values = _values(plan, inputs, runner, options, monitor, results)
-            monitor.letters.tell()
-            leaves = [
-                _with_weak_type(output_array(plan, out, values, inputs), weak, plan.x64)
-                for out, weak in zip(plan.outputs, weak_types, strict=True)
-            ]
-            result = jax.tree_util.tree_unflatten(tree, leaves)
-            return with_tables(result, results, runner, options)
-
-    def facts() -> PlanFacts:
-        from beamjax.explanation import told_facts  # imports this file
-
-        return told_facts(planned, arguments, options, planned.notes, name)
-
-    def prediction() -> tuple[dict[str, float], str]:
-        predicted = forecast(plan, options, name)
-        return predicted.by_name(), small_work(plan, options, predicted).advice
-
-    return Work(plan, name, options, compute, facts, prediction)
-
-
-def _is_small(plan: Plan, options: Options, runner: str) -> bool:
-    """Whether a plan is told to be quicker in this process than on its runner."""
-    return small_work(plan, options, forecast(plan, options, runner)).is_small
-
-
-def _values(
-    plan: Plan, inputs: Inputs, runner: Any, options: Options, monitor: Monitor, results: Kept
-) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan; its outputs by name."""
-    if runner == LOCAL:
-        return _run_here(plan, inputs, options, monitor, results)
-    from beamjax.pipelines.run import run_plan
-
-    return run_plan(plan, inputs, runner, options, monitor, results)
-
-
-def _run_here(
-    plan: Plan, inputs: Inputs, options: Options, monitor: Monitor, results: Kept
-) -> dict[str, np.ndarray | Placed]:
-    if options.checkpoint is None:
-        return _evaluate.evaluate(plan, inputs, options, monitor, results=results)
-    from beamjax.pipelines.checkpoints.states import local_keeper
-
-    with local_keeper(plan, inputs, options) as keeper:
-        return _evaluate.evaluate(plan, inputs, options, monitor, keeper, results)
+    return kept_results(plan, paths, options, kept_numbers(keyed_outputs(tree, options)))
 
 
 def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline:

@@ -13,8 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.diagnostics.fact_types import PlanFacts
@@ -51,25 +50,35 @@ class JobState(enum.Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a job does.
+class Work(Protocol):
+    """What a job does: a call that is planned, with its arguments."""
 
-    Attributes:
-      plan: to be run.
-      runner: its name.
-      options: of the run.
-      compute: runs the plan under a monitor, and gives the tree that the function returns.
-      facts: finds what is told of the plan.
-      prediction: finds `predicted` and `advice` of `Progress`, for those who look on.
-    """
+    @property
+    def plan(self) -> Plan:
+        """The plan to be run."""
+        ...
 
-    plan: Plan
-    runner: str
-    options: Options
-    compute: Callable[[Monitor], Any]
-    facts: Callable[[], PlanFacts]
-    prediction: Callable[[], tuple[Mapping[str, float], str]]
+    @property
+    def runner(self) -> str:
+        """The name of the runner."""
+        ...
+
+    @property
+    def options(self) -> Options:
+        """The options of the run."""
+        ...
+
+    def compute(self, monitor: Monitor) -> Any:
+        """Runs the plan under a monitor, and gives the tree that the function returns."""
+        ...
+
+    def plan_facts(self) -> PlanFacts:
+        """What `explain` shows of the plan."""
+        ...
+
+    def prediction(self) -> tuple[Mapping[str, float], str]:
+        """`predicted` and `advice` of `Progress`."""
+        ...
 
 
 class Job:
@@ -384,7 +393,7 @@ def _execute(
     """Does the work, and writes into the folder of the monitor how it ends, and what came out."""
     folder = monitor.folder
     assert folder is not None
-    kept = Recording(folder, monitor, work.plan, work.options, work.facts) if record else None
+    kept = Recording(folder, monitor, work.plan, work.options, work.plan_facts) if record else None
     try:
         with contextlib.ExitStack() as stack:
             if kept is not None:

@@ -269,7 +269,7 @@ def test_a_cpu_computes_on_one_device_unless_asked():
 def shards_by_device(monkeypatch):
     """How many shards each device computes."""
     counts = {}
-    on = bj.execution._evaluate.ShardExecutor.__call__
+    on = bj.runtime.local.ShardExecutor.__call__
 
     def counted(self, shard, operands, lost):
         with bodies.on_device(self.device):
@@ -277,7 +277,7 @@ def shards_by_device(monkeypatch):
         counts[device.id] = counts.get(device.id, 0) + 1
         return on(self, shard, operands, lost)
 
-    monkeypatch.setattr(bj.execution._evaluate.ShardExecutor, "__call__", counted)
+    monkeypatch.setattr(bj.runtime.local.ShardExecutor, "__call__", counted)
     return counts
 
 
