@@ -312,7 +312,7 @@ def test_the_derivative_is_that_of_the_mean():
 
 def test_the_error_is_a_placed_value_that_rounds_carry():
     """Gradient descent on the mean of |w - c|^2 / 2 over members, by ternary slopes."""
-    centres = RNG.normal(size=(N, 6)).astype(np.float32) * 10
+    centres = np.random.default_rng(3).normal(size=(N, 6)).astype(np.float32) * 10
 
     @bj.program(placements={"clients": N})
     def train(w, error, centres, feedback, rate):
