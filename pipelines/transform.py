@@ -359,7 +359,8 @@ class Load(StepFn):
 
     def process(self, element: Any) -> Iterator[np.ndarray]:
         ref = self.value if isinstance(self.value, Ref) else element.values[self.value]
-        yield self.store.get(ref)[0]
+        (value,) = self.store.get(ref)
+        yield value
 
 
 def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:

@@ -23,7 +23,6 @@ def use_compile_cache(folder: str) -> None:
         "jax_compilation_cache_dir": folder,
         # What takes less than a second counts too, where there are many processes.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
         "jax_enable_compilation_cache": True,
     }
     with _lock:

@@ -79,13 +79,10 @@ def shard_sizes(
     may_batch = _may_batch(stages, options, platforms)
     for placement, n in program.sizes.items():
         passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
-        if is_unknown(n):  # Then the bytes of an array are those of one member.
-            size = options.shard_size or min(
-                (best_shard_size(p, 1) for p in passes), default=MULTIPLE
-            )
+        size = options.shard_size or min((best_shard_size(p, n) for p in passes), default=MULTIPLE)
+        if is_unknown(n):
             sizes[placement] = size
             continue
-        size = options.shard_size or min((best_shard_size(p, n) for p in passes), default=MULTIPLE)
         if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
             size *= _batches(passes, n, size)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
@@ -141,15 +138,16 @@ def cost_of_member(stage: MapStage, n: Any) -> Cost:
     What it reads and returns moves from or to memory once. If a few members fit in the cache, all
     other bytes move within the cache.
     """
-    cost, n = member_cost(stage, n), 1 if is_unknown(n) else n
+    cost, n = member_cost(stage, n), _counted(n)
     if MULTIPLE * (_read(stage, n) + _used(stage, n)) > CACHE_BYTES:
         return cost
     moved = min(_moved(stage, n), cost.nbytes)
     return replace(cost, nbytes=moved + (cost.nbytes - moved) / CACHE_GAIN)
 
 
-def best_shard_size(stage: MapStage, n: int) -> int:
+def best_shard_size(stage: MapStage, n: Any) -> int:
     """The number of members per shard at which a pass over n members should be fastest."""
+    n = _counted(n)
     moved = _moved(stage, n)
     used = _read(stage, n) + _used(stage, n)
     limit = USUAL_LIMIT
@@ -163,13 +161,13 @@ def best_shard_size(stage: MapStage, n: int) -> int:
 
 def is_large(stage: MapStage, n: Any) -> bool:
     """Whether the members of a pass are so large that they should be computed sequentially."""
-    n = 1 if is_unknown(n) else n
+    n = _counted(n)
     return _used(stage, n) >= LARGE_MEMBER_BYTES
 
 
 def batch_size(stage: MapStage, n: Any) -> int:
     """The number of members per batch, for shards of several batches: a power of two."""
-    n = 1 if is_unknown(n) else n
+    n = _counted(n)
     members = min(CACHE_BYTES / max(_read(stage, n) + _used(stage, n), 1), USUAL_LIMIT)
     return max(MULTIPLE, power_of_two(members))
 
@@ -186,6 +184,11 @@ def largest_size(stage: MapStage, n: int, limit: int) -> int:
     size = min(limit / max(moved + _used(stage, n), 1), MAX_SHARD_BYTES / max(moved, 1))
     size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
     return max(MULTIPLE, power_of_two(size))
+
+
+def _counted(n: Any) -> int:
+    """The number of members; 1 for an unknown one, where the bytes of an array are a member's."""
+    return 1 if is_unknown(n) else n
 
 
 def _read(stage: MapStage, n: int) -> float:

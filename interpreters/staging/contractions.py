@@ -72,7 +72,7 @@ def _can_be_traced(mapped: Eqn) -> bool:
 
 
 def _members(reduction: Eqn) -> Var:
-    var = reduction.inputs[0]
+    (var,) = reduction.inputs
     assert isinstance(var, Var), reduction  # A literal is a scalar, which has no members.
     return var
 

@@ -20,7 +20,7 @@ def user_line(eqn: Any) -> str:
 
 def calling_line() -> str:
     """`file:line (function)` of the innermost frame of this thread outside of libraries."""
-    frame: types.FrameType | None = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else ""

@@ -19,6 +19,7 @@ from beamjax.interpreters.tuning import search as planner
 from beamjax.options import Options
 from beamjax.options.choices import Choices, Trial, Vectorization, read_choices, write_json
 from beamjax.plan.steps import Map, Plan, walk
+from beamjax.storage import files
 
 WORTH_SECONDS = 5.0
 """Predicted seconds of all passes of a program above which a probe pays for itself. They follow
@@ -203,7 +204,7 @@ def _remember(plan: Plan, rule: Choices, found: Choices, options: Options) -> Ch
     path = _checkpoint_file(options)
     if path is not None:
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            files.make_folder(os.path.dirname(path))
             write_json(path, found.to_json())
     return found
 

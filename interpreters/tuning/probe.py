@@ -81,7 +81,7 @@ def run_with_limit(function: Callable[[], float], limit: float) -> float:
 
 def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) -> float:
     mode: Any = options.reduction
-    began = time.monotonic()
+    began = clock()
     rng = np.random.default_rng(0)
     size = plan.shard_sizes[step.placement]
     served = {name: random_array(rng, plan.values[name], ()) for name in step.broadcasts}
@@ -91,27 +91,24 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
     execute = ShardExecutor(plan, step, served, compute_device(options.xla_threads))
     merges = bool(step.lanes) and not is_in_files(step, mode)
     accumulators = new_accumulators(step, mode) if merges else []
-    number = 0
 
-    def run() -> float:
-        nonlocal number
-        start = clock()
+    def run(number: int) -> None:
         shard = Shard(number, number * size, size)
         done = execute(shard, operands)
         if merges:
             lanes = zip(step.lanes, accumulators, done.partials, strict=False)
             add_computed(list(lanes), [], shard, done.left_out)
-        number += 1
-        return clock() - start
 
-    run()
-    best, spent, runs = float("inf"), 0.0, 0
-    while runs < MIN_RUNS or (spent < REPEATED_SECONDS and runs < MAX_RUNS):
-        seconds = run()
-        best, spent, runs = min(best, seconds), spent + seconds, runs + 1
-        if time.monotonic() - began + 2 * seconds > limit:
+    run(0)  # Which compiles.
+    seconds: list[float] = []
+    while len(seconds) < MIN_RUNS or (sum(seconds) < REPEATED_SECONDS and len(seconds) < MAX_RUNS):
+        start = clock()
+        run(len(seconds) + 1)
+        end = clock()
+        seconds.append(end - start)
+        if end - began + 2 * seconds[-1] > limit:
             break
-    return best
+    return min(seconds)
 
 
 def random_array(

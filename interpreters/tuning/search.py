@@ -274,9 +274,8 @@ class Search:
             self._attempt(first, {p.name: way if p.loops else p.vectorization for p in self.passes})
         if self.fixed_size is not None:
             return
-        for factor in (4, 2):
-            for up in (True, False):
-                self._climb(factor, up)
+        for factor in (4, 1 / 4, 2, 1 / 2):
+            self._climb(factor)
 
     def _ways(self, size: int) -> list[Vectorization]:
         if self.fixed or not any(p.loops for p in self.passes):
@@ -284,12 +283,12 @@ class Search:
         ways = [Vectorization(), Vectorization("loop")]
         return [*ways, Vectorization("batches", MULTIPLE)] if size >= 4 * MULTIPLE else ways
 
-    def _climb(self, factor: int, up: bool) -> None:
-        """Tries larger (or smaller) shards as long as they are faster."""
+    def _climb(self, factor: float) -> None:
+        """Tries shards of so many times the size as long as they are faster."""
         largest = min(p.largest for p in self.passes)
         size = min(self._sizes(), key=self._score)
         while True:
-            other = size * factor if up else size // factor // MULTIPLE * MULTIPLE
+            other = int(size * factor) // MULTIPLE * MULTIPLE
             if not MULTIPLE <= other <= largest or other == size:
                 return
             best = {p.name: self._best(p, size)[1] for p in self.passes}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import socket
 import sys
@@ -30,7 +29,6 @@ WORKERS = "beamjax-workers"
 """The name by which every task manager knows its own pool."""
 _SECONDS_TO_START = 120.0
 _RECORD = "cluster.json"
-_LOG = logging.getLogger("beamjax")
 
 
 @dataclass(frozen=True)
@@ -266,8 +264,6 @@ def _mend(folder: Path, cluster: Cluster) -> None:
     """Starts again what has ended, and waits until the cluster is as it was."""
     before = _registered(cluster)
     ended = [process for process in processes.known(folder) if not process.alive]
-    for process in ended:
-        _LOG.warning("beamjax: starting %s of %s again", process.name, folder)
     _wait(folder, cluster, [processes.start_again(process) for process in ended], before)
 
 

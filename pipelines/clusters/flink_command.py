@@ -50,20 +50,20 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.action == "status" and arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        print(_text(found, arguments.folder))
+        print(_text(found))
     return 0 if found["healthy"] else 1
 
 
-def _text(found: dict[str, Any], folder: Path | None) -> str:
+def _text(found: dict[str, Any]) -> str:
     lines = [f"{found['folder']}: {'ready' if found['healthy'] else 'not ready'}"]
     for name, process in found["processes"].items():
         state = f"process {process['pid']}" if process["alive"] else "ended"
         lines.append(f"  {name:14} {state:16} {process['log']}")
     if found["healthy"]:
-        given = f", options={{'flink_cluster': {found['folder']!r}}}" if folder else ""
         lines += [
             f"  dashboard of Flink: {found['dashboard']}/overview",
-            f"  use it: bj.run(fn, ..., runner='FlinkRunner'{given})",
+            "  use it: bj.run(fn, ..., runner='FlinkRunner', "
+            f"options={{'flink_cluster': {found['folder']!r}}})",
         ]
     return "\n".join(lines)
 

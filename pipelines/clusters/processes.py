@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from beamjax.telemetry import process_ids
 
+_LOG = logging.getLogger("beamjax")
 LOOPBACK = "127.0.0.1"
 _SECONDS_TO_STOP = 10.0
 
@@ -94,6 +96,7 @@ def start(
 
 def start_again(process: Process) -> Process:
     """Starts what has ended by the same command; the log of the old one is kept as `*.log.old`."""
+    _LOG.warning("beamjax: starting %s of %s again", process.name, process.folder)
     with contextlib.suppress(FileNotFoundError):
         os.replace(process.log, f"{process.log}.old")
     return start(process.name, process.command, process.folder)

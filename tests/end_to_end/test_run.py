@@ -15,6 +15,7 @@ from helpers import assert_close, assert_same_bits, assert_same_types
 from programs import CASES, KEY, N, W, X, Y
 
 import beamjax as bj
+from beamjax.interpreters import planning
 from beamjax.pipelines.values import store
 from beamjax.pipelines.worker import tasks
 from beamjax.plan.steps import Plan
@@ -224,10 +225,13 @@ def plans():
     return [plan for plan in gc.get_objects() if isinstance(plan, Plan)]
 
 
-def test_plans_are_not_kept_for_ever(monkeypatch):
+@pytest.mark.parametrize("bound", [{"MAX_PLANS": 4}, {"MAX_PLAN_BYTES": 4_500_000}], ids=str)
+def test_plans_are_not_kept_for_ever(bound, monkeypatch):
     """Neither those of ever new sizes, nor those of a function that is gone."""
-    monkeypatch.setattr("beamjax.interpreters.planning.MAX_PLANS", 4)
-    fn = bj.program(clients=None)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
+    for name, value in bound.items():
+        monkeypatch.setattr(planning, name, value)
+    table = np.ones(250_000, np.float32)  # Each plan holds it: a million bytes.
+    fn = bj.program(clients=None)(lambda x: (bj.reduce_sum(bj.map_fn(jnp.sin, x)), table + 1))
     before = {id(plan) for plan in plans()}
     for n in range(1, 7):
         bj.explain(fn, X[:1].repeat(n, 0))

@@ -93,10 +93,11 @@ def test_members_that_are_dropped(way, on_error):
 def test_explain_says_how_members_are_computed():
     assert ways_of(two_passes, W, X, **WAYS["batches of 16"]) == ["in batches of 16"] * 2
     assert ways_of(two_passes, W, X, member_loop="loop") == ["one after the other"] * 2
-    # A shard of 8 has no batches; all members are a shard of 48, of which 32 is no divisor.
-    for options in ({"shard_size": 8}, {"member_batch": 32}):
-        (way,) = ways_of(reduced_only, W, X, member_loop="batches", **options)
-        assert "batches" not in way
+    # The batches of a shard are two or more, and alike: of 40 members, 16 is no divisor.
+    for size, batch in ((8, None), (16, 8), (24, 8), (32, 16), (40, None), (48, 24)):
+        (way,) = ways_of(reduced_only, W, X, member_loop="batches", shard_size=size)
+        assert way == (f"in batches of {batch}" if batch else ""), size
+    assert ways_of(reduced_only, W, X, member_loop="batches", member_batch=32) == [""]
     large = np.zeros((32, 300_000), np.float32)  # The cache holds not one of them.
 
     @bj.program(clients=32)

@@ -1,5 +1,6 @@
 """Probes: what is timed, on which made-up members, and the search for a faster way."""
 
+import itertools
 import threading
 import time
 
@@ -113,8 +114,30 @@ def test_the_search_ends_in_time():
     found, machine = search([a_pass()], lambda name, n, way: 1e-9, spent=1.0, budget=3.0)
     assert len(machine.asked) <= 3
     assert found.size == 32 or found.gain > 1
-    _, machine = search([a_pass(loops=False)], lambda name, n, way: n / 32, budget=10.0)
-    assert max(size for size, _ in machine.asked) <= 128  # Longer shards would take too long.
+
+
+class Compiling(Machine):
+    """Compiles for a second in each trial, and runs a shard three times."""
+
+    def left(self):
+        return self.budget - sum(1 + 3 * self.seconds("", size, VMAP) for size, _ in self.asked)
+
+
+def test_a_trial_begins_if_there_is_a_fifth_more_time_than_it_takes():
+    first, larger = 1 + 3 * 1, 1 + 3 * 4  # The seconds of trials of 32 and of 128 members.
+    for times, tried in ((1.19, False), (1.21, True)):
+        machine = Compiling(lambda name, n, way: n / 32, 0.0, first + times * larger)
+        Search([a_pass(loops=False)], machine.measure, machine.left).run()
+        assert (128 in [size for size, _ in machine.asked]) == tried, times
+
+
+def test_sizes_are_tried_in_steps_of_four_and_then_of_two():
+    for seconds, asked in (
+        (lambda name, n, way: 1.0, [64, 256, 1024, 4096, 2048]),
+        (lambda name, n, way: n**2 * 1e-6, [64, 256, 16, 32, 8]),
+    ):
+        _, machine = search([a_pass(loops=False, size=64)], seconds)
+        assert [size for size, _ in machine.asked] == asked
 
 
 def test_only_the_first_way_must_not_fail():
@@ -204,10 +227,17 @@ def test_the_best_run_after_the_first_counts():
     plan, options = passes(mean, jnp.ones((3, 2)), jnp.ones((40, 3)))
     (step,) = plan.steps
     assert step.name == "map_clients_0"
-    # Runs of 9, 5, 3, 1 and 4 seconds, of which the first one compiles.
-    times = iter([0.0, 9.0, 10.0, 15.0, 20.0, 23.0, 30.0, 31.0, 40.0, 44.0])
-    assert shard_seconds(plan, step, options, 60.0, lambda: next(times)) == 1.0
-    assert list(times) == []
+    for limit, runs, best in (
+        (60, [5, 3, 1, 4, 0.5], (1, 4)),  # No more than four of long ones,
+        (24, [5] * 4, (5, 2)),  # and only those that surely end in time.
+        (23, [5] * 4, (5, 1)),
+        (60, [2**-6] * 8, (2**-6, 7)),  # A tenth of a second of short ones,
+        (60, [2**-10] * 40, (2**-10, 30)),  # but no more than 30.
+    ):
+        ends = list(itertools.accumulate(runs, initial=9.0))  # The first run compiles.
+        clock = iter([0.0, *(time for pair in itertools.pairwise(ends) for time in pair)])
+        found = shard_seconds(plan, step, options, limit, lambda clock=clock: next(clock))
+        assert (found, len(runs) - len(list(clock)) // 2) == best, (limit, runs)
 
 
 @pytest.mark.parametrize(

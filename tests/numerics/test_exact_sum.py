@@ -18,7 +18,7 @@ from beamjax.numerics import exact_add as exact_adds
 from beamjax.numerics.accumulators import decode_accumulator
 from beamjax.numerics.exact_sum import ExactSum, check_subnormals
 from beamjax.numerics.rounding import divide_to_float32
-from beamjax.numerics.superaccumulator import BLOCK
+from beamjax.numerics.superaccumulator import BLOCK, Digits
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -259,6 +259,14 @@ def test_the_ends_of_float64():
     total = summed([top] * 9, F64)
     assert (total.total(0, 1, F64)[0], total.mean(0, 1, 9, F64)[0]) == (np.inf, top)
     assert total.mean(0, 1, 10, F64)[0] == rounded(Fraction(top) * 9 / 10, F64)
+
+
+def test_usual_quotients_are_not_those_of_whole_numbers(monkeypatch):
+    """Which take a thousand times as long."""
+    values = np.array([0.0, -0.0, 1.0, 2.0**-700, 2.0**990, -(2.0**990), np.pi])
+    total, expected = summed([values], F64), values / 3
+    monkeypatch.setattr(Digits, "integer", lambda *_: pytest.fail("a whole number was asked for"))
+    assert_bits(total.mean(0, len(values), 3, F64), expected + 0.0)
 
 
 # --- carries

@@ -123,12 +123,11 @@ def test_a_worker_that_crashes_tells_which_thread_it_was(store, how, reason):
     assert patient() is patient() is None
 
 
-@pytest.mark.long
 def test_a_worker_that_dies_again_and_again(store):
     patient = Look(store, [STEP], keeps=False)
-    for _ in range(2):
-        finish(store, "segfaults")
-        assert patient() is None
+    for worker in [start(store, "segfaults") for _ in range(2)]:
+        worker.communicate(timeout=60)
+    assert patient() is None
     finish(store, "segfaults")
     assert re.match(WHERE, str(patient()))
 

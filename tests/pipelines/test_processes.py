@@ -77,7 +77,7 @@ def test_what_a_process_gets(tmp_path):
         processes.start("none", ["/no/such/command"], tmp_path)
 
 
-def test_a_process_that_ended_is_started_again_by_its_command(sleeping, tmp_path):
+def test_a_process_that_ended_is_started_again_by_its_command(sleeping, tmp_path, caplog):
     assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
     sleeping.log.write_text("its last words")
     os.kill(sleeping.pid, signal.SIGKILL)
@@ -90,6 +90,7 @@ def test_a_process_that_ended_is_started_again_by_its_command(sleeping, tmp_path
         assert processes.known(tmp_path) == [new]
         assert processes.wait_until(lambda: "here" in processes.tail(new.log), 20)
         assert (tmp_path / "sleeper.log.old").read_text() == "its last words"
+        assert f"starting sleeper of {tmp_path} again" in caplog.text
     finally:
         new.stop()
 

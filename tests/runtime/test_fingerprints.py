@@ -77,6 +77,12 @@ def test_the_same_in_every_process_and_on_other_lines(tmp_path):
     assert third[1] == first[1]
 
 
+def test_what_no_step_reads_does_not_count():
+    prog = bj.program(clients=N)(lambda unread, x: bj.reduce_sum(x))
+    found, same, other = (prints(prog, w, x)[1] for w, x in ((W, X), (2 * W, X), (W, X + 1)))
+    assert found == same != other
+
+
 @bj.program(clients=N)
 def mean(w, x):
     return bj.reduce_mean(bj.map_fn(lambda v: v @ w, x))

@@ -1,0 +1,56 @@
+"""How the wait for a pipeline of another process ends."""
+
+import threading
+
+import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+
+from beamjax._beam_compat import PipelineResult
+from beamjax.errors import WorkerError
+from beamjax.pipelines import waiting
+
+
+class Running(PipelineResult):
+    """A pipeline, and its result, that runs until it is cancelled unless it has an end."""
+
+    def __init__(self, end=None):
+        self.end, self.cancelled = end, threading.Event()
+
+    def run(self):
+        return self
+
+    def wait_until_finish(self, duration=None):
+        if self.end is None:
+            self.cancelled.wait(20)
+        elif self.end:
+            raise self.end
+
+    def cancel(self):
+        self.cancelled.set()
+
+
+LOST = WorkerError("a worker is gone")
+
+
+@pytest.mark.parametrize(
+    ("end", "flags", "look", "raised"),
+    [
+        ((), [], lambda: None, None),
+        ((), [], None, None),
+        (ValueError("the runner says why"), [], lambda: LOST, (RuntimeError, "runner says why")),
+        (None, [], lambda: LOST, (WorkerError, "a worker is gone")),
+        (None, ["--pipeline_timeout=0.1"], lambda: None, (WorkerError, "took longer than 0.1 s")),
+        (None, ["--pipeline_timeout=0.1"], None, (WorkerError, "took longer than 0.1 s")),
+        (None, ["--flink_cluster=here"], None, (WorkerError, "here has ended")),
+    ],
+)
+def test_a_pipeline_ends_fails_or_is_cancelled(end, flags, look, raised, monkeypatch):
+    monkeypatch.setattr(waiting, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(waiting.flink_cluster, "trouble", "{} has ended".format)
+    pipeline, options = Running(end), PipelineOptions(flags)
+    if raised is None:
+        waiting.run(pipeline, options, look=look)
+    else:
+        with pytest.raises(raised[0], match=raised[1]):
+            waiting.run(pipeline, options, look=look)
+    assert pipeline.cancelled.is_set() == (raised is not None)
