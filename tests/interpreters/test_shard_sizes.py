@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import plan_of
 from jax import lax
+from streams import stream
 
 import beamjax as bj
 
@@ -187,6 +188,14 @@ def test_sizes_fit_the_members_the_cache_and_the_platform():
         if found != (expected if isinstance(expected, tuple) else (expected,)):
             faults.append((number, args, options, found, expected))
     assert faults == []
+
+
+def test_members_of_unknown_number_come_in_shards_of_the_usual_size():
+    fn = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(jnp.tanh, x)))
+    for size in (1000, 30_000, 300_000):
+        known = plan_of(fn, array(10_000, size), **AT_ONCE).shard_sizes
+        members = stream(np.zeros((3, size), np.float32))
+        assert plan_of(fn, members, **AT_ONCE).shard_sizes == known, size
 
 
 def test_shards_have_all_members():
