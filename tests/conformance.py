@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conformance_programs import in_body, of_dtype, outside, program, reducing, transformed
+from explained import check_explanation
 from helpers import assert_same_bits, assert_same_types
 from jax import lax
 from programs import CASES, KEY, WS, N, W, X, Y, reference, sum_over
@@ -246,7 +247,9 @@ def cells(row: Row) -> list[str]:
                 kind = "refused" if isinstance(error, bj.StagingError) else "fails"
                 texts.append(f"{kind}: {reason(error)}")
             else:
-                gathered = bj.explain(fn, *args, options=OPTIONS).facts.gathered_bytes
+                explanation = bj.explain(fn, *args, options=OPTIONS)
+                check_explanation(explanation)
+                gathered = explanation.facts.gathered_bytes
                 texts.append(f"gathered {human_bytes(gathered)}" if gathered else "passed")
         return texts
 

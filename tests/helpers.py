@@ -32,7 +32,7 @@ def assert_same_types(found, expected):
     """Asserts one tree, with the shapes, dtypes, weak types and kinds of arrays of the other."""
     for where, left, right in _pairs(found, expected):
         assert isinstance(left, jax.Array) == isinstance(right, jax.Array), where
-        assert getattr(left, "weak_type", None) == getattr(right, "weak_type", None), where
+        assert getattr(left, "weak_type", False) == getattr(right, "weak_type", False), where
 
 
 def assert_same_bits(found, expected):

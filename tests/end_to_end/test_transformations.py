@@ -1,13 +1,12 @@
-"""JAX transformations of programs: the values, and what the programs are made of afterwards."""
+"""What programs are made of after transformations of JAX."""
 
 import collections
 import contextlib
 
 import jax
 import pytest
-from helpers import assert_close
 from jax.extend import core as jex
-from programs import CASES, M, N, reference
+from programs import CASES, M, N
 
 import beamjax as bj
 from beamjax.ops.combining import reduce_p
@@ -16,17 +15,6 @@ from beamjax.ops.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, size_p
 OURS = {map_p, broadcast_p, size_p, reduce_p, *REDUCE_PRIMITIVES.values()}
 
 TRACED = [name for name, case in CASES.items() if case.eqns is not None]
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("name", CASES)
-def test_values_are_those_of_the_reference(name):
-    fn, args = CASES[name].build(bj)
-    expected, _ = CASES[name].build(reference)
-    expected = expected(*args)
-    assert_close(fn(*args), expected, rtol=3e-4, atol=1e-5)
-    if name in TRACED:
-        assert_close(jax.jit(fn)(*args), expected, rtol=3e-4, atol=1e-5)
 
 
 def walk(jaxpr, counts, strays):
