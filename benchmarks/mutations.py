@@ -6,8 +6,9 @@
 
 A mutant is beamjax with one operator, comparison, number, condition or loop changed, by the
 operators of cosmic-ray. An equal number of them is drawn from the functions of the analysis, the
-numerics, the shard runtime and the Beam workers. Each runs the tests that call the changed
-function, the fastest first, until one fails. `run` prints the mutants that survive, with the
+numerics, the shard runtime and the Beam workers. Each runs tests that call the changed function,
+or a function of its file where none does, until one fails: first those in the folder of the
+package, then others, the fastest first. `run` prints the mutants that survive, with the
 changed line, and the share of each group that was killed. The same tree, seed and number give the
 same mutants.
 
@@ -76,8 +77,8 @@ OPERATORS = [
 ]
 """Of cosmic-ray. Left out are those that mostly change annotations or messages."""
 
-TEST_SECONDS = 60.0
-"""Recorded seconds of tests that a mutant runs at most; of more, the fastest."""
+TEST_SECONDS = 120.0
+"""Recorded seconds of tests that a mutant runs at most."""
 START_SECONDS = 60.0
 """Seconds that starting pytest may take on a busy machine."""
 
@@ -163,22 +164,33 @@ def draw(count: int, seed: int) -> list[tuple[str, Mutant]]:
 
 
 def tests_by_function() -> dict[str, list[tuple[float, str]]]:
-    """Of each function, the tests that call it and their seconds, the fastest first."""
-    tests: dict[str, list[tuple[float, str]]] = {}
-    for file in sorted(RECORD.glob("*.jsonl")):
-        for line in file.read_text().splitlines():
+    """Of each function, and of each file, the tests that call it and their seconds."""
+    tests: dict[str, dict[str, float]] = {}
+    for record_file in sorted(RECORD.glob("*.jsonl")):
+        for line in record_file.read_text().splitlines():
             record = json.loads(line)
-            for function in record["functions"]:
-                tests.setdefault(function, []).append((record["seconds"], record["test"]))
+            files = {function.rpartition(":")[0] for function in record["functions"]}
+            for called in (*record["functions"], *files):
+                tests.setdefault(called, {})[record["test"]] = record["seconds"]
     if not tests:
         raise SystemExit(f"{RECORD} has no record of tests; run `record` first")
-    return {function: sorted(found) for function, found in tests.items()}
+    return {
+        called: [(seconds, name) for name, seconds in found.items()]
+        for called, found in tests.items()
+    }
 
 
-def chosen(tests: Sequence[tuple[float, str]]) -> tuple[float, list[str]]:
-    """Seconds and names of the fastest tests, up to TEST_SECONDS."""
+def folder_of_tests(file: str) -> str:
+    """The folder of the tests of a package."""
+    first, *rest = file.split("/")
+    return f"tests/{rest[0] if first == 'beamjax' else first}/"
+
+
+def chosen(tests: Sequence[tuple[float, str]], folder: str) -> tuple[float, list[str]]:
+    """Seconds and names of tests, those in a folder first, up to TEST_SECONDS."""
     total, names = 0.0, []
-    for seconds, name in tests:
+    order = sorted(tests, key=lambda test: (not test[1].startswith(folder), test))
+    for seconds, name in order:
         if names and total + seconds > TEST_SECONDS:
             break
         total += seconds
@@ -248,9 +260,10 @@ def test_mutants(mutants: Sequence[tuple[str, Mutant]], jobs: int) -> list[str]:
             trees.put(Path(temporary) / str(job))
 
         def test(mutant: Mutant) -> str:
-            if mutant.function not in tests:
+            found = tests.get(mutant.function) or tests.get(mutant.file)
+            if found is None:
                 return "survived"
-            seconds, names = chosen(tests[mutant.function])
+            seconds, names = chosen(found, folder_of_tests(mutant.file))
             tree = trees.get()
             file = tree / mutant.file
             original = file.read_text()
