@@ -1,16 +1,19 @@
 """Any split, workers and bundles give the same bits, and a run leaves nothing behind."""
 
 import concurrent.futures
+import dataclasses
 import gc
 import os
 import tempfile
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_same_bits
+from faults import PROCESSES, THREADS
+from helpers import assert_close, assert_same_bits, assert_same_types
 from programs import N, W, X, Y
 
 import beamjax as bj
@@ -21,7 +24,133 @@ from beamjax.plan.steps import Plan
 from beamjax.sources.live_sources import _LIVE
 from beamjax.storage import files
 
-# --- any split, any number of workers, any bundles: the same bits
+# --- any way to run: the same bits
+
+
+def everything(n):
+    """Reductions of all kinds in two passes. A new program, as plans are kept by program."""
+
+    @bj.program(clients=n)
+    def program(w, x, keys):
+        y = bj.map_fn(lambda v: jnp.tanh(v * w), x)
+        mean = bj.reduce_mean(y)
+        affine = bj.map_fn(lambda v: (jnp.cos(v), jnp.sin(v)), y)
+        joined = bj.reduce(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1] * w), affine)
+        again = bj.map_fn(lambda v, u: jnp.sum((v - mean) ** 3) * u - joined[1], (y, x))
+        return {
+            "sum": bj.reduce_sum(y), "mean": bj.reduce_mean(x), "max": bj.reduce_max(y),
+            "min": bj.reduce_min(keys), "prod": bj.reduce_prod(1 + 1e-3 * y),
+            "any": bj.reduce_any(y > 0.99), "all": bj.reduce_all(y > -2),
+            "ints": bj.reduce_sum(keys), "narrow": bj.reduce_sum(y.astype("bfloat16")),
+            "weighted": bj.reduce_weighted_mean(y, jnp.abs(y[:, 0])), "place": bj.reduce_argmax(x),
+            "keyed": [bj.reduce_by_key(y, keys, 5, op=op) for op in ("sum", "mean", "max")],
+            "joined": joined, "placed": y, "again": (again, bj.reduce_max(again), again.T @ y),
+            "empty": bj.reduce_sum(bj.map_fn(lambda v: v[:0], x)), "ordered": jnp.sort(y[:, 0]),
+        }  # fmt: skip
+
+    return program
+
+
+def arguments(n):
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(n, 5)) * np.exp(9 * rng.normal(size=(n, 1)))
+    return np.float32(0.3), x.astype(np.float32), rng.integers(-1, 6, n).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to run a program.
+
+    Attributes:
+      bits: options that may change the last bits; those of a local run with them are expected.
+      options: the others.
+      planned: what is replaced while both runs are planned, by its name.
+      replaced: what is replaced in the run alone.
+      runner: of the run.
+      n: the number of members.
+    """
+
+    bits: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    planned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    replaced: dict[str, Any] = dataclasses.field(default_factory=dict)
+    runner: str = "DirectRunner"
+    n: int = 83
+
+
+FILES = {
+    "pipelines.values.store.INLINE_BYTES": 0,
+    "pipelines.graph.results.FILE_BYTES": 64,
+}
+IN_FILES = {
+    "plan.merging.HELD_BYTES": 0, "plan.buffer_ranges.SECTION_BYTES": 1000,
+    "plan.buffer_ranges.RANGE_VALUES": 64, "runtime.large_reductions.MAX_ROWS": 2,
+}  # fmt: skip
+GROUPS = {"plan.merging.HELD_BYTES": 0, "plan.merging.MERGE_RATE": 1.0}
+LARGE = {"interpreters.lowering.shard_size.LARGE_MEMBER_BYTES": 0}
+APART = {"interpreters.lowering.masks.MASKED_SECONDS": 1.0}
+AT_ONCE = {f"runtime.pace.{name}": 0.0 for name in ("LONG", "LONG_PASS", "SURELY_LONG")}
+FAST, LOOP = {"reduction": "fast"}, {"member_loop": "loop"}
+GUARDS = {"on_error": "drop", "on_nonfinite": "drop"}
+WAYS = {
+    "one worker": Way(),
+    "threads": Way(options=THREADS),
+    "processes": Way(options=PROCESSES),
+    "bundles again": Way(options={"direct_runner_bundle_repeat": 1}),
+    "pieces": Way(replaced={"plan.buffer_ranges.RANGE_VALUES": 2}),
+    "files": Way(replaced=FILES),
+    "reductions in files": Way(replaced=IN_FILES),
+    "reductions in files, locally": Way(replaced=IN_FILES, runner="local"),
+    "reductions in files, threads": Way(replaced=IN_FILES, options=THREADS),
+    "reductions in files, processes": Way(replaced=IN_FILES, options=PROCESSES),
+    "groups": Way(replaced=GROUPS, options={**THREADS, "direct_num_workers": 4}),
+    "fast": Way(FAST),
+    "fast in files": Way(FAST, replaced=IN_FILES),
+    "fast in files, locally": Way(FAST, replaced=IN_FILES, runner="local"),
+    "loop": Way(LOOP),
+    "batches": Way({"member_loop": "batches"}),
+    "batches of 16": Way({"member_loop": "batches", "member_batch": 16, "shard_size": 32}),
+    "large members": Way(planned=LARGE),
+    "large members, no short shard": Way(planned=LARGE, n=80),
+    "one large member": Way(planned=LARGE, n=1),
+    "full shards apart": Way(planned=APART),
+    "full shards apart, in a loop": Way(LOOP, planned=APART, n=21),
+    "no short shard": Way(planned=APART, n=24),
+    "one short shard": Way(planned=APART, n=7),
+    "checked": Way({"on_nonfinite": "raise"}),
+    "guarded": Way(GUARDS),
+    "guarded, apart": Way({**GUARDS, **LOOP}, planned=APART),
+    "four devices": Way(options={"local_devices": 4}),
+    "four devices, threads": Way(options={"local_devices": 4, **THREADS}),
+    "four devices, fast": Way(FAST, options={"local_devices": 4}),
+    "local threads": Way(options={"local_threads": 2}, replaced=AT_ONCE, runner="local"),
+    "more local threads": Way(options={"local_threads": 5}, replaced=AT_ONCE, runner="local"),
+    "local threads, fast": Way(FAST, {"local_threads": 5}, replaced=AT_ONCE, runner="local"),
+}
+LONG = ("reductions in files, processes",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in WAYS]
+)
+def test_any_way_gives_the_same_bits(name, empty_tmp, monkeypatch):
+    way, fn = WAYS[name], everything(WAYS[name].n)
+    args = arguments(way.n)
+    for target, value in way.planned.items():
+        monkeypatch.setattr(f"beamjax.{target}", value)
+    bits = {"shard_size": 8, **way.bits}
+    expected = bj.run(fn, *args, runner="local", options={**bits, "local_threads": 1})
+    compiled = jax.jit(fn)(*args)
+    assert_same_types(expected, compiled)
+    assert_close(expected, compiled, rtol=2e-4, atol=2e-4)
+    for target, value in way.replaced.items():
+        monkeypatch.setattr(f"beamjax.{target}", value)
+    found = bj.run(fn, *args, runner=way.runner, options={**bits, **way.options})
+    assert_same_bits(found, expected)
+    assert list(empty_tmp.rglob("*")) == []
+
+
+# --- other splits, threads and types
 
 
 @bj.program(clients=100)
@@ -33,18 +162,10 @@ def stages(w, x):
 
 
 ARGS = W, np.random.default_rng(0).normal(size=(100, 5, 3)).astype("float32")
-THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
-PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
 def run_stages(*flags, **more):
     return bj.run(stages, *ARGS, options=["--shard_size=8", *flags], **more)
-
-
-@pytest.fixture(scope="module")
-def whole():
-    """What one worker finds, in this process."""
-    return run_stages(runner="local")
 
 
 @pytest.fixture
@@ -53,30 +174,19 @@ def empty_tmp(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_any_workers_and_retries_give_the_same_bits(whole, empty_tmp):
-    for flags in (THREADS, PROCESSES, ["--direct_runner_bundle_repeat=1"]):
-        assert_same_bits(run_stages(*flags), whole)
-    assert list(empty_tmp.rglob("*")) == []
+def test_runs_in_several_threads_at_once():
+    whole = run_stages(runner="local")
     assert_close(bj.run(stages, *ARGS, options={"shard_size": 32}), whole)
-
-
-def test_runs_in_several_threads_at_once(whole):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(run_stages) for _ in range(8)]:
             assert_same_bits(future.result(), whole)
 
 
-def test_pieces_of_lanes_give_the_same_bits(whole, monkeypatch):
-    monkeypatch.setattr("beamjax.plan.buffer_ranges.RANGE_VALUES", 2)
-    assert_same_bits(run_stages(), whole)
-
-
-def test_values_that_are_files_give_the_same_bits(whole, monkeypatch):
+def test_values_that_are_files_are_not_kept_in_memory(monkeypatch):
     store._CACHE.clear()  # Of tests whose runs were killed.
     tasks._executors.clear()
     monkeypatch.setattr(store, "INLINE_BYTES", 0)
-    monkeypatch.setattr("beamjax.pipelines.graph.results.FILE_BYTES", 64)
-    assert_same_bits(run_stages(), whole)
+    run_stages()
     assert not store._CACHE._values
     assert not tasks._executors._values
 
@@ -86,8 +196,9 @@ def test_sources_that_are_gathered_are_read_on_the_workers():
     program = bj.program(clients=100)(lambda x: (x @ W, x[3], bj.reduce_sum(x), jnp.sort(x, 0)))
     local = bj.run(program, wide, runner="local", options=["--shard_size=8"])
     np.testing.assert_array_equal(local[3], np.sort(ARGS[1], axis=0))
-    for flags in ([], THREADS):
-        assert_same_bits(bj.run(program, wide, options=["--shard_size=8", *flags]), local)
+    for options in ({}, THREADS):
+        found = bj.run(program, wide, options={"shard_size": 8, **options})
+        assert_same_bits(found, local)
 
 
 def test_x64_programs_run_outside_of_x64():

@@ -54,57 +54,8 @@ def test_programs_give_what_jit_gives(name, setting, request):
 # --- all members of a shard at once, or, where they are large, one after the other
 
 
-def everything():
-    """Results of all kinds. A program of its own, as plans are remembered by program."""
-
-    @bj.program(clients=None)
-    def program(w, x):
-        y = bj.map_fn(lambda v: {"a": jnp.tanh(v * w), "b": jnp.argmax(v)}, x)
-        a = y["a"]
-        return (
-            y,
-            bj.reduce_sum(a),
-            bj.reduce_max(a),
-            bj.reduce_min(y["b"]),
-            bj.reduce_prod(a[:, 0]),
-            bj.reduce_any(a > 1),
-            bj.reduce_all(a > -2),
-            bj.reduce_mean(y["b"]),
-            x.T @ x,
-            jnp.sort(x[:, 0]),
-        )
-
-    return program
-
-
 def is_one_by_one(fn, *args, **options):
     return "members one after the other" in str(bj.explain(fn, *args, options=options))
-
-
-@pytest.mark.parametrize("setting", ["large", "apart"])
-@pytest.mark.parametrize("loop", ["vmap", "loop"])
-@pytest.mark.parametrize("n", [24, 21, 20, 1])
-def test_ways_through_a_body_give_the_same(n, loop, setting, request):
-    """For full and short shards; of a NaN, whose member is dropped; and on Beam, bit by bit."""
-    request.getfixturevalue(setting)
-    w, x = np.linspace(1, 2, 5, dtype=np.float32), normal(n, 5)
-    options = {"shard_size": 8} | ({} if loop == "vmap" else {"member_loop": loop})
-    program = everything()
-    found = bj.run(program, w, x, runner="local", options=options)
-    assert_close(found, jax.jit(program)(w, x))
-    for guard in ("raise", "drop"):
-        guarded = bj.run(program, w, x, runner="local", options={**options, "on_nonfinite": guard})
-        # But for the product of all members: a guard has a mask, and XLA sums it otherwise.
-        assert_same_bits(guarded[:8], found[:8])
-    if n == 21:
-        assert_same_bits(bj.run(program, w, x, runner="DirectRunner", options=options), found)
-        x[7] = np.nan
-        options |= {"on_nonfinite": "drop"}
-        found = bj.run(program, w, x, runner="local", options=options)
-        assert_same_bits(bj.run(program, w, x, runner="DirectRunner", options=options), found)
-        rest = jax.jit(program)(w, np.delete(x, 7, axis=0))
-        assert_close(found[1:8], rest[1:8])
-        assert np.isnan(found[0]["a"][7]).all()
 
 
 def test_large_members_go_one_after_the_other(large):
@@ -122,7 +73,7 @@ def test_large_members_go_one_after_the_other(large):
 
 
 def test_small_members_go_together():
-    assert not is_one_by_one(everything(), np.ones(5, np.float32), normal(N, 5), shard_size=8)
+    assert not is_one_by_one(scatter(), normal(N, 5), shard_size=8)
 
 
 # --- full shards have no mask

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_same_bits, assert_same_types
+from helpers import assert_close, assert_same_bits
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import beamjax as bj
 from beamjax import _compat
 from beamjax.errors import WorkerError
-from beamjax.pipelines.values import store
 from beamjax.runtime import shard_executor as shards
 
 N, KEYS = 21, 8
@@ -493,7 +492,7 @@ def test_the_place_of_an_extreme_has_no_derivative():
     assert_same_bits(local(batched, X), jnp.argmin(X, 0))
 
 
-# --- runners and meshes
+# --- meshes
 
 
 def everything(w, x, k):
@@ -506,22 +505,6 @@ def everything(w, x, k):
         "place": bj.reduce_argmax(centred),
         "keys": {op: bj.reduce_by_key(x, k, 9, op=op) for op in OPS},
     }
-
-
-def test_every_runner_gives_the_same_bits(monkeypatch):
-    keys = jnp.asarray(RNG.integers(-1, 9, 100), "int32")
-    args = (jnp.float32(0.3), jnp.asarray(RNG.normal(size=(100, 3)), "float32"), keys)
-    fn = program(everything, 100)
-    want = local(fn, *args)
-    assert not gathers(fn, *args)
-    compiled = jax.jit(fn)(*args)
-    assert_same_types(want, compiled)
-    assert_close(want, compiled, 1e-4)
-    workers = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
-    for flags in (workers, ["--direct_runner_bundle_repeat=1"]):
-        assert_same_bits(bj.run(fn, *args, options=["--shard_size=8", *flags]), want)
-    monkeypatch.setattr(store, "INLINE_BYTES", 0)  # all values are files
-    assert_same_bits(bj.run(fn, *args, options=SHARDS), want)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -5,11 +5,8 @@ import math
 import os
 from fractions import Fraction
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from apache_beam.options.pipeline_options import PipelineOptions
-from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,38 +69,8 @@ def in_files(monkeypatch):
     monkeypatch.setattr(wide_lanes, "MAX_ROWS", 2)
 
 
-@bj.program(m=N)
-def everything(x):
-    y = bj.map_fn(lambda v: v * 2, x)
-    whole = bj.map_fn(lambda v: (jnp.abs(v) > 1).astype(jnp.int32), x)
-    return {
-        "sum": bj.reduce_sum(y),
-        "mean": bj.reduce_mean(x),
-        "max": bj.reduce_max(x),
-        "count": bj.reduce_sum(whole),
-        "empty": bj.reduce_sum(bj.map_fn(lambda v: v[:0], x)),
-        "scalar": bj.reduce_sum(bj.map_fn(lambda v: v[0], x)),
-    }
-
-
 def run(fn, *args, runner="DirectRunner", **options):
     return bj.run(fn, *args, runner=runner, options={"shard_size": 8, **options})
-
-
-@pytest.mark.parametrize(
-    ("reduction", "ways"),
-    [
-        ("exact", [{"runner": "local"}, {}, THREADS]),
-        ("fast", [{"runner": "local"}, {}]),  # with threads the order of the shards is another one
-        pytest.param("exact", [PROCESSES], marks=pytest.mark.long),
-    ],
-    ids=["exact", "fast", "processes"],
-)
-def test_the_same_as_in_memory(reduction, ways, request):
-    expected = run(everything, X, runner="local", reduction=reduction)
-    request.getfixturevalue("in_files")
-    for way in ways:
-        assert_same_bits(run(everything, X, **way, reduction=reduction), expected)
 
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
@@ -116,21 +83,6 @@ def test_means_leave_out_members_that_are_dropped(runner, in_files):
     kept = np.delete(x.astype(np.float64), gone, axis=0)
     np.testing.assert_allclose(found, kept.mean(0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(largest, kept.max(0).astype(np.float32))
-
-
-def test_groups_in_a_pipeline(monkeypatch):
-    monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
-    monkeypatch.setattr(fan_out, "MERGE_RATE", 1.0)
-    flags = {"direct_running_mode": "multi_threading", "direct_num_workers": 4}
-    total = bj.program(m=64)(lambda x: (bj.reduce_sum(x), bj.reduce_max(x)))
-    x = np.random.default_rng(0).normal(size=(64, 50)).astype(np.float32)
-    workers = fan_out.workers_of(PipelineOptions.from_dictionary(flags))
-    found = fan_out.fan_out(step(Lane("sum", "float32", 50, ())), 8, workers, "exact")
-    assert found.groups == 2
-    found, expected = run(total, x, **flags), run(total, x, runner="local")
-    assert_same_bits(found, expected)
-    monkeypatch.setattr(fan_out, "HELD_BYTES", 1 << 30)
-    assert_same_bits(run(total, x, **flags), expected)
 
 
 # --- parts of runs
