@@ -99,10 +99,11 @@ def only_array(
     """
     if not arrays:
         return None
-    if len(arrays) > 1 or arrays[0].shape != shape or arrays[0].dtype != dtype:
+    array, *others = arrays
+    if others or array.shape != shape or array.dtype != dtype:
         found = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
         fail(f"the arrays {found}", f"one {dtype}{list(shape)}")
-    return arrays[0].copy()
+    return array.copy()
 
 
 def fail(found: str, expected: str) -> NoReturn:

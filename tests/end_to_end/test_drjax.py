@@ -203,27 +203,20 @@ def assert_same(found, expected):
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_unchanged_programs_give_what_drjax_gives(name):
+def test_programs_give_what_drjax_gives_as_they_are_and_by_another_import(name):
     _, passes, gathered = PROGRAMS[name]
-    fn, args = built(name, drjax)
-    local = bj.run(fn, *args, runner="local")
-    assert_same(local, truth(name))
+    for ops in (bj, drjax):
+        fn, args = built(name, ops)
+        local = bj.run(fn, *args, runner="local")
+        assert_same(local, truth(name))
+        facts = bj.explain(fn, *args).facts
+        assert (facts.passes, facts.gathered_bytes) == (passes, gathered)
     assert_same_bits(bj.run(fn, *args, runner="DirectRunner"), local)
-    facts = bj.explain(fn, *args).facts
-    assert (facts.passes, facts.gathered_bytes) == (passes, gathered)
+    by_import, _ = built(name, bj)
+    assert_same(jax.jit(by_import)(*args), truth(name))
     staged = str(bj.explain(fn, *args, stage="staged"))
     assert "bj_" in staged
     assert not [p for p in ("clients", "inner", "outer") if f"_{p}" in staged]
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_with_another_import_are_the_same(name):
-    _, passes, gathered = PROGRAMS[name]
-    fn, args = built(name, bj)
-    assert_same(jax.jit(fn)(*args), truth(name))
-    assert_same(bj.run(fn, *args, runner="local"), truth(name))
-    facts = bj.explain(fn, *args).facts
-    assert (facts.passes, facts.gathered_bytes) == (passes, gathered)
 
 
 def test_lines_are_those_of_the_user_and_verify_agrees():

@@ -125,6 +125,9 @@ WAYS = {
     "four devices, fast": Way(FAST, options={"local_devices": 4}),
     "local threads": Way(options={"local_threads": 2}, replaced=AT_ONCE, runner="local"),
     "more local threads": Way(options={"local_threads": 5}, replaced=AT_ONCE, runner="local"),
+    "local threads, reductions in files": Way(
+        options={"local_threads": 3}, replaced={**AT_ONCE, **IN_FILES}, runner="local"
+    ),
     "local threads, fast": Way(FAST, {"local_threads": 5}, replaced=AT_ONCE, runner="local"),
 }
 LONG = ("reductions in files, processes",)

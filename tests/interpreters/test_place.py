@@ -442,19 +442,23 @@ def splits(key):
     return jax.random.key_data(jax.random.split(key, 2))
 
 
-DEPENDING = [(draws, of("rbg")), (draws, of("unsafe_rbg")), (draws_in_a_loop, of("rbg")),
-             (makes_a_key, jnp.arange(N)), (splits, of("unsafe_rbg"))]  # fmt: skip
+DEPENDING = [
+    (draws, of("rbg"), "random_bits"), (draws, of("unsafe_rbg"), "random_bits"),
+    (draws_in_a_loop, of("rbg"), "random_bits"), (makes_a_key, jnp.arange(N), "random_bits"),
+    (splits, of("unsafe_rbg"), "random_split"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "x"), DEPENDING)
-def test_draws_that_depend_on_the_batch_are_made_at_once(body, x):
+@pytest.mark.parametrize(("body", "x", "draw"), DEPENDING)
+def test_draws_that_depend_on_the_batch_are_made_at_once(body, x, draw):
     prog = bj.program(clients=N)(lambda x: (bj.map_fn(body, x), bj.reduce_sum(bj.map_fn(body, x))))
     found, expected = bj.run(prog, x, runner="local", options=OPTIONS), jax.jit(prog)(x)
     assert_same_bits(found[0], np.asarray(expected[0]))
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     start = f"the body {body.__name__} draws from rbg keys ("
     (text, *_) = [line for line in str(bj.explain(prog, x)).splitlines() if start in line]
-    assert f" at {HERE}:{body.__code__.co_firstlineno + 1} ({body.__name__}" in text
+    line = body.__code__.co_firstlineno + 1
+    assert f"rbg keys ({draw} at {HERE}:{line} ({body.__name__}" in text
 
 
 def test_what_rbg_keys_may_do():

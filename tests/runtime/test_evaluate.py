@@ -175,9 +175,3 @@ def test_a_shard_that_can_not_be_read_is_named():
     prog = program(20, lambda x: bj.map_fn(jnp.sin, x))
     with pytest.raises(bj.errors.BeamjaxError, match=r"shard 1 .*members 8 to 15[^$]*no such disk"):
         run(prog, bj.from_random_access(Broken()))
-
-
-def test_fast_reductions():
-    x = jax.random.normal(jax.random.key(0), (50, 3))
-    prog = program(50, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x)))
-    assert_close(run(prog, x, reduction="fast"), run(prog, x), 1e-6)

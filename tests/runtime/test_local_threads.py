@@ -57,11 +57,6 @@ def local(fn, *args, **options):
 
 
 @bj.program(clients=N)
-def outer_products(x):
-    return bj.reduce_mean(bj.map_fn(lambda v: jnp.outer(v, v), x))
-
-
-@bj.program(clients=N)
 def descend(w, x):
     def step(w, _):
         return w - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w) * v, x)), None
@@ -95,13 +90,6 @@ def test_the_bits_are_those_of_one_thread(fn, args, pools):
         assert_same_bits(found, expected)
     assert pools
     assert max(pools) <= 5
-
-
-def test_the_bits_are_those_of_one_thread_where_partials_wait_in_files(monkeypatch, pools):
-    monkeypatch.setattr(passes, "is_in_files", lambda step, mode: True)
-    expected = local(outer_products, X, **SERIAL)
-    assert_same_bits(local(outer_products, X, **THREADED), expected)
-    assert pools
 
 
 @pytest.mark.parametrize("on", ["on_error", "on_nonfinite"])
