@@ -437,17 +437,6 @@ def rounds_in_a_branch(w, x, flag):
 
 
 @case(W, X)
-def grad_of_rounds(w, x):
-    @program
-    def loss(w, x):
-        one = lambda c, _: (c - 0.1 * mean_of_maps(c, x), jnp.sum(c**2))
-        c, losses = lax.scan(one, w, None, length=3)
-        return losses.sum() + c.sum()
-
-    return jax.value_and_grad(loss, (0, 1))(w, x)
-
-
-@case(W, X)
 def grad_of_placed_state(w, x):
     @program
     def loss(w, x):
