@@ -14,7 +14,13 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, Failure, SourceError, WorkerError
 from beamjax.pipelines import waiting
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.errors import RepeatedError, own_errors, record_error, recorded_error
+from beamjax.pipelines.worker.errors import (
+    RepeatedError,
+    own_errors,
+    record_error,
+    recorded_error,
+    transform_errors,
+)
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.storage import files, records
 
@@ -133,6 +139,23 @@ def test_a_dofn_records_its_errors(store, fails):
     with pytest.raises(AssertionError):
         run()
     assert f"in {fails}" in recorded_error(store).failure.traceback
+
+
+def test_errors_of_transforms_of_the_user(store):
+    """Those of beamjax's own steps, and of none, stay as they are."""
+    trace = "Traceback: KeyError: 3"
+    for error, kind, message in (
+        (KeyError("a"), KeyError, "a"),
+        (RuntimeError("no [while running 'Own/Step']"), RuntimeError, "^no .while"),
+        (
+            ValueError("no [while running 'Theirs']"),
+            WorkerError,
+            "^f: .*Theirs' failed: Val.*: no",
+        ),
+        (RuntimeError(f"{trace} [while running 'Theirs']"), WorkerError, f"failed: {trace}$"),
+    ):
+        with pytest.raises(kind, match=message), transform_errors("f", "Own/"):
+            raise error
 
 
 def test_errors_of_runners(store):

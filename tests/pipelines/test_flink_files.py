@@ -5,10 +5,14 @@ import re
 from pathlib import Path
 
 import apache_beam as beam
+import pytest
 import yaml
+from apache_beam.options.pipeline_options import PipelineOptions
 
-from beamjax.pipelines.clusters import flink_cluster, jars, processes
+from beamjax.errors import OptionsError
+from beamjax.pipelines.clusters import flink_cluster, jars, job_servers, orphans, processes
 from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
+from beamjax.pipelines.runners.flink import connected
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker" / "flink"
@@ -153,3 +157,52 @@ def test_services_select_pods_and_have_the_ports_of_the_configuration():
             assert one["spec"]["selector"].items() <= labels.items()
             found[name] = {port["port"] for port in one["spec"]["ports"]}
     assert found == expected
+
+
+# --- where a FlinkRunner finds its job server
+
+HOST = ["--flink-master=host:8081"]
+EMBEDDED = ["--flink-master=[local]", f"--flink-conf-dir={jars.SOURCES / 'flink-local'}"]
+FOUND = [
+    # What the options say, whether the default cluster runs, and where jobs go.
+    ({"job_endpoint": "localhost:1"}, True, None),
+    ({}, True, "default"),
+    ({}, False, EMBEDDED),
+    ({"flink_master": "[local]"}, True, EMBEDDED),
+    ({"flink_master": "host:8081"}, True, HOST),
+    ({"flink_cluster": "running"}, False, "running"),
+    ({"flink_cluster": "stopped"}, True, OptionsError),
+    ({"flink_cluster": "stopped", "flink_master": "host:8081"}, True, OptionsError),
+]
+
+
+@pytest.mark.parametrize(("given", "runs", "expected"), FOUND)
+def test_where_jobs_go(given, runs, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    there = {tmp_path / "running"} | ({tmp_path / "default"} if runs else set())
+    started = []
+    monkeypatch.setattr(flink_cluster, "default_folder", lambda: tmp_path / "default")
+    monkeypatch.setattr(flink_cluster, "read", lambda folder: CLUSTER if folder in there else None)
+    monkeypatch.setattr(flink_cluster, "trouble", lambda folder: "")
+    monkeypatch.setattr(orphans, "watched", lambda address, pid: "a-name")
+    monkeypatch.setattr(
+        job_servers,
+        "connected_to_java",
+        lambda options, name, driver, arguments, embedded: started.append((arguments, embedded)),
+    )
+    options = PipelineOptions.from_dictionary(given)
+    if expected is OptionsError:
+        with pytest.raises(OptionsError, match=r"flink_cluster: found nothing in .*stopped, expe"):
+            connected(options)
+        return
+    found = connected(options)
+    if isinstance(expected, list):
+        assert started == [(expected, expected is EMBEDDED)]
+        return
+    assert started == []
+    if expected is None:
+        assert found is options
+    else:
+        flags = found.get_all_options(retain_unknown_options=True)
+        assert tmp_path / flags["flink_cluster"] == tmp_path / expected
+        assert flags["job_endpoint"] == f"localhost:{JOB_PORT}"

@@ -1,6 +1,7 @@
 """Placed values between pipelines: the members that were asked for, from any cut into files."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.pipelines.graph import results
+from beamjax.pipelines.values.elements import Block
 from beamjax.pipelines.values.members import (
     EntrySource,
     MembersSource,
@@ -31,6 +34,28 @@ def written(folder, array, parts, stem="v"):
         path = files.join(str(folder), MembersSource.file_name(stem, start, count))
         files.write(path, encode_arrays([array[start : start + count]]))
     return MembersSource(str(folder), stem, parts, leaf(array), len(array))
+
+
+def test_files_hold_consecutive_members(tmp_path, monkeypatch):
+    """Of the blocks of a bundle, in any order; a large one makes a file at once."""
+    store, blocks = Store(str(tmp_path)), [(8, 3), (0, 8), (16, 2), (11, 4), (18, 2)]
+    for limit, names in (
+        (1 << 20, {"v-0-15", "v-16-4"}),
+        (8 * 24, {"v-0-11", "v-11-4", "v-16-4"}),
+    ):
+        monkeypatch.setattr(results, "FILE_BYTES", limit)
+        step = results.WritePlaced(store, "x", "v")
+        step.start_bundle()
+        for start, count in blocks:
+            step.process(Block(start, count, 8, {"x": X[start : start + count]}))
+        step.finish_bundle()
+        assert {Path(name).stem for name in files.names(str(tmp_path))} == names
+        parts = sorted(tuple(map(int, name.split("-")[1:])) for name in names)
+        source = MembersSource(str(tmp_path), "v", parts, leaf(X), N)
+        for start, count in parts:
+            (found,) = source.read(start, start + count)
+            np.testing.assert_array_equal(found, X[start : start + count])
+        files.remove_files(str(tmp_path), files.names(str(tmp_path)))
 
 
 def leaf(array):
