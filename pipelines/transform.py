@@ -359,8 +359,7 @@ class Load(StepFn):
 
     def process(self, element: Any) -> Iterator[np.ndarray]:
         ref = self.value if isinstance(self.value, Ref) else element.values[self.value]
-        (value,) = self.store.get(ref)
-        yield value
+        yield self.store.array(ref)
 
 
 def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:

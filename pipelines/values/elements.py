@@ -78,7 +78,7 @@ class Block:
         """
         if name in self.values:
             return self.values[name]
-        return store.get(self.refs[name], cache=False)[0]
+        return store.array(self.refs[name], cache=False)
 
     def arrays(self, store: Store) -> dict[str, np.ndarray]:
         """All values, likewise."""

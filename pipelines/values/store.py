@@ -221,6 +221,11 @@ class Store:
                 return self._load(ref)
             return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
 
+    def array(self, ref: Ref, *, cache: bool = True) -> np.ndarray:
+        """Reads a value of one array; see `get`."""
+        (array,) = self.get(ref, cache=cache)
+        return array
+
     def sweep(self, live: Container[str]) -> None:
         """Removes all files but those of these names, while nothing else uses the store.
 

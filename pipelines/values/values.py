@@ -40,7 +40,7 @@ class Served:
         if self._array is not None:
             return self._array
         assert self._ref is not None
-        return self._store.get(self._ref)[0]
+        return self._store.array(self._ref)
 
     def ref(self, hint: str) -> Ref:
         """A reference for workers; the value is written if it was not yet."""

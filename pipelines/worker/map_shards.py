@@ -226,7 +226,7 @@ class MapShards(ComputeFn):
         names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]
         refs = self.task.refs(names, served)
         self.cut = {
-            placed: np.moveaxis(self.task.store.get(refs[name])[0], axis, 0)
+            placed: np.moveaxis(self.task.store.array(refs[name]), axis, 0)
             for placed, (name, axis) in self.scattered.items()
         }
         return executors(self.task, refs)

@@ -286,7 +286,7 @@ class Assemble(StepFn):
             if not self.axes.get(name) and not held and all(r.kind == "file" for r in in_order):
                 whole[name] = self.store.joined(in_order, value.shape, np.dtype(value.dtype))
                 continue
-            arrays = [self.store.get(ref, cache=False)[0] for ref in in_order]
+            arrays = [self.store.array(ref, cache=False) for ref in in_order]
             array = _joined(arrays) if len(arrays) > 1 else arrays[0]
             if name in self.axes:
                 array = np.moveaxis(array, 0, self.axes[name])

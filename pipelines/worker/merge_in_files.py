@@ -67,7 +67,7 @@ class MergeSections(StepFn):
 
     def load(self, ref: Ref) -> np.ndarray:
         """A partial, or an encoded accumulator."""
-        return self.task.store.get(ref, cache=False)[0]
+        return self.task.store.array(ref, cache=False)
 
     def terms(self, section: ValueRange, elements: Iterable[bytes]) -> Terms[Any]:
         """All terms of a section; those that are too many to be open at once are merged."""

@@ -55,10 +55,10 @@ class StoredBody:
 
     def load(self, store: Store) -> Body:
         """The body with its bytes."""
-        data = {name: store.get(ref)[0].tobytes() for name, ref in self.artefacts.items()}
+        data = {name: store.array(ref).tobytes() for name, ref in self.artefacts.items()}
         python = self.body.python
         if python is not None and self.program is not None:
-            python = replace(python, program=store.get(self.program)[0].tobytes())
+            python = replace(python, program=store.array(self.program).tobytes())
         return replace(self.body, artefacts=data, python=python)
 
 
@@ -109,7 +109,7 @@ class Task(Generic[AnyStep]):
 
     def arrays(self, refs: Mapping[str, Ref]) -> dict[str, np.ndarray]:
         """The server values behind references."""
-        return {name: self.store.get(ref)[0] for name, ref in refs.items()}
+        return {name: self.store.array(ref) for name, ref in refs.items()}
 
     @property
     def device(self) -> Any:

@@ -1,5 +1,6 @@
 """Placements whose number of members is found only while a pipeline runs."""
 
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from apache_beam.testing.util import assert_that
 from helpers import assert_close, raw
+from hypothesis import given
+from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
@@ -348,10 +351,13 @@ def test_members_that_should_not_be_there():
     assert "PCollection is empty" in str(caught.value)
 
 
-def test_joined_ranges():
-    assert joined([]) == []
-    assert joined([(8, 16), (0, 8), (24, 30)]) == [(0, 16), (24, 30)]
-    assert joined([(0, 8), (0, 8), (16, 17), (3, 9)]) == [(0, 9), (16, 17)]
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=8))
+def test_joined_ranges_have_the_same_members_and_gaps_between_them(pairs):
+    ranges = [(start, start + count) for start, count in pairs]
+    found = joined(ranges)
+    members = [member for start, stop in found for member in range(start, stop)]
+    assert members == sorted({member for pair in ranges for member in range(*pair)})
+    assert all(left[1] < right[0] for left, right in itertools.pairwise(found))
 
 
 # --- what needs the number as a constant
