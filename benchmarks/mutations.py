@@ -7,8 +7,8 @@
 A mutant is beamjax with one operator, comparison, number, condition or loop changed, by the
 operators of cosmic-ray. An equal number of them is drawn from the functions of the analysis, the
 numerics, the shard runtime and the Beam workers. Each runs tests that call the changed function,
-or a function of its file where none does, until one fails: first those in the folder of the
-package, then others, the fastest first. `run` prints the mutants that survive, with the
+or a function of its file where none does, until one fails: first the fastest case of each test,
+then the second one, and so on. `run` prints the mutants that survive, with the
 changed line, and the share of each group that was killed. The same tree, seed and number give the
 same mutants.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import bisect
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -180,17 +181,16 @@ def tests_by_function() -> dict[str, list[tuple[float, str]]]:
     }
 
 
-def folder_of_tests(file: str) -> str:
-    """The folder of the tests of a package."""
-    first, *rest = file.split("/")
-    return f"tests/{rest[0] if first == 'beamjax' else first}/"
-
-
-def chosen(tests: Sequence[tuple[float, str]], folder: str) -> tuple[float, list[str]]:
-    """Seconds and names of tests, those in a folder first, up to TEST_SECONDS."""
+def chosen(tests: Sequence[tuple[float, str]]) -> tuple[float, list[str]]:
+    """Seconds and names of cases of many tests, up to TEST_SECONDS."""
+    cases: collections.Counter[str] = collections.Counter()
+    order = []
+    for seconds, name in sorted(tests):
+        test = name.partition("[")[0]
+        order.append((cases[test], seconds, name))
+        cases[test] += 1
     total, names = 0.0, []
-    order = sorted(tests, key=lambda test: (not test[1].startswith(folder), test))
-    for seconds, name in order:
+    for _, seconds, name in sorted(order):
         if names and total + seconds > TEST_SECONDS:
             break
         total += seconds
@@ -263,7 +263,7 @@ def test_mutants(mutants: Sequence[tuple[str, Mutant]], jobs: int) -> list[str]:
             found = tests.get(mutant.function) or tests.get(mutant.file)
             if found is None:
                 return "survived"
-            seconds, names = chosen(found, folder_of_tests(mutant.file))
+            seconds, names = chosen(found)
             tree = trees.get()
             file = tree / mutant.file
             original = file.read_text()
