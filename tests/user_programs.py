@@ -625,3 +625,50 @@ def float0_outside_of_bodies(x, t):
         return bj.reduce_sum(x), t[2], t.reshape(2 * N), both, jnp.sort(x, axis=0)
 
     return fn(x, t)
+
+
+# --- placements without members
+
+EMPTY = W * 2, jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32)
+
+
+def no_operators(w, x, k):
+    y = bj.map_fn(lambda v: jnp.tanh(v) * w, x)
+    members = {"map": y, "broadcast": bj.broadcast(w), "input": x, "outside": x * 2}
+    reduced = {
+        "sum": bj.reduce_sum(y), "mean": bj.reduce_mean(y), "prod": bj.reduce_prod(y),
+        "any": bj.reduce_any(y), "all": bj.reduce_all(y),
+        "weighted": bj.reduce_weighted_mean(y, y[:, 0]), "by_key": bj.reduce_by_key(y, k, 4),
+        "by": bj.reduce(jnp.add, y, w), "jnp": (x.sum(0), x.mean(0), jnp.sort(x, 0)),
+    }  # fmt: skip
+    return members, reduced
+
+
+def no_rounds(w, x, k):
+    step = lambda c, _: (c + bj.reduce_sum(bj.map_fn(lambda v: v * c, x)), None)
+    return jax.lax.scan(step, w, None, length=2)[0]
+
+
+def no_gradient(w, x, k):
+    return jax.grad(lambda w: jnp.sum(no_rounds(w, x, k)))(w)
+
+
+def one_placement_of_two(w, x, k):
+    double = lambda v, name: bj.map_fn(lambda v: v * 2, v, placement=name)
+    y = jnp.arange(6.0).reshape(2, 3)
+    return [
+        bj.reduce_sum(double(v, name), placement=name)
+        for v, name in ((x, "clients"), (y, "others"))
+    ]
+
+
+without_members = bj.program(clients=0)
+for name, fn in {
+    "no_members": without_members(no_operators),
+    "no_members_in_the_arguments": bj.program(clients=None)(no_operators),
+    "rounds_without_members": bj.program(clients=None)(no_rounds),
+    "gradient_without_members": without_members(no_gradient),
+    "batched_without_members": jax.vmap(without_members(no_rounds), (None,) * 3, axis_size=2),
+    "one_placement_of_two": bj.program(clients=0, others=2)(one_placement_of_two),
+}.items():
+    PROGRAMS[name] = Program(fn, EMPTY, guarded=True)

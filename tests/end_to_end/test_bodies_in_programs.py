@@ -236,17 +236,11 @@ def program_of(*names):
     return prog, W, {name: CASES[name][1] for name in names}
 
 
-@pytest.mark.table
-@pytest.mark.parametrize("name", CASES)
-def test_bodies(name):
-    run_everywhere(*program_of(name), shard_size=8)
-
-
 @pytest.mark.versions
 @pytest.mark.parametrize(
     "names",
     [("derivatives", "control_flow"), ("transformations", "trees"), ("other_keys", "zero_sizes"),
-     ("host", "no_results"), ("dtypes",)],
+     ("host", "no_results", "sorting"), ("dtypes",)],
     ids=lambda names: names[0],
 )  # fmt: skip
 def test_several_maps(names):

@@ -9,7 +9,6 @@ import pytest
 from helpers import assert_close, assert_same_bits, plan_of
 from jax import export, lax
 from jax.extend import core as jex
-from programs import CASES
 
 import beamjax as bj
 from beamjax.bodies.export import load_body
@@ -40,15 +39,6 @@ def large(monkeypatch):
 def apart(monkeypatch):
     """Masks are taken to cost so much that short shards always have an executable of their own."""
     monkeypatch.setattr(masks, "MASKED_SECONDS", 1.0)
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("setting", ["large", "apart"])
-@pytest.mark.parametrize("name", CASES)
-def test_programs_give_what_jit_gives(name, setting, request):
-    request.getfixturevalue(setting)
-    fn, args = CASES[name].build(bj)
-    assert_close(bj.run(fn, *args, runner="local"), jax.jit(fn)(*args))
 
 
 # --- all members of a shard at once, or, where they are large, one after the other
