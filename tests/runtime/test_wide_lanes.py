@@ -27,8 +27,6 @@ from beamjax.storage.scratch import Scratch
 N, SIZE = 40, 700
 RNG = np.random.default_rng(5)
 X = (RNG.normal(size=(N, SIZE)) * 10.0 ** RNG.integers(-20, 20, (N, SIZE))).astype(np.float32)
-THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 3}
-PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 
 
 def step(*lanes):
