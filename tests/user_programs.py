@@ -215,6 +215,15 @@ def derivatives_of_rows(x):
     return jax.grad(lambda x: total(x) + (x**2).sum())(x)
 
 
+@case(W, X, scatters=1)
+@program
+def padded_server_values(w, x):
+    """One that has all rows is cut into members; of one without rows there is nothing to read."""
+    wide = jnp.pad(jnp.outer(jnp.arange(float(N)), w), ((0, 0), (1, 2)))
+    empty = jnp.pad(jnp.zeros((0, 3)), ((0, N), (0, 0)), constant_values=2)
+    return bj.map_fn(lambda v, p, e: v * p[1:4] + e, (x, wide, empty))
+
+
 # --- NumPy along the members
 
 
