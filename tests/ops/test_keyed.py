@@ -82,6 +82,17 @@ def test_ops_and_dtypes(op):
     assert faults == []
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_sums_and_means_are_rounded_once(dtype):
+    """Of numbers that cancel out: in the dtype of the members, ones would be lost."""
+    one = np.array(1 + (1j if dtype == "complex64" else 0)).astype(dtype)
+    x, keys = one * np.float32([1e10, 1, -1e10, 3]), np.int32([7, 7, 7, 9])
+    for op, wanted in (("sum", [1, 3]), ("mean", [np.float32(1 / 3), 3])):
+        fn = bj.program(clients=4)(lambda x, k, op=op: bj.reduce_by_key(x, k, op=op))
+        found = bj.run(fn, x, keys, runner="local").arrays()["value"]
+        assert_same_bits(found, one * np.float32(wanted))
+
+
 @bj.program(clients=N)
 def program(w, x, keys):
     y = bj.map_fn(lambda v: {"score": v @ w, "count": jnp.int32(1)}, x)
