@@ -199,6 +199,9 @@ class Job:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
     def __repr__(self) -> str:
         return f"<Job {self.name} on {self.runner}: {self.state.value}, in {self.folder}>"
 

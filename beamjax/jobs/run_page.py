@@ -242,9 +242,8 @@ def _curves(report: Report) -> Markup | None:
     charts = []
     for curve in report.curves:
         title = tag("code", curve.path)
-        charts.append(
-            chart(Line(curve.path, curve.rounds, curve.values, "round", curve.path), title)
-        )
+        line = Line(curve.path, curve.rounds, curve.values, "round", curve.path, wide=True)
+        charts.append(chart(line, title))
     told = [_not_shown(curve) for curve in report.curves if len(curve.rounds) < curve.of]
     notes = [tag("p", text, class_="under") for text in told]
     return _section("Results of each round", tag("div", *charts, class_="charts"), *notes)

@@ -103,6 +103,7 @@ def test_a_job_gives_what_run_gives(runner, empty_tmp):
         assert job.state is JobState.DONE
         assert os.stat(job.folder).st_mode & 0o777 == 0o700
         assert str(empty_tmp) in job.folder
+        assert '"program":"total"' in job._repr_html_()
         assert repr(job).startswith("<Job total on ")
         progress = job.progress()
         assert (progress.done.members, progress.members) == (2 * N, 2 * N)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import time
 
 import html_checks
@@ -16,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.diagnostics.pages.charts import Line, chart, plain, shares_bar, stacked_chart, ticks
+from beamjax.diagnostics.pages.charts import (
+    DECADES,
+    Line,
+    chart,
+    decades,
+    plain,
+    shares_bar,
+    stacked_chart,
+    ticks,
+)
 from beamjax.diagnostics.pages.shell import document, fragment
 from beamjax.errors import ArrayFormatError, JobError, OptionsError
 from beamjax.jobs import recording, report
@@ -365,18 +375,42 @@ def test_ticks_are_round_and_around(a, b, about, whole):
     assert not whole or all(float(tick).is_integer() for tick in found)
 
 
-FLOATS = st.floats(-8e307, 8e307) | st.sampled_from((math.inf, -math.inf, math.nan))
+FLOATS = st.floats() | st.sampled_from((math.inf, -math.inf, math.nan))
 
 
 @given(st.lists(st.one_of(FLOATS, st.integers(-9, 9)), min_size=1, max_size=300))
 def test_any_line_is_a_chart(values):
-    found = html_checks.parsed(chart(Line("t", range(len(values)), values, "round", "y")))
-    assert len(found.all("rect")) <= 120
-    assert "nan" not in str(found.all("path"))
-    for path in found.all("path", class_="curve"):
-        assert "inf" not in path["d"]
-    if not any(map(math.isfinite, values)):
-        assert "no finite values" in found.text
+    for wide in (False, True):
+        line = Line("t", range(len(values)), values, "round", "y", wide=wide)
+        found = html_checks.parsed(chart(line))
+        assert len(found.all("rect")) <= 120
+        assert not {"nan", "inf"} & set(re.split(r"[^a-z]+", str(found.all("path"))))
+        for path in found.all("path", class_="curve"):
+            assert "inf" not in path["d"]
+        if not any(map(math.isfinite, values)):
+            assert "no finite values" in found.text
+
+
+@given(st.floats(1e-300, 1e300), st.floats(1, 1e300))
+def test_decades_are_powers_of_ten_around(low, ratio):
+    high = min(low * ratio, 1e300)
+    found = decades(low, high)
+    assert len(found) <= DECADES + 2
+    assert found[0] <= low * (1 + 1e-12)
+    assert high <= found[-1] * (1 + 1e-12)
+    assert all(math.log10(tick) == pytest.approx(round(math.log10(tick))) for tick in found)
+
+
+def test_a_loss_that_falls_by_decades_has_a_logarithmic_axis():
+    def heights(values):
+        line = Line("loss", range(len(values)), values, "round", "loss", wide=True)
+        dots = html_checks.parsed(chart(line)).all("circle")
+        return [float(dot["cy"]) for dot in dots]
+
+    falls = np.diff(heights([1e3, 1e1, 1e-1, 1e-3]))
+    np.testing.assert_allclose(falls, falls[0], rtol=1e-2)
+    assert np.ptp(np.diff(heights([30.0, 20.0, 10.0]))) < 0.2
+    assert np.ptp(np.diff(heights([1000.0, 0.0, -1000.0]))) < 0.2
 
 
 def test_numbers_and_shares_for_people():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ WIDTH, HEIGHT = 460.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 30.0
 STRIPS = 120
 """Places of a chart that say their numbers."""
+LOG_RANGE = 1000.0
+"""The ratio of the largest value to the smallest from which a logarithmic axis shows more."""
+DECADES = 6
+"""Ticks of a logarithmic axis, at most."""
 
 
 def shares_bar(tally: Tally) -> Markup:
@@ -60,6 +65,7 @@ class Line:
       saved: values of x with a diamond, as checkpoints.
       area: whether the part under the curve is filled.
       whole: whether y counts things, so that ticks are whole numbers.
+      wide: whether y has a logarithmic axis where all values are positive and span decades.
     """
 
     title: str
@@ -72,6 +78,7 @@ class Line:
     saved: Sequence[float] = ()
     area: bool = False
     whole: bool = False
+    wide: bool = False
 
 
 def chart(line: Line, title: Markup | None = None) -> Markup:
@@ -110,6 +117,7 @@ class _Scale:
     x_high: float
     y_ticks: tuple[float, ...]
     x_ticks: tuple[float, ...]
+    log: bool = False
 
     @classmethod
     def of(cls, line: Line, finite: Sequence[tuple[float, float]]) -> _Scale:
@@ -122,6 +130,8 @@ class _Scale:
         low, high = min(xs), max(xs)
         if low == high:
             low, high = low - 0.5, high + 0.5
+        if line.wide and min(ys) > 0 and max(ys) / LOG_RANGE >= min(ys):
+            return cls(low, high, decades(min(ys), max(ys)), _inside(low, high), log=True)
         return cls(low, high, ticks(min(ys), max(ys), 4, line.whole), _inside(low, high))
 
     def x(self, value: float) -> float:
@@ -129,7 +139,11 @@ class _Scale:
 
     def y(self, value: float) -> float:
         low, high = self.y_ticks[0], self.y_ticks[-1]
-        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        # By halves, whose difference is finite.
+        part = (value / 2 - low / 2) / (high / 2 - low / 2)
+        return HEIGHT - BOTTOM - part * (HEIGHT - TOP - BOTTOM)
 
 
 def _inside(low: float, high: float) -> tuple[float, ...]:
@@ -141,13 +155,27 @@ def ticks(low: float, high: float, about: int, whole: bool) -> tuple[float, ...]
     if high - low < 1e-12 * max(abs(low), abs(high), 1e-280):  # no finer than doubles are
         pad = abs(low) / 2 or 1.0
         low, high = (low - pad, high + pad) if not whole else (low, low + 1)
-    rough = (high - low) / about
+    rough = high / about - low / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step for m in (1, 2, 2.5, 5, 10) if (step := m * power) >= rough * 0.999)
     if whole:
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return tuple(i * step for i in range(first, max(last, first + 1) + 1))
+    most = sys.float_info.max
+    return tuple(min(max(i * step, -most), most) for i in range(first, max(last, first + 1) + 1))
+
+
+def decades(low: float, high: float) -> tuple[float, ...]:
+    """Powers of ten from below one positive value to above another, about as many as `DECADES`."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    last = max(last, first + 1)
+    every = math.ceil((last - first) / DECADES)
+    last += -(last - first) % every
+    return tuple(_power_of_ten(i) for i in range(first, last + 1, every))
+
+
+def _power_of_ten(exponent: int) -> float:
+    return float(f"1e{exponent}") if exponent <= sys.float_info.max_10_exp else sys.float_info.max
 
 
 def plain(value: float) -> str:
