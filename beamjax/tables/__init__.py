@@ -1,1 +1,1 @@
-"""Tables: rows grouped by a key, joined, or read from a pipeline, and results by key."""
+"""Tables: rows grouped by a key, or read from a pipeline, and results by key."""

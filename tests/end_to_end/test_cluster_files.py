@@ -1,4 +1,4 @@
-"""Data that stays in files, on Prism and on Flink: results, groups, joins, samples, keys."""
+"""Data that stays in files, on Prism and on Flink: results, groups, samples, keys."""
 
 import operator
 
@@ -14,7 +14,6 @@ import beamjax as bj
 from beamjax.plan import buffer_ranges
 from beamjax.plan import merging as fan_out
 from beamjax.shuffle import collecting, table_parts
-from beamjax.tables import joining
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -35,7 +34,6 @@ def _small(monkeypatch):
     """Many parts and blocks for small tables."""
     monkeypatch.setattr(table_parts, "PART_BYTES", 4000)
     monkeypatch.setattr(table_parts, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr(joining, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(collecting, "BLOCK_BYTES", 500)
     monkeypatch.setattr(collecting, "INLINE_BYTES", 200)
     monkeypatch.setattr(collecting, "PART_BYTES", 700)
@@ -82,16 +80,6 @@ def test_groups_and_samples_of_them(runner, tmp_path):
     assert_same_bits(on(runner, total, clients), here(total, clients))
     cohort = bj.sample(clients, 7, jax.random.key(1))
     assert_same_bits(on(runner, total, cohort), here(total, cohort))
-
-
-def test_joined_tables(runner, tmp_path):
-    order = RNG.permutation(N)
-    left, right = {"id": np.arange(N), "x": X}, {"id": order, "y": order * 2}
-    options = {"runner": runner.name, "options": runner.flags()}
-    joined = bj.join(left, right, "id", folder=tmp_path / "there", **options)
-    bj.join(left, right, "id", folder=tmp_path / "here")
-    same_files(tmp_path / "here", tmp_path / "there")
-    assert len(joined) == N
 
 
 def test_reductions_too_large_for_memory(runner, monkeypatch):

@@ -1,4 +1,4 @@
-"""Rows grouped by a column, tables joined by one, and the memory that both take."""
+"""Rows grouped by a column, and the memory that this takes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from beamjax.options import Options
 from beamjax.shuffle import dealt_rows, table_parts
 from beamjax.shuffle.table_parts import Grouping, parts_for
 from beamjax.sources.source_base import LeafSpec
-from beamjax.tables import grouping, joining
+from beamjax.tables import grouping
 from beamjax.tables.grouping_memory import DEAL, WRITE, grouping_estimate
 
 RNG = np.random.default_rng(5)
@@ -258,50 +258,6 @@ def test_what_cannot_be_grouped(tmp_path):
     ):
         arguments = {"source": TABLE, "by": "client", "folder": tmp_path / str(i), **change}
         refused(error, message, bj.group_by, **arguments)
-
-
-# --- joins
-
-LEFT = {"id": RNG.permutation(400)[:90] - 50, "x": RNG.normal(size=(90, 2)).astype(np.float32)}
-RIGHT = {"id": LEFT["id"][::-1].copy(), "y": np.arange(90, dtype=np.int16)}
-
-
-def assert_joined(joined, left, right, on):
-    found = tree_of(joined)
-    assert sorted(found[on].tolist()) == sorted({*left[on].tolist()} & {*right[on].tolist()})
-    for table in (left, right):
-        rows = {key: row for row, key in enumerate(table[on].tolist())}
-        order = [rows[key] for key in found[on].tolist()]
-        for name, array in table.items():
-            assert_same_bits(found[name], array[order])
-
-
-@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
-def test_joins(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(table_parts, "PART_BYTES", 300)
-    monkeypatch.setattr(joining, "BLOCK_BYTES", 700)
-    how = {"folder": tmp_path / "same", "runner": runner}
-    joined = bj.join(LEFT, RIGHT, "id", **how)
-    assert joined.unmatched == (0, 0)
-    assert_joined(joined, LEFT, RIGHT, "id")
-    few = {name: array[:40] for name, array in RIGHT.items()}
-    joined = bj.join(LEFT, few, "id", folder=tmp_path / "inner", how="inner", runner=runner)
-    assert joined.unmatched == (50, 0)
-    assert_joined(joined, LEFT, few, "id")
-    twice = {**RIGHT, "id": np.r_[RIGHT["id"][1], RIGHT["id"][1:]]}
-    for i, (left, right, kind, message) in enumerate(
-        [
-            (LEFT, twice, SourceError, "twice in the right table, in rows 0 and 1"),
-            (twice, LEFT, SourceError, "twice in the left table, in rows 0 and 1"),
-            (LEFT, few, SourceError, "in the left table only, expected the same keys in both"),
-            (LEFT, {**RIGHT, "x": RIGHT["y"]}, StructureError, "the leaf 'x' in"),
-            (LEFT, {**RIGHT, "id": RIGHT["id"].astype("i4")}, StructureError, "one type in"),
-        ]
-    ):
-        how = {"folder": tmp_path / str(i), "runner": runner}
-        refused(kind, message, bj.join, left, right, "id", **how)
-    how = {"folder": tmp_path / "memory", "options": {"memory": "1MiB"}}
-    refused(StagingError, r"memory=1\.0 MiB", bj.join, LEFT, RIGHT, "id", **how)
 
 
 # --- memory
