@@ -68,7 +68,6 @@ from beamjax.sources.tables.keyed_table import open_keyed as open_keyed
 from beamjax.sources.tables.parquet_source import from_parquet as from_parquet
 from beamjax.sources.taken_source import sample as sample
 from beamjax.sources.taken_source import take as take
-from beamjax.tables.grouping import group_by as group_by
 from beamjax.tables.pcollections import from_beam as from_beam
 from beamjax.telemetry.progress import Progress as Progress
 from beamjax.verification import verify as verify

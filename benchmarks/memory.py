@@ -5,14 +5,13 @@
 Runs each job over n, 10 n and 100 n members, each in a process of its own, and prints the peak of
 the memory that is that process's own (anonymous: neither shared nor mapped from files) and of its
 workers together with the ratio to the row before and what share it is of the estimate, which
-`beamjax.explain` tells too (for `groups` the larger one of the grouping and of the run). The
-members are of 4 KiB, so n = 25,000 and three steps are 10 GB at the top; they are made on the spot,
-or lie in files that are written before.
+`beamjax.explain` tells too. The members are of 4 KiB, so n = 25,000 and three steps are 10 GB at
+the top; they are made on the spot, or lie in files that are written before.
 
 - `draws`: members from `from_range`, one sum.
 - `embed`: rows of Parquet, embedded to files (`keep="placed"`), nothing else.
 - `pca`: rows of Parquet, two passes, for their mean and their covariance.
-- `groups`: rows of Parquet grouped by a column of 32 rows a key, then one sum.
+- `keyed`: rows of Parquet, summed by a column of 32 rows a key.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ RUNNERS: dict[str, dict[str, Any]] = {
     "DirectRunner": {},
     "processes": {"options": {"direct_running_mode": "multi_processing", "direct_num_workers": 2}},
 }
-JOBS = ("draws", "embed", "pca", "groups")
+JOBS = ("draws", "embed", "pca", "keyed")
 
 
 class Watch:
@@ -140,33 +139,20 @@ def run(job: str, how: dict[str, Any], n: int, folder: Path) -> None:
         bj.run(pca, weights, rows, **how)
     else:
 
-        @bj.program(keys=None)
+        @bj.program(rows=None)
         def total(data: Any) -> Any:
-            body = lambda c: jnp.sum(c["x"], axis=0, where=c["mask"][:, None])
-            return bj.reduce_sum(bj.map_fn(body, data))
+            return bj.reduce_by_key(data["x"], data["key"])
 
-        runner = how.get("runner", "DirectRunner")
-        groups = bj.group_by(
-            rows, "key", folder=folder / f"groups-{n}", runner=runner, options=how["options"]
-        )
-        bj.run(total, groups, **how)
+        bj.run(total, rows, **how)
 
 
 def noting_estimates() -> list[Any]:
     """A list to which the estimate of each run is added from now on."""
     from beamjax import execution
     from beamjax.diagnostics.memory import estimate
-    from beamjax.diagnostics.topology import Workers
-    from beamjax.tables import grouping
-    from beamjax.tables.grouping_memory import grouping_estimate
 
     found: list[Any] = []
-
-    def noted(rows: Any, parts: Any, options: Any, runner: str) -> None:
-        found.append(grouping_estimate(rows, parts, Workers.of(runner, options)))
-
     execution.check_memory = lambda *args: found.append(estimate(*args))
-    grouping.check_grouping = noted
     return found
 
 

@@ -159,27 +159,6 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         return cls(rows, ends, buckets, mask_at)
 
 
-class GroupedRows(RaggedSource):
-    """The groups of a table as members; see `beamjax.group_by`.
-
-    Attributes:
-        keys: of each member, in the order of the members.
-    """
-
-    def __init__(
-        self,
-        rows: Source,
-        ends: Source,
-        buckets: Sequence[int],
-        mask_at: int,
-        treedef: PyTreeDef = None,
-        keys: Sequence[np.ndarray] = (),
-    ) -> None:
-        """Use `beamjax.group_by`."""
-        super().__init__(rows, ends, buckets, mask_at, treedef)
-        self.keys = np.concatenate(keys) if keys else np.empty(0, np.int64)
-
-
 class ShortSource(Source, kind="short"):
     """A ragged source that is read padded to a bucket: for a pass with a body for each of them."""
 
@@ -267,9 +246,9 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
             f"add up to {counts.sum()}, expected lengths from 0 that add up to the {len(source)} "
             "rows."
         )
-    chosen = chosen_buckets(buckets, counts, source)
+    chosen = _chosen_buckets(buckets, counts, source)
     ends = from_arrays(np.cumsum(counts))
-    return RaggedSource(source, ends, chosen, *place_of_mask(source))
+    return RaggedSource(source, ends, chosen, *_place_of_mask(source))
 
 
 def choose_buckets(lengths: np.ndarray) -> list[int]:
@@ -285,7 +264,7 @@ def _most_rows(rows: Source) -> int:
     return max(len(rows), ANY_ROWS) + MULTIPLE
 
 
-def chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Source) -> list[int]:
+def _chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Source) -> list[int]:
     """Lengths to pad members to: those of a user, if they will do, or some for these members.
 
     Raises:
@@ -310,7 +289,7 @@ def chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Sou
     return chosen
 
 
-def place_of_mask(rows: Source) -> tuple[int, PyTreeDef]:
+def _place_of_mask(rows: Source) -> tuple[int, PyTreeDef]:
     """The place of the mask among the leaves, and the tree of all."""
     import jax
 

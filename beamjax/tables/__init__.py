@@ -1,1 +1,1 @@
-"""Tables: rows grouped by a key, or read from a pipeline, and results by key."""
+"""Members made by pipelines of Beam, and results by key."""

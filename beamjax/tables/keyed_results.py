@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,15 +16,15 @@ from beamjax.errors import OptionsError, StructureError
 from beamjax.ops.keyed import Keyed
 from beamjax.options import Options
 from beamjax.runtime.placed_results import Kept
+from beamjax.shuffle.dealt_rows import DealtRows
 from beamjax.shuffle.folding import Folding
 from beamjax.shuffle.table_parts import parts_for
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import LeafSpec
+from beamjax.sources.source_base import LeafSpec, Source
 from beamjax.sources.tables.keyed_table import KeyedTable, write_keyed
 from beamjax.sources.zipped_source import ZippedSource
-from beamjax.tables.grouping import shuffle
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options
     source = ZippedSource([m if isinstance(m, Placed) else from_arrays(m) for m in members])
     folder = _folder(results, path)
     fold = Folding(folder, 0, parts_for(source), len(source), op=keyed.op, dtypes=keyed.dtypes)
-    shuffle(source, fold, runner, options)
+    _shuffle(source, fold, runner, options)
     for member in members:
         if isinstance(member, Placed):
             member.remove()
@@ -118,6 +119,28 @@ def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options
     if not results.lasts:
         weakref.finalize(table, KeyedTable.remove, KeyedTable(folder, parts, types, tree))
     return table
+
+
+def _shuffle(rows: Source, fold: Folding, runner: Any, options: Options) -> None:
+    """Deals rows to parts and writes the parts, in this process or by a runner of Beam."""
+    os.makedirs(fold.folder, mode=0o700, exist_ok=True)
+    for path in Path(fold.folder).glob("part-*.npy"):  # of a call that was stopped
+        path.unlink()
+    # Several runners of Beam have what they shuffle in memory.
+    dealt = DealtRows.inside(fold.folder, fold.parts)
+    try:
+        if runner != "local":
+            from beamjax.pipelines.tables import shuffle as shuffling
+
+            shuffling.shuffle(rows, fold, dealt, runner, options)
+            return
+        ranges = fold.blocks(rows)
+        dealt.list([dealt.write(fold.deal(rows, start, stop)) for start, stop in ranges])
+        for part in range(fold.parts):
+            if blocks := dealt.blocks(part):
+                fold.write(part, blocks)
+    finally:
+        dealt.remove()
 
 
 def _is_placed(node: Any) -> bool:

@@ -16,16 +16,16 @@ from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.shuffle import collecting
 from beamjax.shuffle.collecting import Collecting, part_path
+from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.npy_source import map_file
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import PyTreeDef, natural
 from beamjax.sources.streams.collected_source import CollectedMembers
 from beamjax.sources.streams.one_member import MemberType
 from beamjax.storage.treedefs import tree_to_json
-from beamjax.tables.grouping import LOCAL, checked_folder, found_before, write_manifest
 
 VERSION = 1
-PARTS = "parts.json"
+MANIFEST = "members.json"
 
 
 def from_beam(
@@ -78,26 +78,67 @@ def from_beam(
       WorkerError: the pipeline failed, or too many elements were dropped.
     """
     parsed = parsed_options(options, runner)
-    if runner == LOCAL:
+    if runner == "local":
         raise OptionsError(
             "from_beam, runner: found 'local', expected a runner of Beam, which the pipeline "
             "needs; 'DirectRunner' runs it in this process"
         )
     leaves, treedef = member_leaves(like, "from_beam")
-    where = checked_folder(folder, "from_beam")
-    record = {
+    where = _checked(folder)
+    what = {
         "version": VERSION,
-        "members": "from_beam",
         "tree": tree_to_json(treedef),
         "leaves": [leaf.to_json() for leaf in leaves],
         "indexed": index is not None,
     }
     template = treedef.unflatten(range(len(leaves)))
     member = MemberType("from_beam", template, tuple(leaves))
-    if not found_before(where, record, "from_beam"):
-        _collect(transform, index, where, member, runner, parsed)
-        write_manifest(where, record)
-    return _opened(where, member, treedef)
+    record = _found_before(where, what)
+    if record is None:
+        record = {**what, **_collect(transform, index, where, member, runner, parsed)}
+        _write_manifest(where, record)
+    return _opened(where, record, member, treedef)
+
+
+def _checked(folder: str | os.PathLike[str]) -> str:
+    """The absolute path of a folder; OptionsError for a URL."""
+    where = os.fspath(folder)
+    if is_url(where):
+        raise OptionsError(
+            f"from_beam, folder: found the URL {where}, expected a path: members are in files that "
+            "workers map. Use a folder that they share."
+        )
+    return os.path.abspath(where)
+
+
+def _found_before(folder: str, what: dict[str, Any]) -> dict[str, Any] | None:
+    """What an earlier call wrote to a folder; None if there was none.
+
+    Raises:
+      ArrayFormatError: its list can't be read.
+      OptionsError: the folder holds members of another kind.
+    """
+    path = os.path.join(folder, MANIFEST)
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ArrayFormatError(f"{path}: cannot read ({error}); remove the folder.") from error
+    fields = found if isinstance(found, dict) else {}
+    different = [name for name in what if fields.get(name) != what[name]]
+    if different:
+        raise OptionsError(
+            f"from_beam: {folder} holds members of another kind: {', '.join(different)} differ. "
+            "Choose another folder, or remove this one to begin anew."
+        )
+    return fields
+
+
+def _write_manifest(folder: str, record: dict[str, Any]) -> None:
+    path = os.path.join(folder, MANIFEST)
+    Path(f"{path}.tmp").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    os.replace(f"{path}.tmp", path)
 
 
 def _collect(
@@ -107,8 +148,8 @@ def _collect(
     member: MemberType,
     runner: Any,
     options: Options,
-) -> None:
-    """Runs the pipeline, and lists what its workers wrote."""
+) -> dict[str, Any]:
+    """Runs the pipeline; gives the parts that its workers wrote, and the elements left out."""
     from beamjax.pipelines.tables import collect as pipeline
 
     try:
@@ -142,8 +183,7 @@ def _collect(
             f"{folder}: found {found} members, expected {listed['count']}; do the launcher and the "
             "workers see the same files there?"
         )
-    dropped = [each.to_json() for each in letters.dropped]
-    Path(folder, PARTS).write_text(json.dumps({"parts": parts, "dropped": dropped}))
+    return {"parts": parts, "dropped": [each.to_json() for each in letters.dropped]}
 
 
 def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
@@ -159,19 +199,20 @@ def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
     return letters
 
 
-def _opened(folder: str, member: MemberType, treedef: PyTreeDef) -> CollectedMembers:
+def _opened(
+    folder: str, record: dict[str, Any], member: MemberType, treedef: PyTreeDef
+) -> CollectedMembers:
     """What is in a folder, if it is whole.
 
     Raises:
       ArrayFormatError: its list is damaged.
       SourceError: a file is missing, or not what was written.
     """
-    path = os.path.join(folder, PARTS)
+    path = os.path.join(folder, MANIFEST)
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
         parts = [(natural(part), natural(rows, 1)) for part, rows in record["parts"]]
         dropped = [Dropped.from_json(each, path) for each in record["dropped"]]
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ArrayFormatError(
             f"{path}: found no list of members ({error}); remove the folder to read anew"
         ) from error

@@ -18,7 +18,7 @@ from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.shuffle.dealt_rows import DealtRows
-from beamjax.shuffle.table_parts import Grouping
+from beamjax.shuffle.folding import Folding
 from beamjax.sources.live_sources import live_spec, register, release
 from beamjax.sources.source_base import Source, open_spec
 
@@ -26,7 +26,7 @@ DEAL, LIST, WRITE = "Deal rows", "List files", "Write groups"
 
 
 def shuffle(
-    rows: Source, grouping: Grouping, dealt: DealtRows, runner: Any, options: Options
+    rows: Source, grouping: Folding, dealt: DealtRows, runner: Any, options: Options
 ) -> None:
     """Has workers read the rows of a table, deal them to parts, and write each part.
 
@@ -76,7 +76,7 @@ class DealRows(StepFn):
 
     yields = typehints.KV[bytes, str]
 
-    def __init__(self, store: Store, spec: dict[str, Any], grouping: Grouping, dealt: DealtRows):
+    def __init__(self, store: Store, spec: dict[str, Any], grouping: Folding, dealt: DealtRows):
         self.store = store
         self.spec = spec
         self.grouping = grouping
@@ -110,7 +110,7 @@ class WriteGroups(StepFn):
 
     yields = typehints.Any
 
-    def __init__(self, store: Store, grouping: Grouping, dealt: DealtRows):
+    def __init__(self, store: Store, grouping: Folding, dealt: DealtRows):
         self.store = store
         self.grouping = grouping
         self.dealt = dealt

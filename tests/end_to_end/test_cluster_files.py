@@ -1,4 +1,4 @@
-"""Data that stays in files, on Prism and on Flink: results, groups, samples, keys."""
+"""Data that stays in files, on Prism and on Flink: results, samples, keys."""
 
 import operator
 
@@ -72,12 +72,9 @@ def test_results_stay_in_files(runner, tmp_path):
     assert_same_bits(found, here(rounds, W, X))
 
 
-def test_groups_and_samples_of_them(runner, tmp_path):
-    options = {"runner": runner.name, "options": runner.flags()}
-    clients = bj.group_by(TABLE, "client", folder=tmp_path / "there", **options)
-    bj.group_by(TABLE, "client", folder=tmp_path / "here")
-    same_files(tmp_path / "here", tmp_path / "there")
-    assert_same_bits(on(runner, total, clients), here(total, clients))
+def test_samples_of_clients_of_unequal_size(runner, tmp_path):
+    rows = bj.from_arrays({"y": TABLE["y"]}).spill(tmp_path)
+    clients = bj.from_ragged(rows, np.bincount(TABLE["client"]))
     cohort = bj.sample(clients, 7, jax.random.key(1))
     assert_same_bits(on(runner, total, cohort), here(total, cohort))
 

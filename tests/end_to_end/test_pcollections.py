@@ -168,9 +168,12 @@ def test_the_next_call_reads_what_is_there(tmp_path):
     path.unlink()
     with pytest.raises(SourceError, match=r"leaf-001.npy: cannot open"):
         bj.from_beam(never, like=LIKE, folder=tmp_path)
-    (tmp_path / "parts.json").write_text("{}")
-    with pytest.raises(ArrayFormatError, match=r"parts.json: found no list"):
-        bj.from_beam(never, like=LIKE, folder=tmp_path)
+    manifest = tmp_path / "members.json"
+    record = {**json.loads(manifest.read_text()), "parts": [[0, -1]]}
+    for text, message in ((json.dumps(record), "found no list"), ("{", "cannot read")):
+        manifest.write_text(text)
+        with pytest.raises(ArrayFormatError, match=rf"members\.json: {message}"):
+            bj.from_beam(never, like=LIKE, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

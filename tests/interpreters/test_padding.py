@@ -111,9 +111,6 @@ def clients_of(case, folder, kind="ragged"):
         return bj.from_ragged({"x": rows}, lengths)
     if kind == "one bucket":
         return bj.from_ragged({"x": rows}, lengths, buckets=[max(lengths)])
-    if kind == "group_by":
-        table = {"key": np.repeat(np.arange(len(lengths)), lengths), "x": rows}
-        return bj.group_by(table, "key", folder=str(folder / f"groups-{len(rows)}"))
     path = folder / f"lists-{len(rows)}.parquet"
     lists = np.split(rows, np.cumsum(lengths)[:-1])
     parquet.write_table(pa.table({"x": pa.array(lists, pa.list_(pa.float32()))}), path)
@@ -144,7 +141,7 @@ def test_bodies_that_read_padding_are_refused_in_all_runs(tmp_path):
     runs = [
         *((name, case, "ragged", {}) for name in CARELESS for case in FEW),
         *(("mean", case, "ragged", {}) for case in LENGTHS if case not in FEW),
-        *(("mean", case, kind, {}) for kind in ("one bucket", "group_by", "lists") for case in FEW),
+        *(("mean", case, kind, {}) for kind in ("one bucket", "lists") for case in FEW),
         ("mean", "one shard", "ragged", {"on_nonfinite": "drop"}),
         ("mean", "one shard", "ragged", {"on_error": "drop"}),
         ("mean", "one shard", "ragged", {"member_loop": "loop"}),

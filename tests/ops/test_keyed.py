@@ -172,3 +172,11 @@ def test_bad_input(tmp_path):
         (tmp_path / MANIFEST).write_text(text)
         with pytest.raises(ArrayFormatError, match="found no list"):
             bj.open_keyed(tmp_path)
+
+
+def test_the_hash_spreads_neighbours():
+    parts = table_parts.hashed(np.arange(100_000)) % np.uint64(64)
+    counts = np.bincount(parts.astype(np.int64), minlength=64)
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom
+    same = {int(table_parts.hashed(np.array([7], d))[0]) for d in (np.int8, np.int64, np.uint16)}
+    assert len(same) == 1

@@ -280,11 +280,10 @@ UNKNOWN = [({"zzzzz": 1}, "found 'zzzzz', expected an option of beamjax")]
 
 
 @pytest.mark.usefixtures("no_work")
-def test_options_are_refused_by_every_front_door(tmp_path):
+def test_options_are_refused_by_every_front_door():
     """Before any work. Runners elsewhere may know flags that nobody here knows."""
     runners = ["local", "DirectRunner", "PrismRunner", "FlinkRunner", "SparkRunner"]
     runs = {runner: functools.partial(bj.run, total, X, runner=runner) for runner in runners}
-    columns = {"k": X[:, 0], "x": X}
     ways = {
         **runs,
         "launch": functools.partial(bj.launch, total, X, runner="local"),
@@ -294,7 +293,6 @@ def test_options_are_refused_by_every_front_door(tmp_path):
         "verify": functools.partial(bj.verify, total, X, runner="local"),
         "pipeline": bj.pipeline,
         "dry run": functools.partial(bj.dataflow.dry_run, total, X),
-        "group_by": functools.partial(bj.group_by, columns, "k", folder=tmp_path / "g"),
     }
     elsewhere = {"PrismRunner", "FlinkRunner", "SparkRunner"}
     wrong = []

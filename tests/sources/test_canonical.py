@@ -169,16 +169,6 @@ def test_a_member_that_does_not_fit_is_dropped_like_one_that_cannot_be_read(tmp_
     assert (placement, member) == ("rows", ROW)
 
 
-def test_groups_have_the_keys_of_64_bits(tmp_path):
-    np.savez(tmp_path / "k.npz", k=keys(), v=np.ones(N, np.float32))
-    groups = bj.group_by(bj.from_npz(tmp_path / "k.npz"), "k", folder=tmp_path / "groups")
-    assert sorted(groups.keys.tolist()) == [0, 1, 2, KEY]
-    sizes = bj.program(placements={"rows": None})(
-        lambda g: bj.reduce_sum(bj.map_fn(lambda g: g["v"].sum(where=g["mask"]), g))
-    )
-    assert bj.run(sizes, groups, runner="local") == N  # the program does not read the keys
-
-
 # --- one warning a call
 
 
