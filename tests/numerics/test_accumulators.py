@@ -307,6 +307,17 @@ def test_results_and_dtypes_are_those_of_jnp(x64, names):
     assert faults == []
 
 
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_complex_extremes_at_infinity(op, mode):
+    """They are ordered by their imaginary parts, and nothing that pads them wins."""
+    end = -np.inf if op == "max" else np.inf
+    x = np.array([complex(end, part) for part in (2, -3, 1)], np.complex64)
+    fn = bj.program(m=3)(getattr(bj, f"reduce_{op}"))
+    found = bj.run(fn, x, runner="local", options={"shard_size": 8, "reduction": mode})
+    assert complex(found) == complex(getattr(np, op)(x))
+
+
 # --- what is refused
 
 
