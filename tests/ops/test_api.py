@@ -221,9 +221,6 @@ def test_anything_callable_is_mapped():
         np.testing.assert_array_equal(program(lambda x, fn=fn: bj.map_fn(fn, x))(X), 2.0 * X)
 
 
-# --- reductions
-
-
 # --- weighted means
 
 weighted_mean = program(bj.reduce_weighted_mean)

@@ -303,6 +303,3 @@ def test_four_devices_without_broadcasts_and_with_calls_to_the_host():
     found = bj.run(noted, X, options={"local_devices": 4, "shard_size": 8})
     np.testing.assert_array_equal(found[0], np.sort(X, axis=1) * 2)
     assert len(calls) == N
-
-
-# --- options
