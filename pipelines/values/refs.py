@@ -76,8 +76,8 @@ class Ref:
             plain = isinstance(ref.key, str) and all(type(s) is int and s >= 0 for s in sizes)
             plain = plain and all(_SAFE_NAME.fullmatch(name) for name, _ in ref.files)
         except (KeyError, TypeError, ValueError):
-            ref, plain = None, False
-        if ref is None or not plain:
+            plain = False
+        if not plain:
             raise ArrayFormatError(
                 f"reference to a stored value: found {record!r:.200}, expected a key, leaves as "
                 "[dtype, shape] and files as [name, bytes]."
