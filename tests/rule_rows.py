@@ -102,6 +102,15 @@ group(
         lax.real(lax.complex(x, y)) - lax.imag(lax.complex(x, y)), x <= y,
     ],
 )  # fmt: skip
+group(
+    "rare", placed(normal(N, 3)), normal(N, 3, seed=1),
+    local=lambda x, y: [
+        lax.igammac(x * x + 0.5, y * y + 0.5), lax.igamma_grad_a(x * x + 0.5, y * y + 0.5),
+        x.at[:, 0].subtract(2.0), lax.betainc(x * x + 0.5, y * y + 0.5, 0.5 + 0.4 * jnp.tanh(x)),
+        lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 1), "VALID"),
+        jax.grad(lambda x: jnp.sum(x * jnp.sin(x)))(x),
+    ],
+)  # fmt: skip
 for axis in (0, 1, 2):
     shape = [3, 4]
     shape.insert(axis, N)

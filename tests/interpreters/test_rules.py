@@ -14,6 +14,8 @@ from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
+from beamjax.interpreters.rules.creations import CREATE
+from beamjax.interpreters.rules.table import RULES
 
 OPTIONS = {"shard_size": 8}
 IN_GATE = """
@@ -74,6 +76,37 @@ def test_what_rows_read(name):
     args, functions = GROUPS[name]
     found = {kind: faults_of_reading(kind, fn, args) for kind, fn in functions.items()}
     assert [fault for faults in found.values() for fault in faults] == []
+
+
+WITHOUT_ROWS = """
+    compressed_words eig eq_to geqrf hessenberg log2 mulhi random_gamma_grad schur
+""".split()
+"""Primitives without a row: few programs use them, and some versions of JAX do not have them."""
+NEW_IN_JAX = {"one_minus_square", "polynomial"} if jax.__version_info__ < (0, 12) else set()
+
+
+@pytest.mark.versions
+def test_every_rule_fires(monkeypatch):
+    fired = set()
+
+    def noted(name, sharding_rule):
+        def found(*args):
+            result = sharding_rule(*args)
+            fired.update([name] if result is not None else [])
+            return result
+
+        return found
+
+    names = {name for name in (*RULES, *CREATE) if not name.startswith("bj_")}
+    for table in (RULES, CREATE):
+        for name, sharding_rule in table.items():
+            monkeypatch.setitem(table, name, noted(name, sharding_rule))
+    for args, functions in GROUPS.values():
+        for kind, function in functions.items():
+            if kind != "gather":
+                prog, values = as_program(function, args)
+                bj.explain(prog, *values, options=OPTIONS)
+    assert sorted(names - fired - NEW_IN_JAX - set(WITHOUT_ROWS)) == []
 
 
 def values_of(name):

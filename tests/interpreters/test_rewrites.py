@@ -1,0 +1,106 @@
+"""That each rewrite of a program fires.
+
+Without a rewrite, the values are the same, but members are gathered or sent, or a loop runs as many
+passes. So each program is explained twice: as it is, and without the rewrite. A rewrite that does
+not recognize the equations of another version of JAX fails here.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import beamjax as bj
+from beamjax.diagnostics.fact_types import walk_facts
+from beamjax.interpreters.placement import propagate, views
+from beamjax.interpreters.staging import flatten, simplify
+
+N = 12
+MEMBERS = jnp.ones((N, 4))
+ROWS = jnp.ones((2 * N, 4))
+AVOIDED = ("Gather", "Scatter", "Loop")
+
+
+def none_found(*_):
+    return iter(())
+
+
+def nothing(*_):
+    return None
+
+
+def no_views(*_):
+    return {}
+
+
+def mean_of_most(x):
+    return jnp.mean(x[:10], 0)
+
+
+def slope_of_most(x):
+    return jax.grad(lambda v: jnp.sum(v[:10] ** 2))(x)
+
+
+def largest_of_all(x):
+    return jnp.max(jnp.abs(x.ravel()))
+
+
+def sums_of_groups(x):
+    return x.reshape(3, -1, 4).sum(1)
+
+
+def place_of_the_largest(x):
+    return jnp.argmax(x)
+
+
+def product_of_all(x):
+    return jnp.vdot(x, x)
+
+
+def centered(x):
+    return bj.map_fn(lambda v: v - jnp.mean(x, 0), x)
+
+
+def loops_over_members(x):
+    return jax.vmap(lambda row: jax.lax.fori_loop(0, 3, lambda _, v: jnp.sin(v), row))(x)
+
+
+def made_of_rows(x):
+    return bj.map_fn(jnp.sum, x.reshape(N, 2, 4))
+
+
+def made_of_computed_rows(x):
+    return bj.map_fn(jnp.sum, (x[:, 1:] * 2).reshape(N, 2, 3))
+
+
+REWRITES = [
+    (mean_of_most, propagate, "sliced", none_found),
+    (slope_of_most, propagate, "sliced", none_found),
+    (largest_of_all, propagate, "reshaped", none_found),
+    (sums_of_groups, propagate, "reshaped", none_found),
+    (place_of_the_largest, propagate, "reshaped", none_found),
+    (product_of_all, simplify.Ravels, "see", nothing),
+    (centered, flatten, "hoist", nothing),
+    (loops_over_members, propagate, "as_member_equation", nothing),
+    (made_of_rows, propagate, "make_views", no_views),
+    (made_of_computed_rows, views, "move_cuts", nothing),
+]
+
+
+def avoided_steps(function):
+    """The steps of a program that its rewrite should avoid."""
+    if function in (made_of_rows, made_of_computed_rows):
+        prog, x = bj.program(clients=N)(lambda x: function(x)), ROWS
+    else:
+        prog, x = bj.program(clients=N)(lambda x: function(bj.map_fn(jnp.cos, x))), MEMBERS
+    steps = walk_facts(bj.explain(prog, x).facts.steps)
+    return [f"{step.kind} at {step.lines}" for step in steps if step.kind in AVOIDED]
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    ("function", "where", "name", "off"), REWRITES, ids=[each[0].__name__ for each in REWRITES]
+)
+def test_rewrites_fire(monkeypatch, function, where, name, off):
+    assert avoided_steps(function) == []
+    monkeypatch.setattr(where, name, off)
+    assert avoided_steps(function) != []
