@@ -1,1 +1,1 @@
-"""Rows on disk, sorted by key."""
+"""Rows sorted by key, on disk."""

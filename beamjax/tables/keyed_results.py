@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ from beamjax.errors import OptionsError, StructureError
 from beamjax.ops.keyed import Keyed
 from beamjax.options import Options
 from beamjax.runtime.placed_results import Kept
-from beamjax.shuffle.dealt_rows import DealtRows
-from beamjax.shuffle.folding import Folding
-from beamjax.shuffle.table_parts import parts_for
+from beamjax.shuffle.by_key import KeyShuffle
+from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.arrays.data_files import is_url
+from beamjax.sources.arrays.part_files import written_parts
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import LeafSpec, Source
 from beamjax.sources.tables.keyed_table import KeyedTable, write_keyed
@@ -100,20 +99,17 @@ def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options
         )
     source = ZippedSource([m if isinstance(m, Placed) else from_arrays(m) for m in members])
     folder = _folder(results, path)
-    fold = Folding(folder, 0, parts_for(source), len(source), op=keyed.op, dtypes=keyed.dtypes)
-    _shuffle(source, fold, runner, options)
-    for member in members:
-        if isinstance(member, Placed):
-            member.remove()
-    parts = [
-        (f"part-{part:05d}", len(np.load(fold.path(part, "counts"), mmap_mode="r")))
-        for part in fold.written()
-    ]
     types = [LeafSpec((), np.dtype(source.leaves[0].dtype), None, "['key']")]
     values = jax.tree_util.tree_flatten_with_path(keyed.values)[0]
     for (where, _), leaf, name in zip(values, source.leaves[1:], keyed.dtypes, strict=True):
         place = f"['value']{jax.tree_util.keystr(where)}"
         types.append(LeafSpec(leaf.shape, np.dtype(name), None, place))
+    with scratch_in(folder) as scratch:
+        _shuffle(source, KeyShuffle.of(source, keyed.op, types, folder, scratch), runner, options)
+    for member in members:
+        if isinstance(member, Placed):
+            member.remove()
+    parts = written_parts(folder)
     tree = jax.tree_util.tree_structure({"key": 0, "value": keyed.values}, is_leaf=_is_placed)
     table = write_keyed(folder, parts, types, tree)
     if not results.lasts:
@@ -121,26 +117,17 @@ def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options
     return table
 
 
-def _shuffle(rows: Source, fold: Folding, runner: Any, options: Options) -> None:
-    """Deals rows to parts and writes the parts, in this process or by a runner of Beam."""
-    os.makedirs(fold.folder, mode=0o700, exist_ok=True)
-    for path in Path(fold.folder).glob("part-*.npy"):  # of a call that was stopped
-        path.unlink()
-    # Several runners of Beam have what they shuffle in memory.
-    dealt = DealtRows.inside(fold.folder, fold.parts)
-    try:
-        if runner != "local":
-            from beamjax.pipelines.tables import shuffle as shuffling
+def _shuffle(source: Source, shuffle: KeyShuffle, runner: Any, options: Options) -> None:
+    """Reduces the members of each key into files, in this process or by a runner of Beam."""
+    if runner != "local":
+        from beamjax.pipelines.tables.by_key import reduce_by_key
 
-            shuffling.shuffle(rows, fold, dealt, runner, options)
-            return
-        ranges = fold.blocks(rows)
-        dealt.list([dealt.write(fold.deal(rows, start, stop)) for start, stop in ranges])
-        for part in range(fold.parts):
-            if blocks := dealt.blocks(part):
-                fold.write(part, blocks)
-    finally:
-        dealt.remove()
+        reduce_by_key(source, shuffle, runner, options)
+        return
+    ranges = shuffle.ranges(source)
+    blocks = [shuffle.save(shuffle.block(source, start, stop)) for start, stop in ranges]
+    for part in range(shuffle.list_blocks(blocks)):
+        shuffle.write(part)
 
 
 def _is_placed(node: Any) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,11 @@ from beamjax.call_checks import parsed_options
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.shuffle import collecting
-from beamjax.shuffle.collecting import Collecting, part_path
+from beamjax.shuffle import elements, sorted_blocks
+from beamjax.shuffle.elements import ElementShuffle
+from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.npy_source import map_file
+from beamjax.sources.arrays.part_files import written_parts
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import PyTreeDef, natural
 from beamjax.sources.streams.collected_source import CollectedMembers
@@ -152,31 +151,22 @@ def _collect(
     """Runs the pipeline; gives the parts that its workers wrote, and the elements left out."""
     from beamjax.pipelines.tables import collect as pipeline
 
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        for path in Path(folder).glob("part-*.npy"):  # of a call that was stopped
-            path.unlink()
-        scratch = tempfile.mkdtemp(prefix="blocks-", dir=folder)
-    except OSError as error:
-        raise SourceError(f"{folder}: cannot write members here ({error}).") from error
-    try:
-        what = Collecting(
+    with scratch_in(folder) as scratch:
+        shuffle = ElementShuffle(
             folder,
             scratch,
+            member.leaves,
+            sorted_blocks.BLOCK_BYTES,
+            sorted_blocks.PART_BYTES,
             member,
             indexed=index is not None,
             drop=options.on_error == "drop",
-            block_bytes=collecting.BLOCK_BYTES,
-            inline_bytes=collecting.INLINE_BYTES,
-            part_bytes=collecting.PART_BYTES,
+            inline_bytes=elements.INLINE_BYTES,
         )
-        pipeline.collect(transform, index, what, runner, options)
-        listed = what.listed()
+        pipeline.collect(transform, index, shuffle, runner, options)
+        listed = shuffle.listed()
         letters = _letters(listed, options)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    firsts = {part: part_path(folder, part, 0) for part in range(listed["parts"])}
-    parts = [(part, len(map_file(path))) for part, path in firsts.items() if os.path.exists(path)]
+    parts = written_parts(folder)
     found = sum(rows for _, rows in parts)
     if found != listed["count"]:
         raise SourceError(
@@ -216,11 +206,7 @@ def _opened(
         raise ArrayFormatError(
             f"{path}: found no list of members ({error}); remove the folder to read anew"
         ) from error
-    files = [
-        [(part_path(folder, part, i), rows) for part, rows in parts]
-        for i in range(len(member.leaves))
-    ]
-    found = CollectedMembers(folder, files, member.leaves, treedef, dropped)
+    found = CollectedMembers(folder, parts, member.leaves, treedef, dropped)
     try:
         found.check_files()
     except SourceError as error:

@@ -1,1 +1,1 @@
-"""Rows of tables shuffled by workers."""
+"""Pipelines that are no plans: shuffles, and streams read into files."""

@@ -17,24 +17,26 @@ from beamjax.options import Options
 from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.run import temporary_store
 from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.tables.shuffle import LIST, WRITE, ShuffleFn, WriteParts, dropped, saved
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import transform_errors
 from beamjax.pipelines.worker.tasks import StepFn
-from beamjax.shuffle.collecting import Block, Collecting, encoded, gathered
+from beamjax.shuffle.elements import ElementShuffle
+from beamjax.shuffle.sorted_blocks import Block, merged
 from beamjax.sources.streams.one_member import shown
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
-BLOCKS, GATHER, LIST, WRITE = "Write blocks", "Gather blocks", "List blocks", "Write members"
+BLOCKS, MERGE = "Write blocks", "Merge blocks"
 _OWN = "beamjax"
 """How the labels of these steps begin, in a pipeline that has others."""
-_LANES = 16
-"""Small blocks are gathered by so many workers at most."""
+_MERGERS = 16
+"""Workers that merge small blocks, at most."""
 
 Index = Callable[[Any], int] | None
 
 
 def collect(
-    transform: Any, index: Index, collecting: Collecting, runner: Any, options: Options
+    transform: Any, index: Index, shuffle: ElementShuffle, runner: Any, options: Options
 ) -> None:
     """Runs a pipeline and writes its elements as members.
 
@@ -46,37 +48,34 @@ def collect(
     connection = connect(runner, options)
     with temporary_store(connection.options) as store, new_pipeline(connection) as pipeline:
         elements = _applied(transform, pipeline)
-        elements | _OWN >> _Collect(store, collecting, index)
+        elements | _OWN >> _Collect(store, shuffle, index)
         errors = transform_errors("from_beam", f"{_OWN}/")
-        run_steps(pipeline, connection, store, [BLOCKS, GATHER, LIST, WRITE], errors)
+        run_steps(pipeline, connection, store, [BLOCKS, MERGE, LIST, WRITE], errors)
 
 
 class _Collect(beam.PTransform):
     """Elements to files of members."""
 
-    def __init__(self, store: Store, collecting: Collecting, index: Index):
+    def __init__(self, store: Store, shuffle: ElementShuffle, index: Index):
         super().__init__()
         self.store = store
-        self.collecting = collecting
+        self.shuffle = shuffle
         self.index = index
 
     def expand(self, input_or_inputs: Any) -> Any:
         """Beam's name for what a transform does."""
-        store, collecting = self.store, self.collecting
+        store, shuffle = self.store, self.shuffle
         begin = input_or_inputs.pipeline | "Impulse" >> beam.Impulse()
         blocks = (
             input_or_inputs
-            | BLOCKS >> beam.ParDo(WriteBlocks(store, collecting, self.index))
+            | BLOCKS >> beam.ParDo(WriteBlocks(store, shuffle, self.index))
             | "Small blocks together" >> beam.GroupByKey()
-            | GATHER >> beam.ParDo(GatherBlocks(store, collecting))
+            | MERGE >> beam.ParDo(MergeBlocks(store, shuffle))
         )
         return (
             (blocks, begin | "No block" >> beam.ParDo(NoBlock()))
             | "Flatten" >> beam.Flatten()
-            | "All blocks together" >> beam.GroupByKey()
-            | LIST >> beam.ParDo(ListBlocks(store, collecting))
-            | "Deal parts" >> beam.Reshuffle()
-            | WRITE >> beam.ParDo(WriteMembers(store, collecting))
+            | "Parts" >> WriteParts(store, shuffle)
         )
 
 
@@ -120,27 +119,20 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
     return found
 
 
-class _Collects(StepFn):
-    """A step that knows what is collected."""
-
-    def __init__(self, store: Store, collecting: Collecting):
-        self.store = store
-        self.collecting = collecting
-
-
-class WriteBlocks(_Collects):
-    """Elements to (lane, block): one that is in files, or a small one as it is.
+class WriteBlocks(ShuffleFn):
+    """Elements to (merger, block): a block in files, or a small one itself.
 
     Args:
       store: for errors.
-      collecting: what is collected.
+      shuffle: of the elements.
       index: gives the number of an element.
     """
 
     yields = typehints.KV[int, bytes]
+    shuffle: ElementShuffle
 
-    def __init__(self, store: Store, collecting: Collecting, index: Index):
-        super().__init__(store, collecting)
+    def __init__(self, store: Store, shuffle: ElementShuffle, index: Index):
+        super().__init__(store, shuffle)
         self.index = index
 
     def start_bundle(self) -> None:
@@ -149,22 +141,22 @@ class WriteBlocks(_Collects):
         self.members: list[list[bytes]] = []
 
     def process(self, element: Any) -> Iterator[tuple[int, bytes]]:
-        collecting = self.collecting
+        shuffle = self.shuffle
         try:
-            data = [array.tobytes() for array in collecting.member.arrays(element)]
+            data = [array.tobytes() for array in shuffle.member.arrays(element)]
             number = self.index(element) if self.index is not None else None
-            key = collecting.key(data, number)
+            key = shuffle.key(data, number)
         except Exception as error:
-            if not collecting.drop:
+            if not shuffle.drop:
                 raise
             message = f"{type(error).__name__}: {error}"
             if not isinstance(error, StructureError):
                 message = f"{message}; the element is {shown(element)}"
-            yield 0, encode_arrays([], {"dropped": message})
+            yield 0, dropped(message)
             return
         self.keys.append(key)
         self.members.append(data)
-        if len(self.keys) * collecting.member_bytes >= collecting.block_bytes:
+        if len(self.keys) * shuffle.row_bytes >= shuffle.block_bytes:
             yield self._block()
 
     def finish_bundle(self) -> Iterator[WindowedValue]:
@@ -173,28 +165,29 @@ class WriteBlocks(_Collects):
             yield WindowedValue(self._block(), MIN_TIMESTAMP, (GlobalWindow(),))
 
     def _block(self) -> tuple[int, bytes]:
-        block = self.collecting.block(self.keys, self.members)
-        lane = self.keys[0][-1] if not self.collecting.indexed else self.keys[0][7]
-        small = len(self.keys) * self.collecting.member_bytes <= self.collecting.inline_bytes
+        shuffle = self.shuffle
+        keys, leaves = block = shuffle.block(self.keys, self.members)
+        merger = self.keys[0][7] % _MERGERS
+        small = len(keys) * shuffle.row_bytes <= shuffle.inline_bytes
         self.start_bundle()
-        return lane % _LANES, encoded(block) if small else _saved(self.collecting, block)
+        return merger, encode_arrays([keys, *leaves]) if small else saved(shuffle, block)
 
 
-class GatherBlocks(_Collects):
-    """(lane, blocks) to blocks in files, all of one key."""
+class MergeBlocks(ShuffleFn):
+    """(merger, blocks) to blocks in files, all of one key."""
 
     yields = typehints.KV[int, bytes]
 
     def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
         others: list[bytes] = []
-        for block in gathered(_small(element[1], others), self.collecting.block_bytes):
-            yield 0, _saved(self.collecting, block)
+        for block in merged(_small(element[1], others), self.shuffle.block_bytes):
+            yield 0, saved(self.shuffle, block)
         for other in others:
             yield 0, other
 
 
 class NoBlock(StepFn):
-    """An element to one that is no block, so that where there are none somebody says so."""
+    """An impulse to an element that is no block, so that `ListBlocks` runs where there is none."""
 
     yields = typehints.KV[int, bytes]
 
@@ -202,38 +195,11 @@ class NoBlock(StepFn):
         yield 0, encode_arrays([])
 
 
-class ListBlocks(_Collects):
-    """All blocks to the numbers of the parts that are made of them."""
-
-    yields = int
-
-    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[int]:
-        told = [decode_arrays(data)[1] for data in element[1]]
-        blocks = sorted((meta["name"], meta["rows"]) for meta in told if "name" in meta)
-        dropped = sorted(meta["dropped"] for meta in told if "dropped" in meta)
-        yield from range(self.collecting.list_blocks(blocks, dropped))
-
-
-class WriteMembers(_Collects):
-    """Numbers of parts to files."""
-
-    yields = typehints.Any
-
-    def process(self, element: int) -> None:
-        self.collecting.write(element)
-
-
-def _saved(collecting: Collecting, block: Block) -> bytes:
-    """A block as an element that says where it is."""
-    name, rows = collecting.save_block(block)
-    return encode_arrays([], {"name": name, "rows": rows})
-
-
 def _small(elements: Iterable[bytes], others: list[bytes]) -> Iterator[Block]:
     """The blocks that are here; what is elsewhere goes to `others`."""
     for data in elements:
-        arrays, meta = decode_arrays(data)
-        if "name" in meta or "dropped" in meta:
-            others.append(data)
-        else:
+        arrays, _ = decode_arrays(data)
+        if arrays:
             yield arrays[0], arrays[1:]
+        else:
+            others.append(data)

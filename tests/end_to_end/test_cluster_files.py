@@ -13,7 +13,7 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.plan import buffer_ranges
 from beamjax.plan import merging as fan_out
-from beamjax.shuffle import collecting, table_parts
+from beamjax.shuffle import elements, sorted_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -32,11 +32,9 @@ def runner(request, started):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Many parts and blocks for small tables."""
-    monkeypatch.setattr(table_parts, "PART_BYTES", 4000)
-    monkeypatch.setattr(table_parts, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr(collecting, "BLOCK_BYTES", 500)
-    monkeypatch.setattr(collecting, "INLINE_BYTES", 200)
-    monkeypatch.setattr(collecting, "PART_BYTES", 700)
+    monkeypatch.setattr(sorted_blocks, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(elements, "INLINE_BYTES", 200)
+    monkeypatch.setattr(sorted_blocks, "PART_BYTES", 700)
 
 
 def on(runner, fn, *args, keep=None, **flags):

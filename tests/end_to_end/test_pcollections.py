@@ -25,7 +25,7 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
-from beamjax.shuffle import collecting
+from beamjax.shuffle import elements, sorted_blocks
 from beamjax.sources.source_base import LeafSpec
 from beamjax.sources.streams.one_member import MemberType
 
@@ -41,9 +41,9 @@ W, KEY = np.array([0.5, -1.0, 0.2], np.float32), jax.random.key(0)
 @pytest.fixture
 def small(monkeypatch):
     """Many blocks and parts for few members."""
-    monkeypatch.setattr(collecting, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(collecting, "INLINE_BYTES", 100)
-    monkeypatch.setattr(collecting, "PART_BYTES", 500)
+    monkeypatch.setattr(sorted_blocks, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(elements, "INLINE_BYTES", 100)
+    monkeypatch.setattr(sorted_blocks, "PART_BYTES", 500)
 
 
 @bj.program(placements={"rows": None})
@@ -317,10 +317,12 @@ def test_what_is_no_bounded_pcollection(tmp_path):
 # --- blocks of members of any cut and order
 
 
-def collecting_in(folder, indexed, block_bytes, part_bytes):
+def shuffle_in(folder, indexed, block_bytes, part_bytes):
     member = MemberType("from_beam", 0, (LeafSpec((), np.dtype("int8")),))
     where = str(folder)
-    return collecting.Collecting(where, where, member, indexed, False, block_bytes, 0, part_bytes)
+    return elements.ElementShuffle(
+        where, where, member.leaves, block_bytes, part_bytes, member, indexed, False, 0
+    )
 
 
 def collected(what, values, numbers, cuts, limit):
@@ -330,7 +332,7 @@ def collected(what, values, numbers, cuts, limit):
         rows = [[np.int8(values[i]).tobytes()] for i in numbers[start:stop]]
         keys = [what.key(row, i) for row, i in zip(rows, numbers[start:stop], strict=True)]
         blocks.append(what.block(keys, rows))
-    saved = [what.save_block(block) for block in collecting.gathered(iter(blocks), limit)]
+    saved = [what.save(block) for block in sorted_blocks.merged(iter(blocks), limit)]
     for part in range(what.list_blocks(saved, [])):
         what.write(part)
 
@@ -342,7 +344,7 @@ def test_blocks_of_any_cut_make_the_same_files(tmp_path_factory, values, indexed
     found = []
     for _ in range(2):
         folder = tmp_path_factory.mktemp("d")
-        what = collecting_in(folder, indexed, data.draw(st.integers(1, 99)), part_bytes)
+        what = shuffle_in(folder, indexed, data.draw(st.integers(1, 99)), part_bytes)
         order = data.draw(st.permutations(range(len(values))))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(values)))) | {len(values)})
         collected(what, values, order, cuts, data.draw(st.integers(1, 2000)))

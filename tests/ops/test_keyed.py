@@ -19,7 +19,7 @@ from beamjax.errors import (
     StagingError,
     StructureError,
 )
-from beamjax.shuffle import table_parts
+from beamjax.shuffle import by_key, sorted_blocks
 from beamjax.sources.tables.keyed_table import MANIFEST
 
 N = 500
@@ -40,8 +40,8 @@ OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Many parts and blocks for few members."""
-    monkeypatch.setattr(table_parts, "PART_BYTES", 1500)
-    monkeypatch.setattr(table_parts, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(sorted_blocks, "PART_BYTES", 1500)
+    monkeypatch.setattr(sorted_blocks, "BLOCK_BYTES", 1000)
 
 
 def near(name, found, expected):
@@ -168,15 +168,15 @@ def test_bad_input(tmp_path):
         bj.run(several, np.stack([W, W]), *ARGS[1:], runner="local")
     with pytest.raises(SourceError, match=r"keys\.json: cannot read"):
         bj.open_keyed(tmp_path)
-    for text in ("", "[]", "{}", '{"version": 1, "leaves": [], "parts": [], "tree": null}'):
+    for text in ("", "[]", "{}", '{"version": 2, "leaves": [], "parts": [], "tree": null}'):
         (tmp_path / MANIFEST).write_text(text)
         with pytest.raises(ArrayFormatError, match="found no list"):
             bj.open_keyed(tmp_path)
 
 
 def test_the_hash_spreads_neighbours():
-    parts = table_parts.hashed(np.arange(100_000)) % np.uint64(64)
+    parts = by_key.hashed(np.arange(100_000)) % np.uint64(64)
     counts = np.bincount(parts.astype(np.int64), minlength=64)
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom
-    same = {int(table_parts.hashed(np.array([7], d))[0]) for d in (np.int8, np.int64, np.uint16)}
+    same = {int(by_key.hashed(np.array([7], d))[0]) for d in (np.int8, np.int64, np.uint16)}
     assert len(same) == 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from beamjax.plan.dropping import Dropped
-from beamjax.sources.arrays.npy_source import NpySeries
+from beamjax.sources.arrays.part_files import Part, PartFiles
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
 
 
-class CollectedMembers(NpySeries):
+class CollectedMembers(PartFiles):
     """Members in files, made from the elements of a PCollection; see `beamjax.from_beam`.
 
     Attributes:
@@ -20,12 +20,11 @@ class CollectedMembers(NpySeries):
     def __init__(
         self,
         folder: str,
-        files: Sequence[Sequence[tuple[str, int]]],
+        parts: Sequence[Part],
         leaves: Sequence[LeafSpec],
         treedef: PyTreeDef,
         dropped: Sequence[Dropped],
     ) -> None:
         """Use `beamjax.from_beam`."""
-        super().__init__(files, leaves, treedef)
-        self.folder = folder
+        super().__init__(folder, parts, leaves, treedef)
         self.dropped = tuple(dropped)

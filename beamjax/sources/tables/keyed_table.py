@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.sources.arrays.npy_source import NpySeries
+from beamjax.sources.arrays.part_files import Part, PartFiles
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
 
 MANIFEST = "keys.json"
-VERSION = 1
+VERSION = 2
 
 
-class KeyedTable(NpySeries):
+class KeyedTable(PartFiles):
     """A key and what its members were reduced to, in a row each, in files of .npy.
 
     Made by `beamjax.run` of a program that returns `reduce_by_key(x, keys)` without a number of
@@ -28,25 +28,6 @@ class KeyedTable(NpySeries):
     Attributes:
       folder: of the files.
     """
-
-    def __init__(
-        self, folder: str, parts: list[tuple[str, int]], leaves: list[LeafSpec], treedef: PyTreeDef
-    ) -> None:
-        """Use `open_keyed`.
-
-        Args:
-          folder: absolute.
-          parts: what the names of files begin with, and the number of rows in them.
-          leaves: the key, then those of the values.
-          treedef: of `{"key": ..., "value": ...}`.
-        """
-        whats = ["keys", *(f"leaf-{number:03d}" for number in range(len(leaves) - 1))]
-        files = [
-            [(os.path.join(folder, f"{stem}-{what}.npy"), rows) for stem, rows in parts]
-            for what in whats
-        ]
-        super().__init__(files, leaves, treedef)
-        self.folder = folder
 
     @property
     def keys(self) -> np.ndarray:
@@ -78,15 +59,13 @@ class KeyedTable(NpySeries):
         for series in self._files:
             for path, _ in series:
                 Path(path).unlink(missing_ok=True)
-        for counts in Path(self.folder).glob("part-*-counts.npy"):
-            counts.unlink(missing_ok=True)
         Path(self.folder, MANIFEST).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.folder)
 
 
 def write_keyed(
-    folder: str, parts: list[tuple[str, int]], leaves: list[LeafSpec], treedef: PyTreeDef
+    folder: str, parts: list[Part], leaves: list[LeafSpec], treedef: PyTreeDef
 ) -> KeyedTable:
     """Lists the files of a table, and opens it.
 
@@ -136,7 +115,7 @@ def open_keyed(folder: str | os.PathLike[str]) -> KeyedTable:
         if record["version"] != VERSION:
             raise TypeError(f"found version {record['version']!r:.20}, expected {VERSION}")
         leaves = [LeafSpec.from_json(leaf) for leaf in record["leaves"]]
-        parts = [(os.path.basename(str(stem)), natural(rows, 1)) for stem, rows in record["parts"]]
+        parts = [(natural(part), natural(rows, 1)) for part, rows in record["parts"]]
         treedef = tree_from_json(record["tree"], path)
         if treedef.num_leaves != len(leaves) or not leaves or not parts:
             raise TypeError(f"found {len(leaves)} leaves for a tree of {treedef.num_leaves}")

@@ -1,0 +1,95 @@
+"""Members reduced by key, where the keys are not known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from beamjax.ops.keyed import finished, folded, widened
+from beamjax.shuffle import sorted_blocks
+from beamjax.shuffle.sorted_blocks import Block, Shuffle, hash_range, sorted_block
+from beamjax.sources.source_base import LeafSpec, Source
+
+
+@dataclass(frozen=True)
+class KeyShuffle(Shuffle):
+    """Members, sorted by a hash of their keys. A row is what some members of a key are together.
+
+    Its leaves are the key, the number of members, and what each leaf of them is reduced to.
+
+    Attributes:
+      op: of `reduce_by_key`.
+      results: the key, and what each leaf of the members of a key is in the end.
+    """
+
+    op: str
+    results: tuple[LeafSpec, ...]
+
+    @classmethod
+    def of(
+        cls, source: Source, op: str, results: Sequence[LeafSpec], folder: str, scratch: str
+    ) -> Self:
+        """For the members of a source, whose first leaf are the keys."""
+        key, *leaves = source.leaves
+        totals = [
+            LeafSpec(leaf.shape, widened(op, np.empty(0, leaf.dtype), result.dtype).dtype)
+            for leaf, result in zip(leaves, results[1:], strict=True)
+        ]
+        return cls(
+            folder,
+            scratch,
+            (key, LeafSpec((), np.dtype(np.int64)), *totals),
+            sorted_blocks.BLOCK_BYTES,
+            sorted_blocks.PART_BYTES,
+            op,
+            tuple(results),
+        )
+
+    def ranges(self, source: Source) -> Iterator[tuple[int, int]]:
+        """Of the members that make a block."""
+        size = max(self.block_bytes // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
+        for start in range(0, len(source), size):
+            yield start, min(start + size, len(source))
+
+    def block(self, source: Source, start: int, stop: int) -> Block:
+        """Reads members, and reduces those of each key."""
+        keys, *leaves = source.read(start, stop)
+        order = np.argsort(keys, kind="stable")
+        names, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
+        totals = [
+            folded(self.op, widened(self.op, leaf, result.dtype)[order], first)
+            for leaf, result in zip(leaves, self.results[1:], strict=True)
+        ]
+        # The rows of a key are reduced in the order of their members.
+        sorted_by = np.stack([hashed(names), np.full(len(names), start, np.uint64)], axis=1)
+        return sorted_block(sorted_by, [names, counts.astype(np.int64), *totals])
+
+    def write(self, part: int) -> None:
+        """Writes the keys of a part and what their members are reduced to."""
+        listed = self.listed()
+        rows = self.rows_between(*hash_range(part, listed["parts"]), listed)
+        if not len(rows):
+            return
+        # No two keys have one hash.
+        first = np.flatnonzero(np.diff(rows.keys[:, 0], prepend=~rows.keys[:1, 0]))
+        counts = np.add.reduceat(rows.read(1), first)
+        self.write_leaf(part, 0, self.results[0], [rows.read(0)[first]])
+        for number, leaf in enumerate(self.results[1:], 1):
+            totals = folded(self.op, rows.read(number + 1), first)
+            self.write_leaf(part, number, leaf, [finished(self.op, totals, counts, leaf.dtype)])
+
+
+def hashed(keys: np.ndarray) -> np.ndarray:
+    """uint64[n] that are as good as random, another one for each integer.
+
+    The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014, figure 16.
+    """
+    x = keys.astype(np.int64 if keys.dtype.kind == "i" else np.uint64).view(np.uint64)
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
