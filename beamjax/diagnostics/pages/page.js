@@ -24,10 +24,12 @@
       svg.setAttribute("viewBox", `${view.x} ${view.y} ${w} ${h}`);
       svg.dataset.scale = view.scale;
     };
+    const widest = Math.max(0, ...all("a.box .shape", svg).map((shape) => shape.getBBox().width));
     const fit = (least) => {
       box.style.height = "";
       const room = box.clientWidth;
-      view.scale = Math.max(Math.min(1, room / width), least);
+      // On a phone, the widest box sets how far the drawing shrinks; a hidden page has no room.
+      view.scale = Math.max(Math.min(1, room / width), Math.min(least, room / (widest + 16)), 0.3);
       box.style.height = `${Math.max(180, Math.min(height * view.scale, innerHeight * 0.78))}px`;
       view.x = width / 2 - room / view.scale / 2;
       if (room < width * view.scale) view.x = start(room / view.scale);
