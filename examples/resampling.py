@@ -12,7 +12,8 @@ Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=mu
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     x = np.append((x - x.mean(axis=0)) / x.std(axis=0), np.ones((len(x), 1)), axis=1)
     x, y = x.astype(np.float32), data.target.astype(np.float32)
 
-    def run(fn, *args):
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
         return bj.run(fn, *args, runner=flags.runner, options=others)
 
     beta, error = run(bj.standard_error(fit), x, y)

@@ -16,13 +16,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import apache_beam as beam
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from apache_beam.ml.inference.base import KeyedModelHandler, RunInference
+from apache_beam.ml.inference.base import KeyedModelHandler, PredictionResult, RunInference
 from flax import linen as nn
 
 from beamjax.pipelines import JaxModelHandler
@@ -54,19 +55,20 @@ def passages() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(cut), np.array(labels)
 
 
-def train(texts: np.ndarray, labels: np.ndarray, epochs: int) -> dict:
+def train(texts: np.ndarray, labels: np.ndarray, epochs: int) -> Any:
     """The parameters of an embedder whose embeddings tell the topics apart."""
     net, optimizer = Embedder(), optax.rmsprop(3e-3)
     params = net.init(jax.random.key(0), texts[:1])
     state = (params, 0.1 * jax.random.normal(jax.random.key(1), (WIDTH, TOPICS)))
 
-    def loss(state):
+    def loss(state: Any) -> jax.Array:
         params, centres = state
-        scores = 10.0 * net.apply(params, texts) @ centres
+        vectors: Any = net.apply(params, texts)
+        scores = 10.0 * vectors @ centres
         return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
 
     @jax.jit
-    def step(state, memory):
+    def step(state: Any, memory: Any) -> tuple[Any, Any]:
         updates, memory = optimizer.update(jax.grad(loss)(state), memory)
         return optax.apply_updates(state, updates), memory
 
@@ -106,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     return share
 
 
-def is_near(known, label, result) -> bool:
+def is_near(known: tuple[np.ndarray, np.ndarray], label: int, result: PredictionResult) -> bool:
     vectors, labels = known
     return bool(labels[np.argmax(vectors @ result.inference)] == label)
 
