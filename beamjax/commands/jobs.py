@@ -14,11 +14,12 @@ from beamjax._text import aligned, hint, listed
 from beamjax.commands.answers import DONE, FAILED, Answer, fail, give
 from beamjax.commands.arguments.command_lines import read_command
 from beamjax.errors import BeamjaxError, JobError, OptionsError, SourceError
-from beamjax.jobs.display import compared, in_words, made_in_words
+from beamjax.jobs.display import compared, made_in_words
 from beamjax.jobs.report import read_report
 from beamjax.sources.arrays.data_files import is_url
 from beamjax.storage.records import SUFFIX
 from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.progress import in_words
 
 ROOT = "BEAMJAX_JOBS"
 """The variable of the environment that names the folder of all jobs."""

@@ -9,7 +9,7 @@ import time
 from typing import Any, Protocol
 
 from beamjax.options import Options
-from beamjax.telemetry.progress import Progress, Tally
+from beamjax.telemetry.progress import Progress, Tally, details, in_words
 
 DELAY = 2.0
 """Seconds after which a bar appears that nobody asked for."""
@@ -98,7 +98,7 @@ class Bar:
             description=progress.step or "starting",
             completed=progress.done.members,
             total=progress.members or None,
-            words=_details(progress),
+            words=details(progress),
         )
         self._show()
 
@@ -168,11 +168,6 @@ def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
     return [("", "PREDICTED", "MEASURED", "FACTOR"), *rows] if rows else []
 
 
-def in_words(progress: Progress) -> str:
-    """One line: the step, what is done of how much, how fast, and where the time goes."""
-    return f"{progress.step or 'starting'}: {_details(progress)}"
-
-
 def made_in_words(done: Tally) -> str:
     """What was compiled, loaded and put on devices; "" if nothing was."""
     parts = []
@@ -183,20 +178,3 @@ def made_in_words(done: Tally) -> str:
         parts.append(f"{done.bodies_loaded:,} bodies loaded, {done.bodies_reused:,} in memory")
     parts += [f"{done.broadcasts:,} broadcasts put on devices"] * bool(done.broadcasts)
     return "; ".join(parts)
-
-
-def _details(progress: Progress) -> str:
-    done = progress.done
-    parts = [_of("members", done.members, progress.members)]
-    if progress.rounds or progress.rounds_total:
-        parts.append(_of("rounds", progress.rounds, progress.rounds_total))
-    parts.append(f"{progress.members_per_second:,.0f}/s")
-    shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
-    parts += [" ".join(shares)] * bool(shares)
-    if done.retries:
-        parts.append(f"{done.retries:,} shards again")
-    return ", ".join(parts)
-
-
-def _of(what: str, done: int, total: int | None) -> str:
-    return f"{done:,} {what}" if total is None else f"{done:,} of {total:,} {what}"

@@ -77,7 +77,7 @@ _TALLIED = tuple(f.name for f in fields(Tally))
 SECONDS = ("read", "transfer", "compile", "compute", "merge")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Progress:
     """How far a job is.
 
@@ -109,6 +109,9 @@ class Progress:
     steps: Mapping[str, Tally] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
     advice: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Progress {in_words(self)}>"
 
     @property
     def measured(self) -> dict[str, float]:
@@ -380,3 +383,26 @@ def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
             shards = math.ceil(stop / sizes[name]) - start // sizes[name]
             add(name, Tally(stop - start, shards, (times - 1) * shards))
     return total
+
+
+def in_words(progress: Progress) -> str:
+    """One line: the step, what is done of how much, how fast, and where the time goes."""
+    return f"{progress.step or 'starting'}: {details(progress)}"
+
+
+def details(progress: Progress) -> str:
+    """What is done of how much, how fast, and where the time goes."""
+    done = progress.done
+    parts = [_of("members", done.members, progress.members)]
+    if progress.rounds or progress.rounds_total:
+        parts.append(_of("rounds", progress.rounds, progress.rounds_total))
+    parts.append(f"{progress.members_per_second:,.0f}/s")
+    shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
+    parts += [" ".join(shares)] * bool(shares)
+    if done.retries:
+        parts.append(f"{done.retries:,} shards again")
+    return ", ".join(parts)
+
+
+def _of(what: str, done: int, total: int | None) -> str:
+    return f"{done:,} {what}" if total is None else f"{done:,} of {total:,} {what}"

@@ -10,7 +10,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.jobs import display
-from beamjax.jobs.display import Bar, Lines, NotebookBar, display_for, in_words
+from beamjax.jobs.display import Bar, Lines, NotebookBar, display_for
 from beamjax.options import Options
 from beamjax.telemetry.progress import Progress, Tally
 
@@ -67,7 +67,7 @@ def test_lines_come_every_ten_seconds(capsys, monkeypatch):
         lines.update(HALF)
         found += [second] * bool(capsys.readouterr().err)
     assert found == [10, 20]
-    assert in_words(Progress()) == "starting: 0 members, 0/s"
+    assert repr(Progress()) == "<Progress starting: 0 members, 0/s>"
     lines.close()
     assert capsys.readouterr() == ("", f"beamjax: {TEXT}\n")
 
