@@ -179,7 +179,8 @@ def test_other_threads_have_no_control_address():
 
 PUBLIC = (
     "apache_beam", "apache_beam.coders", "apache_beam.io.filesystem", "apache_beam.io.filesystems",
-    "apache_beam.metrics", "apache_beam.options.pipeline_options", "apache_beam.pvalue",
+    "apache_beam.metrics", "apache_beam.ml.inference.base",
+    "apache_beam.options.pipeline_options", "apache_beam.pvalue",
     "apache_beam.transforms.window", "apache_beam.typehints.decorators",
     "apache_beam.utils.timestamp", "apache_beam.utils.windowed_value", "apache_beam.version",
 )  # fmt: skip

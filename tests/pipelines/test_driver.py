@@ -19,7 +19,7 @@ from beamjax.errors import WorkerError
 from beamjax.options import Options, parse_options
 from beamjax.pipelines import run as runners
 from beamjax.pipelines.launch import Launcher
-from beamjax.plan.steps import Block, Branch, Carried, Loop, Sliced
+from beamjax.plan.steps import Block, Branch, Carried, Gather, Loop, Scatter, Sliced
 from beamjax.storage import files
 
 N = 21
@@ -182,6 +182,24 @@ def test_values_from_outside_are_carried_sliced_and_stacked():
     for width in (1, 2, 3):
         options = {"shard_size": 8, "rounds_per_graph": width}
         assert_same_bits(bj.run(mixed, X, W, hs, options=options), expected)
+
+
+def exchange(rounds):
+    """Gathers, transposes and scatters a placed value in each round."""
+    m = Maker(3, x="f 3@", p="f 3@", g="f 3 3", h="f 3 3", s="f 3@", out="f 3@", t="f 3")
+    block = Block(
+        (
+            Gather("gather_0", "p", "g", 0, "", ""),
+            m.server("server_0", lambda g: g.T * 2 + g, "g", "h"),
+            Scatter("scatter_0", "h", "s", 1, "", ""),
+        ),
+        ("s",),
+    )
+    steps = [
+        loop("loop_0", rounds, block, "x:p:out"),
+        m.map("map_clients_0", lambda x: x, "", "out", "", "t"),
+    ]
+    return m.plan(steps, "out t", "x")
 
 
 # --- conditions, branches, nesting
