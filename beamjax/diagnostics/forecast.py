@@ -19,29 +19,29 @@ from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.pace import LONG_IN_BUNDLE
 
 GUESSED_ROUNDS = 10
-"""Of a loop that goes on while a condition holds."""
+"""The assumed number of rounds of a loop that runs while a condition holds."""
 SMALL_SHARE = 0.25
-"""Of what a runner takes for itself, at which work is small."""
+"""The share of the overhead of a runner below which work counts as small."""
 ADVISED_SECONDS = 1.0
-"""Of what a runner takes for itself, at which people are told."""
+"""Seconds of overhead from which beamjax advises to use the local runner."""
 HANDED_RATE = 5e8
-"""Bytes a second of server values and partials that Beam hands on, in elements or in files."""
+"""Bytes a second of server values and partials between workers, in elements or in files."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
-"""Of an executable, and of a byte of its StableHLO."""
+"""Seconds to compile an executable, and seconds for each byte of its StableHLO."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes, all of its rounds, workers and threads together, in seconds.
+    """The predicted seconds of a step, over all rounds, workers and threads together.
 
     Attributes:
-      rounds: how often it is run.
+      rounds: how often the step runs.
       source: of the seconds that it computes: "counted" or "probe".
-      guessed: whether a number of rounds that depends on data is in it.
-      workers: that do it side by side.
-      gain: how many times as fast threads of a worker compute.
-      shards: of a round.
-      cores: that XLA keeps busy in one thread.
+      guessed: whether a number of rounds depends on data.
+      workers: the number of processes that share the step.
+      gain: the speed-up by the threads of a worker.
+      shards: the number of shards in a round.
+      cores: the number of cores that XLA keeps busy in one thread.
     """
 
     step: str
@@ -57,33 +57,33 @@ class StepTime:
     cores: float = 1.0
 
     def in_bundles(self, threads: int) -> StepTime:
-        """The same where one thread computes short shards, and those of which XLA divides enough
-        among cores.
+        """The same on Beam, where one thread of a bundle computes shards that are short, or that
+        XLA divides among the cores.
         """
         short = self.compute < LONG_IN_BUNDLE * self.rounds * self.shards
         return replace(self, gain=1.0) if short or round(threads / self.cores) <= 1 else self
 
     @property
     def busy(self) -> float:
-        """All together."""
+        """Seconds of all workers and threads together."""
         return self.read + self.compute + self.merge
 
     @property
     def seconds(self) -> float:
-        """Until it is over."""
+        """Seconds from the start of the step to its end."""
         return (self.read + self.compute / self.gain + self.merge) / self.workers
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan takes on a runner, in seconds, without compiling.
+    """The predicted seconds of a plan on a runner, without compilation.
 
     Attributes:
-      steps: those that compute, in order.
-      pipelines: of Beam.
-      overhead: what the runner takes for itself.
-      compile: for the executables, the first time in a process.
-      guessed: whether a number of rounds that depends on data is in it.
+      steps: the steps that compute, in order.
+      pipelines: the number of Beam pipelines.
+      overhead: seconds of the runner itself.
+      compile: seconds to compile the executables, once in a process.
+      guessed: whether a number of rounds depends on data.
     """
 
     runner: str
@@ -116,7 +116,7 @@ class Forecast:
 def forecast(
     plan: Plan, options: Options, runner: str, known: Calibration | None = None
 ) -> Forecast:
-    """What a plan takes on a runner."""
+    """Predicts the seconds of a plan on a runner."""
     known = calibration() if known is None else known
     workers = Workers.of(runner, options)
     cores = os.cpu_count() or 1
@@ -141,13 +141,13 @@ def forecast(
 
 @dataclass(frozen=True)
 class _Rates:
-    """What tells how long steps take.
+    """The rates by which steps are predicted.
 
     Attributes:
-      known: of the machine and its runners.
-      workers: processes that do a pass side by side.
-      threads: of each that compute shards.
-      cores: of the machine.
+      known: the rates of the machine.
+      workers: the number of processes that share a pass.
+      threads: the number of threads for shards in each.
+      cores: the number of cores of the machine.
     """
 
     known: Calibration
@@ -190,7 +190,7 @@ def _steps(
 
 
 def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
-    """One pass over all members, by the threads of one of the processes."""
+    """Predicts one pass over all members, in the threads of one process."""
     known = by.known
     n = plan.sizes[step.placement] or 0
     size = plan.shard_sizes[step.placement]
@@ -221,14 +221,14 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
 
 
 def _calls(vectorization: Vectorization, size: int) -> float:
-    """How often the operations of a body are started for a shard."""
+    """How often a shard starts the operations of a body."""
     return {"vmap": 1, "loop": size, "batches": size / max(vectorization.batch, 1)}[
         vectorization.kind
     ]
 
 
 def _in_memory(runner: str, options: Options, workers: Workers) -> bool:
-    """Whether large sums and server values are handed over as the objects that they are."""
+    """Whether large sums and server values stay objects in memory between steps."""
     direct = runner.lower().removesuffix("runner") in DIRECT
     return workers.shared and direct and not options.keeps_files
 
@@ -236,7 +236,7 @@ def _in_memory(runner: str, options: Options, workers: Workers) -> bool:
 def _pipelines(
     plan: Plan, options: Options, workers: Workers, in_memory: bool
 ) -> tuple[int, int, int, int]:
-    """Pipelines of Beam, steps in them, their shards, and bytes that Beam hands on."""
+    """The number of pipelines, their steps and shards, and the bytes between steps."""
     from beamjax.pipelines.worker.spill import LOCAL_BYTES
     from beamjax.plan.graph_sizes import rounds_per_graph
     from beamjax.plan.unroll import is_straight
@@ -279,11 +279,11 @@ def _pipelines(
 
 @dataclass(frozen=True)
 class SmallWork:
-    """Whether a plan is quicker in this process than on its runner.
+    """Whether a plan is predicted to be faster in this process than on its runner.
 
     Attributes:
-      is_small: whether it is told to be, clearly.
-      advice: what to tell people; "" where it is not worth their time.
+      is_small: whether it clearly is.
+      advice: a sentence for the user; "" if the difference is below `ADVISED_SECONDS`.
     """
 
     is_small: bool = False
@@ -291,7 +291,7 @@ class SmallWork:
 
 
 def small_work(plan: Plan, options: Options, there: Forecast) -> SmallWork:
-    """Compares what is told of a plan on a runner with this process."""
+    """Compares the prediction for a runner with that for this process."""
     if there.runner == "local" or not all(plan.sizes.values()):
         return SmallWork()
     here = forecast(plan, options, "local")

@@ -1,4 +1,4 @@
-"""What several cores gain: those that XLA takes for one operation, and threads of shards."""
+"""Speed-up by several cores: of one operation that XLA divides, and of threads for shards."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
 
 OWN_CORES = 1e6
-"""Operations of a matrix product that take as long as one which XLA gives all cores, about."""
+"""Operations of a product from which XLA divides it among all cores, about."""
 THREAD_GAIN = 0.8
-"""The part of a core that each one but the first gains, of threads and of those in a product."""
+"""The speed-up by each core after the first, for threads and for products that XLA divides."""
 DIVIDED = 0.5
-"""How fast a core is at what XLA divides itself, next to what it does in a loop: timed of sines,
-which came at 1.7e8 a second on each of two cores, and at 3.6e8 on one."""
+"""The speed of a core at operations that XLA divides, relative to the same in a loop. Measured for
+sines: 1.7e8 a second on each of two cores, and 3.6e8 on one."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How shards of a pass come faster than on one core.
+    """The speed-up of the shards of a pass, relative to one core.
 
     Attributes:
-      alone: seconds of shards in one thread, for each second of one core.
-      threads: how many times as fast as one thread they are in several.
-      busy: cores that one thread keeps so.
+      alone: seconds in one thread for each second on one core.
+      threads: the speed-up of several threads relative to one.
+      busy: the number of cores that one thread keeps busy.
     """
 
     alone: float = 1.0
@@ -33,12 +33,12 @@ class Gain:
 
 
 def times_as_fast(cores: float) -> float:
-    """As one core."""
+    """The speed of so many cores, relative to one."""
     return 1.0 + THREAD_GAIN * (cores - 1)
 
 
 def alone(cost: Cost, cores: int) -> float:
-    """Seconds in one thread for each of one core: XLA's libraries divide large products."""
+    """Seconds in one thread for each second on one core: XLA divides large products."""
     share = min(cost.shared / cost.weight, 1.0) if cost.weight else 0.0
     return 1.0 - share + share / times_as_fast(cores)
 
@@ -51,24 +51,24 @@ def gain(
     threads: int,
     cores: int,
 ) -> Gain:
-    """That of threads of a process, and of XLA, which computes in as many of its own.
+    """The speed-up by threads for shards, and by the threads of XLA.
 
-    XLA has all cores work on large products wherever they stand, and on other large operations
-    where these are not in a loop. Threads gain only what is left.
+    XLA divides large products among all cores, and other large operations that are in no loop.
+    Threads for shards use only the cores that are left.
 
     Args:
-      cost: of a member, if it is known.
-      vectorization: of the members of a shard.
-      size: of a shard.
-      shards: of a pass.
-      threads: for shards.
-      cores: of a process.
+      cost: the cost of a member, if it is known.
+      vectorization: how the members of a shard are computed.
+      size: the number of members in a shard.
+      shards: the number of shards in a pass.
+      threads: the number of threads for shards.
+      cores: the number of cores of the process.
     """
     if cost is None:
         return Gain()
     at_once = {"loop": 1, "vmap": size}.get(vectorization.kind, vectorization.batch)
     operation = cost.weight * at_once / max(cost.calls, 1.0)
-    if cost.shared * at_once < OWN_CORES:  # of a product over members, what a shard has of it
+    if cost.shared * at_once < OWN_CORES:  # XLA does not divide a product of this size
         cost = replace(cost, shared=0.0)
     if vectorization.kind == "vmap" and not cost.shared and operation >= OWN_CORES:
         return Gain(1 / max(1.0, DIVIDED * times_as_fast(cores)), busy=float(cores))
@@ -78,5 +78,5 @@ def gain(
 
 
 def side_by_side(shards: int, threads: int) -> float:
-    """Shards that are computed at once, where the last ones leave threads idle."""
+    """The mean number of shards computed at once; the last ones leave threads idle."""
     return shards / math.ceil(shards / max(threads, 1)) if shards else 1.0

@@ -1,4 +1,4 @@
-"""Processes of this and other machines: whether one that is known by its record still lives."""
+"""Identifies processes by records that other processes can check."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def this_process() -> dict[str, Any]:
-    """What tells this process from all others: host, boot of the host, pid and start."""
+    """A record that identifies this process: its host, the boot of the host, its pid and start."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": started(pid)}
 
 
 def is_alive(process: dict[str, Any]) -> bool | None:
-    """Whether a process lives that `this_process` told of; None if it is on another machine."""
+    """Whether the process of a record is alive; None if it runs on another machine."""
     if process.get("host") != socket.gethostname():
         return None
     pid = process.get("pid")
@@ -27,7 +27,7 @@ def is_alive(process: dict[str, Any]) -> bool | None:
 
 
 def descends(pid: int) -> bool:
-    """Whether this process has started another one, or its parent; False if that can't be seen."""
+    """Whether a process descends from this one, by at most `_GENERATIONS`; False if unknown."""
     for _ in range(_GENERATIONS):
         words = _stat(pid)
         if not words:
@@ -49,7 +49,7 @@ def _boot() -> str:
 
 
 def started(pid: int) -> str | None:
-    """When a process started, in any unit; None if there is none, or it is dead but not gone."""
+    """The start time of a process, in any unit; None if there is none or it is a zombie."""
     words = _stat(pid)
     if words:
         return None if words[0] in "ZX" else words[19]
@@ -61,7 +61,7 @@ def started(pid: int) -> str | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state and parent on; empty elsewhere."""
+    """The fields of /proc/PID/stat from the state on; empty on systems other than Linux."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

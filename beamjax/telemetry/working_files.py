@@ -1,7 +1,7 @@
-"""The small file in which a worker process says what its threads are at, for when it has died.
+"""A small file in which a worker process records what its threads do, to be read if it dies.
 
-It is mapped to memory: a thread says what it is at without a call of the file system, and if the
-process is killed the file still says so.
+The file is mapped to memory, so a record costs no call of the file system, and outlives the process
+if that is killed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from beamjax.telemetry import process_ids
 
 PREFIX = "working-"
 SLOTS = 64
-"""Threads that one file has room for; others go without."""
+"""The number of threads that one file can record; further threads are not recorded."""
 DOING = ("", "reading", "computing", "merging")
-"""What a thread may be at, by its number in the file; 0 is nothing."""
+"""What a thread may do, by its number in the file; 0 stands for nothing."""
 
 _MARK = "workers-wanted"
 _HEADER_BYTES = 1024
@@ -37,7 +37,7 @@ _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT.size
 
 @dataclass(frozen=True)
 class Entry:
-    """What a thread was at by the file of its process.
+    """What a thread did last, as its process recorded it.
 
     Attributes:
       doing: one of `DOING`.
@@ -60,10 +60,10 @@ class WorkingFile:
     """The file of this process in the folder of a run.
 
     Args:
-      folder: where somebody has called `invite`.
+      folder: in which the launcher called `invite`.
 
     Raises:
-      OSError: nobody has, or not on this machine, or the file cannot be made.
+      OSError: it did not, or on another machine, or the file can't be created.
     """
 
     def __init__(self, folder: str):
@@ -71,7 +71,7 @@ class WorkingFile:
         self._free = collections.deque(range(SLOTS))
 
     def begin(self, entry: Entry) -> int | None:
-        """Writes what a thread is at; the slot, or None if there is no room."""
+        """Records what a thread begins; returns the slot, or None if all are taken."""
         try:
             slot = self._free.popleft()
         except IndexError:
@@ -82,18 +82,18 @@ class WorkingFile:
         where = shard, *(entry.members or (-1, -1))
         _SLOT.pack_into(self._memory, at, 0, entry.thread, entry.since, *where, len(name))
         _NAME.pack_into(self._memory, at + _NAME_AT, name)
-        # Last, so that nobody finds half of it.
+        # Written last, so that a reader never sees half a record.
         self._memory[at] = DOING.index(entry.doing)
         return slot
 
     def end(self, slot: int | None) -> None:
-        """The thread is at it no more."""
+        """Records that the thread is done."""
         if slot is not None:
             self._memory[_HEADER_BYTES + slot * _SLOT.size] = 0
             self._free.append(slot)
 
     def leave(self) -> None:
-        """The process ends in good order."""
+        """Records that the process ends normally."""
         self._memory[_LEFT_AT] = 1
 
 
@@ -113,7 +113,7 @@ class WorkingProcess:
 
 
 def read_file(path: str) -> WorkingProcess | None:
-    """Reads such a file; None if it is none. What it says is bounded, and checked."""
+    """Reads such a file; None if it is something else. All fields are checked."""
     try:
         with open(path, "rb") as file:
             data = file.read(_FILE_BYTES + 1)
@@ -148,7 +148,7 @@ def _read_slot(data: bytes, at: int) -> Entry | None:
 
 
 def invite(folder: str) -> None:
-    """Asks the workers on this machine for their files in a folder; from others they are no use."""
+    """Asks the workers on this machine to write their files into a folder."""
     with contextlib.suppress(OSError), open(os.path.join(folder, _MARK), "w") as file:
         json.dump(_machine(process_ids.this_process()), file)
 
@@ -158,7 +158,7 @@ def _machine(process: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(folder: str) -> mmap.mmap:
-    """The mapped file of this process, if somebody on this machine wants it in the folder."""
+    """Creates the mapped file of this process, if a launcher on this machine asked for it."""
     process = process_ids.this_process()
     with open(os.path.join(folder, _MARK)) as file:
         if file.read(_HEADER_BYTES) != json.dumps(_machine(process)):

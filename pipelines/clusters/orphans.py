@@ -1,8 +1,8 @@
-"""Cancels the pipelines of a launcher that was killed, on the Flink cluster that they are on.
+"""Cancels pipelines on a Flink cluster whose launcher was killed.
 
-Flink goes on with a pipeline whose launcher is gone: it holds slots, and computes what nobody will
-read. This stands beside the launcher, as `guard` does. It is run as a file and imports the standard
-library alone.
+Flink continues a pipeline without its launcher: it holds slots and computes results that nothing
+reads. This process runs beside the launcher, as `guard` does. It is started as a file and imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ARRIVE = 30
-"""What was submitted last may reach Flink that long after its launcher is gone."""
+"""Seconds after the end of a launcher in which its last submission may still reach Flink."""
 _ENDED = ("FINISHED", "FAILED", "CANCELED", "CANCELLING")
 
 
 @functools.cache
 def watched(address: str, launcher: int) -> str:
-    """Sees to it that pipelines are cancelled if this process is killed.
+    """Starts a process that cancels the pipelines of this one if it is killed.
 
     Args:
       address: of the job manager, as a URL.
-      launcher: the number of this process: what was forked from it has pipelines of its own.
+      launcher: the id of this process; part of the key, since a fork has pipelines of its own.
 
     Returns:
-      The name that these pipelines must have.
+      The name to give to these pipelines.
     """
     name = f"beamjax-{launcher}-{uuid.uuid4().hex[:12]}"
     command = [sys.executable, "-I", "-S", __file__, str(launcher), address, name]
@@ -57,12 +57,12 @@ def _stop(watch: subprocess.Popen[bytes], launcher: int) -> None:
 
 
 def main(launcher: int, address: str, name: str) -> None:
-    """Waits for the end of a launcher, then cancels its pipelines.
+    """Waits until a launcher ends, then cancels its pipelines.
 
     Args:
-      launcher: its process, the parent of this one.
-      address: of the job manager, as a URL.
-      name: of the pipelines.
+      launcher: the id of its process, the parent of this one.
+      address: the URL of the job manager.
+      name: the name of the pipelines.
     """
     while os.getppid() == launcher:
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -1,7 +1,7 @@
-"""Servers that run beside a program: started with a log and a pid file, known again, and stopped.
+"""Starts, finds and stops servers that outlive the program, by a log and a pid file of each.
 
-Each is the leader of a process group of its own. Its pid file also holds when it started, so that
-a later process that got the same number is never taken for it.
+Each server leads a process group of its own. Its pid file also records its start time, so a later
+process with the same pid is never mistaken for it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SECONDS_TO_STOP = 10.0
 
 @dataclass(frozen=True)
 class Process:
-    """A process that was started, here or by an earlier command.
+    """A server that this process or an earlier command started.
 
     Attributes:
-      name: of its files.
-      folder: where they are.
-      pid: its number, and that of its group.
-      started: when it was started, as the operating system tells it; "" if it was gone at once.
-      command: what it runs.
+      name: the stem of its files.
+      folder: the folder of its files.
+      pid: its process id, and that of its group.
+      started: its start time, as the operating system reports it; "" if it ended at once.
+      command: its command line.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Process:
 
     @property
     def log(self) -> Path:
-        """What it wrote."""
+        """The file with its output."""
         return self.folder / f"{self.name}.log"
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the server still runs."""
         return bool(self.started) and _started(self.pid) == self.started
 
     def stop(self) -> None:
-        """Ends it with its group, if it still runs, and removes its pid file."""
+        """Ends the server and its process group, if it still runs, and removes its pid file."""
         if self.alive:
             _signal_group(self.pid, signal.SIGTERM)
             if not wait_until(lambda: not self.alive, _SECONDS_TO_STOP):
@@ -68,10 +68,10 @@ def start(
     """Starts a server that outlives this process.
 
     Args:
-      name: of its files.
-      command: what to run.
-      folder: where its log and its pid file go.
-      environment: what to add to the environment of this process.
+      name: the stem of its files.
+      command: its command line.
+      folder: the folder for its log and its pid file.
+      environment: variables in addition to those of this process.
     """
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     # A Popen object would warn at the end of this process that its own still runs, as it shall.
@@ -95,7 +95,7 @@ def start(
 
 
 def start_again(process: Process) -> Process:
-    """Starts what has ended by the same command; the log of the old one is kept as `*.log.old`."""
+    """Starts an ended server again by the same command; renames its old log to `*.log.old`."""
     _LOG.warning("beamjax: starting %s of %s again", process.name, process.folder)
     with contextlib.suppress(FileNotFoundError):
         os.replace(process.log, f"{process.log}.old")
@@ -103,7 +103,7 @@ def start_again(process: Process) -> Process:
 
 
 def known(folder: Path) -> list[Process]:
-    """The processes with pid files in a folder, by name; they may have ended since."""
+    """The servers with pid files in a folder, sorted by name; they may have ended."""
     found = []
     for path in sorted(folder.glob("*.pid")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -114,7 +114,7 @@ def known(folder: Path) -> list[Process]:
 
 
 def tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log, indented; says so if there is none."""
+    """The last lines of a log, indented, or a note that there are none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -124,7 +124,7 @@ def tail(path: Path, lines: int = 15) -> str:
 
 
 def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
-    """Ports that nobody listens on at any of these addresses, all different."""
+    """Distinct ports that are free at all of these addresses."""
     with contextlib.ExitStack() as stack:
         ports: list[int] = []
         while len(ports) < count:
@@ -141,7 +141,7 @@ def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
 
 
 def can_listen(host: str, port: int = 0) -> bool:
-    """Whether a server could listen there."""
+    """Whether a server could listen at an address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -152,14 +152,14 @@ def can_listen(host: str, port: int = 0) -> bool:
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether a server accepts connections at an address."""
     with socket.socket() as probe:
         probe.settimeout(2)
         return probe.connect_ex((host, port)) == 0
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Waits for a condition; whether it came."""
+    """Waits until a condition holds; returns whether it does."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -168,7 +168,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-# Those that this process started: somebody must ask for their exit status.
+# Processes that this one started: it has to collect their exit status.
 _children: set[int] = set()
 
 
@@ -182,7 +182,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in any form that tells it from others; "" if it has ended."""
+    """The start time of a process, in any unit; "" if it has ended."""
     if _has_ended(pid):
         return ""
     found = process_ids.started(pid)
@@ -192,12 +192,12 @@ def _started(pid: int) -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process of our own has; its number may then be that of another one."""
+    """Whether a child of this process has ended; its pid may belong to another process then."""
     if pid not in _children:
         return False
     try:
         ended = os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # somebody else has asked, or this process was forked since
+    except ChildProcessError:  # the status was collected elsewhere, or this process is a fork
         _children.discard(pid)
         return False
     if ended:
