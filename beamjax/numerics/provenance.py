@@ -1,6 +1,6 @@
-"""Provenance: with what a value was computed, as far as its last bits depend on that.
+"""Provenance: the kinds of machine that computed a value, on which its last bits depend.
 
-It travels with partials, blocks and server values, and is merged where these are.
+It travels with partials, blocks and server values, and is merged with them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from beamjax.errors import ArrayFormatError, WorkerError
 
 MAX_KINDS = 8
-"""Kinds of machine in a provenance; of more, the first in order stay. Two are a mixture already."""
+"""The most kinds of machine in a provenance; the first in order stay. Two make it mixed."""
 MAX_HOSTS = 2
 """Hosts of each kind, for messages."""
 MAX_TEXT = 1000
@@ -21,17 +21,17 @@ MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class Provenance:
-    """Kinds of machine that took part in a value.
+    """The kinds of machine that computed a value.
 
     Attributes:
-      kinds: what each is, as a text, and the names of a few hosts of it. Equal texts promise equal
-        bits for the same plan.
+      kinds: a text for each kind, with the names of a few hosts. Equal texts promise equal bits
+        for the same plan.
     """
 
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __or__(self, other: Provenance) -> Provenance:
-        """That of a value made from both; in any order, and any number of times."""
+        """The provenance of a value made from both: commutative, associative and idempotent."""
         if not other.kinds or self == other:
             return self
         found: dict[str, tuple[str, ...]] = {}
@@ -57,7 +57,7 @@ class Provenance:
             )
 
     def mixture(self) -> str:
-        """What was mixed, for people."""
+        """A sentence on the kinds of machine that were mixed."""
         listed = "; ".join(f"{', '.join(hosts)} ({kind})" for kind, hosts in self.kinds.items())
         return f"the workers may give different last bits: found {listed}, expected one kind"
 
@@ -67,7 +67,7 @@ class Provenance:
 
     @classmethod
     def from_json(cls, found: Any) -> Provenance:
-        """Undoes `to_json`; of None it is that of nobody.
+        """Undoes `to_json`; None gives the empty provenance.
 
         Raises:
           ArrayFormatError: it is something else.
@@ -92,9 +92,9 @@ def _is_entry(kind: Any, hosts: Any) -> bool:
 
 
 UNKNOWN = Provenance()
-"""That of inputs, and of what was computed without a record."""
+"""The provenance of inputs, and of values computed without a record."""
 
 
 def merged(parts: Iterable[Provenance]) -> Provenance:
-    """That of a value made from all of these."""
+    """The provenance of a value made from values with these."""
     return functools.reduce(Provenance.__or__, parts, UNKNOWN)

@@ -1,4 +1,4 @@
-"""NumPy on parts of long vectors, on several cores: it holds Python's lock only between calls."""
+"""Runs NumPy on parts of long vectors in threads: NumPy releases the GIL within a call."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 LONG = 1 << 18
-"""Values of a vector that are worth a second thread."""
+"""The length of a vector from which a second thread pays."""
 
 MAX_THREADS = 4
-"""More wait for each other, and for memory."""
+"""More threads than this wait for each other and for memory."""
 
 
 def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
-    """Calls `work(first, last)` on ranges that make up all of range(count).
+    """Calls `work(first, last)` on ranges that cover range(count), in several threads.
 
     Args:
-      count: of the parts that may be divided among threads.
-      values: of the whole vector; a short one is left to this thread.
-      work: may be called on several threads at once; the first error that it raises is raised here.
+      count: the number of parts that may be divided among threads.
+      values: the length of the whole vector; this thread computes a short one alone.
+      work: may be called in several threads at once; its first error is raised here.
     """
     threads = min(_threads(), count)
     if values < LONG or threads < 2 or getattr(_local, "divided", False):
@@ -30,7 +30,7 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
         return
 
     def part(first: int, last: int) -> None:
-        # What is done in a part is not divided once more: its threads are at work already.
+        # A part is not divided again: all threads are busy already.
         _local.divided = True
         try:
             work(first, last)
@@ -50,7 +50,7 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
 
 
 def are_alike(sizes: Sequence[int]) -> bool:
-    """Whether parts of these sizes can be divided among threads so that all have as much to do."""
+    """Whether parts of these sizes can be divided evenly among threads."""
     return bool(sizes) and max(sizes) * 2 * _threads() <= sum(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Room for large arrays, placed so that JAX takes them on a CPU as they are, without a copy."""
+"""Aligned memory for large arrays, which JAX uses on CPUs without a copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes; what JAX on a CPU asks of the memory of a NumPy array that it is to share."""
+"""The alignment in bytes that JAX needs to share the memory of a NumPy array on a CPU."""
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -22,7 +22,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copy(array: np.ndarray) -> np.ndarray:
-    """The same values in new room, in C order."""
+    """A copy of an array in aligned memory, in C order."""
     room = empty(array.shape, array.dtype)
     room[...] = array
     return room

@@ -1,7 +1,7 @@
-"""The blocks of sources that a process has decoded, and for how long it keeps them.
+"""A cache of the blocks of sources that a process has decoded.
 
-A pass reads blocks in their order and has no use for those that it is through with, so that what it
-keeps of them does not grow with their number. The rounds of a loop read the same ones again.
+A pass reads blocks in order and needs each only for a while, so the cache of a pass does not grow
+with the number of blocks. Blocks that the rounds of a loop read again are cached for longer.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from beamjax.storage.shared_cache import SharedCache, nbytes
 Arrays = list[np.ndarray]
 
 PASSING_BYTES = 2**25
-"""Of blocks that were read, for threads that are not as far; each has its last ones besides."""
+"""Bytes of recent blocks, for threads that are behind; the last ones of each stay as well."""
 LASTING_BYTES = 2**29
-"""Of blocks that are read again and again."""
+"""Bytes of blocks that are read repeatedly."""
 LASTING_READS = 3
-"""Times that a block is decoded until it is one of these: more than the passes of most programs."""
+"""Reads from which a block counts as read repeatedly: more than most programs have passes."""
 _MAX_COUNTED = 1 << 16
 SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
-"""Of the limit of a process: a quarter for decoded blocks, an eighth for server values."""
+"""The parts of the memory limit: a quarter for decoded blocks, an eighth for server values."""
 STORE_BYTES = 1 << 30
-"""Of server values that a process keeps where there is no limit."""
+"""Bytes of server values that a process caches if there is no memory limit."""
 
 
 class BlockCache:
     """Decoded blocks; thread-safe.
 
     Attributes:
-      passing: the blocks that were read last.
-      lasting: those that were read `LASTING_READS` times.
+      passing: the recent blocks.
+      lasting: the blocks that were read `LASTING_READS` times.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class BlockCache:
         return self.passing.get(key, counted, reader)
 
     def set_limit(self, nbytes: int | None) -> None:
-        """Sets how many bytes are kept, all together; None for as many as at first."""
+        """Sets the bytes that are cached in all; None for the default."""
         self.passing.limit = PASSING_BYTES if nbytes is None else min(PASSING_BYTES, nbytes // 2)
         self.lasting.limit = LASTING_BYTES if nbytes is None else min(LASTING_BYTES, nbytes // 2)
 
@@ -68,12 +68,12 @@ class BlockCache:
 
 
 def block_budget(limit: int | None) -> int:
-    """Bytes of decoded blocks that a process of so much memory keeps."""
+    """Bytes of decoded blocks that a process with this memory limit caches."""
     return 2 * LASTING_BYTES if limit is None else limit // SHARE_OF_BLOCKS
 
 
 def store_budget(limit: int | None) -> int:
-    """Bytes of server values that a process of so much memory keeps of those in files, and again of
-    those that workers in the launching process hand on.
+    """Bytes of server values that a process with this memory limit caches from files; as many again
+    for values between workers in the launching process.
     """
     return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES

@@ -1,4 +1,4 @@
-"""The folder in which beamjax caches what takes long to make."""
+"""The folder in which beamjax caches what is expensive to compute or build."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """A folder for what takes long to make, for this user only: `$BEAMJAX_CACHE/name`.
+    """Creates and returns a cache folder of this user: `$BEAMJAX_CACHE/name`.
 
-    By default that is `~/.cache/beamjax/name`, or below `$XDG_CACHE_HOME`.
+    Without that variable it is `~/.cache/beamjax/name`, or `$XDG_CACHE_HOME/beamjax/name`.
     """
     root = os.environ.get("BEAMJAX_CACHE")
     if not root:

@@ -1,4 +1,4 @@
-"""Small records of a job: plain JSON values in files that are whole, and known to be intact.
+"""Small records of a job: plain JSON values in files that are written atomically and checked.
 
 A record is the checked header of `beamjax.storage.arrays` without arrays: written under a temporary
 name and renamed, with checksums that every reader verifies.
@@ -32,7 +32,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes | memoryview, path: str) -> dict[str, Any]:
-    """Undoes `encode`; the names that `path` says are missing or wrong are for the caller to check.
+    """Undoes `encode`. The caller checks the fields; `path` is for messages.
 
     Raises:
       ArrayFormatError: the bytes are no record, or were changed.
@@ -77,17 +77,17 @@ class WorkerTraceback(Exception):
 
 
 def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
-    """What is known of an error in the process that raises it.
+    """A record of an error, made in the process that raises it.
 
     Args:
-      error: while it is caught, so that it has its traceback.
-      step: of the plan, for errors that don't know theirs.
+      error: the error, while it is handled, so that it has its traceback.
+      step: the step of the plan, for errors without one.
     """
     known = getattr(error, "failure", None) or Failure(step)
     text = "".join(traceback.format_exception(error))
     kinds = (kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     return asdict(known) | {
-        # Others than those that users know count as what they are kinds of.
+        # An error of a private type counts as the public one that it derives from.
         "type": next(kinds, type(error)).__name__,
         "message": str(error)[:MAX_TEXT],
         "members": list(known.members) if known.members else None,
@@ -113,12 +113,12 @@ _ERROR_FIELDS: dict[str, Any] = {
 def error_of(
     record: dict[str, Any], path: str, otherwise: type[BeamjaxError] = errors.WorkerError
 ) -> BeamjaxError:
-    """The error that a record tells of, with its `failure`.
+    """The error of a record, with its `failure`.
 
     Args:
-      record: of `error_record`.
-      path: where it was, for messages.
-      otherwise: the type of what was no error of beamjax.
+      record: what `error_record` returned.
+      path: where the record was, for messages.
+      otherwise: the type for errors that are not of beamjax.
 
     Raises:
       ArrayFormatError: the record is not what `error_record` gives.

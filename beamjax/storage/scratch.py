@@ -1,4 +1,4 @@
-"""Arrays that wait in a file without a name, so that they take no memory."""
+"""Arrays in an unnamed temporary file instead of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from beamjax.storage.allocation import allocate
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a flat array is in a `Scratch`."""
+    """The place of a flat array in a `Scratch`."""
 
     offset: int
     nbytes: int
@@ -25,12 +25,12 @@ class Slot:
 
 
 def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = None) -> np.ndarray:
-    """A new array of zeros in a temporary file, which is gone with it.
+    """An array of zeros in a temporary file, which is removed with the array.
 
     Args:
-      shape: of the array, without a 0.
-      dtype: of the array.
-      folder: where the file is; None for the usual place of temporary files.
+      shape: the shape of the array, without a 0.
+      dtype: the dtype of the array.
+      folder: the folder of the file; None for that of temporary files.
 
     Raises:
       SourceError: the file can't be made, or there is no space for it.
@@ -48,10 +48,10 @@ def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = Non
 
 
 class Scratch:
-    """Flat arrays in one temporary file, which is gone with this object, or with the process.
+    """Flat arrays in one temporary file, which is removed with this object or the process.
 
     Args:
-      folder: where the file is; None for the usual place of temporary files.
+      folder: the folder of the file; None for that of temporary files.
     """
 
     def __init__(self, folder: str | None = None):
@@ -99,7 +99,7 @@ class Scratch:
         return found.view(slot.dtype)
 
     def free(self, slot: Slot) -> None:
-        """Lets another array of the same size take the place of one."""
+        """Frees the place of an array for another one of the same size."""
         self._free[slot.nbytes].append(slot.offset)
 
     def _opened(self) -> int:

@@ -1,4 +1,4 @@
-"""Values that the threads of a process share: each is made once, and the caches are bounded."""
+"""Bounded caches of values that the threads of a process share; each value is computed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 T = TypeVar("T")
 
 MAX_READERS = 64
-"""Of a thread, whose last values stay."""
+"""The number of readers of a thread whose last values stay in the cache."""
 
 
 class SingleFlight(Generic[T]):
@@ -74,9 +74,9 @@ class SharedCache(Generic[T]):
     """Least recently used values of this process, up to a number of bytes; thread-safe.
 
     Args:
-      limit: in bytes; the newest value stays even if it alone is over it, and so does the last one
-        of each reader of each thread that is alive.
-      weigh: gives the bytes of a value, or whatever else is limited.
+      limit: the bytes of all values. The newest value stays even if it alone exceeds the limit,
+        and so does the last one of each reader of each live thread.
+      weigh: returns the bytes of a value, or whatever else is limited.
     """
 
     def __init__(self, limit: int, weigh: Callable[[T], int]) -> None:
@@ -99,13 +99,13 @@ class SharedCache(Generic[T]):
         reader: Hashable = None,
         owner: Hashable = None,
     ) -> T:
-        """The value of a key; `load` makes it, once for all threads that ask at the same time.
+        """The value of a key, which `load` computes once for all threads that ask at the same time.
 
         Args:
-          key: of the value.
-          load: makes it.
-          reader: asks for several values one after the other; its last one stays.
-          owner: for what the value is needed, see `open`.
+          key: the key of the value.
+          load: computes the value.
+          reader: identifies who reads values in a row; the last value of each reader stays.
+          owner: identifies what needs the value, see `open`.
         """
         entry = self._loads.get(key, lambda: self._find(key, reader), lambda: self._load(key, load))
         if owner is not None:
@@ -115,12 +115,12 @@ class SharedCache(Generic[T]):
         return entry.value
 
     def open(self, owner: Hashable) -> None:
-        """Notes from now on which values are asked for by an owner, for example a run."""
+        """Starts to track which values an owner, such as a run, asks for."""
         with self._lock:
             self._owners.add(owner)
 
     def close(self, owner: Hashable) -> None:
-        """Forgets the values that an owner has asked for, and no other open owner has."""
+        """Removes the values that an owner has asked for, unless another open owner has as well."""
         with self._lock:
             self._owners.discard(owner)
             for key, entry in list(self._values.items()):
@@ -130,7 +130,7 @@ class SharedCache(Generic[T]):
                         self._drop(key)
 
     def clear(self) -> None:
-        """Forgets all values."""
+        """Removes all values."""
         with self._lock:
             self._values.clear()
             self._last.clear()

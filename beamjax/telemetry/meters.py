@@ -1,4 +1,4 @@
-"""What a worker counts and times, and how it tells of that: a small record a second."""
+"""Counters and timers of a worker, and the record that it writes every second."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import SECONDS, Range, StepCount, Tally, WorkerRecord, merged
 
 EVERY = 1.0
-"""Seconds between two records of a worker, in which a job that is cancelled goes on."""
+"""Seconds between two records of a worker. A cancelled job continues up to that long."""
 MAX_RECORDERS = 64
 
 
 @dataclass(frozen=True)
 class Reports:
-    """Where workers tell how far they are.
+    """Where workers write their records.
 
     Attributes:
-      folder: of the job.
-      pipeline: name of the pipeline in it.
+      folder: the folder of the job.
+      pipeline: the name of the pipeline in it.
     """
 
     folder: str
@@ -39,30 +39,30 @@ class Reports:
 
 
 class Listener(Protocol):
-    """Who is told of the shards that are done."""
+    """Receives the shards that are done."""
 
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
-        """A shard of a step is done: its first member, its members, all that it took."""
+        """Adds a shard of a step: its first member, its number of members, and what it took."""
 
     def spend(self, step: str, spent: Tally) -> None:
-        """A step took these seconds, which are not those of a shard."""
+        """Adds seconds of a step that belong to no shard."""
 
     def tick(self) -> None:
-        """Time has passed.
+        """Called now and then, to write what has changed.
 
         Raises:
-          JobCancelledError: the work is in vain.
+          JobCancelledError: the job was cancelled.
         """
 
 
 class Meter:
-    """Measures one step, for one bundle.
+    """Measures one step in one bundle.
 
     Args:
-      step: its name.
-      size: members in a full shard.
-      listener: who else is told.
-      sends: bytes that a shard is reduced to, and those that compression saved of them.
+      step: the name of the step.
+      size: the number of members in a full shard.
+      listener: receives the shards as well.
+      sends: bytes of the partials of a shard, and bytes that compression saved of them.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """What comes now is measured."""
+        """Starts to measure."""
         self._laps = _NOTHING.copy()
         self.resume()
 
     def resume(self) -> None:
-        """What was done since the last lap is not measured, it was waiting."""
+        """Leaves out the time since the last lap, in which the thread waited."""
         self._last = _readings()
 
     def lap(self, name: str, nbytes: int = 0) -> None:
-        """What was done since the last lap, or the start, was this: "read", "compute" or "merge".
+        """Counts the time since the last lap or the start as "read", "compute" or "merge".
 
-        Compiling and transfers are told apart by themselves.
+        Compilation and transfers in that time are counted separately.
         """
         readings, last, laps = _readings(), self._last, self._laps
         passed = readings[0] - last[0]
@@ -108,20 +108,20 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Of all laps since the start, without those in which JAX compiled."""
+        """Seconds of all laps since the start, without compilation."""
         laps = self._laps
         return float(laps["read"] + laps["transfer"] + laps["compute"] + laps["merge"])
 
     @property
     def compiling(self) -> float:
-        """Seconds of all laps since the start in which JAX compiled."""
+        """Seconds of compilation in all laps since the start."""
         return float(self._laps["compile"])
 
     def shard(self, start: int, count: int) -> None:
-        """The shard from this member on is done.
+        """Adds the shard that starts at a member.
 
         Raises:
-          JobCancelledError: those that follow are in vain.
+          JobCancelledError: the job was cancelled.
         """
         spent = Tally(count, 1, **self._laps, **self.sends)
         self.total = spent if self.total is _NONE else self.total + spent
@@ -130,7 +130,7 @@ class Meter:
             self.listener.tick()
 
     def apart(self) -> None:
-        """What was measured since the start is of the step, but of no shard: a merge, say."""
+        """Adds what was measured since the start to the step, but to no shard, as for a merge."""
         spent = Tally(**self._laps)
         self.total += spent
         if self.listener is not None:
@@ -142,12 +142,12 @@ COUNTED = (
     "bytes_padding", "executables", "cache_hits", "cache_misses",
     "bodies_loaded", "bodies_reused", "broadcasts",
 )  # fmt: skip
-"""What a thread counts by itself, by the names of a tally."""
+"""Counters of a thread, by the names of their fields in `Tally`."""
 _NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fromkeys(SECONDS, 0.0)
 
 
 def _readings() -> tuple[Any, ...]:
-    """The time, seconds of transfers and of compiling of this thread, and what it has counted."""
+    """The time, the seconds of transfers and compilation of this thread, and its counters."""
     clock = compile_clock()
     return (
         time.perf_counter(), transfer_seconds(), clock.seconds,
@@ -159,10 +159,10 @@ def _readings() -> tuple[Any, ...]:
 class Recorder:
     """Writes what this process did in one pipeline into the folder of the job.
 
-    A record that can't be written is left out: the work itself goes on.
+    A record that can't be written is skipped; the work continues.
 
     Args:
-      reports: where to.
+      reports: the folder and the pipeline.
     """
 
     def __init__(self, reports: Reports):
@@ -179,7 +179,7 @@ class Recorder:
         self._written = time.monotonic()
 
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
-        """A shard is done."""
+        """Adds a shard that is done."""
         with self._lock:
             ranges = self._ranges.setdefault(step, [])
             if ranges and ranges[-1][1:] == (start, 1):
@@ -191,17 +191,17 @@ class Recorder:
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:
-        """A step took these seconds, which are not those of a shard."""
+        """Adds seconds of a step that belong to no shard."""
         with self._lock:
             self._ranges.setdefault(step, [])
             self._sizes.setdefault(step, 1)
             self._spent[step] = self._spent.get(step, Tally()) + spent
 
     def tick(self) -> None:
-        """Writes a record if the last one is old.
+        """Writes a record if the last one is older than `EVERY`.
 
         Raises:
-          JobCancelledError: somebody has cancelled the job.
+          JobCancelledError: the job was cancelled.
         """
         if time.monotonic() - self._written < self._every:
             return
@@ -217,7 +217,7 @@ class Recorder:
             self._folder.write_worker(self._pipeline, self.record())
 
     def record(self) -> WorkerRecord:
-        """All that this process did so far."""
+        """What this process has done so far."""
         with self._lock:
             for ranges in self._ranges.values():
                 ranges[:] = merged(ranges)
@@ -233,7 +233,7 @@ _making = threading.Lock()
 
 
 def recorder_for(reports: Reports | None) -> Recorder | None:
-    """The recorder of this process for a pipeline; None if nobody wants to know."""
+    """The recorder of this process for a pipeline; None without a folder."""
     if reports is None:
         return None
     with _making:
