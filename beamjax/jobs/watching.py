@@ -1,4 +1,4 @@
-"""A look at a job every half second while it runs, for those who wait for it or look on."""
+"""Watches a job while it runs: writes its progress, displays it, and honours cancellation."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
 
 LOOK = 0.5
-"""Seconds between two looks of the launching process at what its workers do."""
+"""Seconds between two looks of the launching process at its workers."""
 SOON = (0.03, 0.05, 0.1, 0.2)
-"""The same of the first looks of who keeps the course of a run."""
+"""Seconds before each of the first looks, so that the report of a short run has samples."""
 
 
 @contextlib.contextmanager
 def watched(
     folder: JobFolder, monitor: Monitor, display: Display | None, kept: Recording | None
 ) -> Iterator[None]:
-    """While a job runs, a thread writes how far it is, shows it, and looks who wants it to end.
+    """Runs a thread that writes and displays progress, and cancels the job on request.
 
     Args:
-      folder: of the job.
-      monitor: of its run.
-      display: where people see how far it is, if they do.
-      kept: keeps what a report needs, if there may be one.
+      folder: the folder of the job.
+      monitor: the monitor of its run.
+      display: displays the progress, if not None.
+      kept: records what a report needs, if not None.
     """
     over = threading.Event()
 
     def look() -> None:
         progress = monitor.progress()
-        with contextlib.suppress(Exception):  # the work goes on if nobody can see how far it is
+        with contextlib.suppress(Exception):  # the work continues without records of its progress
             folder.write_progress(progress)
             if folder.cancel_requested():
                 monitor.cancel()
@@ -44,7 +44,7 @@ def watched(
                 display.update(progress)
 
     def watch() -> None:
-        if kept is not None:  # a short run has a course, too
+        if kept is not None:  # a short run has samples, too
             for pause in SOON:
                 if over.wait(pause):
                     return

@@ -1,8 +1,8 @@
-"""What is left of a shard of which some members can't be read or computed.
+"""Computes a shard without the members that can't be read or computed.
 
-Members that are left out are found by halves, and computed again without them: those that count
-take the places of the others, so that bodies see nothing of what failed, and whatever was tried
-before, what comes out depends only on who is left.
+The shard is bisected to find the failing members, and computed again without them. A member that
+did not fail stands in for each of them, so bodies never see what failed, and the result depends
+only on the members that are left.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from beamjax.plan.steps import Map, ValueType
 from beamjax.sources.padding import padded_rows
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
-"""Calls a body: with places in the shard whose members are computed, and which of them count."""
+"""Calls a body with the places of the members to compute, and a mask of those that count."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What came out of a shard.
+    """The results of a shard.
 
     Attributes:
       results: the placed results, (count, ...) each.
       partials: a vector for each lane, then a list of arrays for each combine; None for a combine
-        if nobody is left.
-      left_out: how many members are not in the partials.
-      dropped: those of them that were in the shards of all passes before.
+        if no member is left.
+      left_out: the number of members that are not in the partials.
+      dropped: the members that this pass dropped.
     """
 
     results: list[np.ndarray]
@@ -49,16 +49,16 @@ def compute_rest(
       step: a pass with a guard.
       start: the first member of the shard.
       kept: bool[count], False for members that were dropped before.
-      lost: why members could not be read, by their place in the shard.
-      call: computes the shard, and gives what the body does.
+      lost: the reasons why members could not be read, by their place in the shard.
+      call: computes the shard.
 
     Returns:
-      What the body gave, without flags of finite members, or None if nobody is left; who is left;
-      and who was dropped.
+      What the body returned, without the flags of finite members, or None if no member is left; a
+      mask of the members that are left; and the members that were dropped.
 
     Raises:
-      Exception: what `call` raises, unless it can be put down to members that may be dropped.
-      WorkerError: members give NaN or infinity, and the guard says so.
+      Exception: what `call` raises, unless dropping members avoids it.
+      WorkerError: members give NaN or infinity, and the guard refuses these.
     """
     guard = step.guard
     assert guard is not None
@@ -103,14 +103,14 @@ def compute_rest(
 
 
 def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
-    """Finds who fails among the members of a shard that fail together.
+    """Bisects the members of a shard to find those that fail.
 
     Args:
-      kept: bool[count], the members that are tried.
+      kept: bool[count], the members to try.
       call: as for `compute_rest`.
 
     Returns:
-      What each raises that fails alone, by its place.
+      The message of each member that fails alone, by its place.
     """
     found: dict[int, str] = {}
 
@@ -119,7 +119,7 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
         mask[places] = True
         try:
             call(*_stand_ins(mask))
-        except JobCancelledError:  # nobody's failure
+        except JobCancelledError:  # not the failure of a member
             raise
         except Exception as error:
             if len(places) == 1:
@@ -134,13 +134,13 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
 
 
 def _stand_ins(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of those that are computed: the first that counts stands for who does not."""
+    """The places to compute, in which the first member that counts stands in for the others."""
     places = np.arange(len(kept))
     return np.where(kept, places, np.flatnonzero(kept)[0]), kept
 
 
 def message_of(error: BaseException) -> str:
-    """What is told of an error: of a long text the end, where JAX has what a callback raised."""
+    """A short message of an error; keeps the end, where JAX has what a callback raised."""
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= MAX_MESSAGE else f"{text[:200]} ... {text[-MAX_MESSAGE:]}"
 
@@ -155,12 +155,12 @@ def read_rest(
 
     Args:
       read: reads the members [start, stop) of some values.
-      types: of these values.
+      types: the types of these values.
       start: the first member.
-      count: how many there are.
+      count: the number of members.
 
     Returns:
-      The values, with zeros for who can't be read, and why not, by their places.
+      The values, with zeros for members that can't be read, and the reasons by their places.
     """
     lost: dict[int, str] = {}
     pieces: list[Mapping[str, np.ndarray]] = []
@@ -188,14 +188,14 @@ def read_rest(
     found = {}
     for name in types:
         arrays = [piece[name] for piece in pieces]
-        # Where members are ragged each piece has the length of its longest.
+        # Of ragged members each piece has the length of its longest one.
         shape = max((array.shape[1:] for array in arrays), default=())
         found[name] = np.concatenate([padded_rows(array, shape) for array in arrays])
     return found, lost
 
 
 def filled(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Placed results with NaN, or 0 where there is no NaN, for members that are not kept."""
+    """Placed results with NaN, or 0 for dtypes without NaN, for members that were dropped."""
     array = array.copy()
     array[~kept] = hole_of(array.dtype)
     return array

@@ -1,4 +1,4 @@
-"""What the workers of a pipeline are at: how they say it, and who reads it when one is lost."""
+"""Finds out what a worker process was doing when it died, from the file that it left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from beamjax.telemetry.working_files import Entry, WorkingProcess
 
 MAX_TABLES = 64
 MAX_TRACE = 16_000
-"""Bytes of what Python tells of a crash that are read."""
+"""Bytes that are read of the stack trace of a crash."""
 _TOLD_LINES = 8
 _CRASH = "crash-"
 
@@ -41,9 +41,9 @@ def table_of(store: Store, here: bool) -> Table:
     """The table of this process for the run with this store.
 
     Args:
-      store: of the run.
-      here: whether this process has launched the run, which then sees the table itself. Any other
-        one leaves a file in the store, and ends where something takes too long.
+      store: the store of the run.
+      here: whether this process has launched the run, and so sees the table itself. Any other
+        process writes a file into the store, and ends itself if something takes too long.
     """
     with _lock:
         if store.root not in _tables:
@@ -60,7 +60,7 @@ def _make_table(store: Store, here: bool) -> Table:
 
     def end_process(error: BeamjaxError) -> None:
         record_error(store, error)
-        os._exit(1)  # The runner sees a dead worker, and tries again if it does that.
+        os._exit(1)  # The runner sees a dead worker, and retries if it is one that does.
 
     table = Table(folder, end_process)
     if table.has_file:
@@ -78,10 +78,10 @@ _trace: Any = None
 
 
 def _trace_crashes(folder: str) -> None:
-    """Has Python write its stack into the folder of the latest run, should native code crash."""
+    """Makes Python write its stack into the folder of the latest run if native code crashes."""
     global _trace
     if faulthandler.is_enabled() and _trace is None:
-        return  # somebody else wants it elsewhere
+        return  # the user has enabled it
     with contextlib.suppress(OSError):
         path = os.path.join(folder, f"{_CRASH}{os.getpid()}")
         former, _trace = _trace, open(path, "w")  # noqa: SIM115
@@ -94,11 +94,11 @@ def _trace_crashes(folder: str) -> None:
 
 
 def begin_pipeline(store: Store, here: bool) -> None:
-    """Asks workers to say what they are at; what those said that are dead by now is removed.
+    """Asks workers to record what they do, and removes the records of dead ones.
 
     Args:
-      store: of the run.
-      here: whether workers are threads of this process, which die with it and need no file.
+      store: the store of the run.
+      here: whether workers are threads of this process, which need no file.
     """
     with _lock:
         _tables.pop(store.root, None)
@@ -110,23 +110,23 @@ def begin_pipeline(store: Store, here: bool) -> None:
 
 
 def end_pipeline(store: Store) -> None:
-    """Has threads of this process stop that are left at work when a pipeline is over."""
+    """Stops threads of this process that still work when a pipeline is over."""
     table = _tables.get(store.root)
     if table is not None:
         table.give_up()
 
 
 def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
-    """The error of a worker process on this machine that died at its work; None if none did.
+    """The error of a worker process on this machine that died while it worked; None if none did.
 
     Args:
-      store: of the run.
-      steps: of the pipeline.
+      store: the store of the run.
+      steps: the steps of the pipeline.
     """
     found = _lost(store)
     if not found:
         return None
-    # The last one is what the runner gave up on, if it tried again.
+    # A runner that retries has given up on the last one.
     working = max(found, key=lambda working: max((e.since for e in working.entries), default=0))
     trace = _read_trace(store, working)
     error = _error_of(working, trace, steps)
@@ -146,10 +146,10 @@ class Look:
     """Looks at the workers of a pipeline while it runs, see `waiting.Look`.
 
     Args:
-      store: of the run.
-      steps: of the pipeline.
-      keeps: whether a worker process that died is an error, since the runner starts no other one;
-        else it is one where several died at one shard.
+      store: the store of the run.
+      steps: the steps of the pipeline.
+      keeps: whether one dead worker process is an error, since the runner starts no other; else
+        several that died at one shard are.
     """
 
     def __init__(self, store: Store, steps: Sequence[Step], keeps: bool):
@@ -160,7 +160,7 @@ class Look:
         self._repeated = RepeatedError(store)
 
     def __call__(self) -> BeamjaxError | None:
-        """What is wrong with the workers, if anything is."""
+        """The error of the workers, if there is one."""
         table = _tables.get(self.store.root)
         if table is not None and table.late is not None:
             return table.late
@@ -170,7 +170,7 @@ class Look:
         if not self.keeps:
             return lost_worker(self.store, self.steps) if _deaths(self.store) >= OFTEN else None
         found = lost_worker(self.store, self.steps)
-        # At the second look, so that a runner that learns of it by itself can end in its own way.
+        # Only at the second look, so that a runner that notices it can end in its own way.
         lost, self._lost = self._lost, found is not None
         return found if lost else None
 
@@ -189,12 +189,12 @@ def _dead(store: Store) -> list[tuple[str, WorkingProcess]]:
 
 
 def _lost(store: Store) -> list[WorkingProcess]:
-    """Those that did not end in good order."""
+    """The dead processes that did not end normally."""
     return [working for _, working in _dead(store) if not working.left]
 
 
 def _deaths(store: Store) -> int:
-    """How many worker processes died at the shard at which most did."""
+    """The largest number of worker processes that died at one shard."""
     places = [(e.step, e.shard) for working in _lost(store) for e in working.entries]
     return max(collections.Counter(places).values(), default=0)
 
@@ -212,7 +212,7 @@ def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:
 
 
 def _read_trace(store: Store, working: WorkingProcess) -> str:
-    """What Python wrote when a process crashed; "" if it did not."""
+    """The stack that Python wrote when a process crashed; "" if it did not."""
     path = os.path.join(store.root, f"{_CRASH}{working.process['pid']}")
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return file.read(MAX_TRACE).decode(errors="replace")
@@ -259,13 +259,13 @@ _CURRENT = re.compile(r"(?s)^(Fatal[^\n]*)?.*?^Current thread (0x[0-9a-f]+)[^\n]
 
 
 def _crashed_thread(trace: str) -> str:
-    """The reason of a crash, and the stack of the thread that had it if Python knows that."""
+    """The reason of a crash, and the stack of the thread that crashed if Python knows it."""
     found = _CURRENT.search(trace)
     return trace if found is None else f"{found[1] or 'a fatal error'}\n{found[3]}"
 
 
 def _culprit(entries: Sequence[Entry], trace: str) -> Entry | None:
-    """Which work it was: of the thread that crashed, or else of the one that was longest at it."""
+    """The work of the thread that crashed, or else the work that was begun first."""
     found = _CURRENT.search(trace)
     if found is not None:
         for entry in entries:
