@@ -1,4 +1,4 @@
-"""One pass over one shard: pad, compute, cut. The same code in this process and on a worker."""
+"""Computes one shard of a pass: pads it, computes it, and cuts the padding off."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class ShardExecutor:
     """Computes one `Map` step a shard at a time.
 
     Args:
-      plan: that the step is part of.
-      step: what to compute.
-      broadcasts: the server values that it reads, by name; put on the device once, unless they are
-        there already.
-      device: to compute on; None for the one that JAX takes by itself. A body that holds a mesh
-        takes the first devices of the same client.
-      checked: the bodies of which the run knows in this process that they do not read padding; the
-        first shard of others is computed once more, with more of it. None checks nothing.
+      plan: the plan of the step.
+      step: the step to compute.
+      broadcasts: the server values that it reads, by name; they are put on the device once, unless
+        they are there already.
+      device: the device to compute on; None for the default of JAX. A body that holds a mesh uses
+        the first devices of the same client.
+      checked: the bodies that are known not to read padding in this process. The first shard of
+        other bodies is computed again with more padding. None checks nothing.
 
     Raises:
       WorkerError: the body can't be loaded here.
@@ -67,21 +67,21 @@ class ShardExecutor:
         self.device = device
         self.size = plan.shard_sizes[step.placement]
         self._types = plan.values
-        # Who is kept is told by the guard, not by the body.
+        # The guard emits the mask of members that are left, not the body.
         told = step.guard is not None and step.guard.tells
         self._made = step.results[:-1] if told else step.results
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
-        # What calls back to the host is given true members only, so that no call is for padding.
+        # A body that calls back to the host gets no padding, so that no call is for padding.
         self._pads = self._body.python is None
         first = load_body(step.body, self._body, self.size, self._client_of)
         self._calls = {(step.body, self.size): first}
-        # Which members are kept is no operand of a body.
+        # The mask of members that are left is no operand of a body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
         self._fitted = {fitted.shapes[:operands]: fitted for fitted in step.fitted}
         self._bodies = plan.bodies
         self.copies = is_copied(device)
-        # An accelerator has room for what one shard needs at a time; others are on their way.
+        # An accelerator computes one shard at a time, while the next ones are transferred.
         self._turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
         with with_x64(self._x64), transferring():
             self.broadcasts = {
@@ -95,7 +95,7 @@ class ShardExecutor:
 
     @property
     def calls_back(self) -> bool:
-        """Whether the body calls functions of the host, which see one shard after the other."""
+        """Whether the body calls functions of the host, which get one shard at a time."""
         return self._body.python is not None
 
     def __call__(
@@ -104,9 +104,9 @@ class ShardExecutor:
         """Computes a shard.
 
         Args:
-          shard: which.
+          shard: the shard to compute.
           operands: one array of shape (shard.count, ...) for each operand of the step.
-          lost: why members could not be read, by their place in the shard.
+          lost: the reasons why members could not be read, by their place in the shard.
 
         Raises:
           WorkerError: the computation failed; the message names step, shard and members.
@@ -127,9 +127,9 @@ class ShardExecutor:
         """Calls the body.
 
         Args:
-          shard: which.
-          full: whether it has no padding, and nobody is left out.
-          heads: what the body takes after the first member of the shard.
+          shard: the shard to compute.
+          full: whether it has no padding, and all its members count.
+          heads: the arguments of the body after the first member of the shard.
           arrays: the operands.
         """
         if self._pads:
@@ -145,7 +145,7 @@ class ShardExecutor:
         heads: Sequence[Any],
         arrays: Sequence[np.ndarray],
     ) -> None:
-        """Compares what the body gives for a shard without and with padding, once.
+        """Compares the results of the body for a shard with less and with more padding, once.
 
         Raises:
           StructureError: the body reads padding.
@@ -173,7 +173,7 @@ class ShardExecutor:
     def _body_of(
         self, step: Map | Fitted | PaddingCheck, full: bool, shard: Shard
     ) -> Callable[..., Any]:
-        """What computes a shard for a step; it is loaded when it is first needed."""
+        """The function that computes a shard of a step, loaded at first use."""
         key = step.body if full else step.short_body
         if key is None:
             raise WorkerError(
@@ -197,7 +197,7 @@ class ShardExecutor:
             return from_device(outs)
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
-        """What a body gave as placed results and partials."""
+        """Splits the results of a body into placed results and partials."""
         step = self.step
         results = [x[: shard.count] for x in arrays[: len(self._made)]]
         partials: list[Any] = arrays[len(results) :][: len(step.lanes)]

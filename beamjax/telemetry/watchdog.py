@@ -1,7 +1,7 @@
-"""What the threads of this process are at for a run, and a watchdog for what takes too long.
+"""Records what the threads of this process do for a run, and stops work that takes too long.
 
-A worker that is killed tells nobody. So what its threads are at is also in a small file in the
-folder of the run, see `working_files`.
+A worker that is killed can report nothing. So the record is also in a small file in the folder of
+the run, see `working_files`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from beamjax.plan.steps import Map, Server
 from beamjax.telemetry.working_files import Entry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
-"""For a thread of this process to end that was told to."""
+"""Seconds that a thread of this process has to stop after it was asked to."""
 
 _NOBODY_LOOKS = contextlib.nullcontext()
 T = TypeVar("T")
 
 
 class Table:
-    """What the threads of this process are at for one run.
+    """What the threads of this process do for one run.
 
     Args:
-      folder: where the file goes; None, or a folder that is not there, for none.
-      on_late: what to do about work that takes too long, besides noting it.
+      folder: the folder of the file; None, or a folder that does not exist, for no file.
+      on_late: called with the error of work that takes too long.
     """
 
     def __init__(
@@ -62,46 +62,46 @@ class Table:
 
         Args:
           doing: one of `DOING`.
-          step: of the plan.
-          shard: of the step, if it has any.
-          limit: seconds that this may take, without those in which JAX compiles.
+          step: the step of the plan.
+          shard: the shard of the step, if it has any.
+          limit: seconds that this may take, without compilation.
 
-        Raises, at its begin or end:
+        Raises, when it begins or ends:
           WorkerError: it took longer.
-          JobCancelledError: nobody waits for it any more.
+          JobCancelledError: the run has ended.
         """
-        if limit is None and self._file is None:  # nobody looks
+        if limit is None and self._file is None:  # nothing reads it
             self.check()
             return _NOBODY_LOOKS
         return AtWork(self, doing, step, shard, limit)
 
     def give_up(self) -> None:
-        """Has threads stop when they next begin or end something."""
+        """Stops threads when they next begin or end something."""
         self._given_up = True
 
     def check(self) -> None:
-        """Raises `JobCancelledError` if nobody waits for what this thread does."""
+        """Raises `JobCancelledError` if the run has ended."""
         if self._given_up or self.late is not None:
             raise JobCancelledError("the run has ended before this work did")
 
     @property
     def has_file(self) -> bool:
-        """Whether others can see what is in it."""
+        """Whether other processes can read it."""
         return self._file is not None
 
     def leave(self) -> None:
-        """Says that the process ends in good order."""
+        """Records that the process ends normally."""
         if self._file is not None:
             self._file.leave()
 
     def note_late(self, error: BeamjaxError) -> None:
-        """Something takes too long."""
+        """Stores the error of work that takes too long."""
         self.late = error
         if self._on_late is not None:
             self._on_late(error)
 
     def begin(self, work: AtWork) -> int | None:
-        """Writes what a thread is at; the slot in the file, if there is any."""
+        """Records what a thread begins; returns the slot in the file, if there is one."""
         if self._file is None:
             return None
         shard = work.shard
