@@ -39,6 +39,7 @@ from beamjax.ops import operators
 from beamjax.ops.fields import bits_for, compressed_p, fields_of, pack, unpack
 from beamjax.ops.leaves import as_array, as_placed
 from beamjax.ops.placements import resolve
+from beamjax.ops.weights import refuse_weights
 
 __all__ = ["Codes", "Mean", "decompress", "int8", "nbytes", "reduce_mean", "ternary"]
 
@@ -192,6 +193,7 @@ def reduce_mean(
     """
     op = "compress.reduce_mean"
     placement, n = resolve(op, placement)
+    refuse_weights(op, placement, n, "it packs members into integers, which take no weights")
     if method not in _METHODS:
         raise StructureError(f"{op}: found method {method!r}, expected 'int8' or 'ternary'.")
     levels = _METHODS[method] if levels is None else _checked_levels(op, levels)

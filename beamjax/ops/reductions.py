@@ -20,7 +20,7 @@ from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import resolve
 from beamjax.ops.primitives import map_members, trace_body
-from beamjax.ops.weights import keys_of_present, weigh, weights_for
+from beamjax.ops.weights import keys_of_present, refuse_weights, weigh, weights_for
 from beamjax.storage.dtypes import dtype_name
 
 # --- by key
@@ -281,14 +281,9 @@ def reduce(
         effects.
     """
     placement, n = resolve("reduce", placement)
-    if weights_for("reduce", placement, n) is not None:
-        raise StructureError(
-            f"reduce: found {name_of(combine)} in a function with weights (beamjax.reweight), "
-            "expected beamjax.reduce_sum or its like: a function of two values does not say how a "
-            "member counts 2 times, or half a time."
-        )
-    mesh = sharding.mesh_for("reduce", placement, n, None)
     name = name_of(combine)
+    refuse_weights("reduce", placement, n, f"{name} does not say how a member counts half a time")
+    mesh = sharding.mesh_for("reduce", placement, n, None)
     paths, tree = tree_util.tree_flatten_with_path(x)
     leaves = [as_placed("reduce", "x", path, leaf, placement, n) for path, leaf in paths]
     members = [

@@ -101,6 +101,15 @@ def weights_for(op: str, placement: str, n: Size) -> jax.Array | None:
     return found
 
 
+def refuse_weights(op: str, placement: str, n: Size, why: str) -> None:
+    """Raises StructureError if the members of a reduction that takes no weights have some."""
+    if weights_for(op, placement, n) is not None:
+        raise StructureError(
+            f"{op}: found it in a function with weights (beamjax.reweight), expected "
+            f"beamjax.reduce_sum or its like: {why}."
+        )
+
+
 def _promoted_product(x: jax.Array, y: jax.Array) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
         return x * y
@@ -330,8 +339,7 @@ def reweight(
       PlacementError: there are not n weights, or it is not clear which placement has them. A call
         raises it.
       StructureError: the weights are no real numbers, `fn` uses no weight, or it calls
-        `beamjax.reduce`: a function of two values does not say how a member counts half a time. A
-        call raises it.
+        `beamjax.reduce` or `beamjax.compress.reduce_mean`, which take no weights. A call raises it.
 
     Example:
       The mean without the first member::
