@@ -8,9 +8,9 @@ A mutant is beamjax with one operator, comparison, number, condition or loop cha
 operators of cosmic-ray. An equal number of them is drawn from the functions of the analysis, the
 numerics, the shard runtime and the Beam workers. Each runs tests that call the changed function,
 or a function of its file where none does, until one fails: first the fastest case of each test,
-then the second one, and so on. `run` prints the mutants that survive, with the
-changed line, and the share of each group that was killed. The same tree, seed and number give the
-same mutants.
+then the second one, and so on. A test that fails without the mutant too is left out. `run` prints
+the mutants that survive, with the changed line, and the share of each group that was killed. The
+same tree, seed and number give the same mutants.
 
 Needs Python 3.12 and `pip install -e '.[test,benchmarks]'`. Works on copies of the tree.
 """
@@ -83,6 +83,8 @@ TEST_SECONDS = 120.0
 START_SECONDS = 60.0
 """Seconds that starting pytest may take on a busy machine."""
 
+# As tests/conftest.py says, which the preloaded JAX would read too late.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["jax", "apache_beam"])  # Most of the seconds of a start.
 
@@ -210,6 +212,23 @@ def copy_tree(folder: Path) -> None:
             shutil.copyfile(ROOT / name, folder / name, follow_symlinks=False)
 
 
+class _FirstFailure:
+    """A pytest plugin that writes the name of the first test, or file, that failed."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._write(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._write(report)
+
+    def _write(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid)
+
+
 def _pytest(tree: Path, names: Sequence[str], output: Path) -> None:
     os.setsid()
     os.chdir(tree)
@@ -220,7 +239,7 @@ def _pytest(tree: Path, names: Sequence[str], output: Path) -> None:
         os.dup2(file.fileno(), 2)
     (tree / "mutant-tests").write_text("\n".join(names))
     args = "-q -x -n0 --no-header -p no:cacheprovider --hypothesis-profile=ci @mutant-tests"
-    code = pytest.main(args.split())
+    code = pytest.main(args.split(), [_FirstFailure(tree / "mutant-failure")])
     sys.stdout.flush()
     os._exit(code)
 
@@ -229,10 +248,11 @@ def run_tests(tree: Path, names: Sequence[str], seconds: float) -> str:
     """Runs tests in a copy of the tree until one fails.
 
     Returns:
-      "survived", or by what the mutant was killed: the first test that failed, or "time".
+      "survived", or what ended them: the first test that failed, "time", or a code of pytest.
     """
-    output = tree / "mutant-output"
-    process = _FORKS.Process(target=_pytest, args=(tree, names, output))
+    failure = tree / "mutant-failure"
+    failure.unlink(missing_ok=True)
+    process = _FORKS.Process(target=_pytest, args=(tree, names, tree / "mutant-output"))
     process.start()
     assert process.pid is not None
     process.join(START_SECONDS + 4 * seconds)
@@ -244,14 +264,35 @@ def run_tests(tree: Path, names: Sequence[str], seconds: float) -> str:
         return "time"
     if code == 0:
         return "survived"
-    text = output.read_text()
-    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else text[-300:]
+    return failure.read_text() if failure.exists() else f"exit code {code} of pytest"
+
+
+class Unmutated:
+    """Which tests pass without a mutant, run in the same way; each is run once, when it fails."""
+
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self.failed: set[str] = set()
+
+    def passes(self, tree: Path, names: Sequence[str], result: str, seconds: float) -> bool:
+        """Whether a failure of tests is due to a mutant; `tree` holds none now."""
+        suspects = [result] if result in names else names
+        if self.passed.issuperset(suspects):
+            return True
+        found = run_tests(tree, suspects, seconds)
+        if found == "survived":
+            self.passed.update(suspects)
+        elif found in names or found == "time":
+            print(f"fails without a mutant, left out: {found}", flush=True)
+            self.failed.update(suspects if found == "time" else [found])
+        else:
+            raise RuntimeError(f"without a mutant: {found} of {suspects[0]}…; run `record` again")
+        return found == "survived"
 
 
 def test_mutants(mutants: Sequence[tuple[str, Mutant]], jobs: int) -> list[str]:
     """Runs the tests of each mutant, `jobs` at once; gives how each ended."""
-    tests = tests_by_function()
+    tests, unmutated = tests_by_function(), Unmutated()
     with tempfile.TemporaryDirectory(prefix="beamjax-mutants-") as temporary:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for job in range(jobs):
@@ -263,13 +304,17 @@ def test_mutants(mutants: Sequence[tuple[str, Mutant]], jobs: int) -> list[str]:
             found = tests.get(mutant.function) or tests.get(mutant.file)
             if found is None:
                 return "survived"
-            seconds, names = chosen(found)
             tree = trees.get()
             file = tree / mutant.file
             original = file.read_text()
             try:
-                file.write_text(mutant.source())
-                return run_tests(tree, names, seconds)
+                while True:
+                    seconds, names = chosen([t for t in found if t[1] not in unmutated.failed])
+                    file.write_text(mutant.source())
+                    result = run_tests(tree, names, seconds) if names else "survived"
+                    file.write_text(original)
+                    if result == "survived" or unmutated.passes(tree, names, result, seconds):
+                        return result
             finally:
                 file.write_text(original)
                 trees.put(tree)

@@ -275,7 +275,7 @@ class Digits:
                     np.subtract(vector, carried, out=vector)
             key += 1
         self.vectors = {key: vector for key, vector in self.vectors.items() if vector.any()}
-        self.bound = 1 if self.vectors else 0
+        self.bound = 1  # At most: it is 0 where no vector is left.
 
     def merge(self, other: Digits) -> None:
         """Adds the number that `other` holds, and leaves `other` as it is."""

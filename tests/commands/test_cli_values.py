@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from command_lines import folder  # noqa: F401 (a fixture)
+from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +19,6 @@ from beamjax.commands.arguments.values import json_or_text, nested, read_value
 from beamjax.commands.output import named_leaves, plain, write_out
 from beamjax.errors import BeamjaxError, OptionsError, SourceError
 from beamjax.options import OWN
-
-
-def same(found, expected):
-    """Equal trees of arrays, with equal dtypes."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert type(a) is type(b) or a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 def test_json():
@@ -41,7 +34,7 @@ def test_json():
         ("[]", []),
         ('{"w": [1.0], "b": 2}', {"w": jnp.array([1.0]), "b": 2}),
     ):
-        same(read_value(text, "x"), expected)
+        assert_same_bits(read_value(text, "x"), expected)
     flags = {"3": 3, "true": True, "mean": "mean", "[1]": [1], '"3"': "3"}
     assert {text: json_or_text(text) for text in flags} == flags
 
@@ -50,10 +43,10 @@ def test_files(folder):
     found = read_value("x.npy", "x")
     assert isinstance(found, np.memmap)
     x = np.load("x.npy")
-    same(np.asarray(found), x)
-    same(read_value("w.npz", "x"), {"model": {"weights": np.ones(3, np.float32)}})
+    assert_same_bits(np.asarray(found), x)
+    assert_same_bits(read_value("w.npz", "x"), {"model": {"weights": np.ones(3, np.float32)}})
     source = read_value("parts/*.npy", "x")
-    same(source.read(0, len(source))[0], x)
+    assert_same_bits(source.read(0, len(source))[0], x)
     table = pa.table({"x": np.arange(9, dtype="float32"), "label": np.arange(9)})
     pyarrow.parquet.write_table(table, "rows.parquet")
     assert read_value("rows.parquet", "x").read(2, 3)[1] == 2
@@ -109,13 +102,13 @@ def test_results_in_files(tmp_path):
         (jax.random.key(3), np.array([0, 3], "uint32")),
         (np.zeros((2,), jax.dtypes.float0), np.zeros(2, bool)),
     ):
-        same(plain(leaf), expected)
+        assert_same_bits(plain(leaf), expected)
         write_out(leaf, str(tmp_path / "a.npy"))
-        same(np.load(tmp_path / "a.npy"), expected)
+        assert_same_bits(np.load(tmp_path / "a.npy"), expected)
     tree = {"file": jnp.arange(3), "self": {"args": jnp.float32(1)}, "": [jnp.zeros((0, 2))]}
     path = str(tmp_path / "a.npz")
     write_out(tree, path)
-    same(read_value(path, "x"), jax.tree.map(np.asarray, tree))
+    assert_same_bits(read_value(path, "x"), jax.tree.map(np.asarray, tree))
     assert not list(tmp_path.glob("*.tmp"))
     with pytest.raises(SourceError, match="one is in the other"):
         nested({"a": 1, "a/b": 2})

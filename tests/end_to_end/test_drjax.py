@@ -301,8 +301,10 @@ def test_operators_are_undefined_outside_of_programs_while_staging():
 
 
 def test_drjax_is_left_as_it_was():
+    fn, args = federated_averaging(
+        drjax
+    )  # a new function, which is staged; its `program` adds to DrJAX's own table
     before = {**vars(drjax)}, {**vars(sys.modules["drjax._src.api"])}
-    fn, args = federated_averaging(drjax)  # a new function, which is staged
     bj.explain(fn, *args)
     with pytest.raises(KeyError):
         bj.explain(drjax.program(clients=N)(lambda x: drjax.map_fn(lambda v: {}[0], x)), X)

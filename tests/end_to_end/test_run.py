@@ -278,18 +278,24 @@ def plans():
     return [plan for plan in gc.get_objects() if isinstance(plan, Plan)]
 
 
-@pytest.mark.parametrize("bound", [{"MAX_PLANS": 4}, {"MAX_PLAN_BYTES": 4_500_000}], ids=str)
-def test_plans_are_not_kept_for_ever(bound, monkeypatch):
+@pytest.mark.parametrize(
+    ("bound", "value", "sizes"),
+    [
+        ("MAX_PLANS", 4, {3, 4, 5, 6}),
+        ("MAX_PLAN_BYTES", 4_500_000, {3, 4, 5, 6}),
+        ("MAX_PLAN_BYTES", 500_000, {6}),  # too large, but in use
+    ],
+)
+def test_plans_are_not_kept_for_ever(bound, value, sizes, monkeypatch):
     """Neither those of ever new sizes, nor those of a function that is gone."""
-    for name, value in bound.items():
-        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(planning, bound, value)
     table = np.ones(250_000, np.float32)  # Each plan holds it: a million bytes.
     fn = bj.program(clients=None)(lambda x: (bj.reduce_sum(bj.map_fn(jnp.sin, x)), table + 1))
     before = {id(plan) for plan in plans()}
     for n in range(1, 7):
         bj.explain(fn, X[:1].repeat(n, 0))
     made = [plan for plan in plans() if id(plan) not in before]
-    assert {plan.sizes["clients"] for plan in made} == {3, 4, 5, 6}
+    assert {plan.sizes["clients"] for plan in made} == sizes
     made = [weakref.ref(plan) for plan in made]
     del fn
     gc.collect()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -35,14 +36,6 @@ def random_bits(dtype, shape, seed=0):
         return empty
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, empty.nbytes, np.uint8).view(dtype).reshape(shape)
-
-
-def same_bits(left, right):
-    return (
-        left.dtype == right.dtype
-        and left.shape == right.shape
-        and left.tobytes() == right.tobytes()
-    )
 
 
 def header_of(data):
@@ -75,7 +68,7 @@ def test_every_dtype_and_shape_comes_back():
         values = [random_bits(dtype, shape, seed) for seed, shape in enumerate(SHAPES)]
         decoded, decoded_meta = arrays.decode_arrays(arrays.encode_arrays(values, meta))
         assert decoded_meta == meta
-        assert all(same_bits(*pair) for pair in zip(values, decoded, strict=True)), dtype
+        assert_same_bits(decoded, values)
         assert not any(after.flags.writeable for after in decoded)
     names = ["bool_", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
     names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)]
@@ -100,7 +93,7 @@ def test_any_arrays_come_back_with_nan_payloads_and_signs(specs, meta, floats):
     data = arrays.encode_arrays(values, meta)
     decoded, decoded_meta = arrays.decode_arrays(data)
     assert decoded_meta == meta
-    assert all(same_bits(*pair) for pair in zip(values, decoded, strict=True))
+    assert_same_bits(decoded, values)
     assert data == arrays.encode_arrays([value.copy() for value in values], dict(meta))
     assert data == arrays.encode_arrays(decoded, decoded_meta)
 
@@ -111,7 +104,7 @@ def test_byte_orders_and_layouts_give_the_same_bytes(tmp_path):
         assert value.dtype.str[0] == ">"
         native = value.astype(value.dtype.newbyteorder("="))
         assert arrays.encode_array(value) == arrays.encode_array(native)
-        assert same_bits(arrays.decode_array(arrays.encode_array(value)), native)
+        assert_same_bits(arrays.decode_array(arrays.encode_array(value)), native)
     value = np.arange(24, dtype=np.float32).reshape(4, 6)
     np.save(tmp_path / "value.npy", value)
     expected = arrays.encode_array(value)
@@ -122,7 +115,7 @@ def test_byte_orders_and_layouts_give_the_same_bytes(tmp_path):
     for other in (np.asfortranarray(value), wide[::2, ::2], reverse, mapped, jnp.asarray(value)):
         assert arrays.encode_array(other) == expected
     broadcast = np.broadcast_to(np.float32(3), (5, 2))
-    assert same_bits(arrays.decode_array(arrays.encode_array(broadcast)), broadcast.copy())
+    assert_same_bits(arrays.decode_array(arrays.encode_array(broadcast)), broadcast.copy())
     scalar = arrays.decode_array(arrays.encode_array(np.float32(2.5)))
     assert (scalar.shape, scalar) == ((), np.float32(2.5))
 
@@ -238,7 +231,7 @@ REFUSED = [
 
 
 def test_decode_refuses_headers_that_lie():
-    assert same_bits(arrays.decode_array(forge_one()), np.zeros(4, np.float32))  # it does not
+    assert_same_bits(arrays.decode_array(forge_one()), np.zeros(4, np.float32))  # it does not
     for data, message in REFUSED:
         with pytest.raises(ArrayFormatError, match=message):
             arrays.decode_arrays(data)
