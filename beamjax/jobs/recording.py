@@ -104,6 +104,7 @@ class Recording:
             "samples": {name: list(column) for name, column in samples.items()},
             "round_ends": list(self._monitor.round_ends.times),
             "checkpoints": list(self._monitor.checkpoints.times),
+            "events": [event.to_json() for event in self._monitor.events.times],
             "curves": [curve_to_json(curve) for curve in self._curves],
             "warnings": self._heard.told[:MAX_WARNINGS],
             "provenance": self._monitor.provenance.to_json(),

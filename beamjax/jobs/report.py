@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import Dropped
 from beamjax.storage import records
 from beamjax.storage.schema import from_plain
+from beamjax.telemetry.events import ShardEvent, events_from_json
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import Progress
 from beamjax.telemetry.timeline import Samples, numbers, samples_from_json
@@ -56,6 +58,7 @@ class Report:
       progress: at the end, or now.
       samples: of it over time, a column for each number; see `beamjax.telemetry.timeline.COLUMNS`.
       round_ends, checkpoints: seconds since the beginning; if they are many, not all of them.
+      events: the shards that were computed, with their times; evenly thinned if they are many.
       curves: results of floats, one for each round of a loop.
       dropped: members that were left out.
       warnings: that beamjax gave meanwhile.
@@ -87,6 +90,7 @@ class Report:
     source_lines: Mapping[str, str] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     provenance: Provenance = UNKNOWN
+    events: tuple[ShardEvent, ...] = ()
 
     @property
     def started(self) -> str:
@@ -107,6 +111,7 @@ class Report:
             "samples": {name: list(column) for name, column in self.samples.items()},
             "round_ends": list(self.round_ends),
             "checkpoints": list(self.checkpoints),
+            "events": [event.to_json() for event in self.events],
             "curves": [curve_to_json(curve) for curve in self.curves],
             "dropped": [each.to_json() for each in self.dropped],
             "warnings": list(self.warnings),
@@ -126,14 +131,21 @@ class Report:
         return document(self._page())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page to a file, by path or URL.
+        """Writes the page of the run, or a trace of it, to a file.
+
+        Args:
+          path: the path or URL of the file. A name that ends in `.json` gets a trace in the JSON
+            format of Chrome, which https://ui.perfetto.dev and chrome://tracing open: the shards of
+            each worker over time, ends of rounds and checkpoints. Any other name gets the page.
 
         Raises:
-          SourceError: it can't be written.
+          SourceError: the file cannot be written.
         """
         from beamjax.diagnostics.pages.shell import write
+        from beamjax.jobs.trace import chrome_trace
 
-        write(path, self.to_html())
+        is_trace = os.fspath(path).lower().endswith(".json")
+        write(path, json.dumps(chrome_trace(self)) if is_trace else self.to_html())
 
     def _repr_html_(self) -> str:
         from beamjax.diagnostics.pages.shell import fragment
@@ -195,6 +207,7 @@ def read_report(folder: JobFolder) -> Report:
         _named(about.get("source_lines")),
         _named(about.get("fingerprint")),
         Provenance.from_json(course.get("provenance")),
+        events_from_json(course.get("events", ()), path),
     )  # fmt: skip
 
 
