@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from beamjax.diagnostics.pages.markup import Markup, joined, number, tag
-from beamjax.diagnostics.pages.words import human_seconds
+from beamjax.diagnostics.text import human_seconds
 from beamjax.telemetry.progress import SECONDS, Tally
 
 WIDTH, HEIGHT = 460.0, 220.0

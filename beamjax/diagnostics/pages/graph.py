@@ -23,18 +23,17 @@ from beamjax.diagnostics.fact_types import (
     ValueFact,
     walk_facts,
 )
-from beamjax.diagnostics.mermaid import rounds_text
 from beamjax.diagnostics.pages.layout import Box, Layout, Link, layered
 from beamjax.diagnostics.pages.words import (
     LINE,
     PAD,
     Words,
-    human_seconds,
     label_size,
     place_of,
     shortened,
     text_width,
 )
+from beamjax.diagnostics.text import human_seconds, rounds_text
 
 GROUPED = 4
 """Inputs of an argument, or outputs of a step, that are more than this are one box."""

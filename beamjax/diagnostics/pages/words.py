@@ -22,22 +22,6 @@ class Words:
     kind: str = ""
 
 
-def human_seconds(seconds: float) -> str:
-    """Seconds with a unit: `12 ms`, `3.4 s`, `5 min 10 s`, `2 h 5 min`."""
-    if not seconds:
-        return "0 s"
-    if seconds < 0.0005:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 99.95:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
 def letters(text: str) -> int:
     """Columns that a text takes in letters of one width."""
     return sum(
