@@ -16,7 +16,7 @@ from programs import N, X
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import ChoiceFact
-from beamjax.diagnostics.pages import drawing, graph, markup, words
+from beamjax.diagnostics.pages import drawing, graph, markup
 from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of
 from beamjax.diagnostics.pages.shell import document, fragment
 from beamjax.diagnostics.text import human_seconds
@@ -174,10 +174,10 @@ def test_words():
         99.96: "1 min 40 s", 310: "5 min 10 s", 7500: "2 h 5 min",
     }  # fmt: skip
     assert {seconds: human_seconds(seconds) for seconds in expected} == expected
-    assert words.shortened("a  b\nc") == "a b c"
-    assert words.shortened("x" * 11, 10) == "x" * 9 + "…"
-    assert words.letters(words.shortened("漢" * 60, 10)) <= 10
-    assert words.letters("é" + "e\u0301") == 2
+    assert graph.shortened("a  b\nc") == "a b c"
+    assert graph.shortened("x" * 11, 10) == "x" * 9 + "…"
+    assert graph.letters(graph.shortened("漢" * 60, 10)) <= 10
+    assert graph.letters("é" + "e\u0301") == 2
 
 
 # --- files and notebooks

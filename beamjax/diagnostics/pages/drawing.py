@@ -6,10 +6,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from beamjax.diagnostics.pages.graph import Area, Item, Line
+from beamjax.diagnostics.pages.graph import LINE, PAD, Area, Item, Line, Words, label_size
 from beamjax.diagnostics.pages.layout import Point, Route
 from beamjax.diagnostics.pages.markup import Markup, joined, number, tag
-from beamjax.diagnostics.pages.words import LINE, PAD, Words, label_size
 
 MARGIN = 12.0
 STRIPE = 4.0

@@ -212,10 +212,10 @@ def _line(line: str, sources: Mapping[str, str]) -> Markup:
 
 def _values(step: StepFact) -> Markup | None:
     rows = [
-        (label, joined([tag("code", name), tag("br"), tag("code", kind)]), text)
+        (label, joined([tag("code", name), tag("br"), tag("code", kind), tag("div", text)]))
         for label, name, kind, text in step_values(step)
     ]
-    return table(rows, ("", "value", "bytes")) if rows else None
+    return table(rows, class_="facts") if rows else None
 
 
 # --- around the graph
