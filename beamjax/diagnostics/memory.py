@@ -138,9 +138,8 @@ class _Estimation:
         if not self.workers.beam:
             yield "broadcasts on the device", self.members({x for s in maps for x in s.broadcasts})
         if self.workers.beam:
-            sums = [self.members(s.broadcasts) for s in maps for _ in range(self.times(s))]
             served = {x for s in maps for x in s.broadcasts}
-            yield "broadcasts on devices", sum(sorted(sums)[-MAX_EXECUTORS:])
+            yield "broadcasts on devices", device_broadcasts(self.plan)
             again = MAX_EXECUTORS if self.in_loops else 1
             yield "broadcasts", min(again * self.members(served), store_budget(limit))
             if self.workers.shared:
@@ -198,10 +197,6 @@ class _Estimation:
         known = [name for name, placement in values if not placement or self.plan.sizes[placement]]
         return sum(map(self.plan.nbytes, known))
 
-    def times(self, step: Map) -> int:
-        """Returns how many versions of the broadcasts of a step a device holds."""
-        return MAX_EXECUTORS if step.name in self.in_loops else 1
-
 
 def sums_bytes(step: Map, mode: str) -> int:
     """Returns the bytes of memory of the accumulators of a pass; those in files take none."""
@@ -231,6 +226,18 @@ def steps_in_loops(plan: Plan) -> set[str]:
     return {inner.name for loop in loops for inner in walk(loop.block.steps)}
 
 
+def device_broadcasts(plan: Plan) -> int:
+    """Returns the bytes of the broadcasts that a worker keeps on devices for later shards."""
+    in_loops = steps_in_loops(plan)
+    sums = [
+        _bytes(plan, step.broadcasts)
+        for step in walk(plan.steps)
+        if isinstance(step, Map)
+        for _ in range(MAX_EXECUTORS if step.name in in_loops else 1)  # other values each round
+    ]
+    return sum(sorted(sums)[-MAX_EXECUTORS:])
+
+
 # --- accelerators
 
 
@@ -256,15 +263,8 @@ def _device(plan: Plan, platform: str, beam: bool) -> DeviceFact:
     compiled = {key: compiled_bytes(body, platform, plan.x64) for key, body in plan.bodies.items()}
     working = {key: body.working for key, body in plan.bodies.items()}
     working |= {key: nbytes for key, nbytes in compiled.items() if nbytes is not None}
-    in_loops = steps_in_loops(plan)
-    everything = list(walk(plan.steps))
-    kept: dict[str, int] = {}
-    if beam:
-        maps = [step for step in everything if isinstance(step, Map)]
-        times = {step.name: MAX_EXECUTORS if step.name in in_loops else 1 for step in maps}
-        sums = [_bytes(plan, step.broadcasts) for step in maps for _ in range(times[step.name])]
-        kept = parts([("broadcasts", sum(sorted(sums)[-MAX_EXECUTORS:]))])
-    computing = [step for step in everything if isinstance(step, Map | Server)]
+    kept = parts([("broadcasts", device_broadcasts(plan))]) if beam else {}
+    computing = [step for step in walk(plan.steps) if isinstance(step, Map | Server)]
     found = {step.name: parts(_on_device(plan, step, working, beam)) for step in computing}
     steps = {name: each for name, each in found.items() if each}
     exported = [compiled[key] for key, body in plan.bodies.items() if platform in body.artefacts]
