@@ -90,12 +90,12 @@ class Progress:
       rounds_total: how many there will be, or None if a condition decides.
       dropped: members that were dropped, of all placements.
       step: name of the step that a worker last worked on.
-      workers: processes that have told of their work.
+      workers: processes that have written records.
       seconds: since the job began.
       steps: what was done of each step, by name; of all rounds of it together.
-      predicted: seconds that each of these was told to take, with "(runner)" for the runner itself
-        and "(total)" for all; without compiling. Empty if nothing was told.
-      advice: what would have been quicker, if something is known to be.
+      predicted: predicted seconds of each step, of the runner itself as "(runner)" and of all as
+        "(total)", without compilation. Empty without a prediction.
+      advice: a sentence if another runner is predicted to be clearly faster.
     """
 
     done: Tally = Tally()
