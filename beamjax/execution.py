@@ -15,7 +15,8 @@ from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.diagnostics.forecast import forecast, small_work
+from beamjax.diagnostics.facts import facts_of
+from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import OptionsError, StagingError
@@ -196,15 +197,13 @@ class _PreparedRun:
 
     def plan_facts(self) -> PlanFacts:
         """What `explain` shows of the plan."""
-        from beamjax.explanation import told_facts  # imports this file
-
         notes = self.planned.notes
-        return told_facts(self.planned, self.arguments, self.options, notes, self.runner)
+        return facts_of(self.planned, self.arguments, self.options, notes, self.runner)
 
     def prediction(self) -> tuple[dict[str, float], str]:
         """Predicted seconds by step, and what would be quicker."""
-        predicted = forecast(self.plan, self.options, self.runner)
-        return predicted.by_name(), small_work(self.plan, self.options, predicted).advice
+        predicted = prediction(self.plan, self.options, self.runner)
+        return predicted.by_name(), predicted.advice
 
 
 def _prepare(
@@ -245,7 +244,7 @@ def _name_of(runner: Any) -> str:
 
 def _is_small(plan: Plan, options: Options, runner: str) -> bool:
     """Whether a plan is predicted to be quicker in this process than on its runner."""
-    return small_work(plan, options, forecast(plan, options, runner)).is_small
+    return prediction(plan, options, runner).is_small
 
 
 def _kept_results(planned: Planned, plan: Plan, options: Options) -> Kept:

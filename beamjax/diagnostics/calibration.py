@@ -1,6 +1,6 @@
-"""How fast this machine is: measured once, in less than a second, and kept in a file.
+"""The rates of this machine: measured once, in about a second, and saved in a file.
 
-Predicted times depend on it, and whether small work stays in this process. Bits of results do not.
+Predicted times depend on them, and so does the option `small_work`. The bits of results do not.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from beamjax.plan.cost import USUAL, Rates
 
 FORMAT = 4
 MIN_SECONDS = 1e-9
-"""Seconds below which a measured time is taken as this."""
+"""Lower bound of a measured time, in seconds."""
 UNMEASURED = replace(USUAL, call=1e-7, extra=2e10)
-"""Rates for predictions on a machine that was not measured. The planner chooses by `USUAL`, so
-that its choices, and with them the bits of results, are the same on all machines."""
+"""Rates for predictions on a machine that was not measured. The planner uses `USUAL` for its
+choices, so that these, and the bits of results, are the same on all machines."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How fast this machine is.
+    """The rates of a machine.
 
     Attributes:
-      rates: of computing.
-      read: bytes a second from memory to a shard.
-      merge: bytes of partials a second.
-      measured: whether the rates were measured; else they are those of a usual machine.
+      rates: the rates of computing.
+      read: bytes per second from memory to a shard.
+      merge: bytes of partials per second.
+      measured: whether the rates were measured on this machine, or are defaults.
     """
 
     rates: Rates = UNMEASURED
@@ -38,15 +38,15 @@ class Calibration:
     measured: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns plain JSON values."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Calibration:
-        """Undoes `to_json`.
+        """Makes the rates from the result of `to_json`.
 
         Raises:
-          ValueError: it is something else.
+          ValueError: the record is something else.
         """
         if record.get("format") != FORMAT:
             raise ValueError(f"found format {record.get('format')!r}, expected {FORMAT}")
@@ -78,7 +78,7 @@ def _name() -> str:
 
 
 def calibration() -> Calibration:
-    """The rates of this machine, as far as they are known; measures nothing."""
+    """Returns the saved rates of this machine, or the defaults. It measures nothing."""
     name = _name()
     record = plan_cache.load(name)
     if record is not None:
@@ -90,6 +90,6 @@ def calibration() -> Calibration:
 
 
 def remember(found: Calibration) -> None:
-    """Stores a calibration for this process and later ones."""
+    """Saves rates for this process and later ones."""
     _known[_name()] = found
     plan_cache.store(_name(), {**found.to_json(), "machine": plan_cache.machine()})

@@ -1,22 +1,11 @@
-"""What is told of choices: what was chosen, why, what it is told to take, and how to fix it."""
+"""The choices of the planner: what was chosen, why, its cost, and the option that fixes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from beamjax._text import aligned, human_bytes
-from beamjax.diagnostics.calibration import calibration
-from beamjax.diagnostics.fact_types import (
-    ChoiceFact,
-    PlanFacts,
-    PredictionFact,
-    StepFact,
-    StepSeconds,
-    TriedFact,
-    WayFact,
-    walk_facts,
-)
-from beamjax.diagnostics.forecast import forecast, small_work
+from beamjax._text import human_bytes
+from beamjax.diagnostics.fact_types import ChoiceFact, StepFact, TriedFact, WayFact, walk_facts
 from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.cutting.remat import Crossing
 from beamjax.options import Options
@@ -31,13 +20,13 @@ def choice_facts(
     runner: str,
     crossed: Iterable[Crossing] = (),
 ) -> Iterator[ChoiceFact]:
-    """What could be otherwise in a run of a plan.
+    """Yields the choices of a plan.
 
     Args:
-      plan: to be run.
+      plan: the plan.
       steps: the facts of its steps.
-      options: of the run.
-      runner: its name.
+      options: the options of the run.
+      runner: the name of the runner.
       crossed: the values that cross from a pass to later ones.
     """
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
@@ -49,8 +38,8 @@ def choice_facts(
             f"shards of {placement}", f"{plan.shard_sizes[placement]} members", why, "shard_size"
         )
     for name, step in passes.items():
-        told = step.vectorization.kind == "vmap" and "all members of a shard at once"
-        why = step.loop_reason or told or ""
+        at_once = step.vectorization.kind == "vmap"
+        why = step.loop_reason or ("all members of a shard at once" if at_once else "")
         yield ChoiceFact(f"members in {name}", str(step.vectorization), why, "member_loop")
     for fact in walk_facts(steps):
         if fact.merge is not None:
@@ -61,7 +50,7 @@ def choice_facts(
 
 
 def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
-    """How the partials of a pass come together, and that there are partials at all."""
+    """Returns how the partials of a pass are merged, beside a pass without partials."""
     chosen, others = _groups(merge.groups), []
     if merge.other:
         others.append(WayFact(_groups(merge.other), merge.other_seconds, merge.merged))
@@ -85,31 +74,29 @@ def _groups(count: int) -> str:
 
 
 def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
-    """What one pass makes and a later one reads, or makes again."""
-    told, later = crossing.predicted, ", ".join(crossing.later)
-    kept = f"{human_bytes(told.nbytes)} kept"
+    """Returns how later passes get the values of a pass: stored, or rematerialized."""
+    times, later = crossing.predicted, ", ".join(crossing.later)
+    stored = WayFact(f"{human_bytes(times.nbytes)} stored", times.kept, times.nbytes)
+    again = None if times.again is None else WayFact("rematerialized", times.again, 0)
     if crossing.is_stored:
-        what, chosen = f"results of {crossing.step}", kept
-        seconds, nbytes = told.kept, told.nbytes
-        others = [WayFact("made again", told.again, 0)] if told.again is not None else []
+        what, chosen, other = f"results of {crossing.step}", stored, again
         why = f"read by {later}"
-        if told.again is None:
-            why += "; they can't be made again from what is given"
+        if again is None:
+            why += "; they cannot be rematerialized from the inputs of the later pass"
     else:
-        what, chosen = f"values of {crossing.step} in {later}", "made again"
-        assert told.again is not None
-        seconds, nbytes = told.again, 0
-        others = [WayFact(kept, told.kept, told.nbytes)]
-        why = "elementwise operations make them"
+        assert again is not None
+        what, chosen, other = f"values of {crossing.step} in {later}", again, stored
+        why = "elementwise operations compute them"
         if not crossing.is_elementwise:
-            why = "what makes them is quick"
+            why = "they take little time to compute"
     if options.recompute is not None:
         why = f"the option recompute={options.recompute!r}; {why}"
     elif options.plan is not None:
         why = f"by the saved plan; {why}"
-    elif told.is_clear(again=not crossing.is_stored):
+    elif times.is_clear(again=not crossing.is_stored):
         why = f"clearly less; {why}"
-    return ChoiceFact(what, chosen, why, "recompute", seconds, nbytes, tuple(others))
+    others = () if other is None else (other,)
+    return ChoiceFact(what, chosen.what, why, "recompute", chosen.seconds, chosen.nbytes, others)
 
 
 def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
@@ -140,7 +127,7 @@ def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
 
 
 def tried_facts(plan: Plan) -> tuple[TriedFact, ...]:
-    """What was timed before a plan was chosen."""
+    """Returns what a probe measured."""
     chosen = {
         (step.name, plan.shard_sizes[step.placement], step.vectorization)
         for step in walk(plan.steps)
@@ -156,105 +143,3 @@ def tried_facts(plan: Plan) -> tuple[TriedFact, ...]:
         )
         for t in plan.choices.tried
     )
-
-
-def prediction_fact(plan: Plan, options: Options, runner: str) -> PredictionFact | None:
-    """What a plan is told to take; None where nobody knows the number of its members."""
-    if any(n is None for n in plan.sizes.values()):
-        return None
-    known = calibration()
-    told = forecast(plan, options, runner, known)
-    steps = tuple(
-        StepSeconds(s.step, s.rounds, s.read, s.compute, s.merge, s.source) for s in told.steps
-    )
-    return PredictionFact(
-        runner, steps, told.pipelines, told.overhead, told.compile, told.seconds, told.guessed,
-        known.measured, small_work(plan, options, told).advice,
-        forecast(plan, options, "local", known).seconds,
-    )  # fmt: skip
-
-
-# --- as text
-
-
-def choice_lines(facts: PlanFacts) -> list[str]:
-    """Lines of the choices, what was tried, and what is predicted."""
-    rows = [
-        (c.what, c.chosen, c.why + (f" (option {c.option})" if c.option else ""))
-        for c in facts.choices
-    ]
-    lines = []
-    for choice, line in zip(facts.choices, aligned(rows), strict=True):
-        told = told_of(choice)
-        lines += [line, f"  takes {told}"] if told else [line]
-    lines = lines or ["none"]
-    if facts.tried:
-        lines.append("tried, microseconds a member:")
-        lines += [
-            f"  {line}"
-            for line in aligned(
-                (t.step, f"shards of {t.shard_size}", t.member_loop,
-                 f"{1e6 * t.member_seconds:.3g}", "chosen" if t.is_chosen else "")
-                for t in facts.tried
-            )
-        ]  # fmt: skip
-    return [line.rstrip() for line in lines]
-
-
-def told_of(choice: ChoiceFact) -> str:
-    """What a choice is told to take, and the other ways: `3 ms, 64 B; or one go 5 ms, 64 B`."""
-    if choice.seconds is None and choice.nbytes is None:
-        return ""
-    mine = WayFact("", choice.seconds, choice.nbytes)
-    return "; or ".join(map(_way_text, (mine, *choice.others)))
-
-
-def _way_text(way: WayFact) -> str:
-    parts = [] if way.seconds is None else [seconds_text(way.seconds)]
-    parts += [human_bytes(way.nbytes)] if way.nbytes else []
-    return f"{way.what} {', '.join(parts)}".strip()
-
-
-def predicted_lines(facts: PlanFacts) -> list[str]:
-    """Lines of the seconds of each step."""
-    told = facts.predicted
-    if told is None:
-        return ["nothing, as the number of members is unknown"]
-    rows = [
-        (
-            step.step,
-            f"read {seconds_text(step.read)}",
-            f"compute {seconds_text(step.compute)}",
-            f"merge {seconds_text(step.merge)}",
-            f"by {_SOURCES[step.source]}" + (f", {step.rounds} rounds" * (step.rounds > 1)),
-        )
-        for step in told.steps
-    ]
-    lines = aligned(rows)
-    what = "the runner itself" if not told.pipelines else f"pipelines, {told.pipelines} of them"
-    machine = "measured" if told.calibrated else "not measured; `beamjax doctor --measure` does"
-    lines += aligned(
-        [
-            (what, seconds_text(told.overhead)),
-            ("all on " + told.runner, seconds_text(told.seconds)),
-            *[("all on local", seconds_text(told.local))] * (told.runner != "local"),
-            ("compiling, the first time", seconds_text(told.compile)),
-            ("this machine", machine),
-        ]
-    )
-    if told.guessed:
-        lines.append("a loop goes on while a condition holds; it is taken to have 10 rounds")
-    return lines + [told.advice] * bool(told.advice)
-
-
-_SOURCES = {
-    "counted": "counting operations",
-    "probe": "a probe",
-}
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with a unit: `3.1 ms`, `12 s`."""
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.0f} us"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

@@ -1,4 +1,8 @@
-"""What beamjax reports of a plan: plain facts, which `beamjax.diagnostics.facts` finds."""
+"""The facts of a plan: dataclasses of plain values, which `beamjax.diagnostics.facts` makes.
+
+`Explanation`, the pages, `--json` and the records of jobs all read these, and `dataclasses.asdict`
+turns them into JSON values. Bytes and seconds are numbers; nothing is formatted.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,14 @@ from beamjax.plan.merging import FanOut
 
 @dataclass(frozen=True)
 class ValueFact:
-    """A value, its type (`float32[5,3]@clients`) and its bytes, of all members if it is placed.
+    """A value of the plan.
 
-    The bytes of a member, and of a shard with its padding, are None for server values.
+    Attributes:
+      name: the name of the value in the plan.
+      type: the type, such as `float32[5,3]@clients`.
+      nbytes: bytes of the value, of all members if it is placed.
+      member_bytes: bytes of one member; None for a server value.
+      shard_bytes: bytes of a full shard; None for a server value.
     """
 
     name: str
@@ -28,7 +37,15 @@ class ValueFact:
 
 @dataclass(frozen=True)
 class InputFact:
-    """One input: `read` says how, `values` under which names the steps read it."""
+    """An input of the plan.
+
+    Attributes:
+      path: where it is in the arguments, such as `args[0]['w']`.
+      type: as for `ValueFact`.
+      nbytes: bytes of all of it.
+      read: how the plan reads it, in words.
+      values: the names under which steps read it.
+    """
 
     path: str
     type: str
@@ -39,7 +56,15 @@ class InputFact:
 
 @dataclass(frozen=True)
 class ReductionFact:
-    """One reduction that ends in a pass; `nbytes` is what each shard sends for it."""
+    """A reduction that ends in a pass.
+
+    Attributes:
+      result: the value that it makes.
+      reducer: the name of the reduction, such as "sum".
+      lane: the fused reduction buffer that it is part of, by kind and dtype.
+      exactness: what its bits depend on, in words.
+      nbytes: bytes that each shard sends for it.
+    """
 
     result: ValueFact
     reducer: str
@@ -50,9 +75,13 @@ class ReductionFact:
 
 @dataclass(frozen=True)
 class HandedFact:
-    """A value as the rounds of a loop read it, what it was outside, and what it is afterwards.
+    """A value that a loop carries, slices or stacks.
 
-    What is carried has `outside` and `afterwards`, what is sliced or stacked one of them.
+    Attributes:
+      how: "carries", "slices" or "stacks".
+      inside: the value in a round.
+      outside: the name of the value before the loop; None if it is stacked.
+      afterwards: the name of the value after the loop; None if it is sliced.
     """
 
     how: str
@@ -63,7 +92,13 @@ class HandedFact:
 
 @dataclass(frozen=True)
 class BlockFact:
-    """Steps that run as one: `title` is "condition", "each round" or "block 1"."""
+    """A block of a loop or a branch.
+
+    Attributes:
+      title: "condition", "each round", or "block 1" for a block of a branch.
+      steps: its steps.
+      outputs: the values that it gives.
+    """
 
     title: str
     steps: tuple[StepFact, ...]
@@ -72,29 +107,32 @@ class BlockFact:
 
 @dataclass(frozen=True)
 class StepFact:
-    """One step.
+    """A step of the plan.
 
     Attributes:
+      name: the name of the step.
       kind: "Server", "Map", "Gather", "Scatter", "Loop" or "Branch".
-      placement: whose members it deals with, or None.
-      functions: names of the user's functions in a map.
-      served: server values that it reads.
-      placed: placed values that it reads.
-      results: what it makes, but for reductions.
-      executables: bytes of StableHLO by platform.
-      axis: of the members, if the step gathers or scatters; `reason` says why it does, why a step
-        on the server holds a map, or why a map computes its members one after the other.
-      lines: the user's `file:line (function)`.
-      python: why the step runs as Python, if it does.
-      read_bytes: of the placed values that a pass reads, all members.
-      broadcast_bytes: of the server values that a pass reads, once.
-      partial_bytes: that each shard sends to the reductions.
-      saved_bytes: that these are less for compression.
-      merge: how the accumulators of a pass are merged, if it reduces anything by lanes.
-      rounds: of a loop, if they are known.
-      reverse: whether a loop starts with the last entries.
-      handed: values that a loop carries, slices and stacks.
-      blocks: of a loop or a branch.
+      placement: the placement of a pass, gather or scatter; None for other steps.
+      served: the server values that it reads.
+      placed: the placed values that it reads.
+      results: the values that it makes, without the results of reductions.
+      functions: the names of the functions that a pass maps.
+      reductions: the reductions that end in a pass.
+      executables: bytes of StableHLO, by platform.
+      axis: the axis of the members, of a gather or a scatter.
+      reason: why a value is gathered or scattered, why a map is on the server, or why a pass does
+        not compute all members of a shard at once.
+      lines: lines of the user's code, as `file:line (function)`.
+      python: why the step runs as Python; "" if it does not.
+      read_bytes: bytes of the placed values that a pass reads, of all members.
+      broadcast_bytes: bytes of the server values that a pass reads, counted once.
+      partial_bytes: bytes that each shard sends to the reductions.
+      saved_bytes: bytes that compression saves of these.
+      merge: how the accumulators of a pass are merged; None if it has none.
+      rounds: the number of rounds of a loop; None while a condition holds.
+      reverse: whether a loop begins with the last entries.
+      handed: the values that a loop carries, slices and stacks.
+      blocks: the blocks of a loop or a branch.
     """
 
     name: str
@@ -122,7 +160,7 @@ class StepFact:
 
 
 def walk_facts(steps: Sequence[StepFact]) -> Iterator[StepFact]:
-    """All steps, those in the blocks of loops and branches included."""
+    """Yields all steps, including those in the blocks of loops and branches."""
     for step in steps:
         yield step
         for block in step.blocks:
@@ -131,7 +169,15 @@ def walk_facts(steps: Sequence[StepFact]) -> Iterator[StepFact]:
 
 @dataclass(frozen=True)
 class OutputFact:
-    """One output, the input or step it comes from, and the value's name there."""
+    """An output of the plan.
+
+    Attributes:
+      path: where it is in the result, such as `result['w']`.
+      type: as for `ValueFact`.
+      nbytes: bytes of all of it.
+      source: the input or step that it comes from, or "constant".
+      value: the name of the value there; "" for a constant.
+    """
 
     path: str
     type: str
@@ -142,7 +188,7 @@ class OutputFact:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that goes from an input or a step to a step or an output."""
+    """A value that passes from an input or a step to a step or an output, with its bytes."""
 
     source: str
     target: str
@@ -152,9 +198,9 @@ class Edge:
 
 @dataclass(frozen=True)
 class PlacementFact:
-    """A placement, the number of its members, and how they are cut to shards.
+    """A placement, with the numbers of members, of members in a shard, and of shards.
 
-    The numbers of members and of shards are None where they are found while the program runs.
+    `members` and `shards` are None where they are known only while the program runs.
     """
 
     name: str
@@ -163,44 +209,48 @@ class PlacementFact:
     shards: int | None
 
 
+Parts = Mapping[str, int]
+"""Bytes by what takes them."""
+
+
 @dataclass(frozen=True)
 class DeviceFact:
-    """What a device of a worker holds at its peak, about, in bytes.
+    """The estimated peak memory of an accelerator of a worker, in bytes.
 
     Attributes:
-      platform: of the device: "cuda", "rocm" or "tpu".
-      kept: whatever step the worker is at, by what it is for.
-      steps: the same of each step besides.
-      nbytes: of the device.
-      made_from: how bytes of bodies were found, in words.
+      platform: "cuda", "rocm" or "tpu".
+      kept: the memory that is in use during all steps.
+      steps: the memory of each step in addition.
+      nbytes: the total, with the largest step.
+      made_from: how the memory of bodies was estimated, in words.
     """
 
     platform: str
-    kept: Mapping[str, int]
-    steps: Mapping[str, Mapping[str, int]]
+    kept: Parts
+    steps: Mapping[str, Parts]
     nbytes: int
     made_from: str
 
 
 @dataclass(frozen=True)
 class MemoryFact:
-    """The peak memory of the processes of a run, at most, in bytes.
+    """An upper bound of the memory of the processes of a run, in bytes.
 
     Attributes:
-      kept: what a worker has whatever step it is at, by what it is for.
-      steps: the same of each step besides.
-      worker_bytes: of a worker process.
-      launcher: of the launching process, by what it is for.
-      launcher_bytes: all of this; `worker_bytes` where it is `shared`, the worker itself.
+      kept: the memory of a worker that is in use during all steps.
+      steps: the memory of each step in addition.
+      worker_bytes: the total of a worker process, with the largest step.
+      launcher: the memory of the launching process.
+      launcher_bytes: the total of `launcher`, or `worker_bytes` if it is `shared`.
       shared: whether the launching process is the worker.
-      where: the runner, and what its workers are, in words.
-      devices: an entry for each platform of accelerators that the plan is for.
+      where: the runner and its workers, in words.
+      devices: one entry for each platform of accelerators in the plan.
     """
 
-    kept: Mapping[str, int]
-    steps: Mapping[str, Mapping[str, int]]
+    kept: Parts
+    steps: Mapping[str, Parts]
     worker_bytes: int
-    launcher: Mapping[str, int]
+    launcher: Parts
     launcher_bytes: int
     shared: bool
     where: str = ""
@@ -209,9 +259,9 @@ class MemoryFact:
 
 @dataclass(frozen=True)
 class WayFact:
-    """A way of doing something, and what it is told to take; None where nobody knows.
+    """An alternative, with its predicted seconds and bytes; None if they are unknown.
 
-    The seconds are by usual rates, which are the same on all machines, as the choices are.
+    The seconds follow from fixed rates, the same on all machines, as the choices do.
     """
 
     what: str
@@ -221,15 +271,15 @@ class WayFact:
 
 @dataclass(frozen=True)
 class ChoiceFact:
-    """One thing that could be otherwise.
+    """A choice of the planner.
 
     Attributes:
-      what: it is.
-      chosen: what was chosen.
-      why: in words.
-      option: that fixes it, or "".
-      seconds, nbytes: that what was chosen is told to take and to move, as for `WayFact`.
-      others: the ways that were compared with it.
+      what: what was chosen.
+      chosen: the choice.
+      why: the reason, in words.
+      option: the option that fixes it, or "".
+      seconds, nbytes: the predicted seconds and bytes of the choice, as for `WayFact`.
+      others: the alternatives that it was compared with.
     """
 
     what: str
@@ -243,7 +293,7 @@ class ChoiceFact:
 
 @dataclass(frozen=True)
 class TriedFact:
-    """What a probe timed: a pass with shards of a size, computed in a way."""
+    """A measurement of a probe: seconds of a member, by pass, shard size and vectorization."""
 
     step: str
     shard_size: int
@@ -254,30 +304,56 @@ class TriedFact:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What a step is told to take, all of its rounds and workers together, and what tells it."""
+    """The predicted seconds of a step, over all rounds, workers and threads together.
+
+    Attributes:
+      rounds: how often the step runs.
+      source: where `compute` comes from: "counted" or "probe".
+      guessed: whether a number of rounds depends on data.
+      workers: the number of processes that share the step.
+      gain: the speed-up by the threads of a worker.
+      shards: the number of shards in a round.
+      cores: the number of cores that XLA keeps busy in one thread.
+    """
 
     step: str
     rounds: int
-    read: float
-    compute: float
-    merge: float
-    source: str
+    read: float = 0.0
+    compute: float = 0.0
+    merge: float = 0.0
+    source: str = "counted"
+    guessed: bool = False
+    workers: int = 1
+    gain: float = 1.0
+    shards: int = 1
+    cores: float = 1.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all workers and threads together."""
+        return self.read + self.compute + self.merge
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start of the step to its end."""
+        return (self.read + self.compute / self.gain + self.merge) / self.workers
 
 
 @dataclass(frozen=True)
 class PredictionFact:
-    """What a plan is told to take on a runner, in seconds.
+    """The predicted seconds of a plan on a runner, without compilation.
 
     Attributes:
-      steps: those that compute.
-      pipelines: of Beam.
-      overhead: what the runner takes for itself.
-      compile: for executables, the first time in a process; not part of `seconds`.
-      seconds: until all is over, where workers and threads share the work.
-      guessed: whether a number of rounds that depends on data is taken to be a few.
-      calibrated: whether this machine was measured.
-      advice: what would be quicker, if something is known to be.
-      local: all together on runner "local".
+      steps: the steps that compute, in order.
+      pipelines: the number of Beam pipelines.
+      overhead: seconds of the runner itself.
+      compile: seconds to compile the executables, once in a process.
+      seconds: seconds from start to end, with the overhead.
+      guessed: whether a number of rounds depends on data.
+      calibrated: whether the rates of this machine were measured.
+      is_small: whether the plan is clearly faster in this process than on the runner.
+      advice: a sentence if that saves enough time; "" otherwise.
+      local: `seconds` with `runner="local"`.
     """
 
     runner: str
@@ -288,18 +364,38 @@ class PredictionFact:
     seconds: float
     guessed: bool
     calibrated: bool
-    advice: str
-    local: float
+    is_small: bool = False
+    advice: str = ""
+    local: float = 0.0
+
+    def by_name(self) -> dict[str, float]:
+        """Returns the seconds of each step over all workers, "(runner)" and "(total)"."""
+        steps = {step.step: step.busy for step in self.steps}
+        return steps | {"(runner)": self.overhead, "(total)": self.seconds}
 
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """A plan as numbers and text.
+    """All facts of a plan.
 
-    `steps` has those of blocks inside of their loops and branches (see `walk_facts`). Bytes are the
-    sums of those of all steps, of which each round of a loop is counted once. `notes` say how
-    sources of unknown length are read. `memory` is for the runner that was asked for. `choices` are
-    what could be otherwise, `tried` what was timed for them, and `predicted` what all of it takes.
+    Attributes:
+      program: the name of the program.
+      jax_version: the version of JAX that traced it.
+      x64: whether 64-bit types are on.
+      passes: the number of passes over members.
+      placements: the placements and their shards.
+      inputs, outputs: the inputs and outputs of the plan.
+      steps: the steps; `walk_facts` also visits those of loops and branches.
+      edges: the values that pass between inputs, steps and outputs.
+      read_bytes, broadcast_bytes, partial_bytes, saved_bytes: the sums of those of all steps, where
+        each round of a loop counts once.
+      gathered_bytes: bytes that are gathered on the server.
+      executable_bytes: bytes of StableHLO, by platform.
+      notes: how sources of unknown length are read, and similar notes.
+      memory: the memory of a run on the runner of `explain`.
+      choices: the choices of the planner.
+      tried: the measurements behind them.
+      predicted: the predicted seconds; None if the number of members is unknown.
     """
 
     program: str
@@ -328,7 +424,7 @@ _LINE = re.compile(r"(.+):(\d+)(?: \(|$)")
 
 
 def source_lines(facts: PlanFacts) -> dict[str, str]:
-    """The text of lines by `file:line (function)`, of those that can be read here."""
+    """Returns the text of the user's lines that are readable, by `file:line (function)`."""
     found = {}
     for line in dict.fromkeys(line for step in walk_facts(facts.steps) for line in step.lines):
         match = _LINE.match(line)

@@ -1,13 +1,10 @@
-"""What a plan does, step by step, as plain facts: types, bytes, passes, what moves and why.
-
-Everything here is computed from the plan alone, and nothing is formatted; `beamjax.explanation`
-lays it out.
-"""
+"""Makes the facts of a plan: steps, types, bytes, memory, choices and predicted seconds."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +12,12 @@ import numpy as np
 
 from beamjax._text import Bytes, MemberBytes
 from beamjax.bodies.export import value_type
-from beamjax.diagnostics.device_memory import device_estimates
+from beamjax.diagnostics.choice_facts import choice_facts, tried_facts
 from beamjax.diagnostics.fact_types import (
     BlockFact,
-    DeviceFact,
     Edge,
     HandedFact,
     InputFact,
-    MemoryFact,
     OutputFact,
     PlacementFact,
     PlanFacts,
@@ -31,12 +26,17 @@ from beamjax.diagnostics.fact_types import (
     ValueFact,
     walk_facts,
 )
-from beamjax.diagnostics.memory import Part, StepMemory, estimate
+from beamjax.diagnostics.forecast import prediction
+from beamjax.diagnostics.memory import device_estimates, estimate
 from beamjax.diagnostics.topology import Workers
+from beamjax.interpreters.cutting.remat import crossings
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.tuning.buckets import padding_notes
+from beamjax.interpreters.tuning.search import named_passes
 from beamjax.options import Options
-from beamjax.plan.merging import FanOut, fan_out
+from beamjax.plan.merging import FanOut, fan_out, workers_of
 from beamjax.plan.steps import (
     Block,
     Body,
@@ -51,29 +51,64 @@ from beamjax.plan.steps import (
     Step,
     size_name,
 )
-from beamjax.sources.source_base import Source
 from beamjax.storage.dtypes import dtype_name
 
 
-def plan_facts(
-    plan: Plan,
-    inputs: Sequence[InputFact],
-    paths: Sequence[str],
-    reduction: str = "exact",
-    workers: int | None = None,
-    groups: int | None = None,
+def facts_of(
+    planned: Planned,
+    arguments: Sequence[Argument],
+    options: Options,
+    notes: tuple[str, ...],
+    runner: str,
 ) -> PlanFacts:
-    """Everything that is told about a plan.
+    """Returns all facts of a plan.
+
+    Args:
+      planned: the plan, and the program that it is of.
+      arguments: the flattened arguments of the program.
+      options: the options of the run.
+      notes: notes of how the arguments are read.
+      runner: the name of the runner.
+    """
+    plan, tree = planned.plan, planned.staged.out_tree
+    leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
+    paths = [
+        f"result{jax.tree_util.keystr(path)}"
+        for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]
+    ]
+    sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
+    facts = plan_facts(plan, input_facts(plan, arguments), paths, options)
+    crossed = crossings(planned.placed, named_passes(planned.stages))
+    workers = Workers.of(runner, options)
+    memory = dataclasses.replace(
+        estimate(plan, sources, options, workers),
+        where=f"{runner}, {workers.text()}",
+        devices=tuple(device_estimates(plan, options, workers.beam)),
+    )
+    known = all(n is not None for n in plan.sizes.values())
+    return dataclasses.replace(
+        facts,
+        notes=notes + padding_notes(plan, arguments),
+        memory=memory,
+        choices=tuple(choice_facts(plan, facts.steps, options, runner, crossed)),
+        tried=tried_facts(plan),
+        predicted=prediction(plan, options, runner) if known else None,
+    )
+
+
+def plan_facts(
+    plan: Plan, inputs: Sequence[InputFact], paths: Sequence[str], options: Options
+) -> PlanFacts:
+    """Returns the facts that follow from a plan alone.
 
     Args:
       plan: the plan.
-      inputs: from `input_facts`.
-      paths: where each output stands in the result.
-      reduction: of `Options`.
-      workers: that options of Beam ask for, if they do.
-      groups: the option `merge_fan_out`.
+      inputs: the result of `input_facts`.
+      paths: the path of each output in the result.
+      options: the options of the run; `reduction`, `merge_fan_out` and the number of workers count.
     """
-    steps = tuple(step_fact(plan, step, reduction, workers, groups) for step in plan.steps)
+    merging = _Merging(options.reduction, workers_of(options.beam), options.merge_fan_out)
+    steps = tuple(step_fact(plan, step, merging) for step in plan.steps)
     everything = list(walk_facts(steps))
     makers = {name: fact.path for fact in inputs for name in fact.values}
     for fact in everything:
@@ -102,39 +137,16 @@ def plan_facts(
     )  # fmt: skip
 
 
-def memory_fact(
-    plan: Plan, sources: Mapping[int, Source], options: Options, runner: Any
-) -> MemoryFact:
-    """What a plan takes of memory on a runner; see `beamjax.diagnostics.memory.estimate`."""
+class _Merging(NamedTuple):
+    """The arguments of `fan_out` that do not depend on the step."""
 
-    def parts(of: Sequence[Part]) -> dict[str, int]:
-        return {part.what: part.nbytes for part in of}
-
-    def by_step(steps: Sequence[StepMemory]) -> dict[str, dict[str, int]]:
-        return {step.step: parts(step.parts) for step in steps if step.parts}
-
-    name = runner if isinstance(runner, str) else type(runner).__name__
-    workers = Workers.of(name, options)
-    found = estimate(plan, sources, options, workers)
-    devices = device_estimates(plan, options, workers.beam)
-    return MemoryFact(
-        parts(found.kept), by_step(found.steps), found.worker_bytes, parts(found.launcher),
-        found.launcher_bytes, found.shared, f"{name}, {workers.text()}",
-        tuple(
-            DeviceFact(d.platform, parts(d.kept), by_step(d.steps), d.nbytes, d.made_from)
-            for d in devices
-        ),
-    )  # fmt: skip
+    mode: str
+    workers: int | None
+    groups: int | None
 
 
-def step_fact(
-    plan: Plan,
-    step: Step,
-    reduction: str = "exact",
-    workers: int | None = None,
-    groups: int | None = None,
-) -> StepFact:
-    """The facts of one step."""
+def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
+    """Returns the facts of one step."""
 
     def values(names: Sequence[str]) -> tuple[ValueFact, ...]:
         return tuple(value_fact(plan, name) for name in names)
@@ -151,7 +163,7 @@ def step_fact(
             code = plan.bodies[step.body]
             codes = [plan.bodies[key] for key in step.executables]
             broadcasts, operands = values(step.broadcasts), values(step.operands)
-            reductions = tuple(_reduction_facts(plan, step, reduction))
+            reductions = tuple(_reduction_facts(plan, step, merging.mode))
             return StepFact(
                 step.name, "Map", step.placement, broadcasts, operands, values(step.results),
                 step.functions, reductions, _sizes(codes), lines=code.lines,
@@ -161,7 +173,7 @@ def step_fact(
                 partial_bytes=sum(fact.nbytes for fact in reductions),
                 saved_bytes=step.saved,
                 reason=_ways(step),
-                merge=_merge(plan, step, reduction, workers, groups),
+                merge=_merge(plan, step, merging),
             )  # fmt: skip
         case Gather(name, operand, result, axis, reason, line):
             moved, lines, placement = values([operand]), (line,), plan.values[operand].placement
@@ -176,11 +188,10 @@ def step_fact(
                 axis=axis, reason=reason, lines=lines,
             )  # fmt: skip
         case Loop():
-            return _loop_fact(plan, step, reduction, workers, groups)
+            return _loop_fact(plan, step, merging)
         case Branch(name, index, blocks, results, line):
             facts = tuple(
-                _block_fact(plan, f"block {i}", block, reduction, workers, groups)
-                for i, block in enumerate(blocks)
+                _block_fact(plan, f"block {i}", block, merging) for i, block in enumerate(blocks)
             )
             return StepFact(
                 name, "Branch", None, values([index]), (), values(results), lines=(line,),
@@ -189,30 +200,22 @@ def step_fact(
 
 
 def _ways(step: Map) -> str:
-    """How shards are computed, where it is not all members at once by one executable."""
-    told = []
+    """Returns how shards are computed, if not all members at once by one executable."""
+    found = []
     if step.loop_reason:
-        how = (
-            "one after the other"
-            if step.vectorization.kind == "loop"
-            else f"in {step.vectorization}"
-        )
-        told.append(f"members {how}: {step.loop_reason}")
+        how = "sequentially" if step.vectorization.kind == "loop" else f"in {step.vectorization}"
+        found.append(f"members {how}: {step.loop_reason}")
     if step.short_body not in (None, step.body):
-        told.append("full shards by an executable of their own, without a mask")
-    return "; ".join(told)
+        found.append("full shards by a separate executable, without a mask")
+    return "; ".join(found)
 
 
-def _merge(
-    plan: Plan, step: Map, mode: str, workers: int | None, groups: int | None
-) -> FanOut | None:
+def _merge(plan: Plan, step: Map, by: _Merging) -> FanOut | None:
     shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
-    return fan_out(step, shards, workers, mode, groups) if step.lanes else None
+    return fan_out(step, shards, by.workers, by.mode, by.groups) if step.lanes else None
 
 
-def _loop_fact(
-    plan: Plan, loop: Loop, reduction: str, workers: int | None, groups: int | None
-) -> StepFact:
+def _loop_fact(plan: Plan, loop: Loop, merging: _Merging) -> StepFact:
     handed = [
         HandedFact("carries", value_fact(plan, v.param), v.init, v.result) for v in loop.carried
     ]
@@ -224,9 +227,9 @@ def _loop_fact(
     ]
     read = [value_fact(plan, fact.outside) for fact in handed if fact.outside is not None]
     made = [value_fact(plan, fact.afterwards) for fact in handed if fact.afterwards is not None]
-    blocks = [_block_fact(plan, "each round", loop.block, reduction, workers, groups)]
+    blocks = [_block_fact(plan, "each round", loop.block, merging)]
     if loop.condition is not None:
-        blocks.insert(0, _block_fact(plan, "condition", loop.condition, reduction, workers, groups))
+        blocks.insert(0, _block_fact(plan, "condition", loop.condition, merging))
     return StepFact(
         loop.name, "Loop", None,
         tuple(value for value in read if value.member_bytes is None),
@@ -236,15 +239,13 @@ def _loop_fact(
     )  # fmt: skip
 
 
-def _block_fact(
-    plan: Plan, title: str, block: Block, reduction: str, workers: int | None, groups: int | None
-) -> BlockFact:
-    steps = tuple(step_fact(plan, step, reduction, workers, groups) for step in block.steps)
+def _block_fact(plan: Plan, title: str, block: Block, merging: _Merging) -> BlockFact:
+    steps = tuple(step_fact(plan, step, merging) for step in block.steps)
     return BlockFact(title, steps, tuple(value_fact(plan, name) for name in block.outputs))
 
 
 def value_fact(plan: Plan, name: str) -> ValueFact:
-    """The facts of one value."""
+    """Returns the facts of one value."""
     value = plan.values[name]
     if value.placement is None:
         return ValueFact(name, str(value), value.nbytes)
@@ -262,7 +263,7 @@ def _total(values: Iterable[ValueFact]) -> Bytes:
 
 
 def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:
-    """What is promised of the reductions of a lane, in words."""
+    """Returns what the bits of a fused reduction buffer depend on, in words."""
     rounds = kind in ("sum", "prod") and jnp.issubdtype(np.dtype(dtype), np.inexact)
     if not rounds:
         return "exact"
@@ -283,12 +284,12 @@ def _reduction_facts(plan: Plan, step: Map, mode: str) -> Iterator[ReductionFact
             )  # fmt: skip
     for combine in step.combines:
         pairs = list(zip(combine.results, combine.leaves, strict=True))
-        # What is sent beside the results counts for the first of them.
+        # The leaves that are no results count for the first result.
         beside = sum(leaf.nbytes for name, leaf in pairs if name is None)
         for name, leaf in pairs:
             if name is not None:
                 yield ReductionFact(
-                    value_fact(plan, name), combine.name, "of its own",
+                    value_fact(plan, name), combine.name, "separate",
                     "in the order of the members, the same bits on any runner",
                     leaf.nbytes + beside,
                 )  # fmt: skip
@@ -305,13 +306,13 @@ def _sizes(bodies: Sequence[Body]) -> dict[str, int]:
 
 
 def _made(fact: StepFact) -> tuple[ValueFact, ...]:
-    """What a step makes for others, for those in its own blocks included."""
+    """Returns the values that a step makes for other steps, or for those in its own blocks."""
     params = (value.inside for value in fact.handed if value.outside is not None)
     return (*fact.results, *(reduction.result for reduction in fact.reductions), *params)
 
 
 def _edges(fact: StepFact, makers: Mapping[str, str]) -> Iterator[Edge]:
-    """From the makers of what a step reads; what leaves its blocks comes back to it."""
+    """Yields the edges to a step: from the makers of what it reads, and from its own blocks."""
     given = (value for block in fact.blocks for value in block.outputs)
     for value in (*fact.served, *fact.placed, *given):
         if makers[value.name] != fact.name:
@@ -319,7 +320,7 @@ def _edges(fact: StepFact, makers: Mapping[str, str]) -> Iterator[Edge]:
 
 
 def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, ...]:
-    """The facts of a plan's inputs: the user's arguments, then the closed-over constants."""
+    """Returns the facts of the inputs: the arguments, then the constants that are closed over."""
     whole = [(argument.aval, _where(argument)) for argument in arguments]
     whole += [(jax.typeof(value), "closed over") for value in plan.constants]
     returned = {out.input for out in plan.outputs}
@@ -347,7 +348,7 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
 
 
 def _whole_bytes(aval: Any) -> Bytes:
-    """Bytes of an input, members included; their axis is the first one if it is symbolic."""
+    """Returns the bytes of an input; a symbolic axis is the first one, of the members."""
     if aval.dtype == jax.dtypes.float0:
         return 0
     if not any(map(is_unknown, aval.shape)):

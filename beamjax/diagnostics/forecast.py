@@ -1,4 +1,4 @@
-"""How long a plan takes on a runner, step by step, from what it counts and rates of the machine."""
+"""Predicts the seconds of a plan on a runner, from counted costs and the rates of the machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from beamjax.diagnostics import gains
 from beamjax.diagnostics.calibration import Calibration, calibration
+from beamjax.diagnostics.fact_types import PredictionFact, StepSeconds
 from beamjax.diagnostics.topology import DIRECT, Workers
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
-from beamjax.plan.cost import runner_overhead
+from beamjax.plan.cost import Cost, runner_overhead
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.pace import LONG_IN_BUNDLE
 
@@ -30,113 +30,65 @@ COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
 """Seconds to compile an executable, and seconds for each byte of its StableHLO."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The predicted seconds of a step, over all rounds, workers and threads together.
-
-    Attributes:
-      rounds: how often the step runs.
-      source: of the seconds that it computes: "counted" or "probe".
-      guessed: whether a number of rounds depends on data.
-      workers: the number of processes that share the step.
-      gain: the speed-up by the threads of a worker.
-      shards: the number of shards in a round.
-      cores: the number of cores that XLA keeps busy in one thread.
-    """
-
-    step: str
-    rounds: int
-    read: float = 0.0
-    compute: float = 0.0
-    merge: float = 0.0
-    source: str = "counted"
-    guessed: bool = False
-    workers: int = 1
-    gain: float = 1.0
-    shards: int = 1
-    cores: float = 1.0
-
-    def in_bundles(self, threads: int) -> StepTime:
-        """The same on Beam, where one thread of a bundle computes shards that are short, or that
-        XLA divides among the cores.
-        """
-        short = self.compute < LONG_IN_BUNDLE * self.rounds * self.shards
-        return replace(self, gain=1.0) if short or round(threads / self.cores) <= 1 else self
-
-    @property
-    def busy(self) -> float:
-        """Seconds of all workers and threads together."""
-        return self.read + self.compute + self.merge
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the start of the step to its end."""
-        return (self.read + self.compute / self.gain + self.merge) / self.workers
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted seconds of a plan on a runner, without compilation.
-
-    Attributes:
-      steps: the steps that compute, in order.
-      pipelines: the number of Beam pipelines.
-      overhead: seconds of the runner itself.
-      compile: seconds to compile the executables, once in a process.
-      guessed: whether a number of rounds depends on data.
-    """
-
-    runner: str
-    steps: tuple[StepTime, ...]
-    pipelines: int
-    overhead: float
-    compile: float
-    guessed: bool
-
-    @property
-    def work(self) -> float:
-        """Seconds of the steps."""
-        return sum(step.seconds for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """All together, without compiling."""
-        return self.work + self.overhead
-
-    def by_name(self) -> dict[str, float]:
-        """Seconds by step, of all workers together, and of the runner and until all is over under
-        names that no step has.
-        """
-        return {s.step: s.busy for s in self.steps} | {
-            "(runner)": self.overhead,
-            "(total)": self.seconds,
-        }
+def prediction(plan: Plan, options: Options, runner: str) -> PredictionFact:
+    """Predicts the seconds of a plan on a runner, and compares them with those of this process."""
+    there = forecast(plan, options, runner)
+    here = there if runner == "local" else forecast(plan, options, "local")
+    small = not here.guessed and here.seconds < SMALL_SHARE * there.overhead
+    small = small and all(plan.sizes.values())
+    advice = ""
+    if small and there.overhead >= ADVISED_SECONDS:
+        pipelines = "a pipeline" if there.pipelines == 1 else f"{there.pipelines} pipelines"
+        advice = (
+            f"runner='local' would take about {here.seconds:.2g} s; {runner} takes about "
+            f"{there.overhead:.2g} s for {pipelines} besides the work"
+        )
+    return replace(there, is_small=small, advice=advice, local=here.seconds)
 
 
 def forecast(
     plan: Plan, options: Options, runner: str, known: Calibration | None = None
-) -> Forecast:
-    """Predicts the seconds of a plan on a runner."""
+) -> PredictionFact:
+    """Predicts the seconds of a plan on a runner; members of unknown number count as none.
+
+    Args:
+      plan: the plan.
+      options: the options of the run.
+      runner: the name of the runner.
+      known: the rates of the machine, by default those of `calibration`.
+    """
     known = calibration() if known is None else known
     workers = Workers.of(runner, options)
     cores = os.cpu_count() or 1
     count = min(workers.handing or 1, cores)
     threads = min(workers.computing, cores)
     by = _Rates(known, count, threads, cores)
-    found = _steps(plan, plan.steps, 1, False, by)
-    steps = tuple(step.in_bundles(threads) if workers.beam else step for step in found)
-    pipelines, stages, shards, nbytes = _pipelines(
-        plan, options, workers, _in_memory(runner, options, workers)
-    )  # fmt: skip
+    steps = tuple(_steps(plan, plan.steps, 1, False, by))
+    if workers.beam:
+        steps = tuple(in_bundles(step, threads) for step in steps)
+    direct = runner.lower().removesuffix("runner") in DIRECT
+    in_memory = workers.shared and direct and not options.keeps_files
+    pipelines, stages, shards, nbytes = _pipelines(plan, options, workers, in_memory)
     fixed = runner_overhead(runner)
     overhead = pipelines * fixed.pipeline + stages * fixed.step + shards * fixed.shard
     overhead += nbytes / HANDED_RATE
     sizes = [sum(map(len, body.artefacts.values())) for body in plan.bodies.values()]
-    made = sum(COMPILE_SECONDS + COMPILE_BYTE_SECONDS * nbytes for nbytes in sizes)
-    return Forecast(
-        runner, steps, pipelines, overhead, made,
-        any(step.guessed for step in steps),
+    return PredictionFact(
+        runner, steps, pipelines, overhead,
+        compile=sum(COMPILE_SECONDS + COMPILE_BYTE_SECONDS * nbytes for nbytes in sizes),
+        seconds=sum(step.seconds for step in steps) + overhead,
+        guessed=any(step.guessed for step in steps),
+        calibrated=known.measured,
     )  # fmt: skip
+
+
+def in_bundles(step: StepSeconds, threads: int) -> StepSeconds:
+    """The prediction of a step on Beam.
+
+    One thread of a bundle computes shards that are short, or that XLA divides among the cores.
+    """
+    short = step.compute < LONG_IN_BUNDLE * step.rounds * step.shards
+    return replace(step, gain=1.0) if short or round(threads / step.cores) <= 1 else step
 
 
 @dataclass(frozen=True)
@@ -158,7 +110,7 @@ class _Rates:
 
 def _steps(
     plan: Plan, steps: Sequence[Step], rounds: int, guessed: bool, by: _Rates
-) -> Iterator[StepTime]:
+) -> Iterator[StepSeconds]:
     known = by.known
     for step in steps:
         match step:
@@ -172,24 +124,24 @@ def _steps(
                 yield from max(ways, key=lambda way: sum(s.seconds for s in way), default=[])
             case Map():
                 found = _map(plan, step, by)
-                yield StepTime(
+                yield StepSeconds(
                     step.name, rounds, rounds * found.read, rounds * found.compute,
                     rounds * found.merge, found.source, guessed or found.guessed, by.workers,
                     found.gain, found.shards, found.cores,
                 )  # fmt: skip
             case Server(name=name) if name in plan.costs:
                 cost = plan.costs[name]
-                seconds = known.rates.seconds(cost) * gains.alone(cost, by.cores)
+                seconds = known.rates.seconds(cost) * alone(cost, by.cores)
                 seconds += cost.calls * known.rates.call
                 seconds = rounds * (seconds + known.rates.shard)
-                yield StepTime(name, rounds, compute=seconds, guessed=guessed or cost.guessed)
+                yield StepSeconds(name, rounds, compute=seconds, guessed=guessed or cost.guessed)
             case Gather(name=name, operand=operand):
                 value = plan.values[operand]
                 n = plan.sizes[value.placement or ""] or 0
-                yield StepTime(name, rounds, read=rounds * n * value.nbytes / known.read)
+                yield StepSeconds(name, rounds, read=rounds * n * value.nbytes / known.read)
 
 
-def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
+def _map(plan: Plan, step: Map, by: _Rates) -> StepSeconds:
     """Predicts one pass over all members, in the threads of one process."""
     known = by.known
     n = plan.sizes[step.placement] or 0
@@ -201,20 +153,20 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepTime:
     tried = {(t.step, t.size, t.vectorization): t.seconds for t in plan.choices.tried}
     cost = plan.costs.get(step.name)
     cores = max(by.cores // by.workers, 1)
-    gain = gains.gain(cost, step.vectorization, size, shards, by.threads, cores)
+    gain = speed_up(cost, step.vectorization, size, shards, by.threads, cores)
     if (step.name, size, step.vectorization) in tried:
         seconds = shards * tried[step.name, size, step.vectorization]
         compute = max(seconds - merge, 0.0)
-        return StepTime(
+        return StepSeconds(
             step.name, 1, read, compute, merge, "probe", gain=gain.threads, shards=shards,
             cores=gain.busy,
         )  # fmt: skip
     if cost is None:
-        return StepTime(step.name, 1, read, shards * known.rates.shard, merge)
+        return StepSeconds(step.name, 1, read, shards * known.rates.shard, merge)
     calls = cost.calls * known.rates.call * _calls(step.vectorization, size)
     work = gain.alone * known.rates.seconds(cost) * size
     compute = shards * (work + calls + known.rates.shard)
-    return StepTime(
+    return StepSeconds(
         step.name, 1, read, compute, merge, guessed=cost.guessed, gain=gain.threads,
         shards=shards, cores=gain.busy,
     )  # fmt: skip
@@ -225,12 +177,6 @@ def _calls(vectorization: Vectorization, size: int) -> float:
     return {"vmap": 1, "loop": size, "batches": size / max(vectorization.batch, 1)}[
         vectorization.kind
     ]
-
-
-def _in_memory(runner: str, options: Options, workers: Workers) -> bool:
-    """Whether large sums and server values stay objects in memory between steps."""
-    direct = runner.lower().removesuffix("runner") in DIRECT
-    return workers.shared and direct and not options.keeps_files
 
 
 def _pipelines(
@@ -277,34 +223,77 @@ def _pipelines(
     return (max(pipelines, 1), stages, shards, nbytes) if workers.beam else (0, stages, 0, 0)
 
 
+# --- the speed-up of several cores
+
+OWN_CORES = 1e6
+"""Operations of a product from which XLA divides it among all cores, about."""
+THREAD_GAIN = 0.8
+"""The speed-up by each core after the first, for threads and for products that XLA divides."""
+DIVIDED = 0.5
+"""The speed of a core at operations that XLA divides, relative to the same in a loop. Measured for
+sines: 1.7e8 a second on each of two cores, and 3.6e8 on one."""
+
+
 @dataclass(frozen=True)
-class SmallWork:
-    """Whether a plan is predicted to be faster in this process than on its runner.
+class Gain:
+    """The speed-up of the shards of a pass, relative to one core.
 
     Attributes:
-      is_small: whether it clearly is.
-      advice: a sentence for the user; "" if the difference is below `ADVISED_SECONDS`.
+      alone: seconds in one thread for each second on one core.
+      threads: the speed-up of several threads relative to one.
+      busy: the number of cores that one thread keeps busy.
     """
 
-    is_small: bool = False
-    advice: str = ""
+    alone: float = 1.0
+    threads: float = 1.0
+    busy: float = 1.0
 
 
-def small_work(plan: Plan, options: Options, there: Forecast) -> SmallWork:
-    """Compares the prediction for a runner with that for this process."""
-    if there.runner == "local" or not all(plan.sizes.values()):
-        return SmallWork()
-    here = forecast(plan, options, "local")
-    if here.guessed or here.seconds >= SMALL_SHARE * there.overhead:
-        return SmallWork()
-    if there.overhead < ADVISED_SECONDS:
-        return SmallWork(True)
-    return SmallWork(
-        True,
-        f"runner='local' would take about {here.seconds:.2g} s; {there.runner} takes about "
-        f"{there.overhead:.2g} s for {_count(there.pipelines)} besides the work",
-    )
+def times_as_fast(cores: float) -> float:
+    """The speed of so many cores, relative to one."""
+    return 1.0 + THREAD_GAIN * (cores - 1)
 
 
-def _count(pipelines: int) -> str:
-    return "a pipeline" if pipelines == 1 else f"{pipelines} pipelines"
+def alone(cost: Cost, cores: int) -> float:
+    """Seconds in one thread for each second on one core: XLA divides large products."""
+    share = min(cost.shared / cost.weight, 1.0) if cost.weight else 0.0
+    return 1.0 - share + share / times_as_fast(cores)
+
+
+def speed_up(
+    cost: Cost | None,
+    vectorization: Vectorization,
+    size: int,
+    shards: int,
+    threads: int,
+    cores: int,
+) -> Gain:
+    """The speed-up by threads for shards, and by the threads of XLA.
+
+    XLA divides large products among all cores, and other large operations that are in no loop.
+    Threads for shards use only the cores that are left.
+
+    Args:
+      cost: the cost of a member, if it is known.
+      vectorization: how the members of a shard are computed.
+      size: the number of members in a shard.
+      shards: the number of shards in a pass.
+      threads: the number of threads for shards.
+      cores: the number of cores of the process.
+    """
+    if cost is None:
+        return Gain()
+    at_once = {"loop": 1, "vmap": size}.get(vectorization.kind, vectorization.batch)
+    operation = cost.weight * at_once / max(cost.calls, 1.0)
+    if cost.shared * at_once < OWN_CORES:  # XLA does not divide a product of this size
+        cost = replace(cost, shared=0.0)
+    if vectorization.kind == "vmap" and not cost.shared and operation >= OWN_CORES:
+        return Gain(1 / max(1.0, DIVIDED * times_as_fast(cores)), busy=float(cores))
+    one = alone(cost, cores)
+    several = min(one, 1 / times_as_fast(side_by_side(shards, threads)))
+    return Gain(one, one / several, 1 / one)
+
+
+def side_by_side(shards: int, threads: int) -> float:
+    """The mean number of shards computed at once; the last ones leave threads idle."""
+    return shards / math.ceil(shards / max(threads, 1)) if shards else 1.0

@@ -1,100 +1,76 @@
-"""How much memory a run takes: an upper bound for each process, from the plan alone.
+"""The memory of a run: an upper bound for each process, and an estimate for each accelerator.
 
-Memory here is what a process has for itself (anonymous), not what it maps from files. The bound
-does not depend on the number of members, but where the program does: values that are gathered, and
-placed results that are wanted as arrays.
+Both follow from the plan alone. The memory of a process is what it has for itself (anonymous), not
+the files that it maps. The bound depends on the number of members only where the program does: for
+gathered values, and for placed results that are returned as arrays.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+from jax import export
+
+from beamjax.bodies.export import default_platform, with_x64
+from beamjax.diagnostics.fact_types import DeviceFact, MemoryFact, Parts
 from beamjax.diagnostics.topology import Workers
 from beamjax.options import Options
 from beamjax.plan import buffer_ranges
 from beamjax.plan.merging import accumulator_bytes, is_in_files
-from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
+from beamjax.plan.steps import Body, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.runtime.large_reductions import MAX_ROWS
 from beamjax.runtime.ordered_pool import most_jobs
 from beamjax.runtime.placed_results import HANDED_BYTES
 from beamjax.sources.source_base import Source
 from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES, block_budget, store_budget
+from beamjax.storage.shared_cache import SharedCache
 
 BASE_BYTES = 272 << 20
-"""Of a process with Python, JAX and Beam, in which XLA compiles and calls its libraries: 155 MiB
-were measured with small bodies, up to 100 MiB more with others."""
+"""Bytes of a process with Python, JAX and Beam: 155 MiB were measured with small bodies, and up to
+100 MiB more with others."""
 BASE_BYTES_LOCAL = 224 << 20
-"""Without Beam: 110 MiB, and likewise."""
+"""Bytes of a process without Beam: 110 MiB were measured, and likewise more."""
 SLACK = 1.25
-"""What allocators keep of what was freed, over what is in use."""
+"""The ratio of the memory that allocators hold to the memory in use."""
 FILES_BYTES = 4 << 22
-"""Of results on their way to files: those of a file, together, encoded."""
+"""Bytes of placed results on their way to files: those of a file, together and encoded."""
 MAX_EXECUTORS = 8
+"""Largest number of shard executors that a worker keeps, each with its broadcasts on devices."""
 PIECE_BYTES = 1 << 25
-"""Of an accumulator that is merged, about."""
+"""Approximate bytes of a piece of an accumulator that is merged."""
+COPIES = 2
+"""Shards on an accelerator: one that it computes, and one on its way there or back."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """What takes memory, and how much."""
-
-    what: str
-    nbytes: int
+def parts(found: Iterable[tuple[str, float]]) -> dict[str, int]:
+    """Returns those parts that take any memory, in whole bytes."""
+    return {what: math.ceil(nbytes) for what, nbytes in found if nbytes}
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """A step, the user's line, and what it takes besides what its process has in any case."""
-
-    step: str
-    line: str
-    parts: tuple[Part, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+def peak(kept: Parts, steps: Mapping[str, Parts]) -> int:
+    """Returns the bytes at the step that takes most."""
+    each = (sum(step.values()) for step in steps.values())
+    return sum(kept.values()) + max(each, default=0)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The peak memory of the processes of a run, at most.
-
-    Attributes:
-      kept: what a worker has whatever step it is at.
-      steps: what each takes besides.
-      launcher: of the launching process.
-      shared: whether that is the worker too.
-    """
-
-    kept: tuple[Part, ...]
-    steps: tuple[StepMemory, ...]
-    launcher: tuple[Part, ...]
-    shared: bool
-
-    @property
-    def worker_bytes(self) -> int:
-        """Of a worker process, which is the launching one if that is shared."""
-        return sum(p.nbytes for p in self.kept) + max((s.nbytes for s in self.steps), default=0)
-
-    @property
-    def launcher_bytes(self) -> int:
-        """Of the launching process."""
-        return self.worker_bytes if self.shared else sum(part.nbytes for part in self.launcher)
+# --- processes
 
 
 def estimate(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
-) -> Estimate:
-    """The peak memory of the processes that run a plan.
+) -> MemoryFact:
+    """Estimates the peak memory of the processes that run a plan, at most.
 
     Args:
-      plan: to be run.
+      plan: the plan.
       sources: the sources among its inputs, by the number of the input.
-      options: of the run.
-      workers: where.
+      options: the options of the run.
+      workers: the processes.
     """
     return _Estimation(plan, sources, options, workers).estimate()
 
@@ -111,20 +87,20 @@ class _Estimation:
         self.in_loops = steps_in_loops(plan)
         self.steps = list(walk(plan.steps))
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> MemoryFact:
         base = BASE_BYTES if self.workers.beam else BASE_BYTES_LOCAL
-        first = Part("Python, JAX and Beam" if self.workers.beam else "Python and JAX", base)
-        mine = [first, *some(self.launching())]
-        kept = [*(mine if self.workers.shared else [first]), *some(self.keeping())]
-        steps = [
-            StepMemory(step.name, _line(self.plan, step), tuple(some(self.step(step))))
-            for step in self.steps
-            if not isinstance(step, Loop | Branch)
-        ]
-        return Estimate(tuple(kept), tuple(steps), tuple(mine), self.workers.shared)
+        first = ("Python, JAX and Beam" if self.workers.beam else "Python and JAX", base)
+        launcher = parts([first, *self.launching()])
+        kept = parts(self.keeping())
+        kept = (launcher if self.workers.shared else dict([first])) | kept
+        simple = [step for step in self.steps if not isinstance(step, Loop | Branch)]
+        steps = {step.name: found for step in simple if (found := parts(self.step(step)))}
+        worker = peak(kept, steps)
+        whole = worker if self.workers.shared else sum(launcher.values())
+        return MemoryFact(kept, steps, worker, launcher, whole, self.workers.shared)
 
     def launching(self) -> Iterator[tuple[str, float]]:
-        """What the launching process has."""
+        """Yields what takes memory of the launching process."""
         plan = self.plan
         arrays = [i for i in range(len(plan.inputs)) if i not in self.sources]
         whole = {name for i in arrays for name in _names(plan.inputs[i])}
@@ -134,10 +110,10 @@ class _Estimation:
         yield "inputs in memory", given
         outputs = {out.value for out in plan.outputs if out.value is not None}
         kept = self.options.keep == "placed"
-        wanted = {x for x in outputs if plan.values[x].placement is None or not kept}
-        yield "results", 2 * SLACK * self.members(wanted)
+        returned = {x for x in outputs if plan.values[x].placement is None or not kept}
+        yield "results", 2 * SLACK * self.members(returned)
         made = {name for step in self.steps if isinstance(step, Server) for name in step.outputs}
-        yield "server values", SLACK * self.members(made - wanted)
+        yield "server values", SLACK * self.members(made - returned)
         between = {x for s in self.steps if isinstance(s, Map) for x in s.results} - outputs
         handed = sum(min(self.members([x]), HANDED_BYTES) for x in between)
         yield "placed values between passes", (2 if self.workers.beam else 1) * handed
@@ -146,7 +122,7 @@ class _Estimation:
         yield "sums of workers", SLACK * 2 * self.workers.handing * max(sums, default=0)
 
     def keeping(self) -> Iterator[tuple[str, float]]:
-        """What a worker has whatever step it is at."""
+        """Yields what takes memory of a worker during all steps."""
         limit = self.limit
         passing = min(PASSING_BYTES, block_budget(limit) // 2)
         used = {id(source): source for source in self.sources.values()}.values()
@@ -162,26 +138,25 @@ class _Estimation:
         if not self.workers.beam:
             yield "broadcasts on the device", self.members({x for s in maps for x in s.broadcasts})
         if self.workers.beam:
-            sums = [self.members(s.broadcasts) for s in maps for _ in range(self.times(s))]
             served = {x for s in maps for x in s.broadcasts}
-            yield "broadcasts on devices", sum(sorted(sums)[-MAX_EXECUTORS:])
+            yield "broadcasts on devices", device_broadcasts(self.plan)
             again = MAX_EXECUTORS if self.in_loops else 1
             yield "broadcasts", min(again * self.members(served), store_budget(limit))
             if self.workers.shared:
                 servers = {x for s in self.steps if isinstance(s, Server) for x in s.outputs}
                 reduced = {r.result for s in maps for lane in s.lanes for r in lane.reductions}
-                handed = again * (self.members(servers) + 2 * self.members(reduced))
-                yield "server values handed on", min(handed, store_budget(limit))
+                passed_on = again * (self.members(servers) + 2 * self.members(reduced))
+                yield "server values for later steps", min(passed_on, store_budget(limit))
 
     def step(self, step: Step) -> Iterator[tuple[str, float]]:
-        """What a worker takes for a step besides."""
+        """Yields what takes memory of a worker during one step."""
         plan, bundles, computing = self.plan, self.workers.threads, self.workers.computing
         match step:
             case Map():
                 for what, nbytes in self.shard(step):
                     once = what in ("sums", "reduced shards")
                     yield what, nbytes * (bundles if once else bundles * computing)
-                # What a shard is reduced to is a part of computing it, until that is over.
+                # The partials of shards that are being computed count as computing.
                 waiting = bundles * (most_jobs(computing) - computing)
                 yield "reduced shards that wait", SLACK * waiting * step.partial_bytes
                 if self.workers.beam:
@@ -197,10 +172,10 @@ class _Estimation:
                 yield "scattered members", SLACK * self.members([step.operand])
 
     def shard(self, step: Map) -> Iterator[tuple[str, float]]:
-        """What a thread takes for the shards of a pass."""
+        """Yields what takes memory of one thread that computes shards of a pass."""
         plan = self.plan
         size = plan.shard_sizes[step.placement]
-        # A device has one that it computes, and one that waits.
+        # Each of several devices has a shard to compute, and one that waits.
         devices = self.options.local_devices or 1
         ahead = 1 if devices == 1 else 2 * devices
         each = {name: size * plan.values[name].nbytes for name in (*step.operands, *step.results)}
@@ -217,50 +192,142 @@ class _Estimation:
         yield "reduced shards", SLACK * leaves * (max(shards, 1).bit_length() + 2)
 
     def members(self, names: Iterable[str]) -> int:
-        """Bytes of values, all members included; of unknown numbers of members none."""
+        """Returns the bytes of values, of all members; of unknown numbers of members none."""
         values = ((name, self.plan.values[name].placement) for name in names)
         known = [name for name, placement in values if not placement or self.plan.sizes[placement]]
         return sum(map(self.plan.nbytes, known))
 
-    def times(self, step: Map) -> int:
-        """How often the broadcasts of a step are on a device with other values."""
-        return MAX_EXECUTORS if step.name in self.in_loops else 1
-
 
 def sums_bytes(step: Map, mode: str) -> int:
-    """Bytes of memory of the accumulators of a pass; those that wait in files take none."""
+    """Returns the bytes of memory of the accumulators of a pass; those in files take none."""
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * buffer_ranges.SECTION_BYTES + 2 * PIECE_BYTES
     return sum(accumulator_bytes(lane, mode, most=True) for lane in step.lanes)
 
 
 def merging_bytes(step: Map, mode: str, bundles: int) -> int:
-    """Bytes of the accumulators of a pass on their way from its bundles to the result.
+    """Returns the bytes of the accumulators of a pass between its bundles and the result.
 
-    Those of each bundle are encoded, in half of their memory, and merged in pieces.
+    The accumulators of each bundle are encoded in half of their memory, and merged in pieces.
     """
     whole = sums_bytes(step, mode)
     return bundles * whole // 2 + 4 * min(whole, PIECE_BYTES)
 
 
-def some(parts: Iterable[tuple[str, float]]) -> list[Part]:
-    """Those of them that take any."""
-    return [Part(what, math.ceil(nbytes)) for what, nbytes in parts if nbytes]
-
-
 def _names(spec: Any) -> list[str]:
-    """A name of an input, if any step reads it."""
+    """Returns one name of an input if any step reads it."""
     names = [spec.server, spec.placed, *(view.placed for view in spec.views)]
     return [name for name in names if name is not None][:1]
 
 
-def _line(plan: Plan, step: Step) -> str:
-    if isinstance(step, Map | Server):
-        return next(iter(plan.bodies[step.body].lines), "")
-    return step.line
-
-
 def steps_in_loops(plan: Plan) -> set[str]:
-    """The names of the steps in the blocks of all loops."""
+    """Returns the names of the steps in the blocks of all loops."""
     loops = [step for step in walk(plan.steps) if isinstance(step, Loop)]
     return {inner.name for loop in loops for inner in walk(loop.block.steps)}
+
+
+def device_broadcasts(plan: Plan) -> int:
+    """Returns the bytes of the broadcasts that a worker keeps on devices for later shards."""
+    in_loops = steps_in_loops(plan)
+    sums = [
+        _bytes(plan, step.broadcasts)
+        for step in walk(plan.steps)
+        if isinstance(step, Map)
+        for _ in range(MAX_EXECUTORS if step.name in in_loops else 1)  # other values each round
+    ]
+    return sum(sorted(sums)[-MAX_EXECUTORS:])
+
+
+# --- accelerators
+
+
+def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceFact]:
+    """Estimates the memory of each accelerator of a worker, by platforms of the plan.
+
+    XLA reports what a body takes besides its arguments where this process compiles for the
+    platform. Otherwise that is counted from the equations of the body. The memory of the driver and
+    its libraries is not included. A CPU uses the memory of its process.
+
+    Args:
+      plan: the plan.
+      options: the options of the run.
+      beam: whether there is a Beam pipeline; its workers keep broadcasts for later shards.
+    """
+    found = {platform for body in plan.bodies.values() for platform in body.artefacts}
+    known = options.platforms or ()
+    platforms = sorted(found, key=lambda name: (name not in known, name))
+    return [_device(plan, name, beam) for name in platforms if name != "cpu"]
+
+
+def _device(plan: Plan, platform: str, beam: bool) -> DeviceFact:
+    compiled = {key: compiled_bytes(body, platform, plan.x64) for key, body in plan.bodies.items()}
+    working = {key: body.working for key, body in plan.bodies.items()}
+    working |= {key: nbytes for key, nbytes in compiled.items() if nbytes is not None}
+    kept = parts([("broadcasts", device_broadcasts(plan))]) if beam else {}
+    computing = [step for step in walk(plan.steps) if isinstance(step, Map | Server)]
+    found = {step.name: parts(_on_device(plan, step, working, beam)) for step in computing}
+    steps = {name: each for name, each in found.items() if each}
+    exported = [compiled[key] for key, body in plan.bodies.items() if platform in body.artefacts]
+    if None in exported:
+        made_from = (
+            f"the memory of bodies is counted from their equations, as this process does not "
+            f"compile for {platform}: XLA may take less, or more for its own"
+        )
+    else:
+        made_from = f"the memory of bodies is what XLA reports, which compiled them for {platform}"
+    return DeviceFact(platform, kept, steps, peak(kept, steps), made_from)
+
+
+def _on_device(
+    plan: Plan, step: Map | Server, working: Mapping[str, int], beam: bool
+) -> Iterator[tuple[str, float]]:
+    if isinstance(step, Server):
+        yield "inputs", _bytes(plan, step.inputs)
+        yield "computing", working[step.body]
+        return
+    size = plan.shard_sizes[step.placement]
+    if not beam:
+        yield "broadcasts", _bytes(plan, step.broadcasts)
+    yield "members of a shard, twice", COPIES * size * _bytes(plan, step.operands)
+    yield "computing", max(working[body] for body in step.all_bodies)
+    # The results of one shard are copied to the host while the next one is computed.
+    partials = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
+    partials += sum(lane.size * np.dtype(lane.dtype).itemsize for lane in step.lanes)
+    yield "results of the previous shard", size * _bytes(plan, step.results) + partials
+
+
+def compiled_bytes(body: Body, platform: str, x64: bool) -> int | None:
+    """Returns the bytes that XLA reports for a body: results, temporaries and code.
+
+    Args:
+      body: a body of the plan.
+      platform: the platform of the device.
+      x64: whether 64-bit types are on.
+
+    Returns:
+      Bytes without those of the arguments; None if this process does not compile for the platform.
+    """
+    if platform not in body.artefacts or platform != default_platform():
+        return None
+    artefact = body.artefacts[platform]
+    key = hashlib.blake2b(artefact).digest(), x64  # so that the cache holds no executables
+    return _COMPILED.get(key, lambda: _reported_by_xla(artefact, x64))
+
+
+_COMPILED: SharedCache[int | None] = SharedCache(256, lambda _: 1)
+
+
+def _reported_by_xla(artefact: bytes, x64: bool) -> int | None:
+    with with_x64(x64):
+        exported = export.deserialize(bytearray(artefact))
+        specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+        found = jax.jit(exported.call).lower(*specs).compile().memory_analysis()
+    if found is None:  # some backends do not report it
+        return None
+    code = found.generated_code_size_in_bytes
+    return int(found.temp_size_in_bytes + found.output_size_in_bytes + code)
+
+
+def _bytes(plan: Plan, names: Iterable[str]) -> int:
+    """Returns the bytes of values; of placed ones, those of one member."""
+    return sum(plan.values[name].nbytes for name in names)

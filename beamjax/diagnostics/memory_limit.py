@@ -1,18 +1,19 @@
-"""Plans that are refused because they may take more than `options.memory`."""
+"""The option `memory`: refuses plans that may take more, and chooses threads that fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from beamjax._text import human_bytes
-from beamjax.diagnostics.memory import Estimate, estimate
+from beamjax.diagnostics.fact_types import MemoryFact
+from beamjax.diagnostics.memory import estimate
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import StagingError
 from beamjax.options import Options
-from beamjax.plan.steps import Plan
+from beamjax.plan.steps import Map, Plan, Server, Step, walk
 from beamjax.sources.source_base import Source
 
 
@@ -22,7 +23,7 @@ def check_memory(
     """Refuses a plan that may take more memory than `options.memory`.
 
     Raises:
-      StagingError: with the step, what takes how much, and what to change.
+      StagingError: the message has the step, the largest parts, and what to change.
     """
     limit = options.memory_bytes
     if limit is None:
@@ -30,37 +31,43 @@ def check_memory(
     found = estimate(plan, sources, options, workers)
     if found.worker_bytes <= limit:
         return
-    raise refuse(found, limit, list(_advice(plan, sources, options, workers)))
+    raise _refusal(plan, found, limit, list(_advice(plan, sources, options, workers)))
 
 
-def refuse(found: Estimate, limit: int, advice: Sequence[str]) -> StagingError:
-    """The error for what may take more memory than it may.
-
-    Args:
-      found: what it takes.
-      limit: of a worker process, in bytes.
-      advice: what to change.
-    """
-    step = max(found.steps, key=lambda step: step.nbytes, default=None)
-    parts = sorted((*found.kept, *(step.parts if step else ())), key=lambda part: -part.nbytes)
-    at = f"step {step.step!r}" + (f" ({step.line})" if step.line else "") if step else "the run"
-    told = ", ".join(f"{part.what} {human_bytes(part.nbytes)}" for part in parts)
+def _refusal(plan: Plan, found: MemoryFact, limit: int, advice: Sequence[str]) -> StagingError:
+    """Makes the error for a plan that may take more than `limit` bytes in a worker process."""
+    name = max(found.steps, key=lambda name: sum(found.steps[name].values()), default=None)
+    largest = [*found.kept.items(), *(found.steps[name].items() if name else ())]
+    at = "the run"
+    if name:
+        (step,) = (step for step in walk(plan.steps) if step.name == name)
+        at = f"step {name!r}" + (f" ({_line(plan, step)})" if _line(plan, step) else "")
+    parts = ", ".join(
+        f"{what} {human_bytes(nbytes)}"
+        for what, nbytes in sorted(largest, key=lambda part: -part[1])
+    )
     return StagingError(
         f"{at}: a worker process may take {human_bytes(found.worker_bytes)}, but memory="
-        f"{human_bytes(limit)}: {told}. To change that, {'; or '.join(advice)}"
+        f"{human_bytes(limit)}: {parts}. To change that, {'; or '.join(advice)}"
     )
+
+
+def _line(plan: Plan, step: Step) -> str:
+    if isinstance(step, Map | Server):
+        return next(iter(plan.bodies[step.body].lines), "")
+    return step.line
 
 
 def with_fitting_threads(
     plan: Plan, sources: Mapping[int, Source], options: Options, runner: str
 ) -> Options:
-    """Options with as many threads that compute in this process as `options.memory` has room for.
+    """Returns options with as many computing threads in this process as fit in `options.memory`.
 
     Args:
-      plan: to be run.
+      plan: the plan.
       sources: the sources among its inputs, by the number of the input.
-      options: of the run.
-      runner: its name; "local" and DirectRunner with its one worker have such threads.
+      options: the options of the run.
+      runner: the name of the runner; "local" and DirectRunner with one worker have such threads.
     """
     limit = options.memory_bytes
     threads = Workers.of(runner, options).computing
@@ -72,18 +79,6 @@ def with_fitting_threads(
             break
         threads -= 1
     return replace(options, local_threads=threads)
-
-
-def advised_limit(nbytes: int) -> str:
-    """What to do where this many bytes are needed in any case."""
-    return f'give a worker process more, memory="{math.ceil(nbytes / 2**20)}MiB"'
-
-
-def threads_advice(workers: Workers, fits: Callable[[Workers], bool]) -> Iterator[str]:
-    """How many threads to use, if there are fewer that fit."""
-    few = next(filter(fits, workers.with_fewer_threads()), None)
-    if few is not None:
-        yield f"use {few.all_threads} of {workers.all_threads} threads in a worker process"
 
 
 def _advice(
@@ -104,22 +99,24 @@ def _advice(
     fits = next((s for s in smaller if s % 8 == 0 and need(_with_shards(plan, s)) <= limit), None)
     if fits is not None:
         yield f"set shard_size={fits} in the options"
-    yield from threads_advice(workers, lambda fewer: need(workers=fewer) <= limit)
+    fewer = (few for few in workers.with_fewer_threads() if need(workers=few) <= limit)
+    if (few := next(fewer, None)) is not None:
+        yield f"use {few.all_threads} of {workers.all_threads} threads in a worker process"
     saved = need() - need(options=replace(options, reduction="fast"))
     if 10 * saved > need() - limit:
         fit = "" if need() - saved <= limit else ", which is not enough by itself"
         yield f'set reduction="fast" in the options{fit}'
     if options.keep is None and need(options=replace(options, keep="placed")) <= limit:
-        yield 'keep placed results in files, keep="placed"'
-    # What is kept grows with the limit, so it is not the same as the need at the present one.
+        yield 'store placed results in files, keep="placed"'
+    # Caches grow with the limit, so the need at a larger limit is larger too.
     enough = need()
     while need(limit=enough) > enough:
         enough = math.ceil(1.1 * enough)
-    yield advised_limit(enough)
+    yield f'give a worker process more, memory="{math.ceil(enough / 2**20)}MiB"'
 
 
 def _with_shards(plan: Plan, size: int) -> Plan:
-    """A plan with smaller shards, whose bodies are taken to need as much less."""
+    """Returns a plan with smaller shards, and memory of bodies in proportion."""
     share = size / max(plan.shard_sizes.values())
     bodies = {
         key: replace(body, working=math.ceil(share * body.working))
@@ -130,5 +127,5 @@ def _with_shards(plan: Plan, size: int) -> Plan:
 
 
 def sources_of(values: Sequence[Any]) -> dict[int, Source]:
-    """The sources among the values of the inputs of a plan, by the number of the input."""
+    """Returns the sources among the values of the inputs of a plan, by the number of the input."""
     return {i: value[0] for i, value in enumerate(values) if isinstance(value, tuple)}

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from beamjax._text import human_bytes
 from beamjax.diagnostics.fact_types import PlanFacts, StepFact, walk_facts
-from beamjax.diagnostics.memory_text import step_texts
+from beamjax.diagnostics.text import rounds_text
 
 
 def plan_mermaid(facts: PlanFacts) -> str:
-    """A plan as a Mermaid flowchart; steps that gather or scatter are red.
+    """Returns a plan as a Mermaid flowchart; steps that gather or scatter are red.
 
-    Loops and branches are subgraphs, with a node that stands for the loop or branch itself: what
-    its rounds read comes from there, and what they hand on comes back.
+    Loops and branches are subgraphs. A node in each stands for the loop or branch itself: edges of
+    the values that its rounds read begin there, and those of the values that they return end there.
     """
     ends = {edge.source for edge in facts.edges}
     inputs = [fact for fact in facts.inputs if fact.path in ends]
@@ -22,8 +22,9 @@ def plan_mermaid(facts: PlanFacts) -> str:
     names = {key: f"n{i}" for i, key in enumerate(keys)}
     lines = ["flowchart TD"]
     lines += [f"  {_node(names[i.path], '([', '])', i.path, i.type)}" for i in inputs]
-    told = step_texts(facts.memory) if facts.memory else {}
-    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names, told)]
+    memory = facts.memory.steps.items() if facts.memory else ()
+    notes = {name: f"memory up to {human_bytes(sum(parts.values()))}" for name, parts in memory}
+    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names, notes)]
     lines += [f"  {_node(names[o.path], '([', '])', o.path, o.type)}" for o in facts.outputs]
     for edge in facts.edges:
         label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
@@ -39,11 +40,11 @@ def _node(name: str, left: str, right: str, *texts: str) -> str:
     return f'{name}{left}"{"<br/>".join(_escaped(text) for text in texts if text)}"{right}'
 
 
-def _step_nodes(step: StepFact, names: Mapping[str, str], told: Mapping[str, str]) -> list[str]:
+def _step_nodes(step: StepFact, names: Mapping[str, str], notes: Mapping[str, str]) -> list[str]:
     """A node; for a loop or a branch also a subgraph with those of its blocks around it."""
     name = names[step.name]
     if not step.blocks:
-        texts = (*step.functions, step.reason, told.get(step.name, ""))
+        texts = (*step.functions, step.reason, notes.get(step.name, ""))
         return [_node(name, "[", "]", step.name, *texts)]
     left, right = ("{{", "}}") if step.kind == "Loop" else ("{", "}")
     rounds = rounds_text(step) if step.kind == "Loop" else ""
@@ -53,7 +54,7 @@ def _step_nodes(step: StepFact, names: Mapping[str, str], told: Mapping[str, str
         if block.steps:
             lines.append(f'  subgraph {name}_{i}["{_escaped(block.title)}"]')
             lines += [
-                f"    {line}" for inner in block.steps for line in _step_nodes(inner, names, told)
+                f"    {line}" for inner in block.steps for line in _step_nodes(inner, names, notes)
             ]
             lines.append("  end")
     return [*lines, "end"]
@@ -63,11 +64,3 @@ def _escaped(text: str) -> str:
     """Text for a quoted Mermaid label, where other characters than these mean something."""
     plain = " ".join(text.split())
     return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
-
-
-def rounds_text(step: StepFact) -> str:
-    """How many rounds a loop has, in words."""
-    if step.rounds is None:
-        return "rounds while a condition holds"
-    rounds = "1 round" if step.rounds == 1 else f"{step.rounds} rounds"
-    return rounds + (", the last entry first" if step.reverse else "")

@@ -1,6 +1,4 @@
-"""Which processes run a plan on a runner, and with how many threads: as far as its name and options
-tell, without Beam.
-"""
+"""The processes and threads of a run, from the name and options of its runner, without Beam."""
 
 from __future__ import annotations
 
@@ -14,23 +12,24 @@ from beamjax.runtime.ordered_pool import computing_threads
 
 DIRECT = ("direct", "fnapi")
 EMBEDDED_FLINK = ("[local]", "[auto]")
-"""What `flink_master` is where Flink runs inside of a job server of the launching process."""
+"""Values of `flink_master` with which Flink runs in a job server of the launching process."""
 SPARK_THREADS = 4
-"""Of Beam's usual `spark_master_url`, local[4]."""
+"""Threads of Beam's default `spark_master_url`, local[4]."""
 DATAFLOW_THREADS = 12
+"""Threads of a worker process of Dataflow by default."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Where a plan runs.
+    """The worker processes of a run.
 
     Attributes:
-      threads: of a worker process, each with a bundle of shards; without Beam there is one bundle.
-      computing: threads that compute the shards of a bundle, several only where there is one.
+      threads: threads of a worker process, each with a bundle of shards; without Beam one bundle.
       shared: whether the launching process is the worker.
       beam: whether there is a Beam pipeline.
-      handing: how many worker processes hand what they made to the launching one, where that is the
-        runner.
+      handing: the number of worker processes that send results to the launching process if that is
+        the runner; 0 otherwise.
+      computing: threads that compute the shards of a bundle; several only if there is one bundle.
     """
 
     threads: int = 1
@@ -41,12 +40,12 @@ class Workers:
 
     @classmethod
     def of(cls, runner: str, options: Options) -> Workers:
-        """Those of a runner, as far as its name and options tell.
+        """Returns the workers of a runner.
 
         Args:
-          runner: "local", or the name of a runner of Beam; any other, "" for example, is taken for
-            a cluster with a thread in a process.
-          options: of the run.
+          runner: "local", or the name of a Beam runner. Any other name counts as a cluster with one
+            thread in each process.
+          options: the options of the run.
         """
         name = runner.lower().removesuffix("runner")
         if name == "local":
@@ -67,17 +66,17 @@ class Workers:
 
     @property
     def all_threads(self) -> int:
-        """Of a worker process, that compute at the same time."""
+        """The number of threads of a worker process that compute at the same time."""
         return self.threads * self.computing
 
     def with_fewer_threads(self) -> Iterator[Workers]:
-        """The same with all numbers of threads below this one, the greatest first."""
+        """Yields the same workers with fewer threads, the largest number first."""
         for count in range(self.all_threads - 1, 0, -1):
             one = self.threads == 1
             yield replace(self, computing=count) if one else replace(self, threads=count)
 
     def text(self) -> str:
-        """For people."""
+        """Returns the workers in words."""
         count = self.all_threads
         threads = "1 thread" if count == 1 else f"{count} threads"
         if self.shared:
@@ -86,9 +85,9 @@ class Workers:
 
 
 def _found(name: str, flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """Whether workers are threads of the launching process, and how many a process has."""
+    """Returns whether the launching process is the worker, and the threads of a worker."""
     match name:
-        case "prism":  # gives its worker one bundle at a time
+        case "prism":  # which gives its worker one bundle at a time
             return True, 1
         case "flink":
             return _flink(flags)
@@ -100,7 +99,7 @@ def _found(name: str, flags: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _spark(flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """The same of Spark, of which Beam's usual master is in a job server too."""
+    """Returns the same for Spark, which runs in a job server by default."""
     master = str(flags.get("spark_master_url", f"local[{SPARK_THREADS}]"))
     if _elsewhere(flags, "spark") or not master.startswith("local"):
         return False, 1
@@ -109,7 +108,7 @@ def _spark(flags: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _flink(flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """The same of Flink: of a task manager with its slots, or of Flink in a job server."""
+    """Returns the same for Flink: a task manager with slots, or Flink in a job server."""
     if _elsewhere(flags, "flink"):
         return False, 1
     master = flags.get("flink_master")
@@ -128,12 +127,12 @@ def _flink(flags: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _elsewhere(flags: Mapping[str, Any], name: str) -> bool:
-    """Whether the options say where a job server is."""
-    said = ("job_endpoint", f"{name}_job_server_jar", f"{name}_submit_uber_jar")
-    return any(flags.get(flag) for flag in said)
+    """Returns whether the options name a job server."""
+    names = ("job_endpoint", f"{name}_job_server_jar", f"{name}_submit_uber_jar")
+    return any(flags.get(flag) for flag in names)
 
 
 def _number(flags: Mapping[str, Any], name: str, usual: int) -> int:
-    """A flag of Beam; what is no number, Beam refuses later."""
+    """Returns a flag as a number, or the default; Beam refuses other text later."""
     text = str(flags.get(name, usual))
     return int(text) if text.isdigit() else usual

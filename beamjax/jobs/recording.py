@@ -1,4 +1,4 @@
-"""What the launching process writes of a run for its report, while it runs."""
+"""Writes the records of a run for its report, in the launching process while it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from beamjax.telemetry.progress import Progress
 from beamjax.telemetry.timeline import MOST, Timeline, thinned
 
 FIRST, SLOWEST = 1.0, 30.0
-"""Seconds between two records of the course of a run: at its beginning, and at most."""
+"""Seconds between two records of a run: at its beginning, and at most."""
 MAX_WARNINGS = 100
 _LOG = logging.getLogger("beamjax")
 _SECRET = re.compile("password|passwd|secret|token|credential|api_?key", re.I)
@@ -37,14 +37,14 @@ PACKAGES = ("jax", "jaxlib", "numpy", "apache-beam")
 
 
 class Recording:
-    """Writes the records of one run. What can't be written or told is left out: the run goes on.
+    """Writes the records of one run. The run continues if a record cannot be made or written.
 
     Args:
-      folder: of the job.
-      monitor: of the run.
-      plan: that is run.
-      options: of the run.
-      facts: finds what is told of the plan.
+      folder: the folder of the job.
+      monitor: the monitor of the run.
+      plan: the plan.
+      options: the options of the run.
+      facts: returns the facts of the plan.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Recording:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """While the run goes on."""
+        """Records the run in its context."""
         with contextlib.suppress(Exception):
             self._folder.write(ABOUT, self._about(), make=False)
         logger = logging.getLogger("beamjax")
@@ -82,7 +82,7 @@ class Recording:
                 self._write()
 
     def look(self, progress: Progress) -> None:
-        """Takes a sample, and writes all of them if that was long ago."""
+        """Takes a sample, and writes all samples if the last record is old enough."""
         with self._lock:
             self._timeline.add(progress)
         pause = min(max(FIRST, progress.seconds / 50), SLOWEST) * self._folder.slowness
@@ -92,7 +92,7 @@ class Recording:
                 self._write()
 
     def returned(self, value: Any) -> None:
-        """The run has returned this."""
+        """Records the result of the run."""
         with contextlib.suppress(Exception):
             self._curves = list(curves(self._plan, value))
 
@@ -104,8 +104,9 @@ class Recording:
             "samples": {name: list(column) for name, column in samples.items()},
             "round_ends": list(self._monitor.round_ends.times),
             "checkpoints": list(self._monitor.checkpoints.times),
+            "events": [event.to_json() for event in self._monitor.events.times],
             "curves": [curve_to_json(curve) for curve in self._curves],
-            "warnings": self._heard.told[:MAX_WARNINGS],
+            "warnings": self._heard.messages[:MAX_WARNINGS],
             "provenance": self._monitor.provenance.to_json(),
         }
         self._folder.write(COURSE, record, make=False)
@@ -127,39 +128,39 @@ class Recording:
 
 
 class _Heard(logging.Handler):
-    """Keeps the warnings of a log."""
+    """Collects the warnings of a log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(Exception):
-            if len(self.told) < MAX_WARNINGS:
-                self.told.append(record.getMessage()[:4000])
+            if len(self.messages) < MAX_WARNINGS:
+                self.messages.append(record.getMessage()[:4000])
 
 
 def save_report(folder: JobFolder, options: Options) -> None:
-    """Writes the page that the option `report` asks for; if it can't, it says so in the log."""
+    """Writes the file of the option `report`, or a warning to the log if that fails."""
     if options.report is None:
         return
     try:
         read_report(folder).save(options.report)
-    except Exception as error:  # the result is what counts
+    except Exception as error:  # a run does not fail for its report
         _LOG.warning("report: %s", error)
 
 
 def options_told(options: Options) -> dict[str, str]:
-    """The options that are not as they are by default, as text; secrets are left out."""
+    """Returns the options that differ from their defaults, as text without secrets."""
     usual = {f.name: f.default for f in fields(Options)}
     found = {name: getattr(options, name) for name in OWN}
-    told = {name: str(value) for name, value in found.items() if value != usual[name]}
-    told |= {name: str(value) for name, value in beam_flags(options.beam).items()}
-    return {k: "(not shown)" if _SECRET.search(k) else v for k, v in told.items()}
+    texts = {name: str(value) for name, value in found.items() if value != usual[name]}
+    texts |= {name: str(value) for name, value in beam_flags(options.beam).items()}
+    return {k: "(not shown)" if _SECRET.search(k) else v for k, v in texts.items()}
 
 
 def machine_told() -> dict[str, str]:
-    """Versions, and what this process runs on."""
+    """Returns versions, and the machine of this process."""
     found = {"beamjax": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -177,7 +178,7 @@ def machine_told() -> dict[str, str]:
 
 
 def curves(plan: Plan, result: Any) -> Iterator[Curve]:
-    """The leaves of a result that have a float for each round of a loop of the plan."""
+    """Yields the leaves of a result that have one float for each round of a loop of the plan."""
     lengths = {step.rounds for step in plan.steps if isinstance(step, Loop) and step.rounds}
     for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, jax.Array | np.ndarray) or leaf.ndim != 1:

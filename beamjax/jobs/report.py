@@ -1,10 +1,11 @@
-"""What a run did, as data: read from the folder of its job, while it runs or afterwards."""
+"""The report of a run, read from the folder of its job while it runs or afterwards."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import datetime
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import Dropped
 from beamjax.storage import records
 from beamjax.storage.schema import from_plain
+from beamjax.telemetry.events import ShardEvent, events_from_json
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import Progress
 from beamjax.telemetry.timeline import Samples, numbers, samples_from_json
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
     from beamjax.diagnostics.pages.shell import Page
 
 ABOUT, COURSE = "about", "course"
-"""Names of the records in a folder: of what does not change, and of what does."""
+"""Names of the records in a folder: facts that do not change during a run, and those that do."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of each round of a loop, as losses.
+    """Values of each round of a loop, such as losses.
 
     Attributes:
-      path: of the leaf in the result, as `result['losses']`.
-      rounds: numbers of the rounds, from 0; all of them if they are not too many.
-      values: of these rounds; NaN where they are not finite.
-      of: how many rounds there are.
+      path: the path of the leaf in the result, such as `result['losses']`.
+      rounds: the numbers of the rounds from 0, evenly thinned if they are many.
+      values: the values of these rounds; NaN where they are not finite.
+      of: the number of all rounds.
     """
 
     path: str
@@ -50,23 +52,25 @@ class Report:
     """What a run did, or has done so far.
 
     Attributes:
-      program, runner: their names.
+      program: the name of the program.
+      runner: the name of the runner.
       state: "running", "done", "failed", "cancelled" or "lost".
-      began: seconds since the epoch.
-      progress: at the end, or now.
-      samples: of it over time, a column for each number; see `beamjax.telemetry.timeline.COLUMNS`.
-      round_ends, checkpoints: seconds since the beginning; if they are many, not all of them.
-      curves: results of floats, one for each round of a loop.
-      dropped: members that were left out.
-      warnings: that beamjax gave meanwhile.
-      error: type, message, step, traceback, ... of a run that failed, else None.
-      options: those that were given.
-      machine: versions, and what the launching process ran on.
-      plan: what was run, if it is known; `source_lines` are the user's.
-      fingerprint: hashes of the plan, by what they are of: where they are equal, the plans are.
-      provenance: the processors, versions and numbers of threads with which the results were
-        computed. The same fingerprint, inputs and provenance give the same bits, unless
-        `provenance.is_mixed`.
+      began: seconds since the epoch at which the run began.
+      progress: the progress at the end, or now.
+      samples: the progress over time, a column for each of `beamjax.telemetry.timeline.COLUMNS`.
+      round_ends, checkpoints: seconds since the beginning, evenly thinned if they are many.
+      curves: results with one float for each round of a loop.
+      dropped: the dropped members.
+      warnings: the warnings of beamjax during the run.
+      error: type, message, step, traceback and more of the error; None if the run did not fail.
+      options: the options of the run.
+      machine: versions, and the machine of the launching process.
+      plan: the facts of the plan, as in `Explanation.facts`; None if they are unknown.
+      source_lines: the text of the user's lines in the plan.
+      fingerprint: hashes of the parts of the plan. Equal plans have equal hashes.
+      provenance: the processors, versions and numbers of threads that computed the results. The
+        same fingerprint, inputs and provenance give the same bits, unless `provenance.is_mixed`.
+      events: the shards that were computed, with their times; evenly thinned if they are many.
     """
 
     program: str
@@ -87,26 +91,28 @@ class Report:
     source_lines: Mapping[str, str] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     provenance: Provenance = UNKNOWN
+    events: tuple[ShardEvent, ...] = ()
 
     @property
     def started(self) -> str:
-        """When it began, in the time of here."""
+        """The local time at which the run began."""
         found = datetime.datetime.fromtimestamp(self.began).astimezone()
         return found.isoformat(sep=" ", timespec="seconds")
 
     @property
     def reasons(self) -> Mapping[tuple[str, str, str], int]:
-        """How many members were dropped, by placement, step and reason."""
+        """The number of dropped members, by placement, step and reason."""
         return collections.Counter((d.placement, d.step, d.reason) for d in self.dropped)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as dicts, lists, text and numbers; values that are not finite are None."""
+        """Returns the report as JSON values; numbers that are not finite are None."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         found |= {
             "progress": self.progress.to_json(),
             "samples": {name: list(column) for name, column in self.samples.items()},
             "round_ends": list(self.round_ends),
             "checkpoints": list(self.checkpoints),
+            "events": [event.to_json() for event in self.events],
             "curves": [curve_to_json(curve) for curve in self.curves],
             "dropped": [each.to_json() for each in self.dropped],
             "warnings": list(self.warnings),
@@ -117,23 +123,30 @@ class Report:
         return found
 
     def to_html(self) -> str:
-        """A page that stands alone: progress over time, where the time went, what went wrong.
+        """Returns a page with the progress over time, the shares of time, and errors.
 
-        It asks for nothing of the network, and its data are in it as JSON too.
+        The page is a single file of HTML that needs no network. It contains its data as JSON.
         """
         from beamjax.diagnostics.pages.shell import document
 
         return document(self._page())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page to a file, by path or URL.
+        """Writes the page of the run, or a trace of it, to a file.
+
+        Args:
+          path: the path or URL of the file. A name that ends in `.json` gets a trace in the JSON
+            format of Chrome, which https://ui.perfetto.dev and chrome://tracing open: the shards of
+            each worker over time, ends of rounds and checkpoints. Any other name gets the page.
 
         Raises:
-          SourceError: it can't be written.
+          SourceError: the file cannot be written.
         """
         from beamjax.diagnostics.pages.shell import write
+        from beamjax.jobs.trace import chrome_trace
 
-        write(path, self.to_html())
+        is_trace = os.fspath(path).lower().endswith(".json")
+        write(path, json.dumps(chrome_trace(self)) if is_trace else self.to_html())
 
     def _repr_html_(self) -> str:
         from beamjax.diagnostics.pages.shell import fragment
@@ -169,11 +182,11 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def read_report(folder: JobFolder) -> Report:
-    """What a run did, by the folder of its job.
+    """Reads the report of a run from the folder of its job.
 
     Raises:
       JobError: there is no job.
-      ArrayFormatError: a file is not what was written.
+      ArrayFormatError: a record has unexpected content.
     """
     described = folder.describe()
     state, error = folder.state()
@@ -195,6 +208,7 @@ def read_report(folder: JobFolder) -> Report:
         _named(about.get("source_lines")),
         _named(about.get("fingerprint")),
         Provenance.from_json(course.get("provenance")),
+        events_from_json(course.get("events", ()), path),
     )  # fmt: skip
 
 
@@ -212,7 +226,7 @@ def _texts(found: Any, path: str) -> tuple[str, ...]:
 
 
 def plain_plan(plan: PlanFacts) -> dict[str, Any]:
-    """The facts of a plan, as lists and dicts."""
+    """Returns the facts of a plan as lists and dicts."""
     found = _listed(dataclasses.asdict(plan))
     assert isinstance(found, dict)
     return found
@@ -227,7 +241,7 @@ def _listed(value: Any) -> Any:
 
 
 def curve_to_json(curve: Curve) -> dict[str, Any]:
-    """A curve as plain values."""
+    """Returns a curve as plain values."""
     values = [value if math.isfinite(value) else None for value in curve.values]
     return {"path": curve.path, "rounds": list(curve.rounds), "values": values, "of": curve.of}
 

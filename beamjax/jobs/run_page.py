@@ -12,7 +12,7 @@ from beamjax.diagnostics.pages.charts import Line, chart, shares_bar, shares_leg
 from beamjax.diagnostics.pages.markup import Markup, joined, table, tag
 from beamjax.diagnostics.pages.plan_page import graph_section, tile
 from beamjax.diagnostics.pages.shell import Page
-from beamjax.diagnostics.pages.words import human_seconds
+from beamjax.diagnostics.text import human_seconds
 from beamjax.telemetry.progress import SECONDS, Tally
 from beamjax.telemetry.timeline import Samples
 

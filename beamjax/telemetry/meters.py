@@ -17,8 +17,18 @@ from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.sources.padded_bytes import padding_bytes
+from beamjax.telemetry.events import MOST_EVENTS, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import SECONDS, Range, StepCount, Tally, WorkerRecord, merged
+from beamjax.telemetry.progress import (
+    SECONDS,
+    Range,
+    StepCount,
+    Tally,
+    WorkerRecord,
+    merged,
+    step_name,
+)
+from beamjax.telemetry.timeline import Moments
 
 EVERY = 1.0
 """Seconds between two records of a worker. A cancelled job continues up to that long."""
@@ -174,6 +184,7 @@ class Recorder:
         self._sizes: dict[str, int] = {}
         self._ranges: dict[str, list[Range]] = {}
         self._spent: dict[str, Tally] = {}
+        self._events: Moments[ShardEvent] = Moments(MOST_EVENTS)
         self._step = ""
         self._every = EVERY * self._folder.slowness
         self._written = time.monotonic()
@@ -188,6 +199,7 @@ class Recorder:
                 ranges.append((start, start + count, 1))
             self._sizes[step] = size
             self._spent[step] = self._spent.get(step, Tally()) + spent
+            self._events.add(shard_event(self._worker, step, start, count, spent))
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:
@@ -225,7 +237,14 @@ class Recorder:
                 name: StepCount(self._sizes[name], tuple(ranges), self._spent[name])
                 for name, ranges in self._ranges.items()
             }
-            return WorkerRecord(self._worker, time.time(), self._step, counts)
+            return WorkerRecord(self._worker, time.time(), self._step, counts, self._events.times)
+
+
+def shard_event(worker: str, step: str, start: int, count: int, spent: Tally) -> ShardEvent:
+    """The event of a shard that is done now."""
+    seconds = sum(getattr(spent, kind) for kind in SECONDS)
+    now = round(time.time(), 6)
+    return ShardEvent(worker, step_name(step), start, count, now, round(seconds, 6))
 
 
 _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict()

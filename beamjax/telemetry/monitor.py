@@ -14,12 +14,15 @@ from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan
+from beamjax.telemetry.events import MOST_EVENTS, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.meters import Reports
+from beamjax.telemetry.meters import Reports, shard_event
 from beamjax.telemetry.progress import Progress, Tally, WorkerRecord, expected, step_name, tallies
 from beamjax.telemetry.timeline import Moments
 
 _log = logging.getLogger("beamjax")
+HERE = "launching process"
+"""The name of this process in events."""
 
 
 class Monitor:
@@ -40,6 +43,7 @@ class Monitor:
       folder, letters: as given.
       round_ends: when rounds were over, in seconds since the job began.
       checkpoints: when checkpoints were saved, likewise.
+      events: the shards that were computed, in this process and in pipelines that are over.
     """
 
     def __init__(
@@ -55,8 +59,9 @@ class Monitor:
         self._strict = strict
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
-        self.round_ends = Moments()
-        self.checkpoints = Moments()
+        self.round_ends: Moments[float] = Moments()
+        self.checkpoints: Moments[float] = Moments()
+        self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
         self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -75,6 +80,7 @@ class Monitor:
         """A shard is done in this process."""
         with self._lock:
             self._count({step: spent})
+            self.events.add(shard_event(HERE, step, start, count, spent))
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:
@@ -100,12 +106,12 @@ class Monitor:
         """Rounds of a loop are over."""
         with self._lock:
             self._rounds += count
-            self.round_ends.add(time.monotonic() - self._began)
+            self.round_ends.add(round(time.monotonic() - self._began, 4))
 
     def saved(self) -> None:
         """A checkpoint was saved."""
         with self._lock:
-            self.checkpoints.add(time.monotonic() - self._began)
+            self.checkpoints.add(round(time.monotonic() - self._began, 4))
 
     def computed(self, provenance: Provenance) -> None:
         """Values were computed with this.
@@ -167,6 +173,8 @@ class Monitor:
             self._count(tallies(found))
             self._step = _last_step(found, self._step)
             self._workers.update(record.worker for record in found)
+            for event in sorted((e for record in found for e in record.events), key=_time):
+                self.events.add(event)
         if found and self.folder is not None:
             self.folder.forget_workers(name)
 
@@ -217,6 +225,10 @@ class Monitor:
                 workers=len(self._workers.union(record.worker for record in found)),
                 seconds=time.monotonic() - self._began,
             )
+
+
+def _time(event: ShardEvent) -> float:
+    return event.time
 
 
 def _added(steps: Mapping[str, Tally], spent: Mapping[str, Tally]) -> dict[str, Tally]:

@@ -10,6 +10,7 @@ from typing import Any
 from beamjax.errors import ArrayFormatError
 from beamjax.plan.steps import Branch, Loop, Map, Plan, Step
 from beamjax.storage import records
+from beamjax.telemetry.events import ShardEvent, events_from_json
 
 Range = tuple[int, int, int]
 """Members [start, stop), and how often they were computed."""
@@ -89,12 +90,12 @@ class Progress:
       rounds_total: how many there will be, or None if a condition decides.
       dropped: members that were dropped, of all placements.
       step: name of the step that a worker last worked on.
-      workers: processes that have told of their work.
+      workers: processes that have written records.
       seconds: since the job began.
       steps: what was done of each step, by name; of all rounds of it together.
-      predicted: seconds that each of these was told to take, with "(runner)" for the runner itself
-        and "(total)" for all; without compiling. Empty if nothing was told.
-      advice: what would have been quicker, if something is known to be.
+      predicted: predicted seconds of each step, of the runner itself as "(runner)" and of all as
+        "(total)", without compilation. Empty without a prediction.
+      advice: a sentence if another runner is predicted to be clearly faster.
     """
 
     done: Tally = Tally()
@@ -286,12 +287,14 @@ class WorkerRecord:
       time: of the record, in seconds since the epoch.
       step: name of the last step that it worked on.
       counts: by the names of the steps.
+      events: the shards that it computed, evenly thinned if they are many.
     """
 
     worker: str
     time: float
     step: str
     counts: Mapping[str, StepCount]
+    events: tuple[ShardEvent, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -303,7 +306,11 @@ class WorkerRecord:
             }
             for name, count in self.counts.items()
         }
-        return {"worker": self.worker, "time": self.time, "step": self.step, "counts": counts}
+        events = [event.to_json() for event in self.events]
+        return {
+            "worker": self.worker, "time": self.time, "step": self.step, "counts": counts,
+            "events": events,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, record: dict[str, Any], path: str) -> WorkerRecord:
@@ -315,7 +322,7 @@ class WorkerRecord:
         types: dict[str, Any] = {"worker": str, "time": float, "step": str, "counts": dict}
         found = records.checked(record, types, path)
         counts = {name: _step_count(count, path) for name, count in found.pop("counts").items()}
-        return cls(**found, counts=counts)
+        return cls(**found, counts=counts, events=events_from_json(record.get("events", ()), path))
 
 
 def _step_count(record: Any, path: str) -> StepCount:

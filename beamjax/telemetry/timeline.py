@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from beamjax.errors import ArrayFormatError
 from beamjax.telemetry.progress import SECONDS, Progress
 
 MOST = 400
-"""Samples that are kept at most."""
+"""Largest number of samples of a run."""
 COLUMNS = (
     "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
     *SECONDS,
@@ -60,31 +60,34 @@ def _sample(progress: Progress) -> tuple[float, ...]:
     return tuple(round(value, 4) for value in found)
 
 
-class Moments:
-    """Times at which something happened, each second one forgotten when there are too many.
+T = TypeVar("T")
+
+
+class Moments(Generic[T]):
+    """A bounded list of what happened during a run, evenly thinned when it is full.
 
     Args:
-      most: that are kept.
+      most: the largest number of entries; a full list drops every second one.
     """
 
     def __init__(self, most: int = MOST):
         self._most = most
-        self._kept: list[float] = []
+        self._kept: list[T] = []
         self._every = 1
         self._count = 0
 
-    def add(self, moment: float) -> None:
-        """It happened."""
+    def add(self, moment: T) -> None:
+        """Adds an entry."""
         if self._count % self._every == 0:
-            self._kept.append(round(moment, 4))
+            self._kept.append(moment)
             if len(self._kept) >= self._most:
                 self._kept = self._kept[::2]
                 self._every *= 2
         self._count += 1
 
     @property
-    def times(self) -> tuple[float, ...]:
-        """Those that are kept, in order."""
+    def times(self) -> tuple[T, ...]:
+        """The entries of the list, in order."""
         return tuple(self._kept)
 
 

@@ -77,7 +77,7 @@ def test_bytes_of_a_plain_sum():
         assert re.search(row, totals)
     device = section(explanation, "memory of a device, cuda, about")
     assert re.search(r"in any case +12 B +broadcasts 12 B\n", device)
-    assert re.search(r"shard, twice 960 B, .* results of the shard before 20 B\n", device)
+    assert re.search(r"shard, twice 960 B, .* results of the previous shard 20 B\n", device)
 
 
 def test_human_bytes():

@@ -16,9 +16,10 @@ from programs import N, X
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import ChoiceFact
-from beamjax.diagnostics.pages import drawing, graph, markup, words
+from beamjax.diagnostics.pages import drawing, graph, markup
 from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of
 from beamjax.diagnostics.pages.shell import document, fragment
+from beamjax.diagnostics.text import human_seconds
 from beamjax.errors import SourceError
 from beamjax.telemetry.progress import Tally
 from tests.diagnostics.test_explanation import W, rounds
@@ -169,14 +170,14 @@ def test_elements():
 
 def test_words():
     expected = {
-        0: "0 s", 2e-6: "2 µs", 0.0123: "12.3 ms", 0.9999: "1 s", 12.345: "12.3 s",
+        0: "0 s", 2e-6: "2 us", 0.0123: "12.3 ms", 0.9999: "1 s", 12.345: "12.3 s",
         99.96: "1 min 40 s", 310: "5 min 10 s", 7500: "2 h 5 min",
     }  # fmt: skip
-    assert {seconds: words.human_seconds(seconds) for seconds in expected} == expected
-    assert words.shortened("a  b\nc") == "a b c"
-    assert words.shortened("x" * 11, 10) == "x" * 9 + "…"
-    assert words.letters(words.shortened("漢" * 60, 10)) <= 10
-    assert words.letters("é" + "e\u0301") == 2
+    assert {seconds: human_seconds(seconds) for seconds in expected} == expected
+    assert graph.shortened("a  b\nc") == "a b c"
+    assert graph.shortened("x" * 11, 10) == "x" * 9 + "…"
+    assert graph.letters(graph.shortened("漢" * 60, 10)) <= 10
+    assert graph.letters("é" + "e\u0301") == 2
 
 
 # --- files and notebooks

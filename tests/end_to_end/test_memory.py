@@ -151,7 +151,7 @@ def test_each_part_is_a_little_more_than_what_it_holds():
         "server values": members + square,
     }
     worker = {"broadcasts on devices": 8 * square, "broadcasts": 8 * square}
-    handed = {"server values handed on": 8 * (members + 3 * square)}
+    handed = {"server values for later steps": 8 * (members + 3 * square)}
     between = "placed values between passes"
     cases = (
         ("local", {"local_threads": 1}, 1, 0, launcher

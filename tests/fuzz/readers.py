@@ -55,6 +55,7 @@ from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spe
 from beamjax.sources.streams.chunks import members_of
 from beamjax.sources.tables.grouped_source import grouped
 from beamjax.storage import arrays, records
+from beamjax.telemetry.events import ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import Progress, StepCount, Tally, WorkerRecord, tally
 
@@ -499,7 +500,8 @@ def _leaf(data: bytes, folder: Path) -> None:
 
 def _worker_seeds(_: Path) -> list[bytes]:
     count = StepCount(8, ((0, 16, 1), (24, 30, 2)), Tally(members=22, shards=3, compute=0.5))
-    record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count})
+    events = (ShardEvent("host-1", "map_clients_0", 0, 8, 4.0, 0.5),)
+    record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count}, events)
     return [records.encode(record.to_json())]
 
 

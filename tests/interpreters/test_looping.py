@@ -40,7 +40,7 @@ def two_passes(w, x):
 
 
 def ways_of(fn, *args, **options):
-    """What `bj.explain` says of each pass: "in batches of 8", "one after the other", or nothing."""
+    """What `bj.explain` says of each pass: "in batches of 8", "sequentially", or nothing."""
     facts = bj.explain(fn, *args, options=options).facts
     reasons = [step.reason for step in walk_facts(facts.steps) if step.kind == "Map"]
     return [r.partition(":")[0].removeprefix("members ") for r in reasons]
@@ -72,7 +72,7 @@ def test_members_that_are_dropped(way, on_error):
 
 def test_explain_says_how_members_are_computed():
     assert ways_of(two_passes, W, X, **WAYS["batches of 16"]) == ["in batches of 16"] * 2
-    assert ways_of(two_passes, W, X, member_loop="loop") == ["one after the other"] * 2
+    assert ways_of(two_passes, W, X, member_loop="loop") == ["sequentially"] * 2
     # The batches of a shard are two or more, and alike: of 40 members, 16 is no divisor.
     for size, batch in ((8, None), (16, 8), (24, 8), (32, 16), (40, None), (48, 24)):
         (way,) = ways_of(reduced_only, W, X, member_loop="batches", shard_size=size)

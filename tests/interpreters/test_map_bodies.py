@@ -45,7 +45,7 @@ def apart(monkeypatch):
 
 
 def is_one_by_one(fn, *args, **options):
-    return "members one after the other" in str(bj.explain(fn, *args, options=options))
+    return "members sequentially" in str(bj.explain(fn, *args, options=options))
 
 
 def test_large_members_go_one_after_the_other(large):
@@ -91,7 +91,7 @@ def test_full_shards_select_nothing():
     ]
     assert [" select(" in text for text in texts] == [False, True]
     assert step.executables == (step.body, step.short_body)
-    text = "full shards by an executable of their own, without a mask"
+    text = "full shards by a separate executable, without a mask"
     for n in (70, 64):
         told = str(bj.explain(scatter(), normal(n, D), options={"shard_size": 64}))
         assert (text in told) == (n == 70)
@@ -243,7 +243,7 @@ def test_members_with_kernels_of_their_own_go_one_by_one(name):
     )
     args = KERNEL, IMAGES, KERNELS
     text = str(bj.explain(program, *args))
-    assert ("members one after the other: convolutions" in text) == (name in OWN)
+    assert ("members sequentially: convolutions" in text) == (name in OWN)
     local = bj.run(program, *args, runner="local", options={"shard_size": 8})
     assert_close(local, jax.jit(program)(*args))
     if name == "in scan":

@@ -58,10 +58,10 @@ def crossing(fn, n, **options):
 
 
 CHOSEN = {
-    quick: ("made again", "kept"),
-    long: ("kept", "kept"),
-    exponential: ("made again", "made again"),
-    chain: ("kept", "made again"),
+    quick: ("rematerialized", "stored"),
+    long: ("stored", "stored"),
+    exponential: ("rematerialized", "rematerialized"),
+    chain: ("stored", "rematerialized"),
 }
 
 
@@ -71,14 +71,14 @@ def test_costs_decide_where_they_clearly_do(fn):
         found, told = crossing(fn, n)
         assert found.chosen.endswith(expected)
         (other,) = found.others
-        assert other.what.endswith("kept" if expected == "made again" else "made again")
+        assert other.what.endswith("stored" if expected == "rematerialized" else "rematerialized")
         nbytes = 4 * 1024 * n
         assert {found.nbytes, other.nbytes} == {0, nbytes}
         clearly = 3 * found.seconds < other.seconds and other.seconds > 1
         assert found.why.startswith("clearly less") == clearly
-        by_rule = "made again" if fn in (exponential, chain) else "kept"
+        by_rule = "rematerialized" if fn in (exponential, chain) else "stored"
         assert clearly or expected == by_rule
-        kept = found if expected == "kept" else other
+        kept = found if expected == "stored" else other
         assert kept.seconds == pytest.approx(2 * nbytes / module.STORE_RATE)
         (fact,) = (c for c in told.to_json()["choices"] if c["option"] == "recompute")
         assert fact == json.loads(json.dumps(dataclasses.asdict(found)))
@@ -101,7 +101,7 @@ def test_the_option_wins():
             elementwise = fn in (exponential, chain) and recompute == "elementwise"
             found, _ = crossing(fn, MANY, recompute=recompute)
             again = elementwise or recompute == "everything"
-            assert found.chosen.endswith("made again" if again else "kept"), (fn, recompute)
+            assert found.chosen.endswith("rematerialized" if again else "stored"), (fn, recompute)
             assert found.why.startswith(f"the option recompute={recompute!r}")
 
 
@@ -131,9 +131,9 @@ def test_calls_to_the_host_are_not_made_again(monkeypatch):
         return variance_of(lambda v: jax.pure_callback(host, of, v, vmap_method="sequential"), x)
 
     (found,) = (c for c in bj.explain(program, X).facts.choices if c.option == "recompute")
-    assert found.chosen.endswith("kept")
+    assert found.chosen.endswith("stored")
     assert found.others == ()
-    assert "can't be made again" in found.why
+    assert "cannot be rematerialized" in found.why
     bj.run(program, X[:16], runner="local", options={"shard_size": 8})
     assert len(seen) == 16
 
@@ -145,7 +145,7 @@ def test_what_is_an_output_is_kept_and_not_made_again():
         return variance_of(lambda v: v, y), y
 
     found, _ = crossing(program, MANY)
-    assert found.chosen.endswith("kept")
+    assert found.chosen.endswith("stored")
 
 
 def test_rounds_of_a_loop_count():
@@ -175,13 +175,13 @@ def test_a_saved_plan_keeps_what_it_says(fn, tmp_path):
     _, told = crossing(fn, MANY)
     told.save_choices(path)
     expected = CHOSEN[fn][0]
-    assert json.loads(path.read_text())["made_again"] == [expected == "made again"]
+    assert json.loads(path.read_text())["made_again"] == [expected == "rematerialized"]
     assert not crossing(fn, FEW)[0].chosen.endswith(expected)
     found, _ = crossing(fn, FEW, plan=str(path))
     assert found.chosen.endswith(expected)
     assert found.why.startswith("by the saved plan")
     by_option, _ = crossing(fn, FEW, plan=str(path), recompute="everything")
-    assert by_option.chosen.endswith("made again")
+    assert by_option.chosen.endswith("rematerialized")
     options = {"shard_size": 8, "plan": str(path)}
     assert_same_bits(bj.run(fn, X, options=options), bj.run(fn, X, runner="local", options=options))
     assert_close(bj.run(fn, X, options=options), jax.jit(fn)(X))
@@ -200,4 +200,4 @@ def test_a_saved_plan_for_other_values(tmp_path):
         crossing(quick, FEW, plan=str(path))
     del record["made_again"]  # as an earlier version wrote it
     path.write_text(json.dumps(record))
-    assert crossing(quick, FEW, plan=str(path))[0].chosen.endswith("kept")
+    assert crossing(quick, FEW, plan=str(path))[0].chosen.endswith("stored")

@@ -1,6 +1,7 @@
 """Reports of runs: what they record, on any runner and however the run ends, and their pages."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -105,6 +106,31 @@ def test_what_a_report_says_of_a_run(runner, tmp_path):
     assert "checkpoints" in html_checks.parsed(found.to_html()).text
 
 
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_trace_has_each_shard_once(runner, tmp_path):
+    with bj.launch(descend, jnp.float32(1), X, runner=runner, options={"shard_size": 8}) as job:
+        job.result()
+        found = job.report()
+    found.save(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    shards = [event for event in trace["traceEvents"] if event.get("cat") == "shard"]
+    members = sorted(event["args"]["first member"] for event in shards)
+    assert members == sorted([0, 8, 16] * 5)
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"]
+             if event["ph"] == "M"}  # fmt: skip
+    assert {event["pid"] for event in shards} == set(names) - {0}
+    whole = next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0)
+    tracks = {}
+    for event in shards:
+        assert event["name"] in found.progress.steps
+        tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+        assert 0 <= event["ts"] <= event["ts"] + event["dur"] <= whole["dur"] + 1e5
+    for track in tracks.values():  # nothing overlaps on a track
+        for (start, spent), (after, _) in itertools.pairwise(track):
+            assert start + spent <= after + 0.5
+    assert any(event["name"] == "end of a round" for event in trace["traceEvents"])
+
+
 def test_the_option_report(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "tmp"
     folder.mkdir()
@@ -198,7 +224,8 @@ def test_damaged_records_are_clear_errors(tmp_path):
     assert read_report(folder).samples["seconds"] == ()
     curve = {"path": "a", "rounds": ["x"], "values": [1.0], "of": 1}
     for course in (
-        {"samples": 3}, {"round_ends": "x"}, {"warnings": [3]}, {"curves": [{}]},
+        {"samples": 3}, {"round_ends": "x"}, {"events": [["w", "s", 0, 8, 1.0]]},
+        {"warnings": [3]}, {"curves": [{}]},
         {"curves": [curve]},
     ):  # fmt: skip
         folder.write("course", course)

@@ -1,4 +1,4 @@
-"""Charts as SVG, which need no script: values over time or rounds, and shares of time."""
+"""Charts as SVG that need no script: values over time or rounds, and shares of time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from beamjax.diagnostics.pages.markup import Markup, joined, number, tag
-from beamjax.diagnostics.pages.words import human_seconds
+from beamjax.diagnostics.text import human_seconds
 from beamjax.telemetry.progress import SECONDS, Tally
 
 WIDTH, HEIGHT = 460.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 30.0
 STRIPS = 120
-"""Places of a chart that say their numbers."""
+"""Largest number of strips of a chart that show the numbers of a point."""
 LOG_RANGE = 1000.0
 """The ratio of the largest value to the smallest from which a logarithmic axis shows more."""
 DECADES = 6
-"""Ticks of a logarithmic axis, at most."""
+"""Largest number of ticks of a logarithmic axis."""
 
 
 def shares_bar(tally: Tally) -> Markup:
-    """Where the time of one step goes, as a bar with a text for each part."""
+    """Makes a bar of the shares of the time of a step, with a text."""
     spent = {kind: getattr(tally, kind) for kind in SECONDS}
     total = sum(spent.values())
     if not total:
         return tag("div", class_="shares", role="img", aria_label="no time was measured")
-    told = ", ".join(f"{k} {v / total:.0%}" for k, v in spent.items() if v / total >= 0.005)
+    text = ", ".join(f"{k} {v / total:.0%}" for k, v in spent.items() if v / total >= 0.005)
     parts = [
         tag(
             "span",
@@ -40,32 +40,32 @@ def shares_bar(tally: Tally) -> Markup:
     ]
     return joined(
         [
-            tag("div", *parts, class_="shares", role="img", aria_label=told),
-            tag("div", told, class_="under"),
+            tag("div", *parts, class_="shares", role="img", aria_label=text),
+            tag("div", text, class_="under"),
         ]
     )
 
 
 def shares_legend() -> Markup:
-    """What the colours of shares mean."""
+    """Makes the legend of the colours of shares."""
     keys = [tag("span", tag("i", class_=f"full {k}"), k, class_="key") for k in SECONDS]
     return tag("div", *keys, class_="legend")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values to be drawn over others.
+    """A curve of y over x.
 
     Attributes:
-      title: of the chart.
-      x, y: as many of each; y may have NaN, where the curve is broken.
-      x_name, y_name: what they are, with their unit.
-      goal: a value of y to get to, or None.
-      marks: values of x with a line of their own, as ends of rounds.
-      saved: values of x with a diamond, as checkpoints.
-      area: whether the part under the curve is filled.
-      whole: whether y counts things, so that ticks are whole numbers.
-      wide: whether y has a logarithmic axis where all values are positive and span decades.
+      title: the title of the chart.
+      x, y: the coordinates of the points; the curve is interrupted where y is NaN.
+      x_name, y_name: the names or units of the axes.
+      goal: a value of y with a horizontal line, or None.
+      marks: values of x with a small line, such as ends of rounds.
+      saved: values of x with a diamond, such as checkpoints.
+      area: whether the area under the curve is filled.
+      whole: whether the ticks of y are whole numbers.
+      wide: whether y has a logarithmic axis if all values are positive and span decades.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Line:
 
 
 def chart(line: Line, title: Markup | None = None) -> Markup:
-    """A chart of one line, with its numbers under the pointer; `title` is that of it as markup."""
+    """Makes a chart of one line, with the numbers under the pointer; `title` replaces its title."""
     finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
     if not finite:
         inside: Markup = tag("p", "There are no finite values.", class_="under")
@@ -95,9 +95,9 @@ def chart(line: Line, title: Markup | None = None) -> Markup:
     parts = [*_grid(scale, line), *_marks(scale, line), *_curve(points, scale, line.area)]
     parts += _strips(scale, line)
     last = finite[-1]
-    told = _told(line, *last)
-    svg = _svg(parts, f"{line.title}; {told}")
-    readout = tag("div", told, class_="readout", aria_live="off")
+    text = _point_text(line, *last)
+    svg = _svg(parts, f"{line.title}; {text}")
+    readout = tag("div", text, class_="readout", aria_live="off")
     return tag("figure", tag("figcaption", title or line.title), svg, readout, class_="chart")
 
 
@@ -111,7 +111,7 @@ def _svg(parts: Sequence[Markup], label: str) -> Markup:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to places in a chart."""
+    """Converts values to coordinates of a chart."""
 
     x_low: float
     x_high: float
@@ -151,7 +151,7 @@ def _inside(low: float, high: float) -> tuple[float, ...]:
 
 
 def ticks(low: float, high: float, about: int, whole: bool) -> tuple[float, ...]:
-    """Round numbers from below one value to above another, at least two."""
+    """Returns round numbers from below one value to above another, at least two."""
     if high - low < 1e-12 * max(abs(low), abs(high), 1e-280):  # no finer than doubles are
         pad = abs(low) / 2 or 1.0
         low, high = (low - pad, high + pad) if not whole else (low, low + 1)
@@ -166,7 +166,7 @@ def ticks(low: float, high: float, about: int, whole: bool) -> tuple[float, ...]
 
 
 def decades(low: float, high: float) -> tuple[float, ...]:
-    """Powers of ten from below one positive value to above another, about as many as `DECADES`."""
+    """Returns about `DECADES` powers of ten, from below one positive value to above another."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     last = max(last, first + 1)
     every = math.ceil((last - first) / DECADES)
@@ -179,7 +179,7 @@ def _power_of_ten(exponent: int) -> float:
 
 
 def plain(value: float) -> str:
-    """A number for people, in at most four digits."""
+    """Returns a number in at most four digits, with a unit such as k or M."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -240,15 +240,15 @@ def _curve(
             yield from (tag("circle", class_="dot", cx=x, cy=y, r=2.6) for x, y in run)
 
 
-def _told(line: Line, x: float, y: float) -> str:
-    """A point in words."""
+def _point_text(line: Line, x: float, y: float) -> str:
+    """Returns a point in words."""
     if line.x_name == "round":
         return f"round {plain(x)}: {plain(y)}"
     return f"{plain(y)} {line.y_name} at {plain(x)} {line.x_name}"
 
 
 def _strips(scale: _Scale, line: Line) -> Iterable[Markup]:
-    """Invisible strips, each of which says the numbers of a point."""
+    """Makes invisible strips that show the numbers of a point under the pointer."""
     step = max(1, math.ceil(len(line.x) / STRIPS))
     chosen = list(zip(line.x, line.y, strict=True))[::step]
     places = [scale.x(x) for x, _ in chosen]
@@ -256,7 +256,7 @@ def _strips(scale: _Scale, line: Line) -> Iterable[Markup]:
         left = (places[i - 1] + places[i]) / 2 if i else LEFT
         right = (places[i] + places[i + 1]) / 2 if i + 1 < len(places) else WIDTH - RIGHT
         yield tag(
-            "rect", tag("title", _told(line, x, y)), class_="strip", x=left, y=TOP,
+            "rect", tag("title", _point_text(line, x, y)), class_="strip", x=left, y=TOP,
             width=max(right - left, 0.5), height=HEIGHT - TOP - BOTTOM, fill="transparent",
             stroke="none",
         )  # fmt: skip
@@ -265,10 +265,10 @@ def _strips(scale: _Scale, line: Line) -> Iterable[Markup]:
 def stacked_chart(
     title: str, x: Sequence[float], shares: Mapping[str, Sequence[float]], x_name: str
 ) -> Markup:
-    """Shares of a whole over time, over each other."""
+    """Makes a stacked chart of shares over time."""
     if len(x) < 2:
-        told = tag("p", "Nothing was measured over time.", class_="under")
-        return tag("figure", tag("figcaption", title), told, class_="chart")
+        text = tag("p", "Nothing was measured over time.", class_="under")
+        return tag("figure", tag("figcaption", title), text, class_="chart")
     low, high = x[0], x[-1]
     scale = _Scale(low, high, (0.0, 0.25, 0.5, 0.75, 1.0), _inside(low, high))
     bands: list[Markup] = []

@@ -1,4 +1,4 @@
-"""The drawing of a graph of `beamjax.diagnostics.pages.graph` as SVG."""
+"""Draws a graph of `beamjax.diagnostics.pages.graph` as SVG."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from beamjax.diagnostics.pages.graph import Area, Item, Line
+from beamjax.diagnostics.pages.graph import LINE, PAD, Area, Item, Line, Words, label_size
 from beamjax.diagnostics.pages.layout import Point, Route
 from beamjax.diagnostics.pages.markup import Markup, joined, number, tag
-from beamjax.diagnostics.pages.words import LINE, PAD, Words, label_size
 
 MARGIN = 12.0
 STRIPE = 4.0
 
 
 def drawing(area: Area, targets: Mapping[str, str], label: str, prefix: str) -> Markup:
-    """A drawing in its own size.
+    """Draws an area.
 
     Args:
-      area: the whole.
-      targets: ids of the page by the names of steps, inputs and outputs: their boxes are links.
-      label: what it shows, for those who don't see it.
-      prefix: of ids, different for each drawing of a document.
+      area: the outermost area.
+      targets: ids of the page by names of steps, inputs and outputs, to which their boxes link.
+      label: the accessible name of the drawing.
+      prefix: the prefix of ids, unique in the document.
     """
     width, height = area.layout.width + 2 * MARGIN, area.layout.height + 2 * MARGIN
     kinds = ("served", "placed", "gathered")
     heads = [_head(f"{prefix}-{kind}", kind) for kind in kinds]
-    inside = tag(
-        "g",
-        _area(area, (MARGIN, MARGIN), targets, prefix),
-        class_="view",
-    )
+    inside = tag("g", _area(area, (MARGIN, MARGIN), targets, prefix), class_="view")
     return tag(
         "svg", tag("title", label), tag("defs", *heads), inside,
         xmlns="http://www.w3.org/2000/svg", class_="graph", width=width, height=height,
@@ -41,7 +36,7 @@ def drawing(area: Area, targets: Mapping[str, str], label: str, prefix: str) -> 
 
 
 def _head(name: str, kind: str) -> Markup:
-    """The head of an arrow."""
+    """Draws the head of an arrow."""
     return tag(
         "marker", tag("path", d="M0 0 L8 4 L0 8 z", class_=f"head {kind}", stroke="none"),
         id=name, markerWidth=8, markerHeight=8, refX=7, refY=4, orient="auto",
@@ -50,7 +45,7 @@ def _head(name: str, kind: str) -> Markup:
 
 
 def _area(area: Area, at: Point, targets: Mapping[str, str], prefix: str) -> Markup:
-    """The boxes of an area and its lines, over which their labels lie."""
+    """Draws the lines of an area, then its boxes and the labels of lines over them."""
     lines = list(zip(area.lines, area.layout.routes, strict=True))
     boxes = []
     for item in area.items:
@@ -71,7 +66,7 @@ def _area(area: Area, at: Point, targets: Mapping[str, str], prefix: str) -> Mar
 
 def _box(item: Item, at: Point, width: float, targets: Mapping[str, str], prefix: str) -> Markup:
     (x, y), (_, height) = at, item.size
-    parts: list[Markup] = [tag("title", item.told)] if item.told else []
+    parts: list[Markup] = [tag("title", item.title)] if item.title else []
     parts += _shapes(item, at, width, height)
     parts.append(_words(item.words, x, y, width, centred=item.kind in ("in", "out")))
     areas = []
@@ -80,15 +75,7 @@ def _box(item: Item, at: Point, width: float, targets: Mapping[str, str], prefix
         top = y + item.head
         size = (area.layout.width + 2 * PAD, height - item.head - PAD)
         areas.append(
-            tag(
-                "rect",
-                class_="block",
-                x=left - PAD,
-                y=top,
-                width=size[0],
-                height=size[1],
-                rx=6,
-            )
+            tag("rect", class_="block", x=left - PAD, y=top, width=size[0], height=size[1], rx=6)
         )
         areas.append(_area(area, (left, top + PAD), targets, prefix))
         left += area.layout.width + 3 * PAD
@@ -108,7 +95,7 @@ def _box(item: Item, at: Point, width: float, targets: Mapping[str, str], prefix
 def _shapes(item: Item, at: Point, width: float, height: float) -> Iterator[Markup]:
     (x, y), kind = at, item.kind
     radius = {"input": height / 2, "output": height / 2, "in": 3, "out": 3}.get(kind, 7)
-    if kind == "map":  # one of many
+    if kind == "map":  # a pile, as there are many members
         for shift in (6.0, 3.0):
             yield tag(
                 "rect", class_="behind", x=x + shift, y=y + shift, width=width, height=height,
@@ -120,7 +107,7 @@ def _shapes(item: Item, at: Point, width: float, height: float) -> Iterator[Mark
             "path", class_="stripe",
             d=f"M{number(x + STRIPE)} {number(y + 6)} V{number(y + height - 6)}",
         )  # fmt: skip
-    if kind == "gather":  # a sign for those who see no red
+    if kind == "gather":  # a sign besides the colour
         right, top = x + width - 11, y + 10
         yield tag(
             "path", class_="sign",
@@ -130,21 +117,18 @@ def _shapes(item: Item, at: Point, width: float, height: float) -> Iterator[Mark
 
 
 def _words(words: Sequence[Words], x: float, y: float, width: float, centred: bool) -> Markup:
-    found = []
-    for i, line in enumerate(words):
-        found.append(
-            tag(
-                "text",
-                line.text,
-                class_=f"t {line.kind}".rstrip(),
-                x=x + (width / 2 if centred else PAD + STRIPE),
-                y=y + PAD + LINE * (i + 0.76),
-                text_anchor="middle" if centred else None,
-                fill="currentColor",
-                stroke="none",
-            )
-        )
-    return joined(found)
+    left = x + (width / 2 if centred else PAD + STRIPE)
+    return joined(
+        _text(line.text, f"t {line.kind}".rstrip(), left, y + PAD, i, centred)
+        for i, line in enumerate(words)
+    )
+
+
+def _text(text: str, class_: str, x: float, top: float, line: int, centred: bool) -> Markup:
+    return tag(
+        "text", text, class_=class_, x=x, y=top + LINE * (line + 0.76),
+        text_anchor="middle" if centred else None, fill="currentColor", stroke="none",
+    )  # fmt: skip
 
 
 # --- lines
@@ -155,7 +139,7 @@ def _line(line: Line, route: Route, at: Point, prefix: str) -> Markup:
         "path", class_=f"line {line.kind}", d=_path(route.points, at), fill="none",
         stroke_width=thickness(line.nbytes), marker_end=f"url(#{prefix}-{line.kind})",
     )  # fmt: skip
-    return tag("g", tag("title", line.told), path, class_="edge", data_ends=_ends(line))
+    return tag("g", tag("title", line.title), path, class_="edge", data_ends=_ends(line))
 
 
 def _label(line: Line, route: Route, at: Point) -> Markup:
@@ -167,19 +151,10 @@ def _label(line: Line, route: Route, at: Point) -> Markup:
         stroke="none",
     )  # fmt: skip
     texts = [
-        tag(
-            "text",
-            word,
-            class_=f"t label {line.kind}",
-            x=x,
-            y=top + LINE * (i + 0.76),
-            text_anchor="middle",
-            fill="currentColor",
-            stroke="none",
-        )
+        _text(word, f"t label {line.kind}", x, top, i, centred=True)
         for i, word in enumerate(line.words)
     ]
-    return tag("g", tag("title", line.told), under, *texts, class_="edge", data_ends=_ends(line))
+    return tag("g", tag("title", line.title), under, *texts, class_="edge", data_ends=_ends(line))
 
 
 def _ends(line: Line) -> str:
@@ -187,12 +162,12 @@ def _ends(line: Line) -> str:
 
 
 def thickness(nbytes: int) -> float:
-    """Of a line in pixels: half a pixel more for ten times the bytes."""
+    """Returns the width of a line in pixels: half a pixel more for ten times the bytes."""
     return round(1.0 + 0.5 * max(0.0, math.log10(max(nbytes, 1)) - 3), 2)
 
 
 def _path(points: Sequence[Point], at: Point) -> str:
-    """Straight down and in curves, by turns."""
+    """Returns the path of a line, alternately straight down and curved."""
     moved = [(at[0] + x, at[1] + y) for x, y in points]
     parts = [f"M{number(moved[0][0])} {number(moved[0][1])}"]
     for i, ((x, y), (to_x, to_y)) in enumerate(itertools.pairwise(moved)):

@@ -1,12 +1,15 @@
-"""The graph of a plan as boxes and lines: which there are, what stands in them, and where.
+"""The graph of a plan: its boxes and lines, their texts and positions.
 
-Loops and branches are boxes with a box for each of their blocks in them. A line that enters a block
-is cut at its border: there a bar stands for all that the block reads, and one for what it gives.
+Loops and branches are boxes that contain a box for each of their blocks. A line that enters or
+leaves a block ends at its border: a bar at the top stands for all that the block reads, and a bar
+at the bottom for what it gives.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,21 +26,24 @@ from beamjax.diagnostics.fact_types import (
     ValueFact,
     walk_facts,
 )
-from beamjax.diagnostics.mermaid import rounds_text
 from beamjax.diagnostics.pages.layout import Box, Layout, Link, layered
-from beamjax.diagnostics.pages.words import (
-    LINE,
-    PAD,
-    Words,
-    human_seconds,
-    label_size,
-    place_of,
-    shortened,
-    text_width,
-)
+from beamjax.diagnostics.text import human_seconds, rounds_text
 
 GROUPED = 4
-"""Inputs of an argument, or outputs of a step, that are more than this are one box."""
+"""Largest number of inputs of an argument, or outputs of a step, that have a box each."""
+TITLE, SMALL = 13.0, 11.0
+"""Font sizes in pixels. All letters of the font are 0.61 of its size wide."""
+LINE, PAD = 15.0, 9.0
+MOST = 44
+"""Largest number of letters of a line in a box."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A line of text in a box; `kind` is its CSS class."""
+
+    text: str
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,12 @@ class Item:
     """A box of the drawing.
 
     Attributes:
-      key: of it, in its area.
+      key: the name of the box in its area.
       kind: "input", "output", "server", "map", "gather", "scatter", "loop", "branch", "in", "out".
-      words: that stand in it; in a loop or a branch, at its top.
-      names: of the step that it is, or of the inputs or outputs that it stands for.
-      areas: what is drawn in it, side by side.
-      told: the whole text of what is shortened.
+      words: the lines of text in it; of a loop or a branch, at the top.
+      names: the name of its step, or the names of its inputs or outputs.
+      areas: the blocks in it, side by side.
+      title: the complete text, which a browser shows under the pointer.
     """
 
     key: str
@@ -58,16 +64,16 @@ class Item:
     words: tuple[Words, ...]
     names: tuple[str, ...] = ()
     areas: tuple[Area, ...] = ()
-    told: str = ""
+    title: str = ""
 
     @property
     def head(self) -> float:
-        """Height of the words, with space around them."""
+        """The height of the words, with the space around them."""
         return PAD * 2 + LINE * len(self.words) if self.words else 0.0
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height."""
+        """The width and height."""
         width = max((text_width(w) for w in self.words), default=0.0) + 2 * PAD + 6
         if not self.areas:
             return max(width, 60.0), self.head
@@ -79,7 +85,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Line:
-    """One or more values that go from one box to another."""
+    """One or more values that pass from one box to another; `title` is the complete text."""
 
     source: str
     target: str
@@ -87,12 +93,12 @@ class Line:
     words: tuple[str, ...]
     kind: str
     nbytes: int
-    told: str
+    title: str
 
 
 @dataclass(frozen=True)
 class Area:
-    """Boxes with the lines between them: the whole drawing, or a block."""
+    """Boxes and the lines between them: the whole drawing, or a block."""
 
     title: str
     items: tuple[Item, ...]
@@ -102,7 +108,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of a step, as it was predicted and measured; None where nobody knows."""
+    """The predicted and measured seconds of a step, and its share; None if unknown."""
 
     predicted: float | None = None
     measured: float | None = None
@@ -110,7 +116,7 @@ class Seconds:
 
     @property
     def words(self) -> tuple[Words, ...]:
-        """Lines in the box of the step."""
+        """The lines of text in the box of the step."""
         found = []
         if self.predicted is not None:
             found.append(Words(f"predicted {human_seconds(self.predicted)}", "time"))
@@ -120,7 +126,7 @@ class Seconds:
         return tuple(found)
 
 
-# --- what there is
+# --- boxes and lines
 
 
 def plan_area(
@@ -128,12 +134,12 @@ def plan_area(
     seconds: Mapping[str, Seconds] | None = None,
     sources: Mapping[str, str] | None = None,
 ) -> Area:
-    """The drawing of a plan.
+    """Lays out the drawing of a plan.
 
     Args:
-      facts: of the plan.
-      seconds: by the names of the steps.
-      sources: the text of lines of the user, by `file:line (function)`.
+      facts: the facts of the plan.
+      seconds: the times of steps, by their names.
+      sources: the text of the user's lines, by `file:line (function)`.
     """
     return _Drawing(facts, seconds or {}, sources or {}).area()
 
@@ -153,19 +159,19 @@ class _Drawing:
         self.homes |= {fact.path: (((), k),) for k, group in self.outputs.items() for fact in group}
 
     def _readers(self, fact: InputFact) -> str:
-        """The boxes of the whole that read an input."""
+        """Returns the boxes of the outermost area that read an input, as a key."""
         readers = (e.target for e in self.facts.edges if e.source == fact.path)
         return " ".join(sorted({_within(self.homes.get(name, ()), ()) or name for name in readers}))
 
     def area(self) -> Area:
-        """The whole."""
+        """Lays out the outermost area."""
         items = [self.ends("input", key, group) for key, group in self.inputs.items()]
         items += [self.step(step, ()) for step in self.facts.steps]
         items += [self.ends("output", key, group) for key, group in self.outputs.items()]
         return self.laid_out("", items, ())
 
     def ends(self, kind: str, key: str, group: Sequence[InputFact | OutputFact]) -> Item:
-        """The box of some inputs, or of some outputs."""
+        """Makes the box of some inputs, or of some outputs."""
         names = tuple(fact.path for fact in group)
         if len(group) == 1:
             (fact,) = group
@@ -174,21 +180,21 @@ class _Drawing:
         else:
             words = [Words(shortened(f"{_root(names[0])}…"), "name")]
             words.append(Words(f"{len(group)} arrays, {human_bytes(_total(group))}"))
-        told = "\n".join(f"{f.path}: {f.type}, {human_bytes(f.nbytes)}" for f in group)
-        return Item(key, kind, tuple(words), names, told=told)
+        title = "\n".join(f"{f.path}: {f.type}, {human_bytes(f.nbytes)}" for f in group)
+        return Item(key, kind, tuple(words), names, title=title)
 
     def step(self, step: StepFact, home: Home) -> Item:
-        """The box of a step."""
+        """Makes the box of a step."""
         words = [Words(shortened(step.name), "name"), *self._words(step)]
         words += self.seconds.get(step.name, Seconds()).words
         areas = tuple(
             self.block(step, number, block, (*home, (step.name, number)))
             for number, block in enumerate(step.blocks)
         )
-        told = [step.name, *step.functions, step.reason, *step.lines]
+        title = [step.name, *step.functions, step.reason, *step.lines]
         kind = step.kind.lower()
         return Item(
-            step.name, kind, tuple(words), (step.name,), areas, "\n".join(filter(None, told))
+            step.name, kind, tuple(words), (step.name,), areas, "\n".join(filter(None, title))
         )
 
     def _words(self, step: StepFact) -> Iterator[Words]:
@@ -222,7 +228,7 @@ class _Drawing:
                     yield Words(shortened(self.sources[line]), "code")
 
     def block(self, step: StepFact, number: int, block: BlockFact, home: Home) -> Area:
-        """The drawing of a block."""
+        """Lays out a block."""
         read, given = _handed_words(step, block)
         items = [Item("in", "in", tuple(Words(shortened(word, 60)) for word in read))]
         items += [self.step(inner, home) for inner in block.steps]
@@ -230,7 +236,7 @@ class _Drawing:
         return self.laid_out(block.title, items, home)
 
     def laid_out(self, title: str, items: Sequence[Item], home: Home) -> Area:
-        """An area of these boxes."""
+        """Lays out an area with these boxes."""
         boxes = [Box(i.key, *i.size, {"in": "top", "out": "bottom"}.get(i.kind, "")) for i in items]
         order = {box.key: i for i, box in enumerate(boxes)}
         lines = [x for x in self.lines(home) if order[x.source] < order[x.target]]
@@ -238,7 +244,7 @@ class _Drawing:
         return Area(title, tuple(items), tuple(lines), layered(boxes, links))
 
     def lines(self, home: Home) -> list[Line]:
-        """The lines of an area."""
+        """Returns the lines of an area."""
         found: dict[tuple[str, str], list[Edge]] = {}
         for edge in self.facts.edges:
             ends = self._ends(edge, home)
@@ -247,11 +253,11 @@ class _Drawing:
         return [self.line(*ends, edges) for ends, edges in found.items()]
 
     def _ends(self, edge: Edge, home: Home) -> tuple[str, str] | None:
-        """The boxes of an area between which a value goes, if it does."""
+        """Returns the boxes of an area between which a value passes, if it does."""
         source = _within(self.homes.get(edge.source, ()), home)
         target = _within(self.homes.get(edge.target, ()), home)
         if home and target is not None:
-            source = source or "in"  # from outside, or from the step that the block is of
+            source = source or "in"  # from outside, or from the step of the block
         elif home and edge.target == home[-1][0]:
             target = "out"
         if source is None or target is None or source == target:
@@ -259,11 +265,11 @@ class _Drawing:
         return source, target
 
     def line(self, source: str, target: str, edges: Sequence[Edge]) -> Line:
-        """One line for these values."""
+        """Makes one line for these values."""
         distinct = {edge.value: edge for edge in edges}
         total = _total(distinct.values())
         members = [self._each(name) for name in distinct]
-        told = [
+        title = [
             f"{name}: {self._type(name)}, {human_bytes(edge.nbytes)}"
             + (f", {human_bytes(each)} a member" if each is not None else "")
             for (name, edge), each in zip(distinct.items(), members, strict=True)
@@ -278,7 +284,7 @@ class _Drawing:
         kinds = {self.kinds[key] for edge in edges for key in (edge.source, edge.target)}
         kind = "gathered" if "Gather" in kinds and known else "placed" if known else "served"
         size = total.each if isinstance(total, MemberBytes) else total
-        return Line(source, target, tuple(distinct), tuple(words), kind, size, "\n".join(told))
+        return Line(source, target, tuple(distinct), tuple(words), kind, size, "\n".join(title))
 
     @cached_property
     def kinds(self) -> Mapping[str, str]:
@@ -295,15 +301,15 @@ class _Drawing:
 
 
 Home = tuple[tuple[str, int], ...]
-"""The blocks around an area, from the outside: the step, and the number of its block."""
+"""The blocks around an area, from the outside: a step, and the number of its block."""
 
 
 Path = tuple[tuple[Home, str], ...]
-"""The areas that something is in, from the outside, with its box in each."""
+"""The areas around something, from the outside, with its box in each."""
 
 
 def _homes(steps: Sequence[StepFact], home: Home, path: Path) -> Iterator[tuple[str, Path]]:
-    """The paths of steps by their names."""
+    """Yields the names of steps with their paths."""
     for step in steps:
         here = (*path, (home, step.name))
         yield step.name, here
@@ -312,11 +318,48 @@ def _homes(steps: Sequence[StepFact], home: Home, path: Path) -> Iterator[tuple[
 
 
 def _within(path: Path, home: Home) -> str | None:
-    """The box of an area that a step is, or is in."""
+    """Returns the box of an area that is a step or contains it."""
     return next((key for area, key in path if area == home), None)
 
 
-# --- what stands in boxes
+# --- texts
+
+
+def letters(text: str) -> int:
+    """Returns the columns of a text in a monospaced font."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def text_width(words: Words) -> float:
+    """Returns the width of a line of text in pixels."""
+    return letters(words.text) * 0.61 * (TITLE if words.kind == "name" else SMALL)
+
+
+def shortened(text: str, most: int = MOST) -> str:
+    """Returns a line with at most so many letters."""
+    text = " ".join(text.split())
+    if letters(text) <= most:
+        return text
+    short = ""
+    for character in text:
+        if letters(short + character) > most - 1:
+            break
+        short += character
+    return short.rstrip() + "…"
+
+
+def place_of(line: str) -> str:
+    """Returns `file.py:3` of a line of the user, without the folder and the function."""
+    return os.path.basename(line.partition(" (")[0])
+
+
+def label_size(words: Sequence[str]) -> tuple[float, float]:
+    """Returns the width and height of the label of a line."""
+    widest = max(text_width(Words(word)) for word in words)
+    return widest + 8, LINE * len(words) + 4
 
 
 def _shards(step: StepFact, facts: PlanFacts) -> str:
@@ -327,7 +370,7 @@ def _shards(step: StepFact, facts: PlanFacts) -> str:
 
 
 def _handed_words(step: StepFact, block: BlockFact) -> tuple[list[str], list[str]]:
-    """What the bars over and under a block say."""
+    """Returns the texts of the bars above and below a block."""
     if step.kind == "Branch":
         return [block.title], [f"gives {_sized(block.outputs)}"]
     by: dict[str, list[ValueFact]] = {"carries": [], "slices": [], "stacks": []}
@@ -335,11 +378,11 @@ def _handed_words(step: StepFact, block: BlockFact) -> tuple[list[str], list[str
         by[fact.how].append(fact.inside)
     read = [(f"carried: {_sized(by['carries'])}", by["carries"])]
     read.append((f"an entry of: {_sized(by['slices'])}", by["slices"]))
-    given = [(f"hands on {_sized(by['carries'])}", by["carries"])]
+    given = [(f"carries {_sized(by['carries'])}", by["carries"])]
     given.append((f"stacks {_sized(by['stacks'])}", by["stacks"]))
-    told = [text for text, values in given if values] or ["gives nothing"]
+    below = [text for text, values in given if values] or ["gives nothing"]
     return [block.title, *(text for text, values in read if values)], (
-        ["goes on?"] if block.title == "condition" else told
+        ["goes on?"] if block.title == "condition" else below
     )
 
 
@@ -381,7 +424,7 @@ Fact = TypeVar("Fact", InputFact, OutputFact)
 
 
 def _groups(facts: Sequence[Fact], other: Callable[[Fact], str]) -> dict[str, list[Fact]]:
-    """The facts of each box: those of one argument at the same other end, if they are many."""
+    """Groups facts into boxes: many of one argument with the same other end share a box."""
     found: dict[str, list[Fact]] = {}
     for fact in facts:
         found.setdefault(f"{_root(fact.path)} {other(fact)}", []).append(fact)

@@ -1,8 +1,8 @@
-"""Where boxes and the lines between them go: a layered layout, from top to bottom.
+"""A layered layout of boxes and the lines between them, from top to bottom.
 
-The steps are those of Sugiyama, Tagawa and Toda (1981): layers by the longest path, orders within
-layers by barycentres, positions in them by weighted least squares. The label of a line is a box of
-its own in a layer between, so that labels lie on nothing else.
+The algorithm is that of Sugiyama, Tagawa and Toda (1981): layers by the longest path, orders in
+layers by barycentres, positions in them by weighted least squares. The label of a line is a box in
+a layer between those of its ends, so that no label overlaps anything.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 STARTS, LARGE = 8, 400
-"""Orders from which better ones are looked for, and nodes past which there is one such."""
+"""Random orders from which a search for few crossings starts; more than `LARGE` nodes have one."""
 SWEEPS, SETTLING = 16, 60
-"""Times that orders, and then positions, are made better."""
+"""Sweeps over the layers that improve the orders, and then the positions."""
 GAP, NARROW_GAP = 26.0, 16.0
-"""Between two boxes of a layer, and between a line and what is beside it; all is in pixels."""
+"""Pixels between two boxes of a layer, and between a line and its neighbour."""
 LAYER_GAP, MOST_GAP = 14.0, 56.0
+"""Least and largest distance of two layers, in pixels."""
 PORT, CORNER = 14.0, 12.0
-"""Between the ends of two lines at a box, and of a line from the corner of the box."""
+"""Pixels between the ends of two lines at a box, and between a line and the corner of the box."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Box:
     """A box of the drawing.
 
     Attributes:
-      key: that lines name it by.
-      width, height: of it.
-      bar: "top" or "bottom" for a bar over or under all others, as wide as they are.
+      key: the name of the box in links.
+      width, height: its size in pixels.
+      bar: "top" or "bottom" for a bar above or below all other boxes, as wide as the drawing.
     """
 
     key: str
@@ -43,7 +44,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Link:
-    """A line from a box to a later one, with room for a label."""
+    """A line from a box to a later one, with the size of its label in pixels."""
 
     source: str
     target: str
@@ -56,8 +57,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a line: it runs straight down between points 2i and 2i + 1, and in a curve between
-    points 2i + 1 and 2i + 2. `label` is the middle of its label."""
+    """The route of a line.
+
+    Attributes:
+      points: the line is straight from point 2i to 2i + 1, and a curve from 2i + 1 to 2i + 2.
+      label: the middle of its label.
+    """
 
     points: tuple[Point, ...]
     label: Point
@@ -65,7 +70,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is: corners at the top left by key, and a route for each link."""
+    """The size of a drawing, the top left corners and widths of boxes, and the routes of links."""
 
     width: float
     height: float
@@ -76,7 +81,7 @@ class Layout:
 
 @dataclass(eq=False)
 class _Node:
-    """A box, or what stands for a line in a layer that it passes."""
+    """A box, or the part of a line in a layer between those of its ends."""
 
     width: float
     height: float
@@ -95,8 +100,8 @@ def layered(boxes: Sequence[Box], links: Sequence[Link]) -> Layout:
     """Lays out boxes.
 
     Args:
-      boxes: in an order in which every link leads to a later one.
-      links: between them; one at most from a box to another.
+      boxes: the boxes, in an order in which each link leads to a later box.
+      links: the links between them, at most one for each pair of boxes.
 
     Raises:
       ValueError: a link leads to an earlier box.
@@ -118,7 +123,7 @@ def layered(boxes: Sequence[Box], links: Sequence[Link]) -> Layout:
 
 
 def _ranks(boxes: Sequence[Box], links: Sequence[Link]) -> dict[str, int]:
-    """The layer of each box, an even number; labels are in the odd ones."""
+    """Returns the layer of each box, an even number; labels are in the odd layers."""
     place = {box.key: i for i, box in enumerate(boxes)}
     into: dict[str, list[str]] = {box.key: [] for box in boxes}
     out: dict[str, list[str]] = {box.key: [] for box in boxes}
@@ -132,7 +137,7 @@ def _ranks(boxes: Sequence[Box], links: Sequence[Link]) -> dict[str, int]:
     for box in boxes:
         least = 0 if box.bar == "top" else first
         ranks[box.key] = max((ranks[key] + 2 for key in into[box.key]), default=least)
-    for box in reversed(boxes):  # what nothing leads to goes near to what needs it
+    for box in reversed(boxes):  # inputs go next to the first box that reads them
         if not into[box.key] and out[box.key] and not box.bar:
             ranks[box.key] = min(ranks[key] for key in out[box.key]) - 2
     last = max(ranks.values())
@@ -144,7 +149,7 @@ def _ranks(boxes: Sequence[Box], links: Sequence[Link]) -> dict[str, int]:
 
 
 def _chain(nodes: Mapping[str, _Node], link: Link) -> list[_Node]:
-    """The nodes that a line passes, its ends included; one in the middle has room for the label."""
+    """Returns the nodes of a line with its ends; the middle one has the size of the label."""
     source, target = nodes[link.source], nodes[link.target]
     middle = (source.rank + target.rank) // 2
     chain = [source]
@@ -169,7 +174,7 @@ def _layers(nodes: Iterable[_Node]) -> list[list[_Node]]:
 
 
 def _order(layers: list[list[_Node]]) -> None:
-    """Orders each layer, so that few lines cross."""
+    """Orders each layer so that few lines cross."""
     best, fewest = [list(layer) for layer in layers], _crossings(layers)
     small = sum(map(len, layers)) <= LARGE
     for start in range(STARTS if small else 1):
@@ -215,31 +220,31 @@ def _crossings(layers: Sequence[Sequence[_Node]]) -> int:
 
 
 def _place(layers: Sequence[Sequence[_Node]]) -> None:
-    """Gives each node the x of its middle: near those of its neighbours, lines as straight as can
-    be, and far enough from the next one of its layer."""
+    """Sets the x of the middle of each node: near those of its neighbours in other layers, and far
+    enough from the next node of its layer. Parts of one line attract each other most."""
     for layer in layers:
         _settle(layer, [0.0] * len(layer), [1.0] * len(layer))
     for sweep in range(SETTLING):
         ordered = layers if sweep % 2 == 0 else layers[::-1]
         for layer in ordered:
-            wanted, weights = [], []
+            targets, weights = [], []
             for node in layer:
                 near = [*node.above, *node.below]
                 pulls = [_pull(node, other) for other in near]
                 total = sum(pulls)
                 places = sum(p * o.x for p, o in zip(pulls, near, strict=True))
-                wanted.append(places / total if total else node.x)
+                targets.append(places / total if total else node.x)
                 weights.append(total or 0.1)
-            _settle(layer, wanted, weights)
+            _settle(layer, targets, weights)
 
 
 def _pull(node: _Node, other: _Node) -> float:
     return 8.0 if node.is_line and other.is_line else 2.0 if node.is_line or other.is_line else 1.0
 
 
-def _settle(layer: Sequence[_Node], wanted: Sequence[float], weights: Sequence[float]) -> None:
+def _settle(layer: Sequence[_Node], targets: Sequence[float], weights: Sequence[float]) -> None:
     gaps = [_apart(left, right) for left, right in itertools.pairwise(layer)]
-    for node, x in zip(layer, spread(wanted, gaps, weights), strict=True):
+    for node, x in zip(layer, spread(targets, gaps, weights), strict=True):
         node.x = x
 
 
@@ -249,19 +254,19 @@ def _apart(left: _Node, right: _Node) -> float:
 
 
 def spread(
-    wanted: Sequence[float], gaps: Sequence[float], weights: Sequence[float] | None = None
+    targets: Sequence[float], gaps: Sequence[float], weights: Sequence[float] | None = None
 ) -> list[float]:
-    """Positions near to those that are wanted, by weighted squares, each a gap after the last.
+    """Returns positions in order, at least a gap apart, by weighted least squares to the targets.
 
-    It is an isotonic regression, by pooling neighbours that would violate the order.
+    It is an isotonic regression by the pool-adjacent-violators algorithm (Ayer et al., 1955).
     """
-    weights = [1.0] * len(wanted) if weights is None else weights
+    weights = [1.0] * len(targets) if weights is None else weights
     offset, pools = 0.0, []  # of a pool: its mean, its weight, how many are in it
     offsets = []
-    for i, (want, weight) in enumerate(zip(wanted, weights, strict=True)):
+    for i, (target, weight) in enumerate(zip(targets, weights, strict=True)):
         offset += gaps[i - 1] if i else 0.0
         offsets.append(offset)
-        pools.append((want - offset, weight, 1))
+        pools.append((target - offset, weight, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (a, m, j), (b, n, k) = pools[-2:]
             pools[-2:] = [((a * m + b * n) / (m + n), m + n, j + k)]
@@ -270,7 +275,7 @@ def spread(
 
 
 def _straighten(layers: Sequence[Sequence[_Node]], chains: Sequence[Sequence[_Node]]) -> None:
-    """Moves lines to the side, as far as there is room, so that they bend as little as can be."""
+    """Moves lines sideways, where there is room, so that they bend as little as possible."""
     beside = {id(node): (layer, i) for layer in layers for i, node in enumerate(layer)}
 
     def room(node: _Node) -> tuple[float, float]:
@@ -347,16 +352,16 @@ def _layout(
 
 
 def _pad(node: _Node, height: float) -> float:
-    """How far under the top of its layer a box is: near to what it has lines to."""
+    """Returns how far below the top of its layer a box is: an input is next to its reader."""
     return height - node.height if not node.above and node.below else 0.0
 
 
 Ports = Mapping[tuple[int, bool], float]
-"""The x of the ends of lines, by the number of the line and whether it is the first end."""
+"""The x of the ends of lines, by number of the line and whether it is the upper end."""
 
 
 def _ports(nodes: Sequence[_Node], chains: Sequence[Sequence[_Node]]) -> Ports:
-    """Each end below or above the next node of its line if it can be, and apart from the others."""
+    """Places each end of a line near the next node of the line, and apart from other ends."""
     ports: dict[tuple[int, bool], float] = {}
     ends: dict[tuple[int, bool], list[tuple[float, int]]] = {}
     for number, chain in enumerate(chains):
@@ -370,8 +375,8 @@ def _ports(nodes: Sequence[_Node], chains: Sequence[Sequence[_Node]]) -> Ports:
             corner = min(CORNER, node.width / 4)
             low, high = node.x - node.width / 2 + corner, node.x + node.width / 2 - corner
             gap = min(PORT, (high - low) / len(found))
-            wanted = [min(max(x, low), high) for x, _ in found]
-            placed = spread(wanted, [gap] * (len(found) - 1))
+            targets = [min(max(x, low), high) for x, _ in found]
+            placed = spread(targets, [gap] * (len(found) - 1))
             spare = max(high - low - gap * (len(found) - 1), 0.0)
             for i, ((_, number), x) in enumerate(zip(found, placed, strict=True)):
                 least = low + gap * i
@@ -382,7 +387,7 @@ def _ports(nodes: Sequence[_Node], chains: Sequence[Sequence[_Node]]) -> Ports:
 def _room(
     layer: int, place: Mapping[int, int], chains: Sequence[Sequence[_Node]], ports: Ports
 ) -> float:
-    """Between a layer and the next: more where lines go far to the side."""
+    """Returns the distance of a layer to the next: more if lines go far to the side."""
     far = 0.0
     for number, chain in enumerate(chains):
         for upper, lower in itertools.pairwise(chain):

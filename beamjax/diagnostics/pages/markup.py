@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text, with everything escaped that is not an element already."""
+"""Elements of HTML and SVG as text. Everything that is not `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any
 
 
 class Markup(str):
-    """Text that is HTML or SVG already."""
+    """Text that is HTML or SVG."""
 
     __slots__ = ()
 
 
 VOID = frozenset(("br", "hr", "img", "input", "link", "meta"))
 SHORT = 20
-"""Letters of a cell that stays on one line."""
+"""Largest number of letters of a cell that stays on one line."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def escaped(text: Any) -> Markup:
-    """Any value as text between tags or in an attribute; what no page may hold becomes U+FFFD."""
+    """Returns a value as escaped text; characters that HTML forbids become U+FFFD."""
     if isinstance(text, Markup):
         return text
     return Markup(html.escape(_UNPRINTABLE.sub("\ufffd", str(text)), quote=True))
 
 
 def joined(parts: Iterable[Any]) -> Markup:
-    """Parts one after the other; None and False are left out."""
+    """Joins parts; None and False are left out."""
     return Markup(
         "".join(escaped(part) for part in parts if part is not None and part is not False)
     )
 
 
 def tag(name: str, *parts: Any, **attributes: Any) -> Markup:
-    """An element.
+    """Makes an element.
 
     Args:
-      name: of the element.
-      *parts: what is in it: elements, and values that are escaped.
-      **attributes: by name, where `class_` is `class` and `aria_label` is `aria-label`. None and
-        False leave one out, True gives it without a value; numbers are rounded to hundredths.
+      name: the name of the element.
+      *parts: its content: elements, and values that are escaped.
+      **attributes: its attributes, where `class_` is `class` and `aria_label` is `aria-label`. None
+        and False omit an attribute, True gives it no value; floats are rounded to hundredths.
     """
     found = []
     for key, value in attributes.items():
@@ -60,14 +60,14 @@ def _plain(value: Any) -> Any:
 
 
 def number(value: float) -> str:
-    """A number of a drawing, in hundredths at most."""
+    """Returns a number of a drawing, rounded to hundredths."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if math.isfinite(value) else "0"
 
 
 def table(
     rows: Iterable[Iterable[Any]], head: Iterable[Any] = (), class_: str | None = None
 ) -> Markup:
-    """A table in a box of its own, which scrolls if need be; numbers stand to the right."""
+    """Makes a table in a box that scrolls; integers are aligned to the right."""
     body = [tag("tr", *(_cell("td", cell) for cell in row)) for row in rows]
     top = [tag("th", cell, scope="col") for cell in head]
     inner = [tag("thead", tag("tr", *top))] if top else []
@@ -84,7 +84,7 @@ def _cell(name: str, cell: Any) -> Markup:
 
 
 def script_json(data: Any) -> Markup:
-    """JSON that may stand in a script element; numbers that are not finite are text."""
+    """Returns JSON that is safe in a script element; numbers that are not finite become text."""
     text = json.dumps(strict(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -92,7 +92,7 @@ def script_json(data: Any) -> Markup:
 
 
 def strict(value: Any) -> Any:
-    """The same with text for numbers that JSON has no way to write."""
+    """Returns a value with text in place of numbers that JSON cannot represent."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

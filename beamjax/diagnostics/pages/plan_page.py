@@ -1,23 +1,34 @@
-"""The page of a plan: its graph, and beside it what there is to say of each step."""
+"""The page of a plan: the graph of its steps, and the facts of each step beside it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from beamjax._text import human_bytes
-from beamjax.diagnostics.choice_facts import told_of
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
-from beamjax.diagnostics.memory_text import memory_sections
-from beamjax.diagnostics.mermaid import rounds_text
+from beamjax.diagnostics.fact_types import (
+    InputFact,
+    OutputFact,
+    PlanFacts,
+    StepFact,
+    walk_facts,
+)
 from beamjax.diagnostics.pages.charts import shares_bar, shares_legend
 from beamjax.diagnostics.pages.drawing import drawing
 from beamjax.diagnostics.pages.graph import Seconds, plan_area
 from beamjax.diagnostics.pages.markup import Markup, joined, table, tag
 from beamjax.diagnostics.pages.shell import Page
-from beamjax.diagnostics.pages.words import human_seconds
-from beamjax.diagnostics.total_text import total_rows
+from beamjax.diagnostics.text import (
+    Table,
+    count,
+    human_seconds,
+    parts_text,
+    rounds_text,
+    step_notes,
+    step_values,
+    tables,
+)
 from beamjax.telemetry.progress import SECONDS, Tally
 
 KINDS = {
@@ -36,15 +47,16 @@ def plan_page(
     steps: Mapping[str, Tally] | None = None,
     wall: float | None = None,
 ) -> Page:
-    """The page of a plan.
+    """Makes the page of a plan.
 
     Args:
-      facts: of the plan.
-      sources: the text of lines of the user, see `beamjax.diagnostics.fact_types`.
-      steps: what was measured of each step, after a run.
-      wall: seconds that the run took.
+      facts: the facts of the plan.
+      sources: the text of the user's lines, from `source_lines`.
+      steps: the measurements of each step, after a run.
+      wall: the seconds of the run.
     """
     found = seconds_of(facts, steps)
+    shown = {title: each for title, each in tables(facts).items() if each.rows}
 
     def body(prefix: str) -> Markup:
         return joined(
@@ -54,14 +66,10 @@ def plan_page(
                 _tiles(facts, steps, wall),
                 graph_section(facts, sources, steps, prefix),
                 _moved(facts, sources),
-                _choices(facts),
                 _section("Notes", tag("ul", *(tag("li", note) for note in facts.notes)))
                 if facts.notes
                 else None,
-                _inputs(facts),
-                _outputs(facts),
-                _totals(facts),
-                *_memory(facts),
+                *(_section(title.capitalize(), _table(each)) for title, each in shown.items()),
             ]
         )
 
@@ -71,19 +79,18 @@ def plan_page(
 
 
 def text_page(title: str, text: str) -> Page:
-    """A page of text alone."""
+    """Makes a page of text alone."""
     body = joined([tag("h1", title), tag("pre", text, tabindex=0)])
     return Page(title, lambda prefix: body, {"text": text})
 
 
 def seconds_of(facts: PlanFacts, steps: Mapping[str, Tally] | None) -> dict[str, Seconds]:
-    """The time of each step, of which there is any."""
+    """Returns the predicted and measured time of each step that has any."""
     spent = {
         name: sum(getattr(tally, kind) for kind in SECONDS) for name, tally in (steps or {}).items()
     }
     total = sum(spent.values())
-    told = facts.predicted.steps if facts.predicted else ()
-    predicted = {step.step: step.read + step.compute + step.merge for step in told}
+    predicted = {s.step: s.busy for s in facts.predicted.steps} if facts.predicted else {}
     found = {}
     for step in walk_facts(facts.steps):
         measured = spent.get(step.name)
@@ -103,7 +110,7 @@ def graph_section(
     steps: Mapping[str, Tally] | None,
     prefix: str,
 ) -> Markup:
-    """The graph with its legend and a panel of steps."""
+    """Makes the graph with its legend and the panel of steps."""
     found = seconds_of(facts, steps)
     numbered = list(walk_facts(facts.steps))
     targets = {step.name: f"{prefix}-step-{i}" for i, step in enumerate(numbered)}
@@ -162,17 +169,17 @@ def _step(
     kind = f"{step.kind}, {rounds_text(step) if step.kind == 'Loop' else KINDS[step.kind]}"
     parts = [
         tag("summary", tag("code", step.name), " ", tag("span", kind, class_="under")),
-        table(_told(step, facts, sources, seconds), class_="facts"),
-        _values(step, facts),
+        table(_notes(step, facts, sources, seconds), class_="facts"),
+        _values(step),
         shares_bar(tally) if tally is not None else None,
     ]
     return tag("details", *parts, id=targets[step.name], class_=step.kind.lower())
 
 
-def _told(
+def _notes(
     step: StepFact, facts: PlanFacts, sources: Mapping[str, str], seconds: Seconds | None
 ) -> Iterator[tuple[Any, ...]]:
-    """Rows on a step: what, and how."""
+    """Yields rows of the table of a step: a label, and a text."""
     if seconds is not None and seconds.predicted is not None:
         yield "predicted", human_seconds(seconds.predicted)
     if seconds is not None and seconds.measured is not None:
@@ -187,22 +194,11 @@ def _told(
         yield "reads", f"{human_bytes(step.read_bytes)} of members, {served} broadcast"
     if step.axis is not None:
         yield "along axis", str(step.axis)
-    if step.functions:
-        yield "holds", joined([tag("code", ", ".join(step.functions))])
-    if step.reason:
-        yield "why", step.reason
-    if step.merge is not None:
-        yield "merged", step.merge.text(human_bytes(step.merge.nbytes))
-    for line in filter(None, step.lines):
-        yield "line", _line(line, sources)
-    if step.python:
-        yield "code", f"runs from cloudpickle of {facts.program}: {step.python}"
-    for platform, size in step.executables.items():
-        yield "code", f"{human_bytes(size)} for {platform}"
+    for label, text in step_notes(step, facts):
+        yield label, _line(text, sources) if label == "line" else text
     memory = facts.memory.steps.get(step.name) if facts.memory else None
     if memory:
-        parts = ", ".join(f"{what} {human_bytes(n)}" for what, n in memory.items())
-        yield "memory", f"up to {human_bytes(sum(memory.values()))}: {parts}"
+        yield "memory", f"up to {human_bytes(sum(memory.values()))}: {parts_text(memory)}"
     for block in step.blocks:
         yield block.title, ", ".join(inner.name for inner in block.steps) or "no steps"
 
@@ -214,35 +210,12 @@ def _line(line: str, sources: Mapping[str, str]) -> Markup:
     return joined(parts)
 
 
-def _values(step: StepFact, facts: PlanFacts) -> Markup | None:
-    served = "broadcast" if step.kind == "Map" else "reads"
-    rows = [_value(served, v) for v in step.served] + [_value("reads", v) for v in step.placed]
-    if step.kind == "Loop":
-        rows = [
-            _value(f"{h.how} {h.outside or ''} → {h.afterwards or ''}".strip(" →"), h.inside)
-            for h in step.handed
-        ]
-    rows += [_value("makes", v) for v in step.results if step.kind != "Loop"]
-    rows += [
-        _value("reduces", r.result, f"{r.reducer} in lane {r.lane}: {r.exactness}", r.nbytes)
-        for r in step.reductions
+def _values(step: StepFact) -> Markup | None:
+    rows = [
+        (label, joined([tag("code", name), tag("br"), tag("code", kind), tag("div", text)]))
+        for label, name, kind, text in step_values(step)
     ]
-    return table(rows, ("", "value", "bytes")) if rows else None
-
-
-def _value(label: str, value: ValueFact, how: str = "", sent: int | None = None) -> tuple[Any, ...]:
-    size = [human_bytes(value.nbytes)]
-    if value.member_bytes is not None and value.shard_bytes is not None:
-        size.append(f"{human_bytes(value.member_bytes)} a member")
-        size.append(f"{human_bytes(value.shard_bytes)} a shard")
-    if sent is not None:
-        size = [f"{human_bytes(sent)} a shard"]
-    what = [tag("code", value.name), tag("code", value.type), how]
-    return label, _lines(filter(None, what)), _lines(size)
-
-
-def _lines(texts: Iterable[Any]) -> Markup:
-    return joined(tag("div", text) for text in texts)
+    return table(rows, class_="facts") if rows else None
 
 
 # --- around the graph
@@ -253,23 +226,20 @@ def _versions(facts: PlanFacts) -> str:
 
 
 def tile(value: Any, label: str, loud: bool = False) -> Markup:
-    """A number and what it is."""
+    """Makes a tile: a number and its label."""
     return tag("div", tag("b", value), tag("span", label), class_="tile loud" if loud else "tile")
 
 
 def _tiles(facts: PlanFacts, steps: Mapping[str, Tally] | None, wall: float | None) -> Markup:
     every = list(walk_facts(facts.steps))
     gathers = sum(step.kind == "Gather" for step in every)
-    tiles = [tile(len(every), "step" if len(every) == 1 else "steps")]
-    tiles.append(
-        tile(facts.passes, "pass over members" if facts.passes == 1 else "passes over members")
-    )
+    tiles = [
+        tile(len(every), "step" if len(every) == 1 else "steps"),
+        tile(facts.passes, f"{'pass' if facts.passes == 1 else 'passes'} over members"),
+    ]
     for p in facts.placements:
-        shards = (
-            "shards" if p.shards is None else f"{p.shards:,} shards" if p.shards > 1 else "1 shard"
-        )
         members = "n" if p.members is None else f"{p.members:,}"
-        tiles.append(tile(members, f"{p.name} in {shards} of {p.shard_size}"))
+        tiles.append(tile(members, f"{p.name} in {count(p.shards, 'shard')} of {p.shard_size}"))
     tiles.append(tile(human_bytes(facts.read_bytes), "read by all passes"))
     tiles.append(tile(human_bytes(facts.broadcast_bytes), "broadcast"))
     if gathers:
@@ -277,8 +247,8 @@ def _tiles(facts: PlanFacts, steps: Mapping[str, Tally] | None, wall: float | No
     else:
         tiles.append(tile("nothing", "is gathered"))
     if facts.predicted is not None:
-        told = f"predicted on {facts.predicted.runner}, without compiling"
-        tiles.append(tile(human_seconds(facts.predicted.seconds), told))
+        label = f"predicted on {facts.predicted.runner}, without compiling"
+        tiles.append(tile(human_seconds(facts.predicted.seconds), label))
     if wall is not None:
         tiles.append(tile(human_seconds(wall), "measured, from start to end"))
     if steps:
@@ -303,8 +273,8 @@ def _moved(facts: PlanFacts, sources: Mapping[str, str]) -> Markup:
         where = joined([_line(line, sources) for line in step.lines[:1] if line])
         cells = (tag("code", step.name), human_bytes(value.nbytes), tag("code", value.type))
         loud = "loud" if step.kind == "Gather" else None
-        told = (*cells, step.reason, where or "no line is known")
-        rows.append(tag("tr", *(tag("td", cell) for cell in told), class_=loud))
+        whole = (*cells, step.reason, where or "no line is known")
+        rows.append(tag("tr", *(tag("td", cell) for cell in whole), class_=loud))
     if rows:
         head = tag("thead", tag("tr", *(tag("th", h, scope="col") for h in _MOVED)))
         made = tag("table", head, tag("tbody", *rows))
@@ -315,62 +285,17 @@ def _moved(facts: PlanFacts, sources: Mapping[str, str]) -> Markup:
 _MOVED = ("step", "bytes", "value", "because", "your line")
 
 
-def _choices(facts: PlanFacts) -> Markup | None:
-    """What could be otherwise, and what was timed for it."""
-    if not facts.choices:
-        return None
-    parts = [
-        table(
-            [(c.what, c.chosen, told_of(c), c.why, tag("code", c.option)) for c in facts.choices],
-            _CHOSEN,
-        )
-    ]
-    if facts.tried:
-        rows = [
-            (tag("code", t.step), t.shard_size, t.member_loop, human_seconds(t.member_seconds),
-             "chosen" if t.is_chosen else "")
-            for t in facts.tried
-        ]  # fmt: skip
-        parts.append(table(rows, _TRIED))
-    return _section("Choices", *parts)
-
-
-_CHOSEN = ("what", "chosen", "told to take", "because", "option")
-_TRIED = ("step", "shard size", "members", "seconds of one", "")
-
-
-def _inputs(facts: PlanFacts) -> Markup:
+def _table(found: Table) -> Markup:
     rows = [
-        (tag("code", i.path), tag("code", i.type), human_bytes(i.nbytes), i.read)
-        for i in facts.inputs
+        [tag("code", cell) if i in found.code and cell else cell for i, cell in enumerate(row)]
+        for row in found.rows
     ]
-    return _section("Inputs", _or_none(rows, ("input", "type", "bytes", "read")))
-
-
-def _outputs(facts: PlanFacts) -> Markup:
-    rows = [
-        (tag("code", o.path), tag("code", o.type), human_bytes(o.nbytes), tag("code", o.source))
-        for o in facts.outputs
-    ]
-    return _section("Outputs", _or_none(rows, ("output", "type", "bytes", "from")))
+    return table(rows, found.head, None if any(found.head) else "facts")
 
 
 def _ends(facts: PlanFacts) -> Markup:
-    rows = [(tag("code", i.path), tag("code", i.type), human_bytes(i.nbytes)) for i in facts.inputs]
-    rows += [
-        (tag("code", o.path), tag("code", o.type), human_bytes(o.nbytes)) for o in facts.outputs
-    ]
-    return table(rows)
-
-
-def _or_none(rows: Sequence[Iterable[Any]], head: Sequence[str]) -> Markup:
-    return table(rows, head) if rows else tag("p", "none")
-
-
-def _totals(facts: PlanFacts) -> Markup:
-    return _section("Totals", table(total_rows(facts), class_="facts"))
-
-
-def _memory(facts: PlanFacts) -> Iterator[Markup]:
-    for title, rows in memory_sections(facts.memory) if facts.memory else ():
-        yield _section(title.capitalize(), table(rows, ("", "bytes", "for")))
+    """Returns the table of inputs and outputs beside the graph."""
+    ends: list[InputFact | OutputFact] = [*facts.inputs, *facts.outputs]
+    return table(
+        (tag("code", each.path), tag("code", each.type), human_bytes(each.nbytes)) for each in ends
+    )

@@ -1,6 +1,6 @@
-"""A page around what is shown: a document that stands alone, or a part of a notebook.
+"""Makes a document, or the output of a notebook cell, of a page.
 
-Both hold their styles, their script and their data, and ask for nothing else.
+Both contain their styles, their script and their data, and need no network.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows.
+    """A page.
 
     Attributes:
-      title: of the document.
+      title: the title of the document.
       body: makes the content, given the prefix of its ids.
-      data: the same as JSON values, for those who read the page by program.
+      data: the data of the page, as JSON values.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Page:
 
 
 def document(page: Page) -> str:
-    """The page as a file of HTML."""
+    """Returns the page as a document of HTML."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -52,17 +52,17 @@ def document(page: Page) -> str:
 
 
 def fragment(page: Page) -> str:
-    """The page as the output of a cell: its ids are its own, and its styles reach nothing else."""
+    """Returns the page as the output of a cell, with unique ids; its styles affect nothing else."""
     return _part(
         page, f"bjx-{os.getpid()}-{next(_numbers)}", tag("style", Markup(_file("style.css")))
     )
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a page to a file, or a URL that Beam's FileSystems knows.
+    """Writes text to a file, or to a URL of Beam's FileSystems.
 
     Raises:
-      SourceError: it can't be written.
+      SourceError: the file cannot be written.
     """
     from beamjax.storage import files  # imports Beam only for URLs
 
@@ -72,7 +72,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
             files.write(name, text.encode())
         else:
             Path(name).write_text(text, encoding="utf-8")
-    except Exception as error:  # of many kinds on other file systems
+    except Exception as error:  # file systems raise errors of many kinds
         raise SourceError(f"{name}: cannot write it ({error})") from error
 
 

@@ -1,0 +1,352 @@
+"""A plan as text, and the tables that the text and the page of a plan share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from beamjax._text import aligned, human_bytes
+from beamjax.diagnostics.fact_types import ChoiceFact, PlanFacts, StepFact, ValueFact, walk_facts
+from beamjax.interpreters.cutting import stages as cut
+
+Row = tuple[str, ...]
+
+
+class Table(NamedTuple):
+    """A table of text.
+
+    Attributes:
+      head: the titles of the columns, which the text of a plan leaves out.
+      rows: the cells of each row.
+      code: the numbers of the columns that hold names and types.
+    """
+
+    head: Row
+    rows: list[Row]
+    code: tuple[int, ...] = ()
+
+
+def human_seconds(seconds: float) -> str:
+    """Returns seconds with a unit, such as `12 ms`, `3.4 s`, `5 min 10 s` or `2 h 5 min`."""
+    if not seconds:
+        return "0 s"
+    if seconds < 0.0005:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def count(number: int | None, noun: str, ending: str = "s") -> str:
+    """Returns a number with its noun, such as `3 shards`; `shards` if the number is unknown."""
+    if number is None:
+        return f"n {noun}{ending}" if noun == "member" else f"{noun}{ending}"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
+
+
+def rounds_text(step: StepFact) -> str:
+    """Returns how many rounds a loop has, in words."""
+    if step.rounds is None:
+        return "rounds while a condition holds"
+    return count(step.rounds, "round") + (", the last entry first" if step.reverse else "")
+
+
+# --- tables
+
+
+def tables(facts: PlanFacts) -> dict[str, Table]:
+    """Returns the tables of a plan by their titles, in order."""
+    found = {
+        "inputs": Table(
+            ("input", "names in the plan", "type", "bytes", "read"),
+            [
+                (i.path, " ".join(i.values), i.type, human_bytes(i.nbytes), i.read)
+                for i in facts.inputs
+            ],
+            (0, 1, 2),
+        ),
+        "outputs": Table(
+            ("output", "type", "bytes", "from"),
+            [
+                (o.path, o.type, human_bytes(o.nbytes), f"from {o.source}")
+                for o in facts.outputs
+            ],
+            (0, 1),
+        ),
+        "totals": Table((), list(_totals(facts))),
+        "choices": Table(
+            ("what", "chosen", "predicted cost", "because", "option"),
+            [(c.what, c.chosen, cost_text(c), c.why, c.option) for c in facts.choices],
+            (4,),
+        ),
+        "measured by a probe": Table(
+            ("step", "shards", "members", "seconds of one", ""),
+            [
+                (t.step, f"shards of {t.shard_size}", t.member_loop,
+                 human_seconds(t.member_seconds), "chosen" if t.is_chosen else "")
+                for t in facts.tried
+            ],
+            (0,),
+        ),
+    }  # fmt: skip
+    found["predicted"] = Table(("what", "seconds", "how"), list(_predicted(facts)))
+    return found | dict(_memory(facts))
+
+
+def _totals(facts: PlanFacts) -> Iterator[Row]:
+    for step in walk_facts(facts.steps):
+        if step.kind == "Map":
+            yield f"read by {step.name}", f"{human_bytes(step.read_bytes)} of members"
+    yield "read by all passes", human_bytes(facts.read_bytes)
+    yield "broadcast", human_bytes(facts.broadcast_bytes)
+    yield "gathered", human_bytes(facts.gathered_bytes)
+    yield "reduced", f"{human_bytes(facts.partial_bytes)} a shard"
+    if facts.saved_bytes:
+        yield "saved", f"{human_bytes(facts.saved_bytes)} a shard, by compression"
+    if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
+        yield "rounds", "each round of a loop is counted once in these totals"
+    for platform, nbytes in facts.executable_bytes.items():
+        yield f"code for {platform}", human_bytes(nbytes)
+
+
+_SOURCES = {"counted": "counting operations", "probe": "a probe"}
+
+
+def _predicted(facts: PlanFacts) -> Iterator[Row]:
+    found = facts.predicted
+    if found is None:
+        yield "nothing, as the number of members is unknown", "", ""
+        return
+    for step in found.steps:
+        parts = {"read": step.read, "compute": step.compute, "merge": step.merge}
+        how = ", ".join(f"{name} {human_seconds(each)}" for name, each in parts.items())
+        rounds = f", {step.rounds} rounds" if step.rounds > 1 else ""
+        yield step.step, human_seconds(step.busy), f"{how}, by {_SOURCES[step.source]}{rounds}"
+    machine = "measured" if found.calibrated else "not measured; `beamjax doctor --measure` does"
+    what = f"pipelines, {found.pipelines} of them" if found.pipelines else "the runner itself"
+    yield what, human_seconds(found.overhead), ""
+    guess = "a loop runs while a condition holds; 10 rounds are assumed" if found.guessed else ""
+    yield f"all on {found.runner}", human_seconds(found.seconds), guess
+    if found.runner != "local":
+        yield "all on local", human_seconds(found.local), found.advice
+    yield "compiling, the first time", human_seconds(found.compile), ""
+    yield "this machine", "", machine
+
+
+def _memory(facts: PlanFacts) -> Iterator[tuple[str, Table]]:
+    memory, head = facts.memory, ("", "bytes", "for")
+    if memory is None:
+        return
+    rows = _parts(memory.kept, memory.steps)
+    rows.append(("a worker process", human_bytes(memory.worker_bytes), "the largest of these"))
+    what = "the same process" if memory.shared else _row("", memory.launcher)[2]
+    rows.append(("the launching process", human_bytes(memory.launcher_bytes), what))
+    yield f"memory at most, {memory.where}", Table(head, rows)
+    for device in memory.devices:
+        rows = _parts(device.kept, device.steps)
+        rows.append(("a device", human_bytes(device.nbytes), "the largest of these"))
+        excluded = "without the memory of the driver and its libraries, or what JAX reserves"
+        rows.append(("made from", "", f"{device.made_from}; {excluded}"))
+        yield f"memory of a device, {device.platform}, about", Table(head, rows)
+
+
+def _parts(kept: Mapping[str, int], steps: Mapping[str, Mapping[str, int]]) -> list[Row]:
+    rows = [_row("in any case", kept)] if kept else []
+    return [*rows, *(_row(f"for {name}", parts) for name, parts in steps.items())]
+
+
+def _row(name: str, parts: Mapping[str, int]) -> Row:
+    return name, human_bytes(sum(parts.values())), parts_text(parts)
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """Returns what takes memory, the largest first."""
+    largest = sorted(parts, key=lambda what: -parts[what])
+    return ", ".join(f"{what} {human_bytes(parts[what])}" for what in largest)
+
+
+def cost_text(choice: ChoiceFact) -> str:
+    """Returns the cost of a choice and of its alternatives: `3 ms, 64 B; or one go 5 ms, 64 B`."""
+    if choice.seconds is None and choice.nbytes is None:
+        return ""
+    ways = [("", choice.seconds, choice.nbytes)]
+    ways += [(way.what, way.seconds, way.nbytes) for way in choice.others]
+    texts = []
+    for what, seconds, nbytes in ways:
+        parts = [] if seconds is None else [human_seconds(seconds)]
+        parts += [human_bytes(nbytes)] if nbytes else []
+        texts.append(f"{what} {', '.join(parts)}".strip())
+    return "; or ".join(texts)
+
+
+# --- steps
+
+
+def step_values(step: StepFact) -> list[Row]:
+    """Returns rows of the values of a step: how it uses the value, its name, type and bytes."""
+    served = "broadcast" if step.kind == "Map" else "reads"
+    groups = [(served, step.served), ("reads", step.placed), ("makes", step.results)]
+    rows: list[Row] = [
+        (label, v.name, v.type, _value_bytes(v)) for label, values in groups for v in values
+    ]
+    if step.kind == "Loop":
+        rows = []
+        for h in step.handed:
+            names = " -> ".join(filter(None, (h.outside, h.inside.name, h.afterwards)))
+            rows.append((h.how, names, h.inside.type, _value_bytes(h.inside)))
+    for r in step.reductions:
+        how = f"{r.reducer} in buffer {r.lane}, {human_bytes(r.nbytes)} a shard, {r.exactness}"
+        rows.append(("reduces", r.result.name, r.result.type, how))
+    return rows
+
+
+def _value_bytes(value: ValueFact) -> str:
+    if value.member_bytes is None or value.shard_bytes is None:
+        return human_bytes(value.nbytes)
+    member, shard = human_bytes(value.member_bytes), human_bytes(value.shard_bytes)
+    return f"{member} a member, {human_bytes(value.nbytes)} in all, {shard} a shard"
+
+
+def step_notes(step: StepFact, facts: PlanFacts) -> Iterator[Row]:
+    """Yields what there is to say of a step besides its values: a label and a text."""
+    if step.merge is not None:
+        yield "merges", step.merge.text(human_bytes(step.merge.nbytes))
+    if step.functions:
+        yield "holds", ", ".join(step.functions)
+    if step.reason:
+        yield "why", step.reason
+    for line in filter(None, step.lines):
+        yield "line", line
+    if step.python:
+        yield "code", f"runs from cloudpickle of {facts.program}: {step.python}"
+    for platform, size in step.executables.items():
+        yield "code", f"{human_bytes(size)} for {platform}"
+
+
+def step_title(step: StepFact, facts: PlanFacts) -> str:
+    """Returns the kind of a step in words, such as `Map, a pass over clients, 3 shards`."""
+    match step.kind:
+        case "Map":
+            (placement,) = (p for p in facts.placements if p.name == step.placement)
+            shards = f"shards of {placement.shard_size}"
+            if placement.shards is not None:
+                shards = count(placement.shards, "shard")
+            return f"Map, a pass over {placement.name}, {shards}"
+        case "Loop":
+            return f"Loop, {rounds_text(step)}"
+        case "Branch":
+            return f"Branch, one of {count(len(step.blocks), 'block')}"
+    return step.kind
+
+
+# --- the text
+
+
+def plan_text(facts: PlanFacts) -> str:
+    """Returns a plan as text."""
+    shown = tables(facts)
+    if not facts.tried:
+        del shown["measured by a probe"]
+    edges = [(e.source, "->", e.target, e.value, human_bytes(e.nbytes)) for e in facts.edges]
+    lines = [
+        f"plan of {facts.program}",
+        f"  jax {facts.jax_version}, 64-bit types {'on' if facts.x64 else 'off'}",
+        f"  {count(facts.passes, 'pass', 'es')} over members, "
+        f"{count(len(list(walk_facts(facts.steps))), 'step')}",
+        *(
+            f"  {p.name}: {count(p.members, 'member')} in {count(p.shards, 'shard')} of "
+            f"{p.shard_size}"
+            for p in facts.placements
+        ),
+        *(f"  {note}" for note in facts.notes),
+        *_section("inputs", shown.pop("inputs").rows),
+        *["", "steps", *(line for step in facts.steps for line in _step_lines(step, facts))],
+        *_section("edges", edges),
+        *["", "gathered and scattered", *_moves(facts)],
+    ]
+    for title, table in shown.items():
+        lines += _choices(table.rows) if title == "choices" else _section(title, table.rows)
+    return "\n".join(lines)
+
+
+def _section(title: str, rows: Sequence[Row]) -> list[str]:
+    return ["", title, *(f"  {line}" for line in (aligned(rows) if rows else ["none"]))]
+
+
+def _choices(rows: Sequence[Row]) -> list[str]:
+    """Choices with the cost of each on a line of its own."""
+    short = [
+        (what, chosen, why + (f" (option {option})" if option else ""))
+        for what, chosen, _, why, option in rows
+    ]
+    title, blank, *lines = _section("choices", short)
+    costs = [f"    takes {cost}" if cost else "" for _, _, cost, _, _ in rows] or [""]
+    pairs = itertools.chain(*zip(lines, costs, strict=True))
+    return [title, blank, *filter(None, pairs)]
+
+
+def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
+    rows = aligned((f"{label:<9}", *rest) for label, *rest in step_values(step))
+    rows += [f"{label:<9}  {text}" for label, text in step_notes(step, facts)]
+    for block in step.blocks:
+        gives = ", ".join(value.name for value in block.outputs) or "nothing"
+        rows.append(f"{block.title}, gives {gives}")
+        rows += [line for inner in block.steps for line in _step_lines(inner, facts)]
+    return [f"  {step.name}: {step_title(step, facts)}", *(f"    {row}" for row in rows)]
+
+
+def _moves(facts: PlanFacts) -> Iterator[str]:
+    steps = [s for s in walk_facts(facts.steps) if s.kind in ("Gather", "Scatter")]
+    if all(step.kind != "Gather" for step in steps):
+        yield "  nothing is gathered"
+    sources = {(edge.target, edge.value): edge.source for edge in facts.edges}
+    for step in steps:
+        (value,) = (*step.served, *step.placed)
+        yield (
+            f"  {step.name}: {value.name} of {sources[step.name, value.name]}, "
+            f"{human_bytes(value.nbytes)}, along axis {step.axis}, because {step.reason}"
+        )
+        yield from (f"    at {line}" for line in step.lines if line)
+
+
+# --- the stage "graph"
+
+
+def graph_text(stages: Sequence[cut.Stage]) -> str:
+    """Returns the stages into which a program was cut, as text."""
+    return "\n".join(line for stage in stages for line in _stage_lines(stage))
+
+
+def _stage_lines(stage: cut.Stage) -> list[str]:
+    match stage:
+        case cut.ServerStage(eqns, inputs, outputs):
+            return [f"server: {inputs} -> {outputs}", *(f"  {eqn!r}" for eqn in eqns)]
+        case cut.MapStage():
+            operands = ", ".join(f"{var!r} ({along})" for var, along in stage.operands)
+            return [
+                f"map over {stage.placement}: broadcasts {stage.broadcasts}, "
+                f"operands [{operands}], results {stage.results}",
+                *(f"  {emission.eqn!r}" for emission in stage.emissions),
+            ]
+        case cut.GatherStage(var, along, user):
+            return [f"gather: {var!r} ({along}) for", f"  {user!r}"]
+        case cut.ScatterStage(var, along, user):
+            return [f"scatter: {var!r} ({along}) for", f"  {user!r}"]
+        case cut.LoopStage(eqn, _, condition, block):
+            while_ = _block_lines("while", condition) if condition else []
+            return [f"loop: {eqn!r}", *while_, *_block_lines("round", block)]
+        case cut.BranchStage(eqn, branches):
+            blocks = (_block_lines(f"branch {i}", block) for i, block in enumerate(branches))
+            return [f"branch: {eqn!r}", *itertools.chain(*blocks)]
+
+
+def _block_lines(name: str, stage: cut.BlockStages) -> list[str]:
+    lines = graph_text(stage.stages).splitlines()
+    ends = ", ".join(map(repr, stage.block.outputs))
+    return [f"  {name}:", *(f"    {line}" for line in lines), f"    outputs {ends}"]
