@@ -45,6 +45,7 @@ from beamjax.ops.weights import influence as influence
 from beamjax.ops.weights import reweight as reweight
 from beamjax.ops.weights import standard_error as standard_error
 from beamjax.options import Options as Options
+from beamjax.replaying import replay as replay
 from beamjax.runtime.placed_results import open_placed as open_placed
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
