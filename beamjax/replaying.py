@@ -15,7 +15,6 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._text import hint, listed
-from beamjax.call_checks import parsed_options
 from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
 from beamjax.execution import LOCAL, PreparedRun, bind_inputs
 from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
@@ -27,7 +26,7 @@ from beamjax.interpreters.staging.stage import Argument, flatten_arguments
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.ops.primitives import map_p
 from beamjax.ops.python_calls import collecting, keeping
-from beamjax.options import Options
+from beamjax.options import Options, parse_options
 from beamjax.plan import steps as plan_steps
 from beamjax.plan.steps import Map, Plan
 from beamjax.reading import counted
@@ -141,7 +140,7 @@ def _call_of(
         call = _Call(run.fn, run.arguments, run.restore, run.options, run.inputs.values)
         yield call, _Found(error.failure, error.rounds, run.plan.shard_sizes)
         return
-    parsed = parsed_options(options, LOCAL)
+    parsed = parse_options(options)
     if not isinstance(failed, Job):
         failure = getattr(failed, "failure", None)
         found = _Found(failure, getattr(failed, "rounds", 0), {})
@@ -195,7 +194,7 @@ def _replay(
                 f"replay: found {n} members of {placement!r}, expected the "
                 f"{found.sizes[placement]} of the job; pass its function and arguments"
             )
-    chosen, function = _chosen(plan, step or (failure.step if failure else ""))
+    chosen, function = _chosen(planned, step or (failure.step if failure else ""))
     if rounds is None:
         rounds = found.rounds if failure is None or failure.step == chosen.name else 0
     members = _members(plan, chosen, failure, member, shard)
@@ -216,18 +215,22 @@ def _replay(
     return results if member is None else results[0]
 
 
-def _chosen(plan: Plan, step: str) -> tuple[Map, str]:
+def _chosen(planned: Planned, step: str) -> tuple[Map, str]:
     """The pass that is meant, and the function in it, "" for the last one."""
-    passes = [found for found in plan_steps.walk(plan.steps) if isinstance(found, Map)]
+    stages = _stages(planned)
+    passes = [
+        found
+        for found in plan_steps.walk(planned.plan.steps)
+        if isinstance(found, Map) and found.name in stages and _maps(stages[found.name])
+    ]
     for found in passes:
         if step in (found.name, ""):
             return found, ""
-    for found in passes:
         if step in found.functions:
             return found, step
     names = [name for found in passes for name in (found.name, *found.functions)]
     raise OptionsError(
-        f"step: found {step!r}, expected a step or a function that is mapped: "
+        f"step: found {step!r}, expected a function that is mapped, or a step that maps one: "
         f"{listed(names)}{hint(step, names)}"
     )
 
@@ -274,9 +277,7 @@ class _Step:
                 is_map = emission.eqn.primitive is map_p
                 rule = replace(rule, emit=_without_vmap) if is_map else rule
                 emissions.append(Emission(emission.eqn, rule))
-        maps = [e.eqn for e in emissions if e.eqn.primitive is map_p]
-        results = maps[-1].outputs if maps else stage.results
-        stage = replace(stage, emissions=emissions, results=results)
+        stage = replace(stage, emissions=emissions, results=_maps(stage)[-1].outputs)
         # A mask of the members that were not dropped is no operand of the stage.
         self._operands = step.operands[: len(stage.operands)]
         self._reader = inputs.reader()
@@ -307,6 +308,11 @@ def _without_vmap(eqn: Eqn, args: Sequence[Any], _: Any) -> list[Any]:
     served = eqn.params["num_broadcast"]
     member = [x[0] for x in args[served:]]
     return [x[None] for x in jex.jaxpr_as_fun(eqn.params["jaxpr"])(*args[:served], *member)]
+
+
+def _maps(stage: MapStage) -> list[Eqn]:
+    """The equations of a pass that map a body."""
+    return [e.eqn for e in stage.emissions if e.eqn.primitive is map_p]
 
 
 def _stages(planned: Planned) -> dict[str, MapStage]:
