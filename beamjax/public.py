@@ -1,5 +1,7 @@
 """What users of beamjax name. `beamjax` has all of it, and imports it when it is first named."""
 
+from beamjax.comparing import Difference as Difference
+from beamjax.comparing import diff as diff
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
 from beamjax.errors import CheckpointError as CheckpointError

@@ -17,7 +17,7 @@ COMMANDS = {
     "verify": ("beamjax.commands.verify", "compare the answer of a runner with that of jax.jit"),
     "explain": ("beamjax.commands.explain", "what a function becomes: steps, passes, bytes"),
     "bench": ("beamjax.commands.bench", "how long a function takes on runners and under jax.jit"),
-    "jobs": ("beamjax.commands.jobs", "list, show, cancel, resume or replay jobs by their folders"),
+    "jobs": ("beamjax.commands.jobs", "list, show, cancel, resume, replay or compare jobs"),
     "completion": ("beamjax.commands.completion", "a script for bash, zsh or fish"),
     "doctor": ("beamjax.doctor", "what this machine can run, and what it lacks"),
     "flink": (

@@ -52,9 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         replay.add_argument(f"--{name}", type=int, metavar="N", help="as of beamjax.replay")
     replay.add_argument("--step", metavar="NAME", help="of a step of the plan, or of a function")
     replay.add_argument("--pdb", action="store_true", help="open the debugger where it fails")
-    for action in (show, cancel, resume, replay):
+    diff = actions.add_parser("diff", help="where the results of two jobs differ, and why")
+    for action in (show, cancel, resume, replay, diff):
         action.add_argument("job", metavar="JOB", help=_JOB)
-    for action in (lists, show, cancel, resume, replay):
+    diff.add_argument("other", metavar="OTHER", help="likewise")
+    for action in (lists, show, cancel, resume, replay, diff):
         action.add_argument("--json", action="store_true", help="print JSON on stdout")
 
 
@@ -62,7 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Runs `beamjax jobs`."""
     if arguments.action == "resume":
         return _resume(arguments)
-    actions = {"list": _list, "show": _show, "cancel": _cancel, "replay": _replay}
+    actions = {"list": _list, "show": _show, "cancel": _cancel, "replay": _replay, "diff": _diff}
     return give(arguments, lambda: actions[arguments.action](arguments))
 
 
@@ -257,6 +259,14 @@ def _replay(arguments: argparse.Namespace) -> Answer:
             pdb.post_mortem(error.__traceback__)
         raise
     return Answer({"result": result_data(found)}, result_text(found))
+
+
+def _diff(arguments: argparse.Namespace) -> Answer:
+    """Compares two jobs; the status is 1 if a bit of their results differs."""
+    from beamjax.comparing import diff
+
+    found = diff(_folder(arguments.job).path, _folder(arguments.other).path)
+    return Answer({"difference": vars(found)}, str(found), FAILED if found else DONE)
 
 
 def _resumable(folder: JobFolder) -> tuple[list[str], str]:
