@@ -46,6 +46,10 @@ class BeamjaxError(Exception):
     run: Any = None
     rounds: int = 0
 
+    def __reduce__(self) -> Any:
+        """For other processes: without `run`, which holds the user's function and data."""
+        return type(self), self.args, {k: v for k, v in vars(self).items() if k != "run"}
+
 
 class OutsideProgramError(BeamjaxError, RuntimeError):
     """An operator was called outside a function decorated with `beamjax.program`."""

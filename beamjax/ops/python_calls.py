@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from jax import tree_util
+from jax.experimental import checkify
 from jax.extend import core as jex
 
 from beamjax import _compat
@@ -118,7 +119,12 @@ def _batched(args: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
     return outs, [0] * len(outs)
 
 
+def _checked(errors: Any, *args: Any, **params: Any) -> tuple[checkify.Error, list[Any]]:
+    return checkify.checkify(functools.partial(_traced, **params), errors=errors)(*args)
+
+
 _compat.register_lowering(call_p, _traced)
+_compat.register_error_check(call_p, _checked)
 ad.primitive_jvps[call_p] = _jvp
 batching.primitive_batchers[call_p] = _batched
 

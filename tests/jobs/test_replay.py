@@ -1,12 +1,14 @@
 """Replay: bodies of jobs as Python functions, against the same functions called without beamjax."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_types
+from jax.experimental import checkify, io_callback
 
 import beamjax as bj
 
@@ -104,6 +106,10 @@ def test_an_error_replays_the_member_that_fails(runner):
     assert "member 13 in the step" in again.value.__notes__[-1]
     assert any(entry.path.samefile(__file__) for entry in again.traceback[2:])
     found = bj.replay(raised.value, member=12)
+    np.testing.assert_allclose(found, X[12] - X.mean(0), rtol=1e-5, atol=1e-6)
+    elsewhere = pickle.loads(pickle.dumps(raised.value))
+    assert (elsewhere.failure, elsewhere.run) == (raised.value.failure, None)
+    found = bj.replay(elsewhere, failing, X, member=12)
     np.testing.assert_allclose(found, X[12] - X.mean(0), rtol=1e-5, atol=1e-6)
 
 
@@ -213,6 +219,41 @@ def test_derivatives_of_a_program_call_its_function():
     pair = np.stack([W, 2 * W])
     (values,) = replayed(jax.vmap(program, (0, None)), pair, X)
     np.testing.assert_allclose(values, [curve(w, X[3]) for w in pair], rtol=1e-6)
+    checked = checkify.checkify(program, errors=checkify.nan_checks)
+    np.testing.assert_allclose(replayed(checked, W, X)[-1], curve(W, X[3]), rtol=1e-6)
+
+
+def test_loops_and_branches_with_effects(tmp_path):
+    seen = []
+
+    @bj.program(clients=N)
+    def program(w, x):
+        def body(state):
+            i, w = state
+
+            def even(v):
+                io_callback(lambda i: seen.append(int(i)), None, i)
+                return v * w
+
+            means = [
+                lambda: bj.reduce_mean(bj.map_fn(even, x)),
+                lambda: bj.reduce_max(bj.map_fn(lambda v: v + w, x)),
+            ]
+            return i + 1, w + jax.lax.switch(i % 2, means)
+
+        return jax.lax.while_loop(lambda state: state[0] < 4, body, (jnp.int32(0), w))
+
+    folder = str(tmp_path / "job")
+    bj.run(program, W, X, runner="local", options={"job_folder": folder})
+    w = W
+    for number in range(4):
+        seen.clear()
+        step = ("even", "<lambda>")[number % 2]
+        found = bj.replay(folder, program, W, X, member=3, step=step, round=number)
+        members = X + w if number % 2 else X * w
+        np.testing.assert_allclose(found, members[3], rtol=1e-5, atol=1e-6)
+        assert number % 2 or seen[-1] == number
+        w = w + (members.max(0) if number % 2 else members.mean(0))
 
 
 def test_what_can_not_be_replayed(tmp_path):
