@@ -11,6 +11,7 @@ whose closure holds the values that the member has for them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -133,7 +134,7 @@ class _Substitution:
     """Copies what holds tracers, with their values in place of them; all else stays as it is.
 
     It looks into closures and defaults of functions, bound methods, `functools.partial`, what
-    `jax.jit` and its like wrap, and trees.
+    `jax.jit` and its like wrap, trees, and the attributes of objects.
 
     Args:
       values: by the identity of the tracer.
@@ -168,14 +169,14 @@ class _Substitution:
         if not (cells or fn.__defaults__ or fn.__kwdefaults__):
             return fn
         new = [types.CellType() for _ in cells]
-        copy = types.FunctionType(
+        made = types.FunctionType(
             fn.__code__, fn.__globals__, fn.__name__, self(fn.__defaults__), tuple(new)
         )
-        copy.__kwdefaults__ = self(fn.__kwdefaults__)
-        copy.__dict__.update(fn.__dict__)
-        self._copies[id(fn)] = copy  # before its closure, which may hold the function itself
-        changed = copy.__defaults__ is not fn.__defaults__
-        changed |= copy.__kwdefaults__ is not fn.__kwdefaults__
+        made.__kwdefaults__ = self(fn.__kwdefaults__)
+        made.__dict__.update(fn.__dict__)
+        self._copies[id(fn)] = made  # before its closure, which may hold the function itself
+        changed = made.__defaults__ is not fn.__defaults__
+        changed |= made.__kwdefaults__ is not fn.__kwdefaults__
         for cell, old in zip(new, cells, strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 cell.cell_contents = self(old.cell_contents)
@@ -183,12 +184,25 @@ class _Substitution:
         if not changed:
             self._copies[id(fn)] = fn
             return fn
-        return copy
+        return made
 
     def _tree(self, x: Any) -> Any:
         leaves, tree = tree_util.tree_flatten(x, is_leaf=lambda node: id(node) in self._values)
         if len(leaves) == 1 and leaves[0] is x:
-            return x
+            return self._object(x)
         new = list(map(self, leaves))
         same = all(a is b for a, b in zip(new, leaves, strict=True))
         return x if same else tree_util.tree_unflatten(tree, new)
+
+    def _object(self, x: Any) -> Any:
+        """An object that is no tree: a copy, if one of its attributes holds a tracer."""
+        attributes = getattr(x, "__dict__", None)
+        if type(attributes) is not dict or isinstance(x, jax.Array):
+            return x
+        self._copies[id(x)] = x  # It may hold itself.
+        new = {name: self(value) for name, value in attributes.items()}
+        if all(new[name] is value for name, value in attributes.items()):
+            return x
+        self._copies[id(x)] = changed = copy.copy(x)
+        vars(changed).update({k: changed if v is x else v for k, v in new.items()})
+        return changed

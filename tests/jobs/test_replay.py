@@ -35,6 +35,16 @@ def descend(w, x):
     return jax.lax.scan(body, w, None, length=4)
 
 
+class Model:
+    """An object that holds values, a function that does, and itself."""
+
+    def __init__(self, apply, mean):
+        self.apply, self.mean, self.me = apply, mean, self
+
+    def __call__(self, v):
+        return self.apply(v) + 0 * self.me.mean
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_round_of_a_loop_has_its_server_values(tmp_path, runner):
     options = {"job_folder": str(tmp_path / "job"), "shard_size": 8}
@@ -69,8 +79,8 @@ def test_a_body_sees_arrays_and_no_tracers(tmp_path, monkeypatch):
                 breakpoint()
             return (v - parameters["mean"]) * power
 
-        apply = functools.partial(jax.jit(inner), power=scale)
-        return bj.reduce_sum(bj.map_fn(lambda v: apply(v), x))
+        model = Model(functools.partial(jax.jit(inner), power=scale), mean)
+        return bj.reduce_sum(bj.map_fn(lambda v: model(v), x))
 
     scale = np.float32(2)
     options = {"job_folder": str(tmp_path / "job")}
