@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -106,6 +107,27 @@ def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None
     """Lowers `primitive` by tracing `fun`, which takes the operands and the parameters."""
     rule = mlir.lower_fun(fun, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
+
+
+@contextlib.contextmanager
+def callback_errors() -> Iterator[list[BaseException]]:
+    """Collects what functions raise that compiled code calls on the host.
+
+    XLA hands on only their text, but JAX logs them before.
+    """
+    found: list[BaseException] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                found.append(record.exc_info[1])
+
+    logger, handler = logging.getLogger("jax._src.callback"), Collect()
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:

@@ -38,9 +38,17 @@ class BeamjaxError(Exception):
 
     Attributes:
       failure: where on a worker it was, or None if it was not on a worker.
+      run: what `beamjax.replay` runs again, in the process that called `run`; otherwise None.
+      rounds: the rounds of loops that were over by then.
     """
 
     failure: Failure | None = None
+    run: Any = None
+    rounds: int = 0
+
+    def __reduce__(self) -> Any:
+        """For other processes: without `run`, which holds the user's function and data."""
+        return type(self), self.args, {k: v for k, v in vars(self).items() if k != "run"}
 
 
 class OutsideProgramError(BeamjaxError, RuntimeError):

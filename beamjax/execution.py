@@ -19,7 +19,7 @@ from beamjax.diagnostics.facts import facts_of
 from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
 from beamjax.diagnostics.topology import Workers
-from beamjax.errors import OptionsError, StagingError
+from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import Planned, make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
@@ -135,7 +135,7 @@ def _options(options: Any, keep: str | None, runner: Any) -> Options:
 
 
 @dataclass(frozen=True)
-class _PreparedRun:
+class PreparedRun:
     """A call that is staged, planned and checked: the `Work` of a job.
 
     Attributes:
@@ -147,6 +147,8 @@ class _PreparedRun:
       options: of the run.
       results: where results that are kept go.
       files: with members that were counted before; they go when the run is over.
+      fn: the user's function; None for streams, whose members can't be read again.
+      restore: as of `flatten_arguments`.
     """
 
     planned: Planned
@@ -157,6 +159,8 @@ class _PreparedRun:
     options: Options
     results: Kept
     files: contextlib.ExitStack
+    fn: Callable[..., Any] | None
+    restore: Callable[..., Any]
 
     @property
     def runner(self) -> str:
@@ -167,7 +171,11 @@ class _PreparedRun:
         """Runs the plan, and collects the tree that the function returns."""
         with self.files:
             with self.results.cleared(), with_lapack_threads():
-                values = self._values(monitor)
+                try:
+                    values = self._values(monitor)
+                except BeamjaxError as error:
+                    self._note_replay(error, monitor)
+                    raise
             monitor.letters.tell()
             types = self.planned.staged.closed.out_avals
             leaves = [
@@ -180,6 +188,12 @@ class _PreparedRun:
             ]
             result = jax.tree_util.tree_unflatten(self.planned.staged.out_tree, leaves)
             return with_tables(result, self.results, self.backend, self.options)
+
+    def _note_replay(self, error: BeamjaxError, monitor: Monitor) -> None:
+        """Lets `beamjax.replay` run again what failed."""
+        if error.failure is not None and error.failure.shard is not None and self.fn is not None:
+            error.run, error.rounds = self, monitor.progress().rounds
+            error.add_note("beamjax.replay(error) calls its members as Python, for pdb and print.")
 
     def _values(self, monitor: Monitor) -> dict[str, np.ndarray | Placed]:
         """Runs the plan; its outputs by name."""
@@ -208,7 +222,7 @@ class _PreparedRun:
 
 def _prepare(
     fn: Callable[..., Any], args: Any, runner: Any, options: Options, snapshot: bool = False
-) -> _PreparedRun:
+) -> PreparedRun:
     """Stages and plans a call, chooses where it runs, and checks that it can.
 
     Members of unknown number are counted first, if the program needs their number. With `snapshot`,
@@ -217,6 +231,7 @@ def _prepare(
     arguments, key, restore = _flatten("run", fn, args)
     _refuse_abstract(arguments)
     _refuse_streams_with_checkpoint(arguments, options)
+    has_streams = any(argument.is_stream for argument in arguments)
     with contextlib.ExitStack() as files:
         if _must_count(fn, arguments, key, restore, runner, options):
             args = files.enter_context(counted(args, runner, options, local=runner == LOCAL))
@@ -233,9 +248,10 @@ def _prepare(
         options = with_fitting_threads(plan, read, options, name)
         check_memory(plan, read, options, Workers.of(name, options))
         results = _kept_results(planned, plan, options)
-        return _PreparedRun(
-            planned, plan, arguments, inputs, runner, options, results, files.pop_all()
-        )
+        return PreparedRun(
+            planned, plan, arguments, inputs, runner, options, results, files.pop_all(),
+            None if has_streams else fn, restore,
+        )  # fmt: skip
 
 
 def _name_of(runner: Any) -> str:

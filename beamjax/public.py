@@ -1,5 +1,7 @@
 """What users of beamjax name. `beamjax` has all of it, and imports it when it is first named."""
 
+from beamjax.comparing import Difference as Difference
+from beamjax.comparing import diff as diff
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
 from beamjax.errors import CheckpointError as CheckpointError
@@ -45,6 +47,7 @@ from beamjax.ops.weights import influence as influence
 from beamjax.ops.weights import reweight as reweight
 from beamjax.ops.weights import standard_error as standard_error
 from beamjax.options import Options as Options
+from beamjax.replaying import replay as replay
 from beamjax.runtime.placed_results import open_placed as open_placed
 from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays

@@ -17,7 +17,7 @@ COMMANDS = {
     "verify": ("beamjax.commands.verify", "compare the answer of a runner with that of jax.jit"),
     "explain": ("beamjax.commands.explain", "what a function becomes: steps, passes, bytes"),
     "bench": ("beamjax.commands.bench", "how long a function takes on runners and under jax.jit"),
-    "jobs": ("beamjax.commands.jobs", "list, show, cancel or resume jobs by their folders"),
+    "jobs": ("beamjax.commands.jobs", "list, show, cancel, resume, replay or compare jobs"),
     "completion": ("beamjax.commands.completion", "a script for bash, zsh or fish"),
     "doctor": ("beamjax.doctor", "what this machine can run, and what it lacks"),
     "flink": (
@@ -40,23 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0; 1 where the command failed and said why, or found a difference; 2 for
       wrong arguments; 130 for an interrupt.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="beamjax", description="JAX programs on Apache Beam.")
-    parser.add_argument("--version", action="version", version=f"beamjax {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    takes_flags = False
     try:
-        for name, (module, purpose) in COMMANDS.items():
-            subparser = commands.add_parser(name, help=purpose, description=purpose)
-            # The modules of others may need what is not installed, and take long to import.
-            if name in argv[:1]:
-                found = importlib.import_module(module)
-                found.add_arguments(subparser)
-                subparser.set_defaults(command=found.command)
-                takes_flags = getattr(found, "takes_flags", False)
-        if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-            parser.error(f"found no command {argv[0]!r}{hint(argv[0], COMMANDS)}")
-        arguments = _parsed(parser, argv, takes_flags)
+        arguments = parsed(sys.argv[1:] if argv is None else list(argv))
         status = int(arguments.command(arguments))
         sys.stdout.flush()
         return status
@@ -70,6 +55,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The arguments of a command line.
+
+    Raises:
+      SystemExit: they are wrong, or ask for help.
+    """
+    parser = argparse.ArgumentParser(prog="beamjax", description="JAX programs on Apache Beam.")
+    parser.add_argument("--version", action="version", version=f"beamjax {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    takes_flags = False
+    for name, (module, purpose) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=purpose, description=purpose)
+        # The modules of others may need what is not installed, and take long to import.
+        if name in argv[:1]:
+            found = importlib.import_module(module)
+            found.add_arguments(subparser)
+            subparser.set_defaults(command=found.command)
+            takes_flags = getattr(found, "takes_flags", False)
+    if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+        parser.error(f"found no command {argv[0]!r}{hint(argv[0], COMMANDS)}")
+    return _parsed(parser, argv, takes_flags)
 
 
 def _parsed(

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import os
+import pdb
 import shlex
 import sys
 from typing import Any
@@ -28,7 +29,9 @@ _JOB = f"a folder that was given as --job_folder, or its name in ${ROOT}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `beamjax jobs`."""
-    actions = parser.add_subparsers(dest="action", metavar="list|show|cancel|resume", required=True)
+    actions = parser.add_subparsers(
+        dest="action", metavar="list|show|cancel|resume|replay", required=True
+    )
     lists = actions.add_parser("list", help="the jobs in a folder and in the folders in it")
     lists.add_argument(
         "folder", nargs="?", help=f"local folder (default: ${ROOT}, or the current folder)"
@@ -42,9 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resume = actions.add_parser(
         "resume", help="run the command line of a job again, from its last checkpoint if it has one"
     )
-    for action in (show, cancel, resume):
+    replay = actions.add_parser(
+        "replay", help="call the body of a job for single members, as Python in this process"
+    )
+    for name in ("member", "shard", "round"):
+        replay.add_argument(f"--{name}", type=int, metavar="N", help="as of beamjax.replay")
+    replay.add_argument("--step", metavar="NAME", help="of a step of the plan, or of a function")
+    replay.add_argument("--pdb", action="store_true", help="open the debugger where it fails")
+    diff = actions.add_parser("diff", help="where the results of two jobs differ, and why")
+    for action in (show, cancel, resume, replay, diff):
         action.add_argument("job", metavar="JOB", help=_JOB)
-    for action in (lists, show, cancel, resume):
+    diff.add_argument("other", metavar="OTHER", help="likewise")
+    for action in (lists, show, cancel, resume, replay, diff):
         action.add_argument("--json", action="store_true", help="print JSON on stdout")
 
 
@@ -52,7 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Runs `beamjax jobs`."""
     if arguments.action == "resume":
         return _resume(arguments)
-    actions = {"list": _list, "show": _show, "cancel": _cancel}
+    actions = {"list": _list, "show": _show, "cancel": _cancel, "replay": _replay, "diff": _diff}
     return give(arguments, lambda: actions[arguments.action](arguments))
 
 
@@ -215,7 +227,7 @@ def _cancel(arguments: argparse.Namespace) -> Answer:
 def _resume(arguments: argparse.Namespace) -> int:
     """Runs a job again; what it prints is what `beamjax run` prints."""
     try:
-        argv, cwd = _line_of(_folder(arguments.job))
+        argv, cwd = _resumable(_folder(arguments.job))
     except BeamjaxError as error:
         return fail(arguments, error)
     from beamjax.commands import cli
@@ -225,7 +237,39 @@ def _resume(arguments: argparse.Namespace) -> int:
     return cli.main([*argv[:1], *["--json"] * arguments.json, *argv[1:]])
 
 
-def _line_of(folder: JobFolder) -> tuple[list[str], str]:
+def _replay(arguments: argparse.Namespace) -> Answer:
+    """Calls the body of a job that the command line started."""
+    from beamjax.commands import cli
+    from beamjax.commands.arguments.binding import find_call, with_files
+    from beamjax.commands.output import result_data, result_text
+    from beamjax.replaying import replay
+
+    folder = _folder(arguments.job)
+    argv, cwd = _line_of(folder)
+    os.chdir(cwd)
+    options, make_call = find_call(cli.parsed(argv))
+    call = with_files(make_call(), options)
+    chosen = {name: getattr(arguments, name) for name in ("member", "shard", "step", "round")}
+    try:
+        found = replay(folder.path, call.fn, *call.args, **chosen, options=options)
+    except BeamjaxError:
+        raise
+    except Exception as error:
+        if arguments.pdb:
+            pdb.post_mortem(error.__traceback__)
+        raise
+    return Answer({"result": result_data(found)}, result_text(found))
+
+
+def _diff(arguments: argparse.Namespace) -> Answer:
+    """Compares two jobs; the status is 1 if a bit of their results differs."""
+    from beamjax.comparing import diff
+
+    found = diff(_folder(arguments.job).path, _folder(arguments.other).path)
+    return Answer({"difference": vars(found)}, str(found), FAILED if found else DONE)
+
+
+def _resumable(folder: JobFolder) -> tuple[list[str], str]:
     """The command line of a job that can be run again.
 
     Raises:
@@ -236,6 +280,15 @@ def _line_of(folder: JobFolder) -> tuple[list[str], str]:
         raise OptionsError(f"{folder.path}: the job runs; `beamjax jobs cancel` ends it")
     if state == "done":
         raise OptionsError(f"{folder.path}: the job is done; `beamjax jobs show` shows its result")
+    return _line_of(folder)
+
+
+def _line_of(folder: JobFolder) -> tuple[list[str], str]:
+    """The command line of a job, and the folder in which it was given.
+
+    Raises:
+      OptionsError: the job was not started by a command line, or the folder is gone.
+    """
     line = read_command(folder)
     if line is None:
         raise OptionsError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from beamjax.commands.answers import Answer, give
 from beamjax.commands.arguments import flags
+from beamjax.errors import BeamjaxError
 from beamjax.options import Options
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     call = with_files(make_call(), options)
     begin = time.monotonic()
     job = _launch(call, arguments, options)
-    result = _wait(job)
+    result = _wait(job, options.job_folder)
     seconds = time.monotonic() - begin
     if arguments.out:
         output.write_out(result, arguments.out)
@@ -81,10 +83,14 @@ def _launch(call: Any, arguments: argparse.Namespace, options: Options) -> Job:
     return job
 
 
-def _wait(job: Job) -> Any:
+def _wait(job: Job, folder: str | None) -> Any:
     """The result; a first interrupt cancels the job, a second one leaves at once."""
     try:
         return job.result()
+    except BeamjaxError as error:
+        if error.run is not None and folder is not None:
+            error.add_note(f"beamjax jobs replay {shlex.quote(folder)} --pdb debugs them here.")
+        raise
     except KeyboardInterrupt:
         print("beamjax: cancelling the job", file=sys.stderr)
         try:

@@ -28,6 +28,7 @@ from beamjax.ops import primitives, sharding
 from beamjax.ops import taylor as _taylor  # noqa: F401
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
+from beamjax.ops.python_calls import PythonCall
 from beamjax.ops.sharding import AnyMesh
 from beamjax.ops.sizes import check_parameters, find_sizes
 from beamjax.ops.weights import weighted_reduction, weights_for
@@ -162,8 +163,9 @@ def map_fn(
 
     # Messages of JAX then name the user's function, its file and its parameters.
     body = functools.wraps(fn, assigned=(), updated=())(body)
+    change = PythonCall(fn, name, arguments).mapped
     outs = primitives.map_members(
-        body, [], placed, placement=placement, n=n, name=name, mesh=mesh, tree=tree
+        body, [], placed, placement=placement, n=n, name=name, mesh=mesh, tree=tree, change=change
     )
     return _compat.batch_of(member_type, outs, n)
 

@@ -125,17 +125,21 @@ def map_members(
     name: str,
     mesh: sharding.AnyMesh | None,
     tree: Any = None,
+    change: Callable[..., jex.ClosedJaxpr] | None = None,
 ) -> list[jax.Array]:
     """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
 
     What `fn` closes over becomes further broadcast operands, before the given ones. `fn` takes flat
-    values; or, where there is a `tree`, the arguments that this makes of them.
+    values; or, where there is a `tree`, the arguments that this makes of them. The body that is
+    mapped is `change(jaxpr, consts)`, if that is given.
     """
     avals = [jax.typeof(x) for x in broadcast]
     avals += [sharding.member_aval(jax.typeof(x), placement) for x in placed]
     jaxpr, consts = trace_body(fn, avals if tree is None else tree_util.tree_unflatten(tree, avals))
     for const in consts:
         sharding.check_shared(const, placement, mesh)
+    if change is not None:
+        jaxpr = change(jaxpr, consts)
     broadcast = [*consts, *broadcast]
     return bind_map(jaxpr, broadcast, placed, placement=placement, n=n, name=name, mesh=mesh)
 

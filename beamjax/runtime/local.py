@@ -16,7 +16,7 @@ import numpy as np
 from beamjax.bodies.compile_cache import use_compile_cache
 from beamjax.bodies.export import run_server
 from beamjax.bodies.xla_threads import compute_device
-from beamjax.errors import WorkerError
+from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.liveness import Position, step_index
@@ -87,6 +87,35 @@ def evaluate(
     if options.shard_timeout is None:
         return run.outputs()
     return bounded(run.outputs, run.table)
+
+
+def values_before(
+    plan: Plan, inputs: Inputs, options: Options, step: str, rounds: int
+) -> dict[str, np.ndarray]:
+    """The values that a step finds.
+
+    Args:
+      plan: of the step.
+      inputs: of the plan.
+      options: of the run.
+      step: the name of the step.
+      rounds: the number of rounds of loops that are over by then.
+
+    Returns:
+      All raw arrays that were computed before, by name; placed ones have their members along axis
+      0.
+
+    Raises:
+      OptionsError: the run does not reach the step in this round.
+      WorkerError: a body before it fails.
+    """
+    run = _Until(plan, inputs, options, Monitor(plan), None, NOTHING)
+    run.target = step, rounds
+    try:
+        run.outputs()
+    except _Reached:
+        return run.served | run.placed
+    raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
 
 Read = tuple[Shard, list[np.ndarray], Mapping[int, str], Meter]
@@ -402,6 +431,21 @@ class _Evaluation:
             meter.lap("read", sum(array.nbytes for array in block.values.values()))
             yield shard, [block.values[name] for name in step.operands], {}, meter
             meter = new_meter()
+
+
+class _Reached(Exception):
+    """The step is reached that `_Until` looks for."""
+
+
+class _Until(_Evaluation):
+    """Runs the steps before `target`: the name of a step, and a number of rounds."""
+
+    target: tuple[str, int]
+
+    def step(self, step: Step, at: Position) -> None:
+        if (step.name, self.monitor.progress().rounds) == self.target:
+            raise _Reached
+        super().step(step, at)
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:

@@ -103,6 +103,60 @@ def test_lists(folder, capsys, monkeypatch):
     assert "jobs nearby: all/1, all/2, all/damaged" in refused(capsys, "jobs", "show", "3")
 
 
+FAILING = """
+import jax
+import beamjax as bj
+
+
+def positive(v):
+    if v < 0:
+        raise ValueError(f"found {v}")
+    return v
+
+
+@bj.program(rows=None)
+def total(x):
+    check = lambda v: jax.pure_callback(positive, v, v, vmap_method="sequential")
+    return bj.reduce_sum(bj.map_fn(check, x))
+"""
+
+
+def test_replay(folder, capsys, monkeypatch):
+    (folder / "failing.py").write_text(FAILING, encoding="utf-8")
+    x = np.arange(9, dtype=np.float32)
+    x[5] = -1
+    np.save("x.npy", x)
+    argv = ["run", "failing.py:total", "--arg=x=x.npy", "--runner=local", "--job_folder=a b"]
+    assert cli.main(argv) == 1
+    assert "beamjax jobs replay 'a b' --pdb" in capsys.readouterr().err
+    status, found, _ = json_of(capsys, "jobs", "replay", "a b", "--member=4")
+    assert (status, found["result"][0]["value"]) == (0, 4)
+    stopped = []
+    monkeypatch.setattr("pdb.post_mortem", stopped.append)
+    assert cli.main(["jobs", "replay", "a b", "--pdb"]) == 1
+    assert "ValueError: found -1.0" in capsys.readouterr().err
+    names = []
+    while (trace := stopped.pop() if stopped else None) is not None:
+        names.append(trace.tb_frame.f_code.co_name)
+        stopped += [trace.tb_next] if trace.tb_next else []
+    assert "positive" in names
+    assert "one from 0 to 8" in refused(capsys, "jobs", "replay", "a b", "--member=9")
+
+
+def test_diff(folder, capsys):
+    for job in "ab":
+        assert cli.main([*RUN, f"--job_folder={job}"]) == 0
+    np.save("weights.npy", np.full(3, 2, np.float32))
+    assert cli.main([*RUN, "--job_folder=c"]) == 0
+    capsys.readouterr()
+    status, found, _ = json_of(capsys, "jobs", "diff", "a", "b")
+    assert (status, found["difference"]["where"]) == (0, "")
+    assert cli.main(["jobs", "diff", "a", "c"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("result['loss']: ")
+    assert "because of the inputs" in text
+
+
 def test_jobs_that_cannot_be_resumed(folder, capsys):
     total = beamjax.program(rows=3)(beamjax.reduce_sum)
     beamjax.run(total, jnp.arange(3.0), runner="local", options={"job_folder": "j"})

@@ -1,0 +1,152 @@
+"""`diff`: where the results of two jobs differ, and why, from what their folders hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from beamjax.bodies.export import unwrap
+from beamjax.errors import JobError
+from beamjax.jobs.job import Job, JobState, open_job
+from beamjax.jobs.report import Report
+from beamjax.sources.arrays.placed import Placed
+from beamjax.sources.tables.keyed_table import KeyedTable
+from beamjax.verification import ulp_distance
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the results of two jobs compare, bit by bit.
+
+    Attributes:
+      where: the first value that differs, as `result['loss'][3]`; "" if all bits are equal.
+      values: the two values there, as text; or the types of the leaves, where these differ.
+      ulp: how many representable numbers lie between two floats; None for others.
+      count: how many values of this leaf differ.
+      reasons: what may make bits differ and is not the same in both jobs: of the plan, the machines
+        and the dropped members. If all of that is the same, it is the inputs.
+    """
+
+    where: str
+    values: tuple[str, str] = ("", "")
+    ulp: int | None = None
+    count: int = 0
+    reasons: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.where)
+
+    def __str__(self) -> str:
+        if not self.where:
+            return "all bits of the results are equal"
+        distance = "" if self.ulp is None else f", {self.ulp} ULP apart"
+        more = f"; {self.count} values of it differ" if self.count > 1 else ""
+        lines = [f"{self.where}: {self.values[0]} and {self.values[1]}{distance}{more}"]
+        return "\n".join([*lines, *(f"  because of {reason}" for reason in self.reasons)])
+
+
+def diff(
+    first: Job | str | os.PathLike[str],
+    second: Job | str | os.PathLike[str],
+    *,
+    like: Any = None,
+) -> Difference:
+    """Finds the first value of the results of two jobs whose bits differ, and what may be why.
+
+    The jobs may have run on different machines, with different versions, on different data.
+
+    Args:
+      first: a job that is done, or its folder.
+      second: likewise.
+      like: a tree with the structure of the results, as for `Job.result`.
+
+    Returns:
+      A `Difference`, which is true if there is one; `str()` of it is for people.
+
+    Raises:
+      JobError: a job is not done.
+      StructureError, ArrayFormatError, SourceError: a result can't be read.
+    """
+    jobs = [job if isinstance(job, Job) else open_job(job) for job in (first, second)]
+    for job in jobs:
+        if job.state is not JobState.DONE:
+            raise JobError(
+                f"{job.folder}: found a job that is {job.state.value}, expected one that is done: "
+                "only then it has a result to compare"
+            )
+    a, b = (dict(_leaves(job.result(like=like))) for job in jobs)
+    for path in a | b:
+        left, right = a.get(path), b.get(path)
+        found = _compared(path, left, right)
+        if found is not None:
+            reports = jobs[0].report(), jobs[1].report()
+            return replace(found, reasons=tuple(_reasons(*reports)))
+    return Difference("")
+
+
+def _leaves(result: Any) -> Iterator[tuple[str, Any]]:
+    handles = Placed, KeyedTable
+    is_leaf = lambda x: isinstance(x, handles)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_leaf):
+        name = f"result{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, handles):
+            raise JobError(
+                f"{name}: found a result that is kept in files of {leaf.folder}, expected arrays; "
+                "compare the files"
+            )
+        yield name, leaf
+
+
+def _compared(path: str, left: Any, right: Any) -> Difference | None:
+    """The difference of two leaves, without reasons; None if their bits are equal."""
+    types = _type(left), _type(right)
+    if types[0] != types[1]:
+        return Difference(path, types, count=1)
+    x, y = (np.asarray(unwrap(leaf)) for leaf in (left, right))
+    if x.tobytes() == y.tobytes():
+        return None
+    bits = [np.ascontiguousarray(v).reshape(-1).view(np.uint8).reshape(v.size, -1) for v in (x, y)]
+    places = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
+    index = tuple(map(int, np.unravel_index(places[0], x.shape)))
+    is_float = jax.numpy.issubdtype(x.dtype, np.inexact)
+    ulp = int(ulp_distance(x[index][None], y[index][None])[0]) if is_float else None
+    texts = repr(x[index].item()), repr(y[index].item())
+    return Difference(f"{path}{list(index) if index else ''}", texts, ulp, len(places))
+
+
+def _type(leaf: Any) -> str:
+    return "no leaf" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _reasons(a: Report, b: Report) -> Iterator[str]:
+    """What may make bits differ, and does."""
+    begun = False
+    names = {**a.fingerprint, **b.fingerprint}
+    for what, left, right in [
+        *((name, a.fingerprint.get(name), b.fingerprint.get(name)) for name in names),
+        ("the machines", _kinds(a), _kinds(b)),
+        ("the members that were dropped", _dropped(a), _dropped(b)),
+    ]:
+        if left != right:
+            begun = True
+            is_hash = any(text is None or text.startswith("#") for text in (left, right))
+            yield what if is_hash else f"{what}: {left} and {right}"
+    if not (a.fingerprint and b.fingerprint):
+        yield "something unknown: a folder does not hold the fingerprint of its plan"
+    elif not begun:
+        yield "the inputs: the plan, the machines and the dropped members are the same"
+
+
+def _kinds(report: Report) -> str:
+    return "; ".join(report.provenance.kinds) or "unknown"
+
+
+def _dropped(report: Report) -> str:
+    found = [f"{each.placement} {each.member}" for each in report.dropped]
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"{', '.join(found[:8])}{more}" if found else "none"

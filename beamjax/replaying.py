@@ -1,0 +1,326 @@
+"""`replay`: the bodies of a job on single members, as Python functions in this process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from beamjax import _compat
+from beamjax._text import hint, listed
+from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
+from beamjax.execution import LOCAL, PreparedRun, bind_inputs
+from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
+from beamjax.interpreters.lowering.map_bodies import map_body
+from beamjax.interpreters.planning import Planned, make_plan
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.table import MemberwiseRule
+from beamjax.interpreters.staging.stage import Argument, flatten_arguments
+from beamjax.jobs.job import Job, JobState, open_job
+from beamjax.ops.primitives import map_p
+from beamjax.ops.python_calls import collecting, keeping
+from beamjax.options import Options, parse_options
+from beamjax.plan import steps as plan_steps
+from beamjax.plan.steps import Map, Plan
+from beamjax.reading import counted
+from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.local import values_before
+from beamjax.telemetry.job_folder import JobFolder
+
+
+def replay(
+    failed: BeamjaxError | Job | str | os.PathLike[str],
+    fn: Callable[..., Any] | None = None,
+    *args: Any,
+    member: int | None = None,
+    shard: int | None = None,
+    step: str | None = None,
+    round: int | None = None,
+    options: Any = None,
+) -> Any:
+    """Calls the body of a job for single members, as the Python function that it is.
+
+    The function is called in this thread with the arrays of one member, and without `jax.jit` and
+    `jax.vmap`. So `breakpoint()`, `print`, `jax.disable_jit` and `checkify` work in it, and an
+    exception has its own traceback. Sources are read again, and the passes before the step are
+    computed again in this process; of a loop, also the rounds before.
+
+        try:
+            beamjax.run(fn, *args)
+        except beamjax.WorkerError as error:
+            beamjax.replay(error)
+
+    Args:
+      failed: an error that this process got from a run; then nothing else is needed. Or a job or
+        its folder, in any state, of any process that ran `fn(*args)`.
+      fn: the function of the job; not for an error. It may be a mended one.
+      *args: the arguments of the job.
+      member: the index of one member.
+      shard: the number of a shard, whose members are called one after the other. Without `member`
+        and `shard` it is the shard that failed.
+      step: the name of a step of the plan (`map_clients_0`), or of the function that is mapped. By
+        default the step that failed, or the first one.
+      round: for a step in a loop: the number of rounds before, of all loops. By default the round
+        that failed, or the first one.
+      options: those of the job that change its values, such as `on_error`; not for an error.
+
+    Returns:
+      The tree that the body returns for the member. For a shard a list of them, one for each
+      member. A step with several bodies calls them all, and gives the result of the last one, or
+      of the one that `step` names. For derived code (`jax.grad` of a program) without a Python
+      function, its flat results.
+
+    Raises:
+      Exception: what the body raises.
+      JobError: `fn` is needed and missing, or was not the function of the job.
+      OptionsError: there is no such step, round, shard or member.
+      StagingError, PlacementError, StructureError, SourceError: as `run`.
+    """
+    with contextlib.ExitStack() as stack:
+        call, found = stack.enter_context(_call_of(failed, fn, args, options))
+        return _replay(call, found, member, shard, step, round)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call to be staged again; `values` are its flat arguments, as `Inputs` takes them."""
+
+    fn: Callable[..., Any]
+    arguments: Sequence[Argument]
+    restore: Callable[..., Any]
+    options: Options
+    values: Sequence[Any] | None = None
+
+    def planned(self, shard_sizes: Mapping[str, int]) -> tuple[Planned, Inputs]:
+        """The plan with bodies that are Python functions, and its inputs."""
+        with keeping():
+            planned = make_plan(
+                self.fn, self.arguments, self.restore, self.options, shard_sizes=shard_sizes or None
+            )
+        plan = planned.plan
+        if self.values is None:
+            return planned, bind_inputs(plan, self.arguments)
+        return planned, Inputs(plan, [*self.values[: len(self.arguments)], *plan.constants])
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is known of a job: its failure, and the rounds that were over by then.
+
+    `sizes` and `shard_sizes` are those of its placements, as far as they are known.
+    """
+
+    failure: Failure | None
+    rounds: int
+    shard_sizes: Mapping[str, int]
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _call_of(
+    failed: Any, fn: Callable[..., Any] | None, args: Sequence[Any], options: Any
+) -> Iterator[tuple[_Call, _Found]]:
+    if isinstance(failed, str | os.PathLike):
+        failed = open_job(failed)
+    if fn is None:
+        error = _error_of(failed) if isinstance(failed, Job) else failed
+        run = getattr(error, "run", None)
+        if not (isinstance(error, BeamjaxError) and isinstance(run, PreparedRun) and run.fn):
+            raise JobError(
+                f"replay: found {failed!r:.200} without the function of the job, expected it and "
+                "its arguments: beamjax.replay(folder, fn, *args)"
+            )
+        call = _Call(run.fn, run.arguments, run.restore, run.options, run.inputs.values)
+        yield call, _Found(error.failure, error.rounds, run.plan.shard_sizes)
+        return
+    parsed = parse_options(options)
+    if not isinstance(failed, Job):
+        failure = getattr(failed, "failure", None)
+        found = _Found(failure, getattr(failed, "rounds", 0), {})
+    else:
+        found = _found_in(JobFolder(failed.folder), failed)
+    arguments, _, restore = flatten_arguments(args)
+    with contextlib.ExitStack() as files:
+        if any(argument.is_stream for argument in arguments):
+            args = files.enter_context(counted(args, LOCAL, parsed, local=True))
+            arguments, _, restore = flatten_arguments(args)
+        yield _Call(fn, arguments, restore, parsed), found
+
+
+def _error_of(job: Job) -> BaseException | None:
+    if job.state is not JobState.FAILED:
+        return None
+    try:
+        job.result()
+    except Exception as error:
+        return error
+    return None
+
+
+def _found_in(folder: JobFolder, job: Job) -> _Found:
+    """What a folder says of its job."""
+    about = folder.read("about") or {}
+    recorded: Mapping[str, str] = about.get("fingerprint") or {}
+    sizes, shard_sizes = (
+        {name.removeprefix(start)[1:-1]: text for name, text in recorded.items() if start in name}
+        for start in ("the size of placement ", "the shard size of ")
+    )
+    error = _error_of(job)
+    rounds = job.progress().rounds if error else 0
+    shards = {name: int(text) for name, text in shard_sizes.items()}
+    return _Found(getattr(error, "failure", None), rounds, shards, sizes)
+
+
+def _replay(
+    call: _Call,
+    found: _Found,
+    member: int | None,
+    shard: int | None,
+    step: str | None,
+    rounds: int | None,
+) -> Any:
+    planned, inputs = call.planned(found.shard_sizes)
+    plan, failure = planned.plan, found.failure
+    for placement, n in plan.sizes.items():
+        if found.sizes.get(placement, str(n)) != str(n):
+            raise JobError(
+                f"replay: found {n} members of {placement!r}, expected the "
+                f"{found.sizes[placement]} of the job; pass its function and arguments"
+            )
+    chosen, function = _chosen(planned, step or (failure.step if failure else ""))
+    if rounds is None:
+        rounds = found.rounds if failure is None or failure.step == chosen.name else 0
+    members = _members(plan, chosen, failure, member, shard)
+    run = _Step(planned, inputs, chosen, values_before(
+        plan, inputs, call.options, chosen.name, rounds))  # fmt: skip
+    results = []
+    for index in members:
+        with _compat.callback_errors() as on_host:
+            try:
+                results.append(run(index, function))
+            except Exception as error:
+                raised = on_host[-1] if on_host else error
+                rest = f", after {rounds} rounds" if rounds else ""
+                raised.add_note(f"This was member {index} in the step {chosen.name!r}{rest}.")
+                if raised is error:
+                    raise
+                raise raised from error
+    return results if member is None else results[0]
+
+
+def _chosen(planned: Planned, step: str) -> tuple[Map, str]:
+    """The pass that is meant, and the function in it, "" for the last one."""
+    stages = _stages(planned)
+    passes = [
+        found
+        for found in plan_steps.walk(planned.plan.steps)
+        if isinstance(found, Map) and found.name in stages and _maps(stages[found.name])
+    ]
+    for found in passes:
+        if step in (found.name, ""):
+            return found, ""
+        if step in found.functions:
+            return found, step
+    names = [name for found in passes for name in (found.name, *found.functions)]
+    raise OptionsError(
+        f"step: found {step!r}, expected a function that is mapped, or a step that maps one: "
+        f"{listed(names)}{hint(step, names)}"
+    )
+
+
+def _members(
+    plan: Plan, step: Map, failure: Failure | None, member: int | None, shard: int | None
+) -> Iterable[int]:
+    """The members to be called."""
+    n, size = plan.sizes[step.placement], plan.shard_sizes[step.placement]
+    if member is not None:
+        if not 0 <= member < n:
+            raise OptionsError(f"member: found {member}, expected one from 0 to {n - 1}")
+        return [member]
+    if shard is not None:
+        if not 0 <= shard < plan.shards(step.placement):
+            last = plan.shards(step.placement) - 1
+            raise OptionsError(f"shard: found {shard}, expected one from 0 to {last}")
+        return range(shard * size, min(n, (shard + 1) * size))
+    if failure is None or failure.members is None or failure.step != step.name:
+        raise OptionsError(
+            f"replay: no shard of {step.name!r} failed, expected member=... or shard=..."
+        )
+    return range(failure.members[0], failure.members[1] + 1)
+
+
+class _Step:
+    """One pass, evaluated for single members.
+
+    Args:
+      planned: the program, with bodies that are Python functions.
+      inputs: of its plan.
+      step: the pass.
+      values: those that were computed before it.
+    """
+
+    def __init__(
+        self, planned: Planned, inputs: Inputs, step: Map, values: Mapping[str, np.ndarray]
+    ):
+        stage = _stages(planned)[step.name]
+        emissions = []
+        for emission in stage.emissions:
+            rule = emission.rule
+            if isinstance(rule, MemberwiseRule):
+                is_map = emission.eqn.primitive is map_p
+                rule = replace(rule, emit=_without_vmap) if is_map else rule
+                emissions.append(Emission(emission.eqn, rule))
+        stage = replace(stage, emissions=emissions, results=_maps(stage)[-1].outputs)
+        # A mask of the members that were not dropped is no operand of the stage.
+        self._operands = step.operands[: len(stage.operands)]
+        self._reader = inputs.reader()
+        self._values = values
+        self._served = [jnp.asarray(values[name]) for name in step.broadcasts]
+        types = [planned.plan.values[name] for name in (*step.broadcasts, *self._operands)]
+        impls = [found.key_impl for found in types]
+        self._body = map_body(planned.placed, stage, (), impls, None, 1)
+
+    def __call__(self, member: int, function: str) -> Any:
+        """What a function returns for a member; see `replay`."""
+        rows = [jnp.asarray(self._row(name, member)) for name in self._operands]
+        start, count = np.int32(member), np.int32(1)
+        with collecting() as returned:
+            flat = self._body(jnp.asarray(start), jnp.asarray(count), *self._served, *rows)
+        trees = [tree for name, tree in returned if function in ("", name)]
+        return trees[-1] if trees else [x[0] for x in flat]
+
+    def _row(self, name: str, member: int) -> np.ndarray:
+        """A placed value of one member, of shape (1, ...)."""
+        if name in self._values:
+            return self._values[name][member : member + 1]
+        return self._reader.read([name], member, member + 1)[name]
+
+
+def _without_vmap(eqn: Eqn, args: Sequence[Any], _: Any) -> list[Any]:
+    """Calls a body for the one member of a shard."""
+    served = eqn.params["num_broadcast"]
+    member = [x[0] for x in args[served:]]
+    return [x[None] for x in jex.jaxpr_as_fun(eqn.params["jaxpr"])(*args[:served], *member)]
+
+
+def _maps(stage: MapStage) -> list[Eqn]:
+    """The equations of a pass that map a body."""
+    return [e.eqn for e in stage.emissions if e.eqn.primitive is map_p]
+
+
+def _stages(planned: Planned) -> dict[str, MapStage]:
+    """The stages of passes by the names of their steps: lowering numbers them in this order."""
+    counts: collections.Counter[str] = collections.Counter()
+    found = {}
+    for stage in walk(planned.stages):
+        if isinstance(stage, MapStage):
+            found[f"map_{stage.placement}_{counts[stage.placement]}"] = stage
+            counts[stage.placement] += 1
+    return found

@@ -1,0 +1,68 @@
+"""`diff`: where two jobs differ, and why."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import beamjax as bj
+
+X = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
+
+
+@bj.program(placements={"rows": None})
+def totals(x):
+    return {"n": jnp.int32(x.shape[0]), "sum": bj.reduce_sum(bj.map_fn(lambda v: v * v, x))}
+
+
+@bj.program(placements={"rows": None})
+def other(x):
+    return {"n": jnp.int32(x.shape[0]), "sum": bj.reduce_sum(bj.map_fn(lambda v: v**3, x))}
+
+
+def run(tmp_path, fn=totals, x=X, runner="local", **options):
+    folder = str(tmp_path / str(len(list(tmp_path.iterdir()))))
+    bj.run(fn, x, runner=runner, options={"job_folder": folder, "shard_size": 8} | options)
+    return folder
+
+
+def test_the_same_bits_on_another_runner(tmp_path):
+    found = bj.diff(run(tmp_path), run(tmp_path, runner="DirectRunner"))
+    assert not found
+    assert str(found) == "all bits of the results are equal"
+
+
+def test_where_and_why(tmp_path):
+    first = run(tmp_path)
+    changed, wild = X.copy(), X.copy()
+    changed[17, 2] += 1
+    wild[5, 0] = np.nan
+    drop = {"on_nonfinite": "drop", "drop_limit": 1}
+    for second, reasons in [
+        (run(tmp_path, x=changed), ["the inputs"]),
+        (run(tmp_path, other), ["what its steps compute"]),
+    ]:
+        found = bj.diff(first, second)
+        assert found.where.startswith("result['sum']")
+        assert [reason.split(":")[0] for reason in found.reasons] == reasons
+    found = bj.diff(first, run(tmp_path, x=changed))
+    squares = [np.sum(np.square(x[:, 2].astype(np.float64))) for x in (X, changed)]
+    assert (found.where, found.count) == ("result['sum'][2]", 1)
+    np.testing.assert_allclose(list(map(float, found.values)), squares, rtol=1e-6)
+    a, b = (np.float32(value).view(np.int32) for value in map(float, found.values))
+    assert found.ulp == abs(int(a) - int(b))
+    found = bj.diff(run(tmp_path, **drop), run(tmp_path, x=wild, **drop))
+    assert found.reasons == ("the members that were dropped: none and rows 5",)
+    found = bj.diff(first, run(tmp_path, x=X[:99]))
+    assert (found.where, found.values) == ("result['n']", ("100", "99"))
+    assert "the size of placement 'rows': 100 and 99" in str(found)
+    found = bj.diff(first, run(tmp_path, x=X.astype(np.int32)))
+    assert found.values == ("float32[3]", "int32[3]")
+
+
+def test_a_job_without_a_result(tmp_path):
+    done, failed = run(tmp_path), str(tmp_path / "failed")
+    with pytest.raises(bj.WorkerError):
+        bj.run(totals, X * np.inf, runner="local",
+               options={"job_folder": failed, "on_nonfinite": "raise"})  # fmt: skip
+    with pytest.raises(bj.JobError, match="a job that is failed"):
+        bj.diff(done, failed)
