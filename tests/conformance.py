@@ -115,6 +115,19 @@ TABLE: dict[str, dict[str, Row]] = {
         "`jax.grad` of `lax.cond`": case("grad_of_cond_around"),
         "`lax.switch`": Row(more.switch_around),
     },
+    "Collectives in the body of a map": {
+        "`lax.psum(v, \"clients\")`": Row(in_body(lambda v: v * lax.psum(v, "clients"), X)),
+        "`lax.pmean`": Row(in_body(lambda v: v - lax.pmean(v, "clients"), X)),
+        "`lax.pmax`, `pmin`": Row(
+            in_body(lambda v: lax.pmax(v, "clients") - lax.pmin(v, "clients"), X)
+        ),
+        "`lax.axis_index`": Row(in_body(lambda v: v * lax.axis_index("clients"), X)),
+        "`lax.all_gather`": Row(in_body(lambda v: v @ lax.all_gather(v, "clients")[::2, 0].T, X)),
+        "`lax.pmean` in a `lax.scan` of rounds": Row(in_body(more.rounds_in_body, X)),
+        "`jax.vmap(..., axis_name=...)`, outside of a map": Row(
+            outside(lambda x: jax.vmap(lambda v: v - lax.pmean(v, "i"), axis_name="i")(x))
+        ),
+    },
     "Transformations and functions in the body of a map": {
         "`jax.grad`": case("plain"),
         "`jax.jit`": case("jit_in_body"),
