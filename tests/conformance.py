@@ -169,6 +169,15 @@ TABLE: dict[str, dict[str, Row]] = {
         "`x.at[:, i].add`": Row(outside(lambda x: x.at[:, 0].add(1.0))),
         "`x[3]`, one member": Row(outside(lambda x: x[3])),
         "`x[indices]`": Row(outside(lambda x, i: x[i], jnp.asarray([0, 2, 2]))),
+        "`lax.map` over members, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum(lax.map(lambda v: jnp.sin(v) @ v.T, x))))
+        ),
+        "`lax.scan` over members that only adds": Row(
+            outside(lambda x: lax.scan(lambda c, v: (c + v, v[0]), jnp.zeros((5, 3)), x))
+        ),
+        "`lax.scan` over members that reads its carry": Row(
+            outside(lambda x: lax.scan(lambda c, v: (c * v, c), jnp.ones((5, 3)), x))
+        ),
         "`jnp.sort` along members": Row(outside(lambda x: jnp.sort(x, 0))),
         "`jnp.cumsum` along members": Row(outside(lambda x: jnp.cumsum(x, 0))),
         "`jax.nn.softmax` along members": Row(outside(lambda x: jax.nn.softmax(x, 0))),

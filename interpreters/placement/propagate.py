@@ -19,6 +19,7 @@ from beamjax.interpreters.placement.member_loops import as_member_equation, dist
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.regrouping import Regrouping
 from beamjax.interpreters.placement.reshaped import reshaped
+from beamjax.interpreters.placement.scans import scans
 from beamjax.interpreters.placement.sliced import sliced
 from beamjax.interpreters.placement.views import drop_view, make_views
 from beamjax.interpreters.program import (
@@ -82,7 +83,7 @@ def place(
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
-    regrouping = Regrouping(flat, (sliced, reshaped))
+    regrouping = Regrouping(flat, (sliced, reshaped, scans))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
         _Placing(program, keys, demand, gathering).block(flat)

@@ -72,7 +72,12 @@ def made_of_computed_rows(x):
     return bj.map_fn(jnp.sum, (x[:, 1:] * 2).reshape(N, 2, 3))
 
 
+def maps_and_adds(x):
+    return jax.grad(lambda w: jnp.sum(jax.lax.map(lambda row: jnp.sin(row @ w), x)))(jnp.ones(4))
+
+
 REWRITES = [
+    (maps_and_adds, propagate, "scans", none_found),
     (mean_of_most, propagate, "sliced", none_found),
     (slope_of_most, propagate, "sliced", none_found),
     (largest_of_all, propagate, "reshaped", none_found),
