@@ -179,7 +179,15 @@ TABLE: dict[str, dict[str, Row]] = {
             outside(lambda x: lax.scan(lambda c, v: (c * v, c), jnp.ones((5, 3)), x))
         ),
         "`jnp.sort` along members": Row(outside(lambda x: jnp.sort(x, 0))),
-        "`jnp.cumsum` along members": Row(outside(lambda x: jnp.cumsum(x, 0))),
+        "`jnp.cumsum` along members, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum(jnp.cumsum(x, 0) ** 2)))
+        ),
+        "`jnp.cumprod`, `lax.cummax`, `cummin` along members": Row(
+            outside(lambda x: (jnp.cumprod(x, 0), lax.cummax(x, 0), lax.cummin(x, 0)))
+        ),
+        "`lax.associative_scan` along members": Row(
+            outside(lambda x: lax.associative_scan(jnp.add, x))
+        ),
         "`jax.nn.softmax` along members": Row(outside(lambda x: jax.nn.softmax(x, 0))),
         "`jnp.concatenate` of members": Row(outside(lambda x: jnp.concatenate([x, x]))),
     },

@@ -249,6 +249,10 @@ group("along_1", placed(normal(N, 6, 5)), placed(normal(N, 6, 5, seed=1)),
         jax.grad(lambda x: jnp.sum(pooled(x) ** 2))(x), jax.jvp(pooled, (x,), (y,)),
         jnp.polyval(jnp.arange(4.0), x),
         lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), "VALID"),
+        jnp.cumsum(x, 0), jnp.cumprod(1 + x.T / 9, 2), lax.cummax(x, 0, reverse=True),
+        jnp.cumsum((x * 99).astype("int8"), 0), lax.cummin((x * 9).astype("uint32"), 0),
+        lax.map(jnp.sin, x), lax.scan(lambda c, v: (c + v[0], v * 2), jnp.zeros(5), x)[1],
+        jax.vmap(lambda v: v - lax.pmean(v, "i"), axis_name="i")(x),
     ],
     fold=lambda x, y: [
         jnp.sum(x, 0), jnp.sum(x), jnp.sum(x, (0, 2)), jnp.max(x, 0), jnp.min(x), jnp.prod(x, 0),
@@ -264,12 +268,14 @@ group("along_1", placed(normal(N, 6, 5)), placed(normal(N, 6, 5, seed=1)),
         lax.top_k(jnp.select([x > 1, x < 0], [jnp.nan, -jnp.nan], jnp.sign(y) * 0)[:, 0].T, 5),
         lax.top_k((9 * x[:, 0, 0]).astype("uint8"), 4),
         lax.top_k(-x[:, 0, 0].astype("bfloat16"), 5), jnp.argmax(jnp.moveaxis(x > 1, 0, 1), 1),
+        lax.scan(lambda c, v: (jnp.maximum(c, v), None), jnp.zeros((6, 5)), x)[0],
+        [jax.vmap(lambda v, f=f: f(v, "i"), axis_name="i", out_axes=None)((x * 99).astype("int8"))
+         for f in (lax.psum, lax.pmax, lax.pmin)],
     ],
     gather=lambda x, y: [
-        jnp.sort(x, 0), jnp.median(x, 0), jnp.cumsum(x, 0), lax.cummax(x, 0),
+        jnp.sort(x, 0), jnp.median(x, 0), lax.cumlogsumexp(x, 0), jnp.cumsum(x > 0, 0)[:8],
         lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"), lax.top_k(x[:, 0, 0], 6),
-        lax.scan(lambda c, v: (c + v, None), jnp.zeros((6, 5)), x)[0], lax.map(jnp.sin, x),
-        x[:, 0] @ y[:, 1].T,
+        lax.scan(lambda c, v: (c * v + 1, None), jnp.zeros((6, 5)), x)[0], x[:, 0] @ y[:, 1].T,
     ],
 )  # fmt: skip
 

@@ -89,12 +89,14 @@ class MemberwiseRule:
     """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard.
 
     `in_axes` and `out_axes` are the axes of the members in operands and results. A result whose
-    axis is None must not be read.
+    axis is None must not be read. `by_shard` says that it must be evaluated for all members of a
+    shard at once.
     """
 
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...]
     emit: Emit
+    by_shard: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,15 @@ class ReductionRule:
 
     `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
     reducer's accumulator. `picks` says that the equation only selects members. Such an equation is
-    not a reason to move a whole server array to the workers.
+    not a reason to move a whole server array to the workers. `by_shard` says that it must be
+    evaluated for all members of a shard at once.
     """
 
     in_axes: tuple[int | None, ...]
     reducer: str
     partial: Callable[[Eqn, Sequence[Any], Shard], Any]
     picks: bool = field(default=False, kw_only=True)
+    by_shard: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

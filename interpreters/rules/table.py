@@ -23,6 +23,7 @@ from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
     memberwise,
+    prefixes,
     reductions,
 )
 from beamjax.interpreters.rules.creations import CREATE

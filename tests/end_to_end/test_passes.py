@@ -5,6 +5,7 @@ There are 23 members in shards of 8, so the last shard is not full.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import assert_close, assert_same_bits, assert_same_types
 from jax import lax
@@ -48,7 +49,44 @@ def totals_of_a_scan(x):
     return lax.scan(step, carry, x, reverse=True)
 
 
-PASSES = [mapped, mapped_with_numbers, mapped_with_a_loop, slope_of_mapped, totals_of_a_scan]
+# --- running totals
+
+
+def running_sums(x):
+    kinds = [x, x.astype("bfloat16"), (x * 50).astype("int32"), (x * 50).astype("int8")]
+    return [jnp.cumsum(kind, axis=0) for kind in kinds], lax.cumsum(x.T, axis=1, reverse=True)
+
+
+def running_products(x):
+    return jnp.cumprod(1 + x, axis=0), lax.cumprod((x * 9).astype("int32"), axis=0, reverse=True)
+
+
+def running_extremes(x):
+    x = x.at[11, 1].set(jnp.nan)
+    return [scan(kind, 0) for scan in (lax.cummax, lax.cummin) for kind in (x, x.astype("int16"))]
+
+
+def slope_of_running_sums(x):
+    return jax.grad(lambda x: jnp.sum(jnp.cumsum(x, axis=0) ** 2))(x)
+
+
+def totals_of_totals(x):
+    first = jnp.cumsum(x, axis=0)
+    return jnp.cumsum(first / jnp.max(first, 0, keepdims=True), axis=0)[3], jnp.sum(first)
+
+
+def sums_in_rounds(x):
+    def step(w, _):
+        return w + bj.reduce_mean(jnp.cumsum(x * w[None], axis=0)), None
+
+    return lax.scan(step, W, length=3)[0]
+
+
+PASSES = [
+    mapped, mapped_with_numbers, mapped_with_a_loop, slope_of_mapped, totals_of_a_scan,
+    running_sums, running_products, running_extremes, slope_of_running_sums, totals_of_totals,
+    sums_in_rounds,
+]  # fmt: skip
 
 
 # --- programs that are not passes, whose members are gathered
@@ -62,7 +100,11 @@ def mapped_in_batches(x):
     return lax.map(jnp.sin, x, batch_size=4)
 
 
-GATHERS = [scan_that_reads_its_carry, mapped_in_batches]
+def running_logsumexp(x):
+    return lax.cumlogsumexp(x, axis=0)
+
+
+GATHERS = [scan_that_reads_its_carry, mapped_in_batches, running_logsumexp]
 
 
 @pytest.mark.versions
@@ -78,3 +120,22 @@ def test_a_program_over_members(function):
     assert_same_bits(*results)
     gathered = bj.explain(prog, X).facts.gathered_bytes
     assert (gathered > 0) == (function in GATHERS)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_size": 40}, {"member_loop": "loop"}], ids=str)
+def test_running_sums_of_many_members(options):
+    """Shards of many members, and none that is cut within a row of the table."""
+    n = 20_003
+    numbers = np.random.default_rng(0).integers(-(2**20), 2**20, n).astype("int32")
+    shares = np.random.default_rng(1).random(n).astype("float32")
+    prog = bj.program(clients=n)(lambda x: jax.tree.map(jnp.cumsum, x))
+    ints, floats = bj.run(prog, (numbers, shares), options=options)
+    np.testing.assert_array_equal(ints, np.cumsum(numbers, dtype="int32"))
+    # The error of a sum does not grow with the number of shards.
+    np.testing.assert_allclose(floats, np.cumsum(shares, dtype="float64"), rtol=5e-6)
+    assert bj.explain(prog, (numbers, shares), options=options).facts.gathered_bytes == 0
+
+
+def test_members_that_may_be_dropped_are_gathered():
+    prog = bj.program(clients=N)(lambda x: jnp.cumsum(bj.map_fn(jnp.sum, x)))
+    assert bj.explain(prog, X, options={"on_nonfinite": "drop"}).facts.gathered_bytes > 0

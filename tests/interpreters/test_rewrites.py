@@ -76,7 +76,12 @@ def maps_and_adds(x):
     return jax.grad(lambda w: jnp.sum(jax.lax.map(lambda row: jnp.sin(row @ w), x)))(jnp.ones(4))
 
 
+def running_sums(x):
+    return jnp.cumsum(x, axis=0)
+
+
 REWRITES = [
+    (running_sums, propagate, "prefixes", none_found),
     (maps_and_adds, propagate, "scans", none_found),
     (mean_of_most, propagate, "sliced", none_found),
     (slope_of_most, propagate, "sliced", none_found),
