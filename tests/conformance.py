@@ -185,6 +185,16 @@ TABLE: dict[str, dict[str, Row]] = {
         "`jnp.cumprod`, `lax.cummax`, `cummin` along members": Row(
             outside(lambda x: (jnp.cumprod(x, 0), lax.cummax(x, 0), lax.cummin(x, 0)))
         ),
+        "`jnp.roll` along members, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum((x - jnp.roll(x, 1, 0)) ** 2)))
+        ),
+        "a reduction of `x[1:] - x[:-1]`, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum((x[1:] - x[:-1]) ** 2)))
+        ),
+        "`jnp.diff` of members as a result": Row(outside(lambda x: jnp.diff(x, axis=0))),
+        "`jnp.convolve` of members": Row(
+            outside(lambda x: jnp.convolve(x[:, 0, 0], jnp.ones(3), "same"))
+        ),
         "`lax.associative_scan` along members": Row(
             outside(lambda x: lax.associative_scan(jnp.add, x))
         ),

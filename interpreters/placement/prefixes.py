@@ -10,17 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.placement.blocks import block_of
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.placement.regrouping import Step, runs_on_server
 from beamjax.interpreters.program import Eqn, FlatBlock, aval_of
 from beamjax.interpreters.rules.prefixes import SCANS, two_passes
-
-MAX_ROWS = 1024
-"""Largest number of rows that each shard sends, where the user does not give the shard size."""
-MAX_TABLE_BYTES = 4 << 20
-"""Largest size of all rows that a shard sends, in bytes."""
-MAX_BLOCK_BYTES = 16 << 20
-"""Largest size of the members of a row, which must be in one shard, in bytes."""
 
 
 def prefixes(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
@@ -48,16 +42,3 @@ def _step(program: PlacedProgram, eqn: Eqn, n: Any) -> Step | None:
         return [two_passes(name, x, axis=axis, reverse=reverse, block=block)]
 
     return Step(eqn.inputs, [False], function, is_end=True)
-
-
-def block_of(n: int, nbytes: int, shard_size: int | None) -> int | None:
-    """The number of members per row of a table with `nbytes` for each row and each member.
-
-    It is a power of two, as shard sizes are, or the shard size that the user gives. None if the
-    rows or the shards would be too large.
-    """
-    rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(nbytes, 1)))
-    block = shard_size or 1 << max(3, (-(-n // rows) - 1).bit_length())
-    if block < 1 or block * nbytes > MAX_BLOCK_BYTES or -(-n // block) * nbytes > MAX_TABLE_BYTES:
-        return None
-    return block

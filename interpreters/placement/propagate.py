@@ -8,6 +8,7 @@ the same place in all rounds, and an output of a branch the same place in all bl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Set
 
@@ -87,8 +88,8 @@ def place(
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
     # Members that are dropped leave gaps in the order of those of a shard.
-    ordered = () if guarded else (prefixes,)
-    regrouping = Regrouping(flat, (sliced, reshaped, scans, *ordered))
+    finds = functools.partial(sliced, moves=not guarded), reshaped, scans
+    regrouping = Regrouping(flat, finds if guarded else (*finds, prefixes))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried}, shard_size=shard_size)
         _Placing(program, keys, demand, gathering).block(flat)

@@ -11,7 +11,6 @@ totals of the shards before it, whatever their number and wherever they are comp
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +20,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from beamjax import _compat
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
     Shard,
+    all_members,
+    define,
     rule,
 )
 from beamjax.numerics.reducers import REDUCERS
@@ -105,28 +105,14 @@ def _scan_rule(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
 # --- on the server, where all members are one shard
 
 
-def _one_shard(n: int) -> Shard:
-    return Shard(jnp.int32(0), n, jnp.ones(n, np.bool_))
-
-
 def _before_all(x: jax.Array, **params: Any) -> jax.Array:
     n = x.shape[params["axis"]]
-    return _before(x, _one_shard(n), params, n)
+    return _before(x, all_members(n), params, n)
 
 
 def _scan_all(before: jax.Array, x: jax.Array, **params: Any) -> jax.Array:
-    return _scanned(before, x, _one_shard(x.shape[params["axis"]]), params)
+    return _scanned(before, x, all_members(x.shape[params["axis"]]), params)
 
 
-def _define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:
-    def abstract_eval(*avals: Any, **params: Any) -> Any:
-        result = jax.eval_shape(functools.partial(function, **params), *avals)
-        return avals[-1].update(shape=result.shape, dtype=result.dtype, weak_type=False)
-
-    primitive.def_impl(function)
-    primitive.def_abstract_eval(abstract_eval)
-    _compat.register_lowering(primitive, function)
-
-
-_define(before_p, _before_all)
-_define(scan_p, _scan_all)
+define(before_p, _before_all)
+define(scan_p, _scan_all)

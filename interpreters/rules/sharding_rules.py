@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,11 @@ class Shard:
         """`x` with `fill` in the rows of padding, such as the neutral 0 of a sum."""
         mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))
         return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
+
+
+def all_members(n: int) -> Shard:
+    """One shard of all members of a placement."""
+    return Shard(jnp.int32(0), n, jnp.ones(n, np.bool_))
 
 
 Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
@@ -176,6 +182,18 @@ def resizing(param: str, axis: int) -> Emit:
         return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
 
     return emit
+
+
+def define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:
+    """Defines a primitive of rewritten programs by what it computes of all members together."""
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        result = jax.eval_shape(functools.partial(function, **params), *avals)
+        return avals[-1].update(shape=result.shape, dtype=result.dtype, weak_type=False)
+
+    primitive.def_impl(function)
+    primitive.def_abstract_eval(abstract_eval)
+    _compat.register_lowering(primitive, function)
 
 
 # --- shapes and axes

@@ -25,6 +25,7 @@ from beamjax.interpreters.rules import (  # noqa: F401
     memberwise,
     prefixes,
     reductions,
+    shifts,
 )
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE

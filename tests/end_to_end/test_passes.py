@@ -82,10 +82,40 @@ def sums_in_rounds(x):
     return lax.scan(step, W, length=3)[0]
 
 
+# --- neighbours
+
+
+def differences(x):
+    changes = jnp.sum((x[1:] > 0) != (x[:-1] > 0), axis=0)
+    return jnp.sum((x[1:] - x[:-1]) ** 2), jnp.max(jnp.abs(jnp.diff(x, axis=0)), 0), changes
+
+
+def autocovariances(x):
+    return x[1:].T @ x[:-1], jnp.mean(x[3:] * x[:-3], axis=0), jnp.sum(x[1:])
+
+
+def second_differences(x):
+    return jnp.mean((x[2:] - 2 * x[1:-1] + x[:-2]) ** 2, 0)
+
+
+def rolled(x):
+    small = (x * 50).astype("int8")
+    moved = [jnp.roll(x, 1, 0), jnp.roll(small, -1, 0), jnp.roll(x > 0, 24, 0)]
+    return moved, jnp.roll(x.T, -1, 1), x * jnp.roll(x, 22, 0)
+
+
+def slope_of_differences(x):
+    def loss(x):
+        rough = jnp.sum((x[1:] - x[:-1]) ** 2)
+        return rough + jnp.sum(jnp.sin(x - jnp.roll(x, 1, axis=0)))
+
+    return jax.grad(loss)(x)
+
+
 PASSES = [
     mapped, mapped_with_numbers, mapped_with_a_loop, slope_of_mapped, totals_of_a_scan,
     running_sums, running_products, running_extremes, slope_of_running_sums, totals_of_totals,
-    sums_in_rounds,
+    sums_in_rounds, differences, autocovariances, second_differences, rolled, slope_of_differences,
 ]  # fmt: skip
 
 
@@ -104,7 +134,13 @@ def running_logsumexp(x):
     return lax.cumlogsumexp(x, axis=0)
 
 
-GATHERS = [scan_that_reads_its_carry, mapped_in_batches, running_logsumexp]
+def returned_differences(x):
+    return jnp.diff(x, axis=0)
+
+
+GATHERS = [
+    scan_that_reads_its_carry, mapped_in_batches, running_logsumexp, returned_differences
+]  # fmt: skip
 
 
 @pytest.mark.versions
@@ -120,6 +156,16 @@ def test_a_program_over_members(function):
     assert_same_bits(*results)
     gathered = bj.explain(prog, X).facts.gathered_bytes
     assert (gathered > 0) == (function in GATHERS)
+
+
+@pytest.mark.parametrize("k", [1, -1, 3, -3, 7])
+def test_members_are_moved_over_many_shards(k):
+    n = 1_003
+    x = np.arange(3 * n, dtype="int32").reshape(n, 3)
+    prog = bj.program(clients=n)(lambda x: jnp.roll(bj.map_fn(lambda v: v + 1, x), k, 0))
+    for options in ({"shard_size": 16}, {"shard_size": 24}, {}):
+        np.testing.assert_array_equal(bj.run(prog, x, options=options), np.roll(x + 1, k, 0))
+        assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_size": 40}, {"member_loop": "loop"}], ids=str)

@@ -11,7 +11,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
-from beamjax.interpreters.placement import propagate, views
+from beamjax.interpreters.placement import propagate, sliced, views
 from beamjax.interpreters.staging import flatten, simplify
 
 N = 12
@@ -20,7 +20,7 @@ ROWS = jnp.ones((2 * N, 4))
 AVOIDED = ("Gather", "Scatter", "Loop")
 
 
-def none_found(*_):
+def none_found(*_, **__):
     return iter(())
 
 
@@ -72,6 +72,14 @@ def made_of_computed_rows(x):
     return bj.map_fn(jnp.sum, (x[:, 1:] * 2).reshape(N, 2, 3))
 
 
+def differences(x):
+    return jnp.sum((x[1:] - x[:-1]) ** 2)
+
+
+def neighbours(x):
+    return jnp.roll(x, 1, axis=0)
+
+
 def maps_and_adds(x):
     return jax.grad(lambda w: jnp.sum(jax.lax.map(lambda row: jnp.sin(row @ w), x)))(jnp.ones(4))
 
@@ -81,6 +89,8 @@ def running_sums(x):
 
 
 REWRITES = [
+    (differences, sliced, "_meeting", nothing),
+    (neighbours, sliced, "_rolls", none_found),
     (running_sums, propagate, "prefixes", none_found),
     (maps_and_adds, propagate, "scans", none_found),
     (mean_of_most, propagate, "sliced", none_found),
