@@ -195,6 +195,17 @@ TABLE: dict[str, dict[str, Row]] = {
         "`jnp.convolve` of members": Row(
             outside(lambda x: jnp.convolve(x[:, 0, 0], jnp.ones(3), "same"))
         ),
+        "`jnp.histogram`, `bincount` of members": Row(
+            outside(
+                lambda x, i: (jnp.histogram(x, bins=4)[0], jnp.bincount(i, length=3)), more.IDS % 3
+            )
+        ),
+        "`jnp.median` along members, of less than 1 MiB": Row(
+            outside(lambda x: jnp.median(x, 0))
+        ),
+        "`jnp.linalg.qr`, `svd`, `lstsq` of members as rows": Row(
+            outside(lambda x: jnp.linalg.svd(x.reshape(N, -1)[:, :2], compute_uv=False))
+        ),
         "`lax.associative_scan` along members": Row(
             outside(lambda x: lax.associative_scan(jnp.add, x))
         ),

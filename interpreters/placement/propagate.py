@@ -17,6 +17,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
+from beamjax.interpreters.placement.order_statistics import order_statistics
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.prefixes import prefixes
 from beamjax.interpreters.placement.regrouping import Regrouping
@@ -89,7 +90,7 @@ def place(
     gathering: set[Eqn] = set()
     # Members that are dropped leave gaps in the order of those of a shard.
     finds = functools.partial(sliced, moves=not guarded), reshaped, scans
-    regrouping = Regrouping(flat, finds if guarded else (*finds, prefixes))
+    regrouping = Regrouping(flat, finds if guarded else (*finds, prefixes, order_statistics))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried}, shard_size=shard_size)
         _Placing(program, keys, demand, gathering).block(flat)

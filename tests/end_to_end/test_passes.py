@@ -11,6 +11,7 @@ from helpers import assert_close, assert_same_bits, assert_same_types
 from jax import lax
 
 import beamjax as bj
+from beamjax.interpreters.placement import order_statistics
 
 N = 23
 X = jax.random.normal(jax.random.key(0), (N, 3))
@@ -185,3 +186,43 @@ def test_running_sums_of_many_members(options):
 def test_members_that_may_be_dropped_are_gathered():
     prog = bj.program(clients=N)(lambda x: jnp.cumsum(bj.map_fn(jnp.sum, x)))
     assert bj.explain(prog, X, options={"on_nonfinite": "drop"}).facts.gathered_bytes > 0
+
+
+# --- order statistics
+
+
+def special_values(dtype):
+    x = jax.random.normal(jax.random.key(2), (101, 3)) * 50
+    x = x.at[4, 0].set(jnp.inf).at[5:9, 0].set(-jnp.inf).at[3, 1].set(jnp.nan)
+    x = x.at[6:60, 2].set(0.0).at[8, 2].set(-0.0)
+    return (x if jnp.issubdtype(dtype, jnp.floating) else jnp.nan_to_num(x)).astype(dtype)
+
+
+def picked_in_order(x):
+    rows = jnp.sort(x, 0)
+    found = [rows[:3], rows[-1], rows[50], jnp.sort(x.T, 1)[:, 7]]
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        found += [jnp.median(x, 0), jnp.quantile(x, jnp.asarray([0.1, 0.93], x.dtype), axis=0)]
+    return found
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint16", "int16"])
+def test_members_in_order(monkeypatch, dtype):
+    """The same values as sorting gives, not only nearly."""
+    monkeypatch.setattr(order_statistics, "MIN_BYTES", 0)
+    x = special_values(dtype)
+    prog = bj.program(clients=len(x))(lambda x: picked_in_order(bj.map_fn(lambda v: v * 1, x)))
+    assert bj.explain(prog, x).facts.gathered_bytes == 0
+    for runner in ("local", "DirectRunner"):
+        found = bj.run(prog, x, runner=runner, options={"shard_size": 16})
+        assert_close(found, jax.jit(prog)(x), rtol=0, atol=0)
+
+
+def test_medians_of_many_members_are_counted():
+    x = np.random.default_rng(0).normal(size=300_001).astype("float32")
+    prog = bj.program(clients=len(x))(lambda x: jnp.median(bj.map_fn(lambda v: v + 0, x)))
+    assert bj.explain(prog, x).facts.gathered_bytes == 0
+    assert bj.run(prog, x) == np.median(x)
+    few = bj.program(clients=N)(lambda x: jnp.median(bj.map_fn(jnp.sum, x)))
+    assert bj.explain(few, X).facts.gathered_bytes > 0
