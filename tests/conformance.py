@@ -203,8 +203,17 @@ TABLE: dict[str, dict[str, Row]] = {
         "`jnp.median` along members, of less than 1 MiB": Row(
             outside(lambda x: jnp.median(x, 0))
         ),
-        "`jnp.linalg.qr`, `svd`, `lstsq` of members as rows": Row(
-            outside(lambda x: jnp.linalg.svd(x.reshape(N, -1)[:, :2], compute_uv=False))
+        "`jnp.linalg.qr`, `svd` of members as rows": Row(
+            outside(
+                lambda x: (
+                    jnp.linalg.qr(x[:, 0, :2]), jnp.linalg.svd(x[:, 0], full_matrices=False)
+                )
+            )
+        ),
+        "`jnp.linalg.lstsq`, `pinv` of members as rows": Row(
+            outside(
+                lambda x: (jnp.linalg.lstsq(x[:, 0], x[:, 1, 0])[0], jnp.linalg.pinv(x[:, 0]))
+            )
         ),
         "`lax.associative_scan` along members": Row(
             outside(lambda x: lax.associative_scan(jnp.add, x))

@@ -280,6 +280,18 @@ group("along_1", placed(normal(N, 6, 5)), placed(normal(N, 6, 5, seed=1)),
     ],
 )  # fmt: skip
 
+group("tall_matrices", placed(normal(N, 3)), normal(N, seed=1),
+    local=lambda x, y: [jnp.linalg.qr(x)[0], jnp.linalg.svd(x, full_matrices=False)[0]],
+    fold=lambda x, y: [
+        jnp.linalg.qr(x)[1], jnp.linalg.qr(x, mode="r"), jnp.linalg.svd(x, compute_uv=False),
+        jnp.linalg.lstsq(x, y)[0], jnp.linalg.cond(x),
+    ],
+    gather=lambda x, y: [
+        jnp.linalg.qr(x, mode="complete")[1], jnp.linalg.svd(x.T, full_matrices=False)[1],
+        jnp.linalg.qr(jnp.concatenate([x, x], 1))[1],
+    ],
+)  # fmt: skip
+
 # --- reductions of members that are sliced or reshaped
 
 group("sliced", placed(normal(N, 4)), placed(ints(N, seed=1)), normal(4, 3, seed=2),
@@ -568,7 +580,7 @@ group("linear_algebra", placed(spd(N)), placed(normal(N, 4, 2)), spd(),
         jnp.einsum("nij,nik->jk", lax.complex(b, b), lax.complex(b, b)),
     ],
     gather=lambda a, b, s: [
-        jnp.fft.fft(b, axis=0), jnp.linalg.qr(b[:, 0])[1],
+        jnp.fft.fft(b, axis=0),
         jax.vmap(lambda b: lax.linalg.triangular_solve(s, b, left_side=True, lower=True))(b),
         jnp.fft.fftn(a), jnp.linalg.svd(b[:, 0])[1],
     ],

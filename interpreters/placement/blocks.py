@@ -14,20 +14,23 @@ MAX_BLOCK_BYTES = 16 << 20
 """Largest size of the members of a range, in bytes."""
 
 
-def block_of(n: int, nbytes: int, shard_size: int | None, *, fewest: int = 1) -> int | None:
+def block_of(
+    n: int, row: int, member: int, shard_size: int | None, *, fewest: int = 1
+) -> int | None:
     """The number of members per range: a power of two, as shard sizes are, or that of a shard.
 
     Args:
       n: the number of members.
-      nbytes: bytes of a row, which has at least the bytes of a member.
+      row: bytes of a row.
+      member: bytes of a member.
       shard_size: members per shard, if the user gives it.
       fewest: the fewest members per range; 16 times as many where the user gives none.
 
     Returns:
       The number, or None if there is none with which the rows and the shards are small enough.
     """
-    rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(nbytes, 1)))
+    rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(row, 1)))
     least = max(-(-n // rows), 16 * fewest)
     block = shard_size or 1 << (least - 1).bit_length()
-    small = block * nbytes <= MAX_BLOCK_BYTES and -(-n // block) * nbytes <= MAX_TABLE_BYTES
+    small = block * member <= MAX_BLOCK_BYTES and -(-n // block) * row <= MAX_TABLE_BYTES
     return block if block >= fewest and small else None

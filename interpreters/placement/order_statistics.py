@@ -1,8 +1,8 @@
 """Rewrites picks from sorted members, such as `jnp.median(x, 0)`, to passes that count.
 
 A value is found digit by digit, as by a radix sort: each pass counts the members whose higher
-digits are those of the value, by their next digit. The counts are exact, so the result is the member
-that sorting would give, of any number of members.
+digits are those of the value, by their next digit. The counts are exact, so the result is the
+member that sorting would give, of any number of members.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def _step(program: PlacedProgram, eqn: Eqn, n: Any) -> Step | None:
     numbers = jnp.issubdtype(aval.dtype, np.integer) or jnp.issubdtype(aval.dtype, np.floating)
     if is_unknown(n) or not numbers or (aval.dtype.itemsize < 2 and aval.dtype.kind not in "iu"):
         return None
-    block = block_of(n, math.prod(aval.shape) // n * 8, program.shard_size)
+    member = math.prod(aval.shape) // n * 8  # Bytes of the widest type in which it is added up.
+    block = block_of(n, member, member, program.shard_size)
     if block is None:
         return None
     name = eqn.primitive.name

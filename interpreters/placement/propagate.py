@@ -24,6 +24,7 @@ from beamjax.interpreters.placement.regrouping import Regrouping
 from beamjax.interpreters.placement.reshaped import reshaped
 from beamjax.interpreters.placement.scans import scans
 from beamjax.interpreters.placement.sliced import sliced
+from beamjax.interpreters.placement.tall_matrices import tall_matrices
 from beamjax.interpreters.placement.views import drop_view, make_views
 from beamjax.interpreters.program import (
     Atom,
@@ -90,7 +91,8 @@ def place(
     gathering: set[Eqn] = set()
     # Members that are dropped leave gaps in the order of those of a shard.
     finds = functools.partial(sliced, moves=not guarded), reshaped, scans
-    regrouping = Regrouping(flat, finds if guarded else (*finds, prefixes, order_statistics))
+    ordered = prefixes, order_statistics, tall_matrices
+    regrouping = Regrouping(flat, finds if guarded else (*finds, *ordered))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried}, shard_size=shard_size)
         _Placing(program, keys, demand, gathering).block(flat)

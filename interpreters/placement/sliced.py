@@ -134,8 +134,8 @@ def _move(
     numbers = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == np.bool_
     if k == 0 or not numbers or not PICK.takes(aval.dtype):
         return None if k else lambda x: x
-    nbytes = abs(k) * aval.dtype.itemsize * math.prod(aval.shape) // n
-    block = block_of(n, nbytes, program.shard_size, fewest=abs(k))
+    member = aval.dtype.itemsize * math.prod(aval.shape) // n
+    block = block_of(n, abs(k) * member, member, program.shard_size, fewest=abs(k))
     if block is None or abs(k) * (-(-n // block) + 1) > MAX_SHARE * n:
         return None
     return functools.partial(shifted, k=k, axis=axis, block=block)

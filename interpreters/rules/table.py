@@ -26,6 +26,7 @@ from beamjax.interpreters.rules import (  # noqa: F401
     prefixes,
     reductions,
     shifts,
+    tall_qr,
 )
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE

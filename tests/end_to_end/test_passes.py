@@ -113,10 +113,22 @@ def slope_of_differences(x):
     return jax.grad(loss)(x)
 
 
+# --- tall matrices
+
+
+def decomposed(x):
+    return jnp.linalg.qr(x), jnp.linalg.svd(x - jnp.mean(x, 0, keepdims=True), full_matrices=False)
+
+
+def fitted(x):
+    return jnp.linalg.lstsq(x[:, :2], x[:, 2])[0], jnp.linalg.cond(x), jnp.linalg.pinv(x)
+
+
 PASSES = [
     mapped, mapped_with_numbers, mapped_with_a_loop, slope_of_mapped, totals_of_a_scan,
     running_sums, running_products, running_extremes, slope_of_running_sums, totals_of_totals,
     sums_in_rounds, differences, autocovariances, second_differences, rolled, slope_of_differences,
+    decomposed, fitted,
 ]  # fmt: skip
 
 
@@ -186,6 +198,20 @@ def test_running_sums_of_many_members(options):
 def test_members_that_may_be_dropped_are_gathered():
     prog = bj.program(clients=N)(lambda x: jnp.cumsum(bj.map_fn(jnp.sum, x)))
     assert bj.explain(prog, X, options={"on_nonfinite": "drop"}).facts.gathered_bytes > 0
+
+
+def test_decompositions_of_tall_matrices():
+    """As good as LAPACK's, and with its signs, where columns are nearly dependent or zero first."""
+    x = jax.random.normal(jax.random.key(4), (3_001, 6)) * jnp.logspace(0.0, -5.0, 6)[None]
+    x = x.at[:, 4].set(x[:, 0] + 1e-4 * x[:, 5]).at[:9].set(0)
+    prog = bj.program(clients=len(x))(lambda x: jnp.linalg.qr(bj.map_fn(lambda v: v + 0, x)))
+    for options in ({}, {"shard_size": 16}):
+        assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
+        q, r = bj.run(prog, x, options=options)
+        assert_close(q.T @ q, jnp.eye(6), atol=1e-5)
+        assert_close(q @ r, x, atol=1e-5)
+        signs = np.sign(np.diag(jax.jit(jnp.linalg.qr)(x)[1]))
+        np.testing.assert_array_equal(np.sign(np.diag(r)), signs)
 
 
 # --- order statistics

@@ -11,7 +11,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
-from beamjax.interpreters.placement import propagate, sliced, views
+from beamjax.interpreters.placement import order_statistics, propagate, sliced, views
 from beamjax.interpreters.staging import flatten, simplify
 
 N = 12
@@ -88,7 +88,17 @@ def running_sums(x):
     return jnp.cumsum(x, axis=0)
 
 
+def decomposed(x):
+    return jnp.linalg.qr(x), jnp.linalg.svd(x, compute_uv=False)
+
+
+def counted(x):
+    return jnp.median(x, axis=0)
+
+
 REWRITES = [
+    (decomposed, propagate, "tall_matrices", none_found),
+    (counted, propagate, "order_statistics", none_found),
     (differences, sliced, "_meeting", nothing),
     (neighbours, sliced, "_rolls", none_found),
     (running_sums, propagate, "prefixes", none_found),
@@ -121,6 +131,7 @@ def avoided_steps(function):
     ("function", "where", "name", "off"), REWRITES, ids=[each[0].__name__ for each in REWRITES]
 )
 def test_rewrites_fire(monkeypatch, function, where, name, off):
+    monkeypatch.setattr(order_statistics, "MIN_BYTES", 0)
     assert avoided_steps(function) == []
     monkeypatch.setattr(where, name, off)
     assert avoided_steps(function) != []
