@@ -24,7 +24,9 @@ from beamjax.interpreters.rules.sharding_rules import shape_of
 
 MIN_BYTES = 1 << 20
 """Size of all members from which on they are counted: fewer are gathered and sorted faster."""
-WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 22
+MOST_RANKS = 16
+"""Most members that are picked: each is compared with all members."""
+WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 20
 """Most counts of a pass with digits of 16 bits, and of any pass; each is an int32."""
 
 
@@ -62,7 +64,8 @@ def _picked(user: Eqn, sort: Eqn, axis: int) -> Callable[..., list[Any]] | None:
     shape, out = shape_of(sort.outputs[0]), shape_of(user.outputs[0])
     n, columns, others = shape[axis], math.prod(shape) // shape[axis], list(shape)
     del others[axis]
-    if user.inputs[0] is not sort.outputs[0] or math.prod(out) * 2**8 > MOST_COUNTS:
+    many = math.prod(out) > MOST_RANKS * columns or math.prod(out) * 2**8 > MOST_COUNTS
+    if user.inputs[0] is not sort.outputs[0] or many:
         return None
     if user.primitive.name == "gather":
         numbers = user.params["dimension_numbers"]

@@ -27,7 +27,6 @@ from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.placement.regrouping import Step, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.member_reads import MAX_SHARE
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     MemberwiseRule,
@@ -136,9 +135,7 @@ def _move(
         return None if k else lambda x: x
     member = aval.dtype.itemsize * math.prod(aval.shape) // n
     block = block_of(n, abs(k) * member, member, program.shard_size, fewest=abs(k))
-    if block is None or abs(k) * (-(-n // block) + 1) > MAX_SHARE * n:
-        return None
-    return functools.partial(shifted, k=k, axis=axis, block=block)
+    return functools.partial(shifted, k=k, axis=axis, block=block) if block else None
 
 
 def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:

@@ -17,10 +17,20 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax.interpreters.program import Eqn, aval_of
-from beamjax.interpreters.rules.sharding_rules import Axes, MemberwiseRule, Shard, define, rule
+from beamjax.interpreters.rules.sharding_rules import (
+    Axes,
+    MemberwiseRule,
+    ReductionRule,
+    Shard,
+    define,
+    rule,
+)
+from beamjax.numerics.reducers import PICK
 
+borders_p = jex.Primitive("borders_of_shards")
+"""Takes all members (n, ...) to those at the borders of ranges: (ranges, abs(k), ...)."""
 shift_p = jex.Primitive("shift_members")
-"""Takes members at the borders of ranges, and all members, to the moved members."""
+"""Takes the members at the borders of ranges, and all members, to the moved members."""
 
 
 def shifted(x: jax.Array, k: int, *, axis: int, block: int) -> jax.Array:
@@ -34,14 +44,27 @@ def shifted(x: jax.Array, k: int, *, axis: int, block: int) -> jax.Array:
     """
     if k == 0:
         return x
-    members = jnp.moveaxis(x, axis, 0)
-    n = members.shape[0]
+    members, params = jnp.moveaxis(x, axis, 0), {"k": k, "block": block}
+    borders = borders_p.bind(members, **params)
+    return jnp.moveaxis(shift_p.bind(borders, members, **params), 0, axis)
+
+
+def _at_borders(n: int, k: int, block: int) -> np.ndarray:
+    """int32 (ranges, abs(k)): the first members of each range, or the last of each, and of all."""
     starts = block * np.arange(-(-n // block))
-    if k < 0:  # The last members of each range, and those of all.
+    if k < 0:
         starts = np.append(starts + block, n) + k
-    rows = np.clip(starts[:, None] + np.arange(abs(k)), 0, n - 1)
-    borders = members[jnp.asarray(rows, "int32")]
-    return jnp.moveaxis(shift_p.bind(borders, members, k=k, block=block), 0, axis)
+    return np.clip(starts[:, None] + np.arange(abs(k)), 0, n - 1).astype(np.int32)
+
+
+@rule("borders_of_shards")
+def _borders(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+        members = _at_borders(aval_of(eqn.inputs[0]).shape[0], **eqn.params)
+        rows = shard.rows(jnp.asarray(members))
+        return PICK.partial(jnp.take(args[0], rows, axis=0, mode="clip"), shard.has(rows))
+
+    return ReductionRule((0,), PICK.name, partial, by_shard=True) if axes[0] == 0 else None
 
 
 @rule("shift_members")
@@ -72,8 +95,16 @@ def _shift(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     return MemberwiseRule((None, 0), (0,), emit, by_shard=True)
 
 
-def _shift_all(borders: jax.Array, x: jax.Array, *, k: int, block: int) -> jax.Array:
+# --- on the server, where all members are one shard
+
+
+def _all_borders(x: jax.Array, *, k: int, block: int) -> jax.Array:
+    return x[jnp.asarray(_at_borders(x.shape[0], k, block))]
+
+
+def _all_shifted(borders: jax.Array, x: jax.Array, *, k: int, block: int) -> jax.Array:
     return jnp.roll(x, -k, axis=0)
 
 
-define(shift_p, _shift_all)
+define(borders_p, _all_borders)
+define(shift_p, _all_shifted)
