@@ -92,7 +92,7 @@ def differences(x):
 
 
 def autocovariances(x):
-    return x[1:].T @ x[:-1], jnp.mean(x[3:] * x[:-3], axis=0), jnp.sum(x[1:])
+    return x[1:].T @ x[:-1], [jnp.mean(x[h:] * x[:-h], 0) for h in range(1, 7)], jnp.sum(x[1:])
 
 
 def second_differences(x):
@@ -108,7 +108,8 @@ def rolled(x):
 def slope_of_differences(x):
     def loss(x):
         rough = jnp.sum((x[1:] - x[:-1]) ** 2)
-        return rough + jnp.sum(jnp.sin(x - jnp.roll(x, 1, axis=0)))
+        weighed = x[5:] * x[3:-2] * x[:-5] * jnp.arange(N - 5.0)[:, None]
+        return rough + jnp.sum(jnp.sin(x - jnp.roll(x, 1, axis=0))) + jnp.sum(weighed)
 
     return jax.grad(loss)(x)
 
