@@ -61,6 +61,13 @@ class _Value:
     is_placed: bool
 
 
+def _literal(atom: Any) -> _Value:
+    value = np.asarray(atom.val, atom.aval.dtype)
+    weak = jnp.asarray(value.item())  # An array of a Python scalar has a weak type.
+    is_weak = atom.aval.weak_type and weak.dtype == value.dtype
+    return _Value(weak if is_weak else value, False)
+
+
 class _Body:
     """Evaluates a body for all members at once, by maps and reductions."""
 
@@ -80,13 +87,11 @@ class _Body:
             return not isinstance(atom, jex.Literal) and (atom not in env or env[atom].is_placed)
 
         def read(atoms: Sequence[Any], later: Sequence[Any]) -> list[_Value]:
-            variables = [atom for atom in atoms if not isinstance(atom, jex.Literal)]
+            variables = _variables(atoms)
             if any(var not in env for var in variables):
                 env.update(self.map(jaxpr, waiting, env, later))
                 waiting.clear()
-            return [
-                _Value(a.val, False) if isinstance(a, jex.Literal) else env[a] for a in atoms
-            ]  # fmt: skip
+            return [_literal(a) if isinstance(a, jex.Literal) else env[a] for a in atoms]
 
         for number, eqn in enumerate(jaxpr.eqns):
             if self.is_collective(eqn):

@@ -16,8 +16,8 @@ W = jnp.asarray([0.5, -1.0, 2.0])
 
 
 def reductions(v):
-    small = (v > 0).astype("int8")
-    return lax.psum((v, small, v > 0), "c"), lax.pmax(v, "c"), lax.pmin(small, "c")
+    small, one = (v > 0).astype("int8"), jnp.ones((), "bfloat16")
+    return lax.psum((v, small, v > 0, one), "c"), one, lax.pmax(v, "c"), lax.pmin(small, "c")
 
 
 def centered(v):
