@@ -212,7 +212,8 @@ def placed_program(
         for var, argument in zip(flat.arguments, arguments, strict=True)
         if argument.comes_by_shards
     }
-    return _place.place(flat, known, staged.placements, guard_of(options) is not None)
+    guarded = guard_of(options) is not None
+    return _place.place(flat, known, staged.placements, guarded, options.shard_size)
 
 
 MAX_PLANS = 64

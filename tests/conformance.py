@@ -115,6 +115,19 @@ TABLE: dict[str, dict[str, Row]] = {
         "`jax.grad` of `lax.cond`": case("grad_of_cond_around"),
         "`lax.switch`": Row(more.switch_around),
     },
+    "Collectives in the body of a map": {
+        "`lax.psum(v, \"clients\")`": Row(in_body(lambda v: v * lax.psum(v, "clients"), X)),
+        "`lax.pmean`": Row(in_body(lambda v: v - lax.pmean(v, "clients"), X)),
+        "`lax.pmax`, `pmin`": Row(
+            in_body(lambda v: lax.pmax(v, "clients") - lax.pmin(v, "clients"), X)
+        ),
+        "`lax.axis_index`": Row(in_body(lambda v: v * lax.axis_index("clients"), X)),
+        "`lax.all_gather`": Row(in_body(lambda v: v @ lax.all_gather(v, "clients")[::2, 0].T, X)),
+        "`lax.pmean` in a `lax.scan` of rounds": Row(in_body(more.rounds_in_body, X)),
+        "`jax.vmap(..., axis_name=...)`, outside of a map": Row(
+            outside(lambda x: jax.vmap(lambda v: v - lax.pmean(v, "i"), axis_name="i")(x))
+        ),
+    },
     "Transformations and functions in the body of a map": {
         "`jax.grad`": case("plain"),
         "`jax.jit`": case("jit_in_body"),
@@ -156,8 +169,55 @@ TABLE: dict[str, dict[str, Row]] = {
         "`x.at[:, i].add`": Row(outside(lambda x: x.at[:, 0].add(1.0))),
         "`x[3]`, one member": Row(outside(lambda x: x[3])),
         "`x[indices]`": Row(outside(lambda x, i: x[i], jnp.asarray([0, 2, 2]))),
+        "`lax.map` over members, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum(lax.map(lambda v: jnp.sin(v) @ v.T, x))))
+        ),
+        "`lax.scan` over members that only adds": Row(
+            outside(lambda x: lax.scan(lambda c, v: (c + v, v[0]), jnp.zeros((5, 3)), x))
+        ),
+        "`lax.scan` over members that reads its carry": Row(
+            outside(lambda x: lax.scan(lambda c, v: (c * v, c), jnp.ones((5, 3)), x))
+        ),
         "`jnp.sort` along members": Row(outside(lambda x: jnp.sort(x, 0))),
-        "`jnp.cumsum` along members": Row(outside(lambda x: jnp.cumsum(x, 0))),
+        "`jnp.cumsum` along members, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum(jnp.cumsum(x, 0) ** 2)))
+        ),
+        "`jnp.cumprod`, `lax.cummax`, `cummin` along members": Row(
+            outside(lambda x: (jnp.cumprod(x, 0), lax.cummax(x, 0), lax.cummin(x, 0)))
+        ),
+        "`jnp.roll` along members, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum((x - jnp.roll(x, 1, 0)) ** 2)))
+        ),
+        "a reduction of `x[1:] - x[:-1]`, differentiated": Row(
+            outside(jax.value_and_grad(lambda x: jnp.sum((x[1:] - x[:-1]) ** 2)))
+        ),
+        "`jnp.diff` of members as a result": Row(outside(lambda x: jnp.diff(x, axis=0))),
+        "`jnp.convolve` of members": Row(
+            outside(lambda x: jnp.convolve(x[:, 0, 0], jnp.ones(3), "same"))
+        ),
+        "`jnp.histogram`, `bincount` of members": Row(
+            outside(
+                lambda x, i: (jnp.histogram(x, bins=4)[0], jnp.bincount(i, length=3)), more.IDS % 3
+            )
+        ),
+        "`jnp.median` along members, of less than 1 MiB": Row(
+            outside(lambda x: jnp.median(x, 0))
+        ),
+        "`jnp.linalg.qr`, `svd` of members as rows": Row(
+            outside(
+                lambda x: (
+                    jnp.linalg.qr(x[:, 0, :2]), jnp.linalg.svd(x[:, 0], full_matrices=False)
+                )
+            )
+        ),
+        "`jnp.linalg.lstsq`, `pinv` of members as rows": Row(
+            outside(
+                lambda x: (jnp.linalg.lstsq(x[:, 0], x[:, 1, 0])[0], jnp.linalg.pinv(x[:, 0]))
+            )
+        ),
+        "`lax.associative_scan` along members": Row(
+            outside(lambda x: lax.associative_scan(jnp.add, x))
+        ),
         "`jax.nn.softmax` along members": Row(outside(lambda x: jax.nn.softmax(x, 0))),
         "`jnp.concatenate` of members": Row(outside(lambda x: jnp.concatenate([x, x]))),
     },

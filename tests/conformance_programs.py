@@ -93,6 +93,11 @@ def switch_in_body(x, i):
     return lax.switch(i % 3, [jnp.sin, jnp.cos, lambda v: v * 2], x)
 
 
+def rounds_in_body(v):
+    """Rounds that take the mean over the members: the first rows are carried."""
+    return lax.scan(lambda c, r: (c + lax.pmean(c * r, "clients"), c), v[0], v)
+
+
 def switch_around(ops):
     fn = step_loss(ops)
     better = lambda w: w - 0.1 * jax.grad(fn)(w, X, Y)

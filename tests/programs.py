@@ -27,7 +27,8 @@ N, M = 7, 11  # Sizes of placements; no other axis in this file has one of these
 
 def _vmap(fn, arg, *, placement=None):
     size = {None: N, "clients": N, "outer": N, "a": N, "inner": M, "b": M}[placement]
-    return jax.vmap(lambda v: fn(*v) if isinstance(arg, tuple) else fn(v), axis_size=size)(arg)
+    call = lambda v: fn(*v) if isinstance(arg, tuple) else fn(v)
+    return jax.vmap(call, axis_size=size, axis_name=placement or "clients")(arg)
 
 
 def _over_members(function):

@@ -23,8 +23,8 @@ from jax import tree_util
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops import autodiff as _derivatives  # noqa: F401  (registers the rules)
+from beamjax.ops import collectives, primitives, sharding
 from beamjax.ops import error_checks as _error_checks  # noqa: F401
-from beamjax.ops import primitives, sharding
 from beamjax.ops import taylor as _taylor  # noqa: F401
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
@@ -126,7 +126,9 @@ def map_fn(
 
     Args:
       fn: takes one member and returns a tree of arrays or scalars. It may close over server
-        values, which are broadcast, and over constants.
+        values, which are broadcast, and over constants. The placement names the axis of the
+        members for `lax.psum`, `pmean`, `pmax`, `pmin`, `all_gather`, `axis_index` and
+        `axis_size`, in straight code and in `lax.scan`.
       arg: a tree of placed arrays, of shapes `(n, ...)`. A tuple is unpacked: `fn` takes one
         argument for each of its entries.
       placement: the placement; may be left out where the program has one.
@@ -139,7 +141,8 @@ def map_fn(
       OutsideProgramError: called outside a program.
       PlacementError: the placement is unknown or ambiguous, a leaf of `arg` has not n members, or
         the mesh has Explicit axes but none that is named like the placement and divides n.
-      StructureError: a leaf of `arg`, or of what `fn` returns, is not an array.
+      StructureError: a leaf of `arg`, or of what `fn` returns, is not an array; or `fn` uses
+        another collective.
     """
     placement, n = resolve("map_fn", placement)
     mesh = sharding.mesh_for("map_fn", placement, n, mesh)
@@ -163,9 +166,15 @@ def map_fn(
 
     # Messages of JAX then name the user's function, its file and its parameters.
     body = functools.wraps(fn, assigned=(), updated=())(body)
-    change = PythonCall(fn, name, arguments).mapped
-    outs = primitives.map_members(
-        body, [], placed, placement=placement, n=n, name=name, mesh=mesh, tree=tree, change=change
+    avals = [sharding.member_aval(jax.typeof(x), placement) for x in placed]
+    arguments_avals = tree_util.tree_unflatten(tree, avals)
+    jaxpr, closed_over = primitives.trace_body(body, arguments_avals, axes=[(placement, n)])
+    for value in closed_over:
+        sharding.check_shared(value, placement, mesh)
+    if not collectives.any_of(jaxpr, placement):
+        jaxpr = PythonCall(fn, name, arguments).mapped(jaxpr, closed_over)
+    outs = collectives.bind_map(
+        jaxpr, closed_over, placed, placement=placement, n=n, name=name, mesh=mesh
     )
     return _compat.batch_of(member_type, outs, n)
 

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import tree_util
 from jax.extend import core as jex
 
 from beamjax import _compat
@@ -63,7 +62,10 @@ _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 def trace_body(
-    fn: Callable[..., Any], avals: Sequence[Any], what: str = "map_fn: the mapped function"
+    fn: Callable[..., Any],
+    avals: Sequence[Any],
+    what: str = "map_fn: the mapped function",
+    axes: Sequence[tuple[str, Any]] = (),
 ) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
     """Traces `fn` on values of types `avals`.
 
@@ -72,6 +74,7 @@ def trace_body(
         call, since JAX serves a function that it has seen from its cache.
       avals: the types, or trees of them.
       what: the operator and what `fn` is to it, for messages.
+      axes: names and sizes of axes that collectives in `fn` may name.
 
     Returns:
       A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. They
@@ -80,7 +83,7 @@ def trace_body(
     Raises:
       StructureError: `fn` closes over a mutable reference, which members can't share.
     """
-    closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn)(*avals))
+    closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn, axis_env=axes)(*avals))
     for const in consts:
         if not isinstance(jax.typeof(const), jax.core.ShapedArray):
             raise StructureError(
@@ -124,22 +127,16 @@ def map_members(
     n: Any,
     name: str,
     mesh: sharding.AnyMesh | None,
-    tree: Any = None,
-    change: Callable[..., jex.ClosedJaxpr] | None = None,
 ) -> list[jax.Array]:
     """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
 
-    What `fn` closes over becomes further broadcast operands, before the given ones. `fn` takes flat
-    values; or, where there is a `tree`, the arguments that this makes of them. The body that is
-    mapped is `change(jaxpr, consts)`, if that is given.
+    What `fn` closes over becomes further broadcast operands, before the given ones.
     """
     avals = [jax.typeof(x) for x in broadcast]
     avals += [sharding.member_aval(jax.typeof(x), placement) for x in placed]
-    jaxpr, consts = trace_body(fn, avals if tree is None else tree_util.tree_unflatten(tree, avals))
+    jaxpr, consts = trace_body(fn, avals)
     for const in consts:
         sharding.check_shared(const, placement, mesh)
-    if change is not None:
-        jaxpr = change(jaxpr, consts)
     broadcast = [*consts, *broadcast]
     return bind_map(jaxpr, broadcast, placed, placement=placement, n=n, name=name, mesh=mesh)
 

@@ -38,7 +38,11 @@ from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
 from beamjax.interpreters.lowering.fused_reductions import fuse_reductions, saved_bytes
 from beamjax.interpreters.lowering.map_bodies import map_body, read, sequential_body
-from beamjax.interpreters.lowering.shard_size import cost_of_member, shard_sizes
+from beamjax.interpreters.lowering.shard_size import (
+    cost_of_member,
+    shard_sizes,
+    with_whole_blocks,
+)
 from beamjax.interpreters.lowering.vectorize import choose_vectorization
 from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
@@ -95,6 +99,7 @@ def lower(
     """
     if sizes is None:
         sizes = shard_sizes(program, stages, options, _platforms(options))
+    sizes = with_whole_blocks(program, stages, sizes)
     return _Lowering(program, stages, options, sizes, vectorizations or {}).plan(name, paths)
 
 

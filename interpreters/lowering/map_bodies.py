@@ -168,7 +168,8 @@ _MERGE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 def can_run_sequentially(stage: MapStage, lanes: Sequence[Lane]) -> bool:
     """Whether a pass can compute its members sequentially: partials of batches can be merged."""
-    return not any(isinstance(e.rule, FunctionReductionRule) for e in stage.emissions) and all(
+    whole = (e.rule.by_shard or isinstance(e.rule, FunctionReductionRule) for e in stage.emissions)
+    return not any(whole) and all(
         lane.kind in _MERGE and np.dtype(lane.dtype).kind != "c" for lane in lanes
     )
 

@@ -9,7 +9,7 @@ or all at once if little is computed per byte read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,23 @@ def shard_sizes(
             size *= _batches(passes, n, size)
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
+
+
+def with_whole_blocks(
+    program: PlacedProgram, stages: Sequence[Stage], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Shard sizes such that each shard begins where a block of an equation does; see `prefixes`."""
+    whole = dict(sizes)
+    for stage in (stage for stage in walk(stages) if isinstance(stage, MapStage)):
+        for emission in (each for each in stage.emissions if each.rule.by_shard):
+            size, block = whole[stage.placement], emission.eqn.params["block"]
+            whole[stage.placement] = -(-size // block) * block
+    return {
+        placement: size
+        if size == sizes[placement]
+        else min(size, -(-program.sizes[placement] // MULTIPLE) * MULTIPLE)
+        for placement, size in whole.items()
+    }
 
 
 def _may_batch(stages: Sequence[Stage], options: Options, platforms: Sequence[str]) -> bool:

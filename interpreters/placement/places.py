@@ -52,6 +52,7 @@ class PlacedProgram:
       creations: for server values that a shard can compute, by value and place, the equation and
         its sharding rule.
       borders: places of inputs and outputs of loops and branches.
+      shard_size: members per shard where the user gives it.
       expanded: for scans, whiles and conds without placed operators, the equation that replaces
         them, if any.
     """
@@ -65,6 +66,7 @@ class PlacedProgram:
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, Eqn] = field(default_factory=dict)
+    shard_size: int | None = None
 
     def place(self, atom: Atom) -> Place:
         return self.places.get(atom) if isinstance(atom, Var) else None

@@ -8,6 +8,7 @@ the same place in all rounds, and an output of a branch the same place in all bl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Set
 
@@ -16,10 +17,14 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
+from beamjax.interpreters.placement.order_statistics import order_statistics
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
+from beamjax.interpreters.placement.prefixes import prefixes
 from beamjax.interpreters.placement.regrouping import Regrouping
 from beamjax.interpreters.placement.reshaped import reshaped
+from beamjax.interpreters.placement.scans import scans
 from beamjax.interpreters.placement.sliced import sliced
+from beamjax.interpreters.placement.tall_matrices import tall_matrices
 from beamjax.interpreters.placement.views import drop_view, make_views
 from beamjax.interpreters.program import (
     Atom,
@@ -43,6 +48,7 @@ def place(
     known: Mapping[Var, str],
     placements: Iterable[tuple[str, int]] = (),
     guarded: bool = False,
+    shard_size: int | None = None,
 ) -> PlacedProgram:
     """Finds a place for every value; inputs that are reshaped into members become views.
 
@@ -56,6 +62,7 @@ def place(
       guarded: whether members may be dropped or are checked for NaN. In this case an input with as
         many rows is placed unless the program broadcasts it, so that the handling of a member does
         not depend on what else is computed; and only results of passes are gathered.
+      shard_size: members per shard, if the user gives it.
 
     Raises:
       PlacementError: a source has another number of members than the placement that it is used for,
@@ -82,9 +89,12 @@ def place(
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
-    regrouping = Regrouping(flat, (sliced, reshaped))
+    # Members that are dropped leave gaps in the order of those of a shard.
+    finds = functools.partial(sliced, moves=not guarded), reshaped, scans
+    ordered = prefixes, order_statistics, tall_matrices
+    regrouping = Regrouping(flat, finds if guarded else (*finds, *ordered))
     while True:
-        program = PlacedProgram(flat, keys.sizes, {**fixed, **tried})
+        program = PlacedProgram(flat, keys.sizes, {**fixed, **tried}, shard_size=shard_size)
         _Placing(program, keys, demand, gathering).block(flat)
         if regrouping.rewrite(program):
             continue

@@ -209,7 +209,6 @@ ALONG = {
     "cumlogsumexp": "axis",
     "sort": "dimension",
     "concatenate": "dimension",
-    "split": "axis",
     "rev": "dimensions",
     "approx_top_k": "reduction_dimension",
 }

@@ -32,6 +32,10 @@ REDUCTIONS = {
     "reduce_prod": "prod",
     "reduce_or": "any",
     "reduce_and": "all",
+    # What `jax.vmap` makes of a collective over its `axis_name`.
+    "psum": "sum",
+    "pmax": "max",
+    "pmin": "min",
 }
 
 

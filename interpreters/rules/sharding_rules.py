@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,11 @@ class Shard:
         return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
 
 
+def all_members(n: int) -> Shard:
+    """One shard of all members of a placement."""
+    return Shard(jnp.int32(0), n, jnp.ones(n, np.bool_))
+
+
 Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
 
 
@@ -89,12 +95,14 @@ class MemberwiseRule:
     """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard.
 
     `in_axes` and `out_axes` are the axes of the members in operands and results. A result whose
-    axis is None must not be read.
+    axis is None must not be read. `by_shard` says that it must be evaluated for all members of a
+    shard at once.
     """
 
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...]
     emit: Emit
+    by_shard: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -103,13 +111,15 @@ class ReductionRule:
 
     `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
     reducer's accumulator. `picks` says that the equation only selects members. Such an equation is
-    not a reason to move a whole server array to the workers.
+    not a reason to move a whole server array to the workers. `by_shard` says that it must be
+    evaluated for all members of a shard at once.
     """
 
     in_axes: tuple[int | None, ...]
     reducer: str
     partial: Callable[[Eqn, Sequence[Any], Shard], Any]
     picks: bool = field(default=False, kw_only=True)
+    by_shard: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,18 @@ def resizing(param: str, axis: int) -> Emit:
         return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
 
     return emit
+
+
+def define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:
+    """Defines a primitive of rewritten programs by what it computes of all members together."""
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        result = jax.eval_shape(functools.partial(function, **params), *avals)
+        return avals[-1].update(shape=result.shape, dtype=result.dtype, weak_type=False)
+
+    primitive.def_impl(function)
+    primitive.def_abstract_eval(abstract_eval)
+    _compat.register_lowering(primitive, function)
 
 
 # --- shapes and axes

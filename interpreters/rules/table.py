@@ -23,7 +23,10 @@ from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
     memberwise,
+    prefixes,
     reductions,
+    shifts,
+    tall_qr,
 )
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE

@@ -99,6 +99,20 @@ def test_members_come_in_any_order_and_results_are_those_of_jit():
         check_that(p | beam.Create(members(X)) | bj.transform(total, W, abstract(X)), total(W, X))
 
 
+def test_members_in_any_order_are_put_in_theirs():
+    """Neighbours, and what comes before a member, are those of the numbers of members."""
+
+    @bj.program(clients=N)
+    def prog(x):
+        rows = bj.map_fn(lambda v: v[0], x)
+        placed = jnp.cumsum(rows, axis=0), jnp.roll(rows, 1, axis=0)
+        return placed, jnp.sum((rows[1:] - rows[:-1]) ** 2), jnp.linalg.qr(rows)
+
+    with pipeline() as p:
+        transform = bj.transform(prog, abstract(X), options=SHARDS)
+        check_that(p | beam.Create(members(X)) | transform, jax.jit(prog)(X))
+
+
 @pytest.mark.versions
 def test_trees_and_dtypes_of_members():
     for data in (

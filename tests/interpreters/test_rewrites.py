@@ -11,7 +11,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
-from beamjax.interpreters.placement import propagate, views
+from beamjax.interpreters.placement import order_statistics, propagate, sliced, views
 from beamjax.interpreters.staging import flatten, simplify
 
 N = 12
@@ -20,7 +20,7 @@ ROWS = jnp.ones((2 * N, 4))
 AVOIDED = ("Gather", "Scatter", "Loop")
 
 
-def none_found(*_):
+def none_found(*_, **__):
     return iter(())
 
 
@@ -72,7 +72,37 @@ def made_of_computed_rows(x):
     return bj.map_fn(jnp.sum, (x[:, 1:] * 2).reshape(N, 2, 3))
 
 
+def differences(x):
+    return jnp.sum((x[1:] - x[:-1]) ** 2)
+
+
+def neighbours(x):
+    return jnp.roll(x, 1, axis=0)
+
+
+def maps_and_adds(x):
+    return jax.grad(lambda w: jnp.sum(jax.lax.map(lambda row: jnp.sin(row @ w), x)))(jnp.ones(4))
+
+
+def running_sums(x):
+    return jnp.cumsum(x, axis=0)
+
+
+def decomposed(x):
+    return jnp.linalg.qr(x), jnp.linalg.svd(x, compute_uv=False)
+
+
+def counted(x):
+    return jnp.median(x, axis=0)
+
+
 REWRITES = [
+    (decomposed, propagate, "tall_matrices", none_found),
+    (counted, propagate, "order_statistics", none_found),
+    (differences, sliced, "_meeting", nothing),
+    (neighbours, sliced, "_rolls", none_found),
+    (running_sums, propagate, "prefixes", none_found),
+    (maps_and_adds, propagate, "scans", none_found),
     (mean_of_most, propagate, "sliced", none_found),
     (slope_of_most, propagate, "sliced", none_found),
     (largest_of_all, propagate, "reshaped", none_found),
@@ -101,6 +131,7 @@ def avoided_steps(function):
     ("function", "where", "name", "off"), REWRITES, ids=[each[0].__name__ for each in REWRITES]
 )
 def test_rewrites_fire(monkeypatch, function, where, name, off):
+    monkeypatch.setattr(order_statistics, "MIN_BYTES", 0)
     assert avoided_steps(function) == []
     monkeypatch.setattr(where, name, off)
     assert avoided_steps(function) != []

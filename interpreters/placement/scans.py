@@ -1,0 +1,119 @@
+"""Rewrites scans over members to maps and reductions.
+
+`lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map. A scan
+that only adds to what it carries, such as the derivative of `lax.map` by a server value, is a map
+and a sum. In the same way, it may multiply, or take the larger or the smaller value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from beamjax import _compat
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.placement.regrouping import Step, runs_on_server
+from beamjax.interpreters.program import Eqn, FlatBlock
+from beamjax.interpreters.rules.sharding_rules import draw_by_batch
+from beamjax.ops import primitives
+
+_REDUCTIONS = {
+    "add": (primitives.reduce_sum_p, lax.add),
+    "add_any": (primitives.reduce_sum_p, lax.add),
+    "mul": (primitives.reduce_prod_p, lax.mul),
+    "max": (primitives.reduce_max_p, lax.max),
+    "min": (primitives.reduce_min_p, lax.min),
+}
+"""For each function by which a carried value may change, the reduction, and the function."""
+
+
+def scans(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
+    """The rewrites of the scans over members in a block."""
+    for eqn in block.eqns:
+        if eqn.primitive.name == "scan" and runs_on_server(program, eqn):
+            step = _step(program, eqn)
+            if step is not None:
+                yield {eqn: step}
+
+
+def _step(program: PlacedProgram, eqn: Eqn) -> Step | None:
+    constants, carried = _compat.scan_counts(eqn)
+    closed, length = eqn.params["jaxpr"], eqn.params["length"]
+    places = list(map(program.place, eqn.inputs))
+    stacks = {along for along in places[constants + carried :] if along is not None}
+    if closed.consts or any(places[: constants + carried]) or len(stacks) != 1:
+        return None
+    (along,) = stacks
+    if along.axis != 0 or program.sizes[along.placement] != length:
+        return None
+    # Under vmap, such draws depend on the other members.
+    found = _without_carries(closed, constants, carried)
+    if found is None or draw_by_batch(closed) is not None:
+        return None
+    body, changes = found
+    name = along.placement.removesuffix(f"[{length}]")  # See `PlacementKeys`.
+
+    def function(*args: Any) -> list[Any]:
+        fixed, start, xs = args[:constants], args[constants:][:carried], args[constants + carried :]
+        outs = primitives.bind_map(
+            body, fixed, xs, placement=name, n=length, name="lax.scan", mesh=None
+        )
+        ends, rest = [], iter(outs)
+        for value, change in zip(start, changes, strict=True):
+            if change is not None:
+                reduction, join = _REDUCTIONS[change]
+                total = reduction.bind(next(rest), placement=name)
+                total = lax.convert_element_type(total, value.dtype)
+                value = join(value, jnp.broadcast_to(total, value.shape))
+            ends.append(value)
+        return [*ends, *rest]
+
+    return Step(eqn.inputs, [False] * len(eqn.inputs), function, is_end=True)
+
+
+def _without_carries(
+    closed: Any, constants: int, carried: int
+) -> tuple[jex.ClosedJaxpr, list[str | None]] | None:
+    """The body of a scan as one of a map.
+
+    Returns:
+      A jaxpr from the constants and the entries to what each carried value changes by, then the
+      stacked results; and for each carried value, the name of the function by which it changes,
+      None if it does not change. None if a carried value is read otherwise.
+    """
+    jaxpr = closed.jaxpr
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+    read = [v for v in read if not isinstance(v, jex.Literal)]
+    carries = jaxpr.invars[constants : constants + carried]
+    changes: list[str | None] = []
+    totals, gone = [], set()
+    for var, out in zip(carries, jaxpr.outvars[:carried], strict=True):
+        if read.count(var) != 1:
+            return None
+        if out is var:
+            changes.append(None)
+            continue
+        (eqn,) = (each for each in jaxpr.eqns if var in _variables(each.invars))
+        others = [atom for atom in eqn.invars if atom is not var]
+        plain = eqn.primitive.name in _REDUCTIONS and makers.get(out) is eqn
+        if not plain or read.count(out) != 1 or isinstance(others[0], jex.Literal):
+            return None
+        changes.append(eqn.primitive.name)
+        totals.append(others[0])
+        gone.add(eqn)
+    body = jaxpr.replace(
+        invars=[v for v in jaxpr.invars if v not in carries],
+        outvars=[*totals, *jaxpr.outvars[carried:]],
+        eqns=[eqn for eqn in jaxpr.eqns if eqn not in gone],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jex.ClosedJaxpr(body, []), changes
+
+
+def _variables(atoms: Any) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, jex.Literal)}
