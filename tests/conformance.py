@@ -23,7 +23,7 @@ from jax import lax
 from programs import CASES, KEY, WS, N, W, X, Y, reference, sum_over
 
 import beamjax as bj
-from beamjax.explanation import human_bytes
+from beamjax._text import human_bytes
 from beamjax.verification import compare
 
 PATH = Path(__file__).parents[1] / "docs" / "conformance.md"
