@@ -34,6 +34,7 @@ from beamjax.plan.steps import (
     Step,
     size_name,
 )
+from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.ordered_pool import computing_threads
@@ -366,7 +367,9 @@ class _Evaluation:
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy
-        execute = ShardExecutor(self.plan, step, known, self.device, self.checked)
+        options = self.options
+        cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
+        execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
         self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
         meter.lap("transfer")
         meter.apart()
