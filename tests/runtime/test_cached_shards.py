@@ -171,3 +171,15 @@ def test_a_cache_at_a_url(tmp_path):
     folder = f"bjtest:/{tmp_path}"
     for cached in (0, SHARDS):
         assert run(smallest, folder, W, X)[2] == cached
+
+
+def test_a_changed_constant_of_a_body_misses(tmp_path):
+    table = np.arange(6000, dtype=np.float32)
+
+    def looked_up(w, x):
+        return bj.reduce_max(bj.map_fn(lambda v: v[0] * w[0] + jnp.asarray(table).sum(), x))
+
+    for value, cached in ((3, 0), (3, SHARDS), (4, 0)):
+        table[2999] = value
+        bits, _, found = run(looked_up, str(tmp_path), W, X)
+        assert (bits, found) == (run(looked_up, None, W, X)[0], cached)
