@@ -15,7 +15,7 @@ from beamjax.storage.partial_cache import PartialCache
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `beamjax cache`."""
     actions = parser.add_subparsers(dest="action", metavar="info|clear", required=True)
-    info = actions.add_parser("info", help="how many shards it holds, and their bytes")
+    info = actions.add_parser("info", help="how many files it holds, and their bytes")
     clear = actions.add_parser("clear", help="remove them; files of others stay")
     for action in (info, clear):
         action.add_argument("folder", metavar="FOLDER", help="path or URL, as of the option cache")
@@ -33,7 +33,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         raise OptionsError(f"{folder}: found no such folder, expected one of the option cache")
     cache = PartialCache(folder)
     found = cache.clear() if arguments.action == "clear" else cache.describe()
-    held = f"{found['shards']:,} shards, {human_bytes(found['bytes'])}"
+    held = f"{found['files']:,} files, {human_bytes(found['bytes'])}"
     if arguments.action == "clear":
         return Answer(found, f"removed {held}")
     return Answer(found, f"{held} of at most {human_bytes(found['limit'])}")

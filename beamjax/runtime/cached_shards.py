@@ -17,6 +17,7 @@ from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint
+from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.storage.partial_cache import PartialCache
 
@@ -61,6 +62,8 @@ class CachedShards:
     ):
         self._cache = cache
         self._step = step
+        # By the number of a shard that is about to be read, where to note the content of its files.
+        self._notes: dict[int, str] = {}
         bodies = [plan.bodies[key] for key in step.executables]
         self._reads_start = any(_reads_start(body, step.guard is not None) for body in bodies)
         guard = step.guard
@@ -87,12 +90,12 @@ class CachedShards:
           operands: one array for each operand of the step.
           compute: computes it.
         """
-        start = str(shard.start) if self._reads_start else ""
-        contents = map(array_fingerprint, operands)
-        address = _digest(self._head, start, str(shard.count), *contents)
+        contents = list(map(array_fingerprint, operands))
+        if (note := self._notes.pop(shard.index, None)) is not None:
+            self._cache.store(note, [], {"contents": contents})
+        address = self._address(shard, contents)
         found = self._found(address)
         if found is not None:
-            counts.shards_cached += 1
             return found
         made = compute()
         if not made.dropped and all(part is not None for part in made.partials):
@@ -100,6 +103,32 @@ class CachedShards:
             arrays = [*made.partials[:lanes], *(x for part in made.partials[lanes:] for x in part)]
             self._cache.store(address, arrays, {"left_out": made.left_out})
         return made
+
+    def unread(self, shard: Shard, reader: Reader) -> Computed | None:
+        """What a shard gives, if its files are those that an earlier run has read.
+
+        Otherwise None; `computed` notes then which content these files have.
+
+        Args:
+          shard: which.
+          reader: of all operands of the step.
+        """
+        marks = reader.content_marks(self._step.operands, shard.start, shard.start + shard.count)
+        if marks is None:
+            return None
+        note = _digest(_FORM, "content of files", *marks)
+        _, meta = self._cache.find(note) or ([], {})
+        contents = meta.get("contents")
+        if isinstance(contents, list) and len(contents) == len(marks):
+            found = self._found(self._address(shard, list(map(str, contents))))
+            if found is not None:
+                return found
+        self._notes[shard.index] = note
+        return None
+
+    def _address(self, shard: Shard, contents: Sequence[str]) -> str:
+        start = str(shard.start) if self._reads_start else ""
+        return _digest(self._head, start, str(shard.count), *contents)
 
     def _found(self, address: str) -> Computed | None:
         found = self._cache.find(address)
@@ -110,6 +139,7 @@ class CachedShards:
         if types != self._types or type(meta.get("left_out")) is not int:
             _log.warning("cache: found other arrays than the pass gives in %s", address)
             return None
+        counts.shards_cached += 1
         lanes = len(self._step.lanes)
         partials: list[Any] = arrays[:lanes]
         rest = arrays[lanes:]

@@ -123,6 +123,10 @@ class ShardExecutor:
                 return compute()
             return self._cached.computed(shard, arrays, compute)
 
+    def unread(self, shard: Shard, reader: Reader) -> Computed | None:
+        """What a shard gives, if a cache knows that without its members being read; else None."""
+        return None if self._cached is None else self._cached.unread(shard, reader)
+
     def _computed(
         self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str]
     ) -> Computed:

@@ -103,7 +103,7 @@ class PartialCache:
         sizes = [f.nbytes for f in files.listed(self.folder) if f.name.endswith(SUFFIX)]
         return {
             "folder": self.folder,
-            "shards": len(sizes),
+            "files": len(sizes),
             "bytes": sum(sizes),
             "limit": self.limit,
         }

@@ -159,16 +159,18 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
         devices = devices[:1]
     broadcasts = {name: refs[name] for name in step.broadcasts}
     size = task.plan.shard_sizes[step.placement]
-    key = (step, size, task.plan.x64, devices, *(ref.key for ref in broadcasts.values()))
+    refs_of = (ref.key for ref in broadcasts.values())
+    key = (step, size, task.plan.x64, devices, machine.cache, *refs_of)
     on_mesh = task.bodies[step.body].body.devices > 1
 
     def make() -> tuple[ShardExecutor, ...]:
         plan = task.with_bodies()
         checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
-        found = []
+        found: list[ShardExecutor] = []
         for device in devices:
             known = _on_device(task, broadcasts, None if on_mesh else device)
-            cached = cached_shards(machine.cache, plan, step, known, machine.xla_threads)
+            if not found:
+                cached = cached_shards(machine.cache, plan, step, known, machine.xla_threads)
             found.append(ShardExecutor(plan, step, known, device, checked, cached))
         return tuple(found)
 

@@ -2,14 +2,19 @@
 
 import logging
 import os
+import time
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import url_files  # noqa: F401  (registers bjtest:// with Beam)
 
 import beamjax as bj
 from beamjax.commands.cli import main
+from beamjax.sources.arrays import data_files
 from beamjax.storage.partial_cache import PartialCache
 
 N, SIZE = 80, 8
@@ -158,9 +163,9 @@ def test_explain_and_the_command_tell_of_the_cache(tmp_path, capsys):
     assert "not cached: it makes placed values" in text
     run(smallest, str(tmp_path), W, X)
     for action, said in (
-        ("info", "10 shards, "),
-        ("clear", "removed 10 shards, "),
-        ("info", "0 shards"),
+        ("info", "10 files, "),
+        ("clear", "removed 10 files, "),
+        ("info", "0 files"),
     ):
         assert main(["cache", action, str(tmp_path)]) == 0
         assert said in capsys.readouterr().out
@@ -183,3 +188,43 @@ def test_a_changed_constant_of_a_body_misses(tmp_path):
         table[2999] = value
         bits, _, found = run(looked_up, str(tmp_path), W, X)
         assert (bits, found) == (run(looked_up, None, W, X)[0], cached)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_files_that_are_unchanged_are_not_read(tmp_path, runner):
+    folder, cache = tmp_path / "data", str(tmp_path / "cache")
+    folder.mkdir()
+
+    def write(name, first, rows=SIZE):
+        columns = {"x": np.arange(first, first + rows, dtype=np.float32) / 7, "y": np.ones(rows)}
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+
+    def settled():
+        """As if all files were written long ago."""
+        later = time.time_ns() + 10**10
+        return mock.patch.object(data_files.time, "time_ns", return_value=later)
+
+    @bj.program(placements={"rows": None})
+    def total(rows):
+        return bj.reduce_sum(bj.map_fn(lambda x: jnp.exp(jnp.sin(x)), rows))
+
+    def check(cached, read):
+        rows = bj.from_parquet(str(folder), columns="x")
+        options = {"shard_size": SIZE, "cache": cache, "local_threads": 1}
+        with settled(), bj.launch(total, rows, runner=runner, options=options) as job:
+            result, done = job.result(), job.progress().done
+        expected = bj.run(total, rows, runner="local", options={"shard_size": SIZE})
+        assert np.asarray(result).tobytes() == np.asarray(expected).tobytes()
+        assert (done.shards_cached, done.bytes_read // (4 * SIZE)) == (cached, read)
+
+    for i in range(6):
+        write(f"f{i}", 10 * i)
+    write("f9", 900, rows=3)
+    check(0, 6)
+    check(7, 0)
+    write("f2", 500)  # changed
+    write("f3a", 600)  # inserted
+    (folder / "f0.parquet").unlink()
+    check(5, 2)
+    os.utime(folder / "f4.parquet")  # of the same content, which is known only when it is read
+    check(7, 1)
