@@ -3,8 +3,10 @@
 import logging
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
@@ -228,3 +230,22 @@ def test_files_that_are_unchanged_are_not_read(tmp_path, runner):
     check(5, 2)
     os.utime(folder / "f4.parquet")  # of the same content, which is known only when it is read
     check(7, 1)
+
+
+def test_partials_of_all_types_by_runs_at_the_same_time(tmp_path):
+    def kinds(w, x):
+        drawn = bj.map_fn(lambda v: jax.random.normal(jax.random.key(3)) * v, x)
+        return (
+            bj.reduce_sum(bj.map_fn(lambda v: (v * w).astype(jnp.int32), x)),
+            bj.reduce_sum(bj.map_fn(lambda v: v.astype(jnp.bfloat16), x)),
+            bj.reduce_sum(bj.map_fn(lambda v: jax.lax.complex(v[0], v[1]), x)),
+            jnp.all(bj.map_fn(lambda v: v > 0, x), axis=0),
+            bj.reduce_mean(drawn),
+        )
+
+    expected = run(kinds, None, W, X)[0]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: run(kinds, str(tmp_path), W, X), range(3)))
+    assert [bits for bits, _, _ in found] == [expected] * 3
+    assert run(kinds, str(tmp_path), W, X) == (expected, SHARDS, SHARDS)
+    assert run(kinds, str(tmp_path), W, X, reduction="fast")[2] == SHARDS
