@@ -12,11 +12,13 @@ class Counts(threading.local):
       bodies_loaded: bodies of steps that were read from their bytes.
       bodies_reused: those that the process had.
       broadcasts: server values that were put on a device.
+      shards_cached: shards that were found in the cache of partials, and not computed.
     """
 
     bodies_loaded = 0
     bodies_reused = 0
     broadcasts = 0
+    shards_cached = 0
 
 
 counts = Counts()

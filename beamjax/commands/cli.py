@@ -18,6 +18,7 @@ COMMANDS = {
     "explain": ("beamjax.commands.explain", "what a function becomes: steps, passes, bytes"),
     "bench": ("beamjax.commands.bench", "how long a function takes on runners and under jax.jit"),
     "jobs": ("beamjax.commands.jobs", "list, show, cancel, resume, replay or compare jobs"),
+    "cache": ("beamjax.commands.cache", "what a folder of the option cache holds, or clear it"),
     "completion": ("beamjax.commands.completion", "a script for bash, zsh or fish"),
     "doctor": ("beamjax.doctor", "what this machine can run, and what it lacks"),
     "flink": (

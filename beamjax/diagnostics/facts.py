@@ -50,7 +50,9 @@ from beamjax.plan.steps import (
     Server,
     Step,
     size_name,
+    walk,
 )
+from beamjax.runtime.cached_shards import uncached_reason
 from beamjax.storage.dtypes import dtype_name
 
 
@@ -88,11 +90,22 @@ def facts_of(
     known = all(n is not None for n in plan.sizes.values())
     return dataclasses.replace(
         facts,
-        notes=notes + padding_notes(plan, arguments),
+        notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options),
         memory=memory,
         choices=tuple(choice_facts(plan, facts.steps, options, runner, crossed)),
         tried=tried_facts(plan),
         predicted=prediction(plan, options, runner) if known else None,
+    )
+
+
+def _cache_notes(plan: Plan, options: Options) -> tuple[str, ...]:
+    """Returns which passes the option `cache` is of no use for, and why."""
+    if options.cache is None:
+        return ()
+    reasons = {s.name: uncached_reason(plan, s) for s in walk(plan.steps) if isinstance(s, Map)}
+    return tuple(
+        f"the shards of {name} are {f'not cached: {why}' if why else 'looked up in the cache'}"
+        for name, why in reasons.items()
     )
 
 

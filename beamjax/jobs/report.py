@@ -171,6 +171,8 @@ def _lines(report: Report) -> Iterator[str]:
     shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
     if shares:
         yield f"  {', '.join(shares)}"
+    if done.shards_cached:
+        yield f"  {done.shards_cached:,} of {done.shards:,} shards from the cache"
     if done.retries:
         yield f"  {done.retries:,} shards again"
     for (placement, step, reason), count in report.reasons.items():

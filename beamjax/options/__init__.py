@@ -93,6 +93,10 @@ class Options:
         then, those of the rest of this process included. Let nobody else write there, and machines
         of one type share it. None leaves JAX's settings as they are, such as
         JAX_COMPILATION_CACHE_DIR in the environment.
+      cache: a folder, by path or URL, in which what shards are reduced to is kept, so that later
+        runs compute only the shards whose members, bodies or server values have changed; with the
+        same bits. It holds 10 GiB at most, what was used last. Let nobody else write there. None
+        keeps nothing.
       shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
         fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
@@ -150,6 +154,7 @@ class Options:
     xla_threads: int = XLA_THREADS
     strict: bool = False
     compile_cache: str | None = None
+    cache: str | None = None
     shard_timeout: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 1
@@ -293,9 +298,10 @@ def _checked(options: Options) -> Options:
     paths: dict[str, Any] = {name: _path(name, getattr(options, name)) for name in _PATHS}
     options = replace(options, **paths)
     check_options(options)
-    cache = options.compile_cache
-    if cache is not None and "://" not in cache:
-        options = replace(options, compile_cache=os.path.abspath(cache))
+    for name in ("cache", "compile_cache"):
+        folder = getattr(options, name)
+        if folder is not None and "://" not in folder:
+            options = replace(options, **{name: os.path.abspath(folder)})
     return replace(
         options,
         plan=chosen(options.plan),
@@ -305,6 +311,7 @@ def _checked(options: Options) -> Options:
 
 
 _PATHS = {
+    "cache": "folder",
     "checkpoint": "folder",
     "compile_cache": "folder",
     "dead_letters": "file",

@@ -37,7 +37,7 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
 
     Of functions that are called on the host, only where they are called is part of it.
     """
-    bodies = {key: _body(body) for key, body in plan.bodies.items()}
+    bodies = {key: body_fingerprint(body) for key, body in plan.bodies.items()}
     types = {name: str(value) for name, value in sorted(plan.values.items())}
     inputs = [dataclasses.replace(value, path="") for value in plan.inputs]
     steps = _plain((plan.steps, plan.outputs, inputs), bodies)
@@ -76,7 +76,7 @@ def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fing
             source, leaf = value
             found[spec.path] = _source_leaf(source, leaf, hashes)
         else:
-            found[spec.path] = _array(raw_array(value))
+            found[spec.path] = array_fingerprint(raw_array(value))
     return found
 
 
@@ -98,13 +98,13 @@ def source_fingerprint(source: Source) -> str:
 
 def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) -> str:
     if isinstance(source, ArraySource):
-        return _array(source.read(0, len(source))[leaf])
+        return array_fingerprint(source.read(0, len(source))[leaf])
     if source.inner:
         inner = [_source_leaf(s, i, hashes) for s in source.inner for i in range(len(s.leaves))]
         leaves = [found.to_json() for found in source.leaves]
         return _digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
     if source.is_live:
-        return _digest([_array(arrays[leaf]) for arrays in blocks_in_order(source)])
+        return _digest([array_fingerprint(arrays[leaf]) for arrays in blocks_in_order(source)])
     if hashes is not None:
         identity, files = source.identity()
         return _digest([identity, leaf, hashes.of(files)])
@@ -115,8 +115,8 @@ def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) ->
     return _digest(spec)
 
 
-def _array(array: np.ndarray) -> str:
-    """By blocks along the first axis, so that no more than one of them is copied."""
+def array_fingerprint(array: np.ndarray) -> str:
+    """Of dtype, shape and content; no more than a block of it is copied."""
     digest = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=16)
     rows = max(1, _SCANNED // max(array[:1].nbytes, 1)) if array.ndim else 1
     blocks = (array[i : i + rows] for i in range(0, len(array), rows)) if array.ndim else [array]
@@ -127,7 +127,8 @@ def _array(array: np.ndarray) -> str:
     return f"#{digest.hexdigest()}"
 
 
-def _body(body: Body) -> str:
+def body_fingerprint(body: Body) -> str:
+    """Of what a body computes, wherever in a file the user's lines stand."""
     if body.python is not None:
         return f"python {body.python.fingerprint}"
     artefacts = {name: _stable_hlo(data) for name, data in sorted(body.artefacts.items())}
@@ -146,7 +147,7 @@ def _stable_hlo(data: bytes) -> str:
 def _plain(value: Any, bodies: Mapping[str, str]) -> Any:
     """Dataclasses as JSON, with what is for people left out and bodies by what they compute."""
     if isinstance(value, np.ndarray):
-        return _array(value)
+        return array_fingerprint(value)
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value) if f.name not in _FOR_PEOPLE]
         parts = {name: _plain(getattr(value, name), bodies) for name in names}

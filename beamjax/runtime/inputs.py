@@ -62,6 +62,22 @@ class Reader:
                 count_padding(self.sources[i].leaves, arrays[i], used, mask)
         return found
 
+    def content_marks(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
+        """A text for each input of these names that changes when members [start, stop) do.
+
+        None where a source has to read them to know, or an input is not read by shards.
+        """
+        found = []
+        for name in names:
+            if name not in self.where:
+                return None
+            source, leaf = self.where[name]
+            mark = self.sources[source].content_mark(start, stop)
+            if mark is None:
+                return None
+            found.append(f"{leaf} {self.x64} {mark}")
+        return found or None
+
     @functools.cached_property
     def _masks(self) -> dict[int, int]:
         """The leaf that tells rows from padding, by the number of its source."""

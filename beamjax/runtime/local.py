@@ -34,6 +34,8 @@ from beamjax.plan.steps import (
     Step,
     size_name,
 )
+from beamjax.runtime.cached_shards import cached_shards
+from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.ordered_pool import computing_threads
@@ -118,8 +120,9 @@ def values_before(
     raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
 
-Read = tuple[Shard, list[np.ndarray], Mapping[int, str], Meter]
-"""A shard, its operands, why members of it could not be read, and what measures it."""
+Read = tuple[Shard, list[np.ndarray] | Computed, Mapping[int, str], Meter]
+"""A shard, its operands or what a cache has, why members of it could not be read, and what measures
+it."""
 
 
 class _Evaluation:
@@ -366,7 +369,9 @@ class _Evaluation:
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy
-        execute = ShardExecutor(self.plan, step, known, self.device, self.checked)
+        options = self.options
+        cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
+        execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
         self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
         meter.lap("transfer")
         meter.apart()
@@ -377,15 +382,20 @@ class _Evaluation:
         n = self.plan.sizes[step.placement]
 
         def compute(
-            shard: Shard, operands: list[np.ndarray], lost: Mapping[int, str], meter: Meter
+            shard: Shard,
+            operands: list[np.ndarray] | Computed,
+            lost: Mapping[int, str],
+            meter: Meter,
         ) -> Done:
+            if isinstance(operands, Computed):
+                return Done(shard, operands, meter)
             meter.resume()
             with self.at_work("computing", step, shard):
                 found = execute(shard, operands, lost)
             meter.lap("compute")
             return Done(shard, found, meter)
 
-        reads = self.read(step) if n is not None else self.read_streams(step)
+        reads = self.read(step, execute) if n is not None else self.read_streams(step)
         jobs = (functools.partial(compute, *read) for read in reads)
         shards = None if n is None else self.plan.shards(step.placement)
         threads = 1 if execute.calls_back else self.threads
@@ -404,7 +414,7 @@ class _Evaluation:
         sends = step.partial_bytes, step.saved
         return functools.partial(Meter, step.name, size, self.monitor, sends)
 
-    def read(self, step: Map) -> Iterator[Read]:
+    def read(self, step: Map, execute: ShardExecutor) -> Iterator[Read]:
         """The shards of a pass, and what is read of them."""
         read = [name for name in step.operands if name not in self.placed]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
@@ -413,7 +423,14 @@ class _Evaluation:
             stop = shard.start + shard.count
             meter = new_meter()
             with self.at_work("reading", step, shard), shard_errors(step, shard):
-                fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
+                whole = read == [*step.operands]
+                found = execute.unread(shard, self.reader) if whole else None
+                if found is None:
+                    fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
+            if found is not None:
+                meter.lap("read")
+                yield shard, found, {}, meter
+                continue
             operands = [
                 fresh[name] if name in fresh else self.placed[name][shard.start : stop]
                 for name in step.operands

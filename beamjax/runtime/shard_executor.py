@@ -22,6 +22,7 @@ from beamjax.numerics.side_by_side import are_alike, in_parts
 from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Combine, Fitted, Lane, Map, PaddingCheck, Plan
+from beamjax.runtime.cached_shards import CachedShards
 from beamjax.runtime.failing_members import (
     Call,
     Computed,
@@ -46,6 +47,7 @@ class ShardExecutor:
         the first devices of the same client.
       checked: the bodies that are known not to read padding in this process. The first shard of
         other bodies is computed again with more padding. None checks nothing.
+      cached: what its shards gave in earlier runs; None computes all of them.
 
     Raises:
       WorkerError: the body can't be loaded here.
@@ -58,8 +60,10 @@ class ShardExecutor:
         broadcasts: Mapping[str, np.ndarray | jax.Array],
         device: jax.Device | None = None,
         checked: set[str] | None = None,
+        cached: CachedShards | None = None,
     ):
         self.step = step
+        self._cached = cached
         self._checked = checked
         self._client_of = device
         if plan.bodies[step.body].devices > 1:
@@ -113,13 +117,26 @@ class ShardExecutor:
         """
         with shard_errors(self.step, shard):
             arrays = list(map(np.asarray, operands))
-            if self.step.guard is not None:
-                return self._guarded(shard, arrays, lost or {}, self.step.guard)
-            full = shard.count == self.size
-            heads = [np.int32(shard.count)]
-            outs = self._run(shard, full, heads, arrays)
-            self._check_padding(shard, full, heads, arrays)
-            return Computed(*self._split(shard, outs))
+            compute = functools.partial(self._computed, shard, arrays, lost or {})
+            # Members that could not be read are no part of the content.
+            if self._cached is None or lost:
+                return compute()
+            return self._cached.computed(shard, arrays, compute)
+
+    def unread(self, shard: Shard, reader: Reader) -> Computed | None:
+        """What a shard gives, if a cache knows that without its members being read; else None."""
+        return None if self._cached is None else self._cached.unread(shard, reader)
+
+    def _computed(
+        self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str]
+    ) -> Computed:
+        if self.step.guard is not None:
+            return self._guarded(shard, list(arrays), lost, self.step.guard)
+        full = shard.count == self.size
+        heads = [np.int32(shard.count)]
+        outs = self._run(shard, full, heads, arrays)
+        self._check_padding(shard, full, heads, arrays)
+        return Computed(*self._split(shard, outs))
 
     def _run(
         self, shard: Shard, full: bool, heads: Sequence[Any], arrays: list[np.ndarray]

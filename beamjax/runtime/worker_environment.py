@@ -135,6 +135,7 @@ class Machine:
         one of a CPU.
       memory: of the process in bytes, which what is kept in caches depends on; None for any.
       compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
+      cache: where partials of shards are kept for later runs; None for nowhere.
       versions: of where the program was launched; None if nobody needs to know.
       custom_calls: in the bodies of the run, that take these very versions of jax and jaxlib.
       xla_threads: that XLA divides one computation among, on a CPU.
@@ -148,6 +149,7 @@ class Machine:
     local_devices: int | None = None
     memory: int | None = None
     compile_cache: str | None = None
+    cache: str | None = None
     versions: Versions | None = None
     custom_calls: tuple[str, ...] = ()
     xla_threads: int = XLA_THREADS
@@ -164,6 +166,7 @@ class Machine:
             local_devices=options.local_devices,
             memory=options.memory_bytes,
             compile_cache=options.compile_cache,
+            cache=options.cache,
             versions=Versions.here(),
             xla_threads=options.xla_threads,
             strict=options.strict,

@@ -234,6 +234,13 @@ class Source(abc.ABC):
         """
         return self.to_spec(), []
 
+    def content_mark(self, start: int, stop: int) -> str | None:
+        """A text that changes when members [start, stop) do, found without reading them.
+
+        None where there is none that is sure to change; then the members are read.
+        """
+        return None
+
     @property
     def treedef(self) -> PyTreeDef:
         """The tree that the leaves form; a tuple unless the class knows better."""

@@ -16,9 +16,10 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_TEMPORARY = ".tmp"
+TEMPORARY = ".tmp"
 _MAP_BYTES = 8 * 2**20  # smaller files are read: a map keeps a file descriptor open
 
 
@@ -99,6 +100,39 @@ def names(folder: str) -> list[str]:
         return []
 
 
+class Listed(NamedTuple):
+    """A file of a folder: its name, its bytes, and when it was last written, since the epoch."""
+
+    name: str
+    nbytes: int
+    time: float
+
+
+def listed(folder: str) -> list[Listed]:
+    """The files in a folder; none if it is not there.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    if is_url(folder):
+        return [Listed(*found) for found in _remote().listed(folder)]
+    found = []
+    for name in names(folder):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            status = os.stat(os.path.join(folder, name))
+            found.append(Listed(name, status.st_size, status.st_mtime))
+    return found
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    return bool(_remote().exists(path)) if is_url(path) else os.path.exists(path)
+
+
 def remove_files(folder: str, gone: Sequence[str]) -> None:
     """Removes files of a folder, those that are still there.
 
@@ -118,7 +152,7 @@ def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
     Raises:
         Exception: whatever the file system raises; not if nothing is there.
     """
-    suffixes = (*((suffix,) if isinstance(suffix, str) else suffix), _TEMPORARY)
+    suffixes = (*((suffix,) if isinstance(suffix, str) else suffix), TEMPORARY)
     if is_url(folder):
         remove_files(folder, [name for name in names(folder) if name.endswith(suffixes)])
         return
@@ -134,7 +168,7 @@ def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
 def _write_local(path: str, data: bytes, keep: bool, sync: bool) -> None:
     if keep and os.path.exists(path) and os.path.getsize(path) == len(data):
         return
-    handle, temporary = tempfile.mkstemp(suffix=_TEMPORARY, dir=os.path.dirname(path) or ".")
+    handle, temporary = tempfile.mkstemp(suffix=TEMPORARY, dir=os.path.dirname(path) or ".")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -158,7 +192,7 @@ def link(source: str, target: str) -> None:
     if is_url(source) or is_url(target):
         _remote().copy(source, target)
         return
-    temporary = f"{target}.{uuid.uuid4().hex}{_TEMPORARY}"
+    temporary = f"{target}.{uuid.uuid4().hex}{TEMPORARY}"
     try:
         try:
             os.link(source, temporary)

@@ -91,6 +91,21 @@ def names(folder: str) -> list[str]:
     return [systems.split(file.path)[1] for file in found]
 
 
+def listed(folder: str) -> list[tuple[str, int, float]]:
+    """Name, bytes and time of the last change of each file in a folder; none if it is not there."""
+    systems = _known()
+    found = systems.match([systems.join(folder, "*")])[0].metadata_list
+    return [
+        (systems.split(file.path)[1], file.size_in_bytes, file.last_updated_in_seconds or 0.0)
+        for file in found
+    ]
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file."""
+    return bool(_known().exists(path))
+
+
 def remove_files(folder: str, gone: Sequence[str]) -> None:
     """Removes files of a folder, those that are still there."""
     if gone:

@@ -150,7 +150,7 @@ class Meter:
 _NONE = Tally()
 COUNTED = (
     "bytes_padding", "executables", "cache_hits", "cache_misses",
-    "bodies_loaded", "bodies_reused", "broadcasts",
+    "bodies_loaded", "bodies_reused", "broadcasts", "shards_cached",
 )  # fmt: skip
 """Counters of a thread, by the names of their fields in `Tally`."""
 _NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fromkeys(SECONDS, 0.0)
@@ -163,6 +163,7 @@ def _readings() -> tuple[Any, ...]:
         time.perf_counter(), transfer_seconds(), clock.seconds,
         padding_bytes(), clock.executables, clock.cache_hits, clock.cache_misses,
         counts.bodies_loaded, counts.bodies_reused, counts.broadcasts,
+        counts.shards_cached,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class Tally:
       bodies_loaded: bodies of steps that workers read from their bytes, each once.
       bodies_reused: those that a worker had in memory when it began a step.
       broadcasts: server values that were put on devices.
+      shards_cached: shards that were not computed, as the option `cache` had what they give.
       read: seconds of reading them.
       transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
         that a body needs, and then for those of what it gave. On a CPU, arrays are read where they
@@ -63,6 +64,7 @@ class Tally:
     bodies_loaded: int = 0
     bodies_reused: int = 0
     broadcasts: int = 0
+    shards_cached: int = 0
     read: float = 0.0
     transfer: float = 0.0
     compile: float = 0.0

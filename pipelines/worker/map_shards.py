@@ -140,6 +140,10 @@ class MapShards(ComputeFn):
             self._choose_thread()
             meter = Meter(step.name, self.execute[0].size, self.recorder, sends)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
+            if not known and (found := self._unread(shard)) is not None:
+                meter.lap("read")
+                yield from self._finish(_Done(shard, {}, meter, found))
+                continue
             read, lost = self._read(shard, [name for name in step.operands if name not in known])
             meter.lap("read", sum(array.nbytes for array in read.values()))
             job = functools.partial(self._compute, shard, known | read, lost, meter)
@@ -245,6 +249,10 @@ class MapShards(ComputeFn):
     def _read(self, shard: Shard, names: list[str]) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         with self.task.at_work("reading", shard), shard_errors(self.task.step, shard):
             return read_shard(self.task.plan, self.task.step, self.reader, names, shard)
+
+    def _unread(self, shard: Shard) -> Computed | None:
+        with self.task.at_work("reading", shard), shard_errors(self.task.step, shard):
+            return self.execute[0].unread(shard, self.reader)
 
     def _add(self, shard: Shard, found: Computed) -> None:
         lanes = self.task.step.lanes

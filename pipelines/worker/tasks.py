@@ -32,6 +32,7 @@ from beamjax.pipelines.worker.errors import recorded
 from beamjax.pipelines.worker.lost_workers import table_of
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan, Server
+from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.shard_executor import ShardExecutor, put_broadcast
@@ -152,21 +153,25 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
       refs: to all server values that it reads, by name.
     """
     step = task.step
-    devices = task.machine.check()
+    machine = task.machine
+    devices = machine.check()
     if task.bodies[step.body].body.python is not None:
         devices = devices[:1]
     broadcasts = {name: refs[name] for name in step.broadcasts}
     size = task.plan.shard_sizes[step.placement]
-    key = (step, size, task.plan.x64, devices, *(ref.key for ref in broadcasts.values()))
+    refs_of = (ref.key for ref in broadcasts.values())
+    key = (step, size, task.plan.x64, devices, machine.cache, *refs_of)
     on_mesh = task.bodies[step.body].body.devices > 1
 
     def make() -> tuple[ShardExecutor, ...]:
         plan = task.with_bodies()
         checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
-        found = []
+        found: list[ShardExecutor] = []
         for device in devices:
             known = _on_device(task, broadcasts, None if on_mesh else device)
-            found.append(ShardExecutor(plan, step, known, device, checked))
+            if not found:
+                cached = cached_shards(machine.cache, plan, step, known, machine.xla_threads)
+            found.append(ShardExecutor(plan, step, known, device, checked, cached))
         return tuple(found)
 
     return _executors.get(key, make, owner=task.store.root)

@@ -14,6 +14,7 @@ import io
 import lzma
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
@@ -28,6 +29,9 @@ _UNPACK: dict[str, Callable[[Any], Any]] = {
     ".lzma": lzma.open,
 }
 _MAGIC = {".gz": b"\x1f\x8b\x08", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
+SETTLED = 2_000_000_000
+"""Nanoseconds after which another change of a file is sure to give it another time of change, on
+any file system: FAT counts in two seconds."""
 _SEEN = "the launcher and all workers see under this path"
 
 
@@ -58,6 +62,21 @@ class DataFile:
         if nbytes < 0 or "\0" in path:
             raise ValueError(f"found the file {record!r:.80}")
         return cls(path, nbytes, stamp)
+
+    def mark(self) -> list[Any] | None:
+        """Path, bytes and times of a local file that is still the same; None for others.
+
+        Also None for a file that was written just before: it may change without another time.
+        """
+        if is_url(self.path):
+            return None
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        times = found.st_mtime_ns, found.st_ctime_ns
+        same = (found.st_size, str(found.st_mtime_ns)) == (self.nbytes, self.stamp)
+        return [*self.to_json(), *times] if same and time.time_ns() - max(times) > SETTLED else None
 
     def check(self) -> None:
         """Asks the file system whether the file is still the same.

@@ -9,13 +9,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from beamjax.sources.arrays.data_files import is_url, readable
+from beamjax.sources.arrays.data_files import SETTLED, is_url, readable
 
 _THREADS = 4
 """Files that are hashed side by side: hashlib and reads release the GIL."""
-_SETTLED = 2_000_000_000
-"""Nanoseconds after which another change of a file is sure to give it another time of change, on
-any file system: FAT counts in two seconds."""
 
 
 class FileHashes:
@@ -62,7 +59,7 @@ class FileHashes:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, _new_hash).hexdigest()
             self._known[path] = [*seen, digest]
-            if now - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED:
+            if now - max(found.st_mtime_ns, found.st_ctime_ns) < SETTLED:
                 self._unsettled.add(path)
             return digest
 

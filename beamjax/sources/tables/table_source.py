@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import json
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -167,6 +168,18 @@ class TableSource(BlockSource):
         except RowError:  # If it is not in the range, these members can be read.
             parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
             return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def content_mark(self, start: int, stop: int) -> str | None:
+        parts: list[Any] = []
+        for number, group in enumerate(BlockSource._blocks(self, start, stop)):
+            file, row_group = self._place(group)
+            mark = file.file.mark()
+            if mark is None:
+                return None
+            first = max(start - group.first, 0) if number == 0 else 0
+            parts.append([mark, row_group, first, min(stop, group.last) - group.first])
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        return json.dumps([self.kind, self._columns, self._buckets, leaves, parts])
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         member, *rest = index

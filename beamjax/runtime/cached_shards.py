@@ -1,0 +1,200 @@
+"""What shards are reduced to, kept for later runs under the address of all that it depends on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from beamjax.bodies.counts import counts
+from beamjax.plan.shard import Shard
+from beamjax.plan.steps import Body, Map, Plan
+from beamjax.runtime.failing_members import Computed
+from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint
+from beamjax.runtime.inputs import Reader
+from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.storage.partial_cache import PartialCache
+
+_FORM = "1"
+"""Of addresses and files; a change of either makes it another number."""
+_log = logging.getLogger(__name__)
+
+
+def uncached_reason(plan: Plan, step: Map) -> str:
+    """Why the shards of a pass are not cached; "" if they are."""
+    if step.results:
+        return "it makes placed values, of which later steps need all members"
+    if not step.partial_bytes:
+        return "it reduces nothing"
+    python = [plan.bodies[key].python for key in step.all_bodies]
+    reasons = [body.reason for body in python if body is not None]
+    return f"it runs as Python: {reasons[0]}" if reasons else ""
+
+
+class CachedShards:
+    """The shards of one pass in a cache.
+
+    The address of a shard is a hash of the bodies, the server values that they read, the type of
+    the machine and the versions that show in bits, and the members. The index of the first member
+    is part of it only where a body reads it, so that members may move.
+
+    Args:
+      cache: where they are.
+      plan: of the step.
+      step: a pass without an `uncached_reason`.
+      broadcasts: the server values that it reads, by name.
+      xla_threads: that XLA divides one computation among, on a CPU.
+    """
+
+    def __init__(
+        self,
+        cache: PartialCache,
+        plan: Plan,
+        step: Map,
+        broadcasts: Mapping[str, np.ndarray | jax.Array],
+        xla_threads: int,
+    ):
+        self._cache = cache
+        self._step = step
+        # By the number of a shard that is about to be read, where to note the content of its files.
+        self._notes: dict[int, str] = {}
+        bodies = [plan.bodies[key] for key in step.executables]
+        self._reads_start = any(_reads_start(body, step.guard is not None) for body in bodies)
+        guard = step.guard
+        self._head = _digest(
+            _FORM,
+            str(plan.shard_sizes[step.placement]),
+            str(plan.x64),
+            *sorted(provenance_here(xla_threads).kinds),
+            *map(_fingerprint_of, bodies),
+            str(self._types),
+            "" if guard is None else f"{guard.on_error} {guard.on_nonfinite} {guard.reads}",
+            *(array_fingerprint(np.asarray(broadcasts[name])) for name in step.broadcasts),
+        )
+
+    def computed(
+        self, shard: Shard, operands: Sequence[np.ndarray], compute: Callable[[], Computed]
+    ) -> Computed:
+        """What comes out of a shard: found, or computed and stored.
+
+        A shard of which members are dropped is not stored, so that each run tells of them.
+
+        Args:
+          shard: which.
+          operands: one array for each operand of the step.
+          compute: computes it.
+        """
+        contents = list(map(array_fingerprint, operands))
+        if (note := self._notes.pop(shard.index, None)) is not None:
+            self._cache.store(note, [], {"contents": contents})
+        address = self._address(shard, contents)
+        found = self._found(address)
+        if found is not None:
+            return found
+        made = compute()
+        if not made.dropped and all(part is not None for part in made.partials):
+            lanes = len(self._step.lanes)
+            arrays = [*made.partials[:lanes], *(x for part in made.partials[lanes:] for x in part)]
+            self._cache.store(address, arrays, {"left_out": made.left_out})
+        return made
+
+    def unread(self, shard: Shard, reader: Reader) -> Computed | None:
+        """What a shard gives, if its files are those that an earlier run has read.
+
+        Otherwise None; `computed` notes then which content these files have.
+
+        Args:
+          shard: which.
+          reader: of all operands of the step.
+        """
+        marks = reader.content_marks(self._step.operands, shard.start, shard.start + shard.count)
+        if marks is None:
+            return None
+        note = _digest(_FORM, "content of files", *marks)
+        _, meta = self._cache.find(note) or ([], {})
+        contents = meta.get("contents")
+        if isinstance(contents, list) and len(contents) == len(marks):
+            found = self._found(self._address(shard, list(map(str, contents))))
+            if found is not None:
+                return found
+        self._notes[shard.index] = note
+        return None
+
+    def _address(self, shard: Shard, contents: Sequence[str]) -> str:
+        start = str(shard.start) if self._reads_start else ""
+        return _digest(self._head, start, str(shard.count), *contents)
+
+    def _found(self, address: str) -> Computed | None:
+        found = self._cache.find(address)
+        if found is None:
+            return None
+        arrays, meta = found
+        types = [(array.shape, array.dtype.name) for array in arrays]
+        if types != self._types or type(meta.get("left_out")) is not int:
+            _log.warning("cache: found other arrays than the pass gives in %s", address)
+            return None
+        counts.shards_cached += 1
+        lanes = len(self._step.lanes)
+        partials: list[Any] = arrays[:lanes]
+        rest = arrays[lanes:]
+        for combine in self._step.combines:
+            partials.append(rest[: len(combine.leaves)])
+            rest = rest[len(combine.leaves) :]
+        return Computed([], partials, meta["left_out"])
+
+    @property
+    def _types(self) -> list[tuple[tuple[int, ...], str]]:
+        leaves = [leaf for combine in self._step.combines for leaf in combine.leaves]
+        lanes = [((lane.size,), lane.dtype) for lane in self._step.lanes]
+        return [*lanes, *((leaf.shape, leaf.dtype) for leaf in leaves)]
+
+
+def cached_shards(
+    folder: str | None,
+    plan: Plan,
+    step: Map,
+    broadcasts: Mapping[str, np.ndarray | jax.Array],
+    xla_threads: int,
+) -> CachedShards | None:
+    """The shards of a pass in the cache of a folder; None without one, or for other passes."""
+    if folder is None or uncached_reason(plan, step):
+        return None
+    return CachedShards(_cache_in(folder), plan, step, broadcasts, xla_threads)
+
+
+@functools.lru_cache(maxsize=16)
+def _cache_in(folder: str) -> PartialCache:
+    """One of this process, which counts what its threads write."""
+    return PartialCache(folder)
+
+
+def _reads_start(body: Body, guarded: bool) -> bool:
+    """Whether a body reads the index of the first member; or those of all, if it has a guard."""
+    heads = {0, 1} if guarded else {0}
+    return any(heads & set(_exported_facts(data)[1]) for data in body.artefacts.values())
+
+
+def _fingerprint_of(body: Body) -> str:
+    facts = [_exported_facts(data)[0] for _, data in sorted(body.artefacts.items())]
+    return " ".join([*facts, *body.narrow])
+
+
+@functools.lru_cache(maxsize=256)
+def _exported_facts(data: bytes) -> tuple[str, tuple[int, ...]]:
+    """The fingerprint of an artefact, and the numbers of the arguments that it reads."""
+    exported = export.deserialize(bytearray(data))
+    body = Body("", {"": data})
+    return body_fingerprint(body), tuple(exported.module_kept_var_idx)
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(f"{len(part)}:{part}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,119 @@
+"""A folder of arrays under content addresses, which runs of many processes share.
+
+A file has the name of its address and is written at once or not at all, so that two writers of one
+address do no harm. It is checked when it is read. What was used longest ago is removed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import ArrayFormatError
+from beamjax.storage import files
+from beamjax.storage.arrays import decode_arrays, encode_arrays
+
+LIMIT = 10 * 2**30
+"""Bytes of all files in a folder, about."""
+SUFFIX = ".partials"
+_UNFINISHED = 3600.0
+"""Seconds after which a temporary file belongs to no writer any more."""
+_log = logging.getLogger(__name__)
+
+
+class PartialCache:
+    """Finds and stores arrays by address; thread-safe.
+
+    Args:
+        folder: path or URL. Files of local folders count as used when they are read, those at URLs
+            when they are written.
+        limit: bytes of all files. A process looks whether they are more before its first file, and
+            whenever it has written a sixteenth of that; until then they may be more.
+    """
+
+    def __init__(self, folder: str, limit: int = LIMIT) -> None:
+        self.folder = folder
+        self.limit = limit
+        self._lock = threading.Lock()
+        # Enough for the first file to have the folder looked at.
+        self._written = limit
+
+    def find(self, address: str) -> tuple[list[np.ndarray], dict[str, Any]] | None:
+        """The arrays of an address and what was stored with them; None if there are none.
+
+        A file that is damaged or can't be read is as good as none, and is logged.
+        """
+        path = self._path(address)
+        try:
+            if files.is_url(path) and not files.exists(path):
+                return None
+            found = decode_arrays(files.read(path))
+        except FileNotFoundError:
+            return None
+        except ArrayFormatError as error:
+            _log.warning("cache: found a damaged file %s, computing it again: %s", path, error)
+            return None
+        except Exception as error:  # whatever a file system raises
+            _log.warning("cache: can't read %s, computing it again: %s", path, error)
+            return None
+        if not files.is_url(path):
+            with contextlib.suppress(OSError):  # another process removes it, or may only read
+                os.utime(path)
+        return found
+
+    def store(self, address: str, arrays: Sequence[np.ndarray], meta: dict[str, Any]) -> None:
+        """Stores arrays; a folder that can't be written is logged, and changes nothing."""
+        data = encode_arrays(arrays, meta)
+        path = self._path(address)
+        try:
+            with self._lock:
+                self._written += len(data)
+                full = self._written * 16 > self.limit
+                if full:
+                    self._written = 0
+            if full:
+                self.trim()
+            files.write(path, data)
+        except Exception as error:  # whatever a file system raises
+            _log.warning("cache: can't write %s, going on without it: %s", path, error)
+
+    def trim(self) -> None:
+        """Removes the files that were used longest ago, until all are within the limit."""
+        found = sorted(files.listed(self.folder), key=lambda file: file.time)
+        old = time.time() - _UNFINISHED
+        gone = [f.name for f in found if f.name.endswith(files.TEMPORARY) and f.time < old]
+        kept = [file for file in found if file.name.endswith(SUFFIX)]
+        total = sum(file.nbytes for file in kept)
+        for file in kept:
+            if total <= self.limit:
+                break
+            gone.append(file.name)
+            total -= file.nbytes
+        files.remove_files(self.folder, gone)
+
+    def describe(self) -> dict[str, Any]:
+        """The number of files, their bytes, and the limit."""
+        sizes = [f.nbytes for f in files.listed(self.folder) if f.name.endswith(SUFFIX)]
+        return {
+            "folder": self.folder,
+            "files": len(sizes),
+            "bytes": sum(sizes),
+            "limit": self.limit,
+        }
+
+    def clear(self) -> dict[str, Any]:
+        """Removes all files; what they were, as from `describe`."""
+        found = self.describe()
+        names = [name for name in files.names(self.folder) if name.endswith(SUFFIX)]
+        files.remove_files(self.folder, names)
+        return found
+
+    def _path(self, address: str) -> str:
+        return files.join(self.folder, address + SUFFIX)

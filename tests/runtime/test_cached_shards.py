@@ -1,0 +1,251 @@
+"""The option `cache`: only what changed is computed, with the bits of a full run."""
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import url_files  # noqa: F401  (registers bjtest:// with Beam)
+
+import beamjax as bj
+from beamjax.commands.cli import main
+from beamjax.sources.arrays import data_files
+from beamjax.storage.partial_cache import PartialCache
+
+N, SIZE = 80, 8
+SHARDS = N // SIZE
+X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
+W = np.float32([0.5, -1.0, 2.0])
+RUNNERS = ["local", "DirectRunner"]
+
+
+def fit(w, x):
+    y = bj.map_fn(lambda v: jnp.tanh(v * w), x)
+    m = bj.reduce_mean(y)
+    spread = bj.reduce_sum(bj.map_fn(lambda v: (jnp.tanh(v * w) - m) ** 2, x))
+    return m, spread, bj.reduce_max(y)
+
+
+def other(w, x):
+    """As `fit`, but for its second pass."""
+    y = bj.map_fn(lambda v: jnp.tanh(v * w), x)
+    m = bj.reduce_mean(y)
+    spread = bj.reduce_sum(bj.map_fn(lambda v: (jnp.tanh(v * w) - m) ** 4, x))
+    return m, spread, bj.reduce_max(y)
+
+
+def positions(w, x):
+    """Reads where members are."""
+    y = bj.map_fn(lambda v, i: v * w * i, (x, jnp.arange(N, dtype=jnp.float32)))
+    return bj.reduce_sum(y)
+
+
+def smallest(w, x):
+    """Reduces by a function."""
+    return bj.reduce(lambda a, b: jnp.minimum(a, b), bj.map_fn(lambda v: v * w, x))
+
+
+def run(fn, folder, *args, runner="local", **options):
+    """The bits of the results, how many shards there were, and how many the cache had."""
+    program = bj.program(clients=N)(fn)
+    options = {"shard_size": SIZE, "cache": folder, **options}
+    with bj.launch(program, *args, runner=runner, options=options) as job:
+        result = job.result()
+        done = job.progress().done
+    result = result if isinstance(result, tuple) else (result,)
+    return [np.asarray(x).tobytes() for x in result], done.shards, done.shards_cached
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_only_what_changed_is_computed_with_the_same_bits(tmp_path, runner):
+    folder = str(tmp_path / "cache")
+
+    def check(fn, cached, *args):
+        bits, shards, found = run(fn, folder, *args, runner=runner)
+        assert bits == run(fn, None, *args, runner=runner)[0]
+        assert (shards, found) == (2 * SHARDS, cached)
+
+    check(fit, 0, W, X)
+    check(fit, 2 * SHARDS, W, X)
+    changed = X.copy()
+    changed[33] += 1  # changes the mean, and with it every shard of the second pass
+    check(fit, SHARDS - 1, W, changed)
+    moved = np.concatenate([X[SIZE:], X[:SIZE]])  # nothing reads where members are
+    check(fit, 2 * SHARDS, W, moved)
+    check(other, SHARDS, W, X)  # its first pass is the same
+    check(fit, 0, W + np.float32(1), X)
+    # Another runner finds them, too.
+    assert run(fit, folder, W, X, runner=RUNNERS[runner == "local"])[1:] == (2 * SHARDS,) * 2
+
+
+@pytest.mark.parametrize("fn", [positions, smallest])
+def test_members_count_by_place_where_it_is_read_and_user_functions_reduce(tmp_path, fn):
+    folder = str(tmp_path)
+    moved = np.concatenate([X[SIZE:], X[:SIZE]])
+    expected = 0 if fn is positions else SHARDS
+    for x, cached in ((X, 0), (X, SHARDS), (moved, expected)):
+        bits, shards, found = run(fn, folder, W, x)
+        assert (bits, shards, found) == (run(fn, None, W, x)[0], SHARDS, cached)
+
+
+def test_members_that_are_dropped_are_told_each_time(tmp_path):
+    x = X.copy()
+    x[3] = np.nan
+    options = {"shard_size": SIZE, "cache": str(tmp_path), "on_nonfinite": "drop"}
+    program = bj.program(clients=N)(smallest)
+    for cached in (0, SHARDS - 1):
+        folder = str(tmp_path / f"job{cached}")
+        with bj.launch(
+            program, W, x, runner="local", options=options | {"job_folder": folder}
+        ) as job:
+            found = job.result()
+            report = job.report()
+        np.testing.assert_array_equal(found, np.nanmin(x * W, axis=0))
+        assert (len(report.dropped), report.progress.done.shards_cached) == (1, cached)
+        assert not cached or f"{cached} of {SHARDS} shards from the cache" in repr(report)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_damaged_file_is_computed_again_with_a_warning(tmp_path, runner, caplog):
+    bits = run(smallest, str(tmp_path), W, X)[0]
+    first, second, third, *_ = sorted(tmp_path.iterdir())
+    first.write_bytes(first.read_bytes()[:-5])
+    flipped = bytearray(second.read_bytes())
+    flipped[-1] ^= 1
+    second.write_bytes(flipped)
+    third.write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert run(smallest, str(tmp_path), W, X, runner=runner) == (bits, SHARDS, SHARDS - 3)
+    for path in (first, second, third):
+        assert f"damaged file {path}" in caplog.text
+    assert run(smallest, str(tmp_path), W, X)[2] == SHARDS
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path, caplog):
+    (tmp_path / "file").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        found = run(smallest, str(tmp_path / "file" / "cache"), W, X)
+    assert found == run(smallest, None, W, X)
+    assert "going on without it" in caplog.text
+
+
+def test_what_was_used_longest_ago_is_removed_first(tmp_path):
+    cache = PartialCache(str(tmp_path), limit=3000)
+    array = np.zeros(100, np.float64)
+    for number in range(3):
+        cache.store(f"a{number}", [array], {})
+        os.utime(tmp_path / f"a{number}.partials", (number, number))
+    (tmp_path / "left.tmp").write_bytes(b"")
+    os.utime(tmp_path / "left.tmp", (0, 0))
+    (tmp_path / "mine.txt").write_bytes(b"other")
+    assert cache.find("a0") is not None  # used now
+    cache.store("b", [array], {})
+    cache.trim()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a0.partials", "a2.partials", "b.partials", "mine.txt"
+    }  # fmt: skip
+    assert cache.find("a1") is None
+
+
+def test_explain_and_the_command_tell_of_the_cache(tmp_path, capsys):
+    def kept(w, x):
+        y = bj.map_fn(lambda v: jnp.sum(v * w), x)
+        return y, bj.reduce_sum(bj.map_fn(jnp.exp, x))
+
+    text = str(bj.explain(bj.program(clients=N)(fit), W, X, options={"cache": str(tmp_path)}))
+    assert text.count("are looked up in the cache") == 2
+    text = str(bj.explain(bj.program(clients=N)(kept), W, X, options={"cache": str(tmp_path)}))
+    assert "not cached: it makes placed values" in text
+    run(smallest, str(tmp_path), W, X)
+    for action, said in (
+        ("info", "10 files, "),
+        ("clear", "removed 10 files, "),
+        ("info", "0 files"),
+    ):
+        assert main(["cache", action, str(tmp_path)]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["cache", "info", str(tmp_path / "missing")]) == 2
+
+
+def test_a_cache_at_a_url(tmp_path):
+    folder = f"bjtest:/{tmp_path}"
+    for cached in (0, SHARDS):
+        assert run(smallest, folder, W, X)[2] == cached
+
+
+def test_a_changed_constant_of_a_body_misses(tmp_path):
+    table = np.arange(6000, dtype=np.float32)
+
+    def looked_up(w, x):
+        return bj.reduce_max(bj.map_fn(lambda v: v[0] * w[0] + jnp.asarray(table).sum(), x))
+
+    for value, cached in ((3, 0), (3, SHARDS), (4, 0)):
+        table[2999] = value
+        bits, _, found = run(looked_up, str(tmp_path), W, X)
+        assert (bits, found) == (run(looked_up, None, W, X)[0], cached)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_files_that_are_unchanged_are_not_read(tmp_path, runner):
+    folder, cache = tmp_path / "data", str(tmp_path / "cache")
+    folder.mkdir()
+
+    def write(name, first, rows=SIZE):
+        columns = {"x": np.arange(first, first + rows, dtype=np.float32) / 7, "y": np.ones(rows)}
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+
+    def settled():
+        """As if all files were written long ago."""
+        later = time.time_ns() + 10**10
+        return mock.patch.object(data_files.time, "time_ns", return_value=later)
+
+    @bj.program(placements={"rows": None})
+    def total(rows):
+        return bj.reduce_sum(bj.map_fn(lambda x: jnp.exp(jnp.sin(x)), rows))
+
+    def check(cached, read):
+        rows = bj.from_parquet(str(folder), columns="x")
+        options = {"shard_size": SIZE, "cache": cache, "local_threads": 1}
+        with settled(), bj.launch(total, rows, runner=runner, options=options) as job:
+            result, done = job.result(), job.progress().done
+        expected = bj.run(total, rows, runner="local", options={"shard_size": SIZE})
+        assert np.asarray(result).tobytes() == np.asarray(expected).tobytes()
+        assert (done.shards_cached, done.bytes_read // (4 * SIZE)) == (cached, read)
+
+    for i in range(6):
+        write(f"f{i}", 10 * i)
+    write("f9", 900, rows=3)
+    check(0, 6)
+    check(7, 0)
+    write("f2", 500)  # changed
+    write("f3a", 600)  # inserted
+    (folder / "f0.parquet").unlink()
+    check(5, 2)
+    os.utime(folder / "f4.parquet")  # of the same content, which is known only when it is read
+    check(7, 1)
+
+
+def test_partials_of_all_types_by_runs_at_the_same_time(tmp_path):
+    def kinds(w, x):
+        drawn = bj.map_fn(lambda v: jax.random.normal(jax.random.key(3)) * v, x)
+        return (
+            bj.reduce_sum(bj.map_fn(lambda v: (v * w).astype(jnp.int32), x)),
+            bj.reduce_sum(bj.map_fn(lambda v: v.astype(jnp.bfloat16), x)),
+            bj.reduce_sum(bj.map_fn(lambda v: jax.lax.complex(v[0], v[1]), x)),
+            jnp.all(bj.map_fn(lambda v: v > 0, x), axis=0),
+            bj.reduce_mean(drawn),
+        )
+
+    expected = run(kinds, None, W, X)[0]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: run(kinds, str(tmp_path), W, X), range(3)))
+    assert [bits for bits, _, _ in found] == [expected] * 3
+    assert run(kinds, str(tmp_path), W, X) == (expected, SHARDS, SHARDS)
+    assert run(kinds, str(tmp_path), W, X, reduction="fast")[2] == SHARDS
