@@ -169,7 +169,8 @@ class Driver:
             # A loop inside of another one starts anew in each round of that.
             self.stacks |= {name: [] for name in loop.stacked}
         self.drop(gone)
-        if loop.rounds is None or not unroll.is_straight(loop.block.steps):
+        alone = self.launcher.rounds_alone
+        if loop.rounds is None or alone or not unroll.is_straight(loop.block.steps):
             self._one_by_one(loop, prefix, first, at[1:])
         else:
             found = self.launcher.connection

@@ -7,6 +7,7 @@ import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import apache_beam as beam
 
@@ -42,7 +43,11 @@ class Launcher:
       results: placed values that go where the results of the run are kept.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
+      rounds_alone: whether each round of a loop is a segment of its own, since a segment costs
+        hardly anything.
     """
+
+    rounds_alone: ClassVar[bool] = False
 
     connection: Connection
     store: Store
@@ -139,9 +144,9 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def new_pipeline(connection: Connection) -> Iterator[beam.Pipeline]:
-    """A pipeline that leaves no folder behind."""
-    pipeline = beam.Pipeline(runner=connection.runner, options=connection.flags)
+def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pipeline]:
+    """A pipeline that leaves no folder behind; `runner` in place of that of the connection."""
+    pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
     try:
         with submission_files.made_in(temporary_folder(pipeline)):
             yield pipeline

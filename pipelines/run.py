@@ -18,12 +18,15 @@ from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.resident.job import resident_job
+from beamjax.pipelines.resident.launcher import ResidentLauncher, is_resident
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values import uploads
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Served, Value, placed
+from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Output, Plan, ValueType, size_name
@@ -78,8 +81,13 @@ def run_plan(
         program = store_program(plan, store, connection.shared)
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
-        launcher = Launcher(connection, store, monitor, program, at_once)
-        return drive(plan, inputs, sources, launcher, results)
+        arguments = (connection, store, monitor, program, at_once)
+        if not is_resident(plan, connection):
+            return drive(plan, inputs, sources, Launcher(*arguments), results)
+        with resident_job(connection, store.root) as job:
+            lost_workers.begin_pipeline(store, connection.shared)
+            launcher = ResidentLauncher(*arguments, job=job)
+            return drive(plan, inputs, sources, launcher, results)
 
 
 def drive(

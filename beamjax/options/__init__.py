@@ -49,6 +49,9 @@ class Options:
         Beam pipeline; None chooses by what they are told to take and by the bytes of a round.
         Rounds that hold further control flow, and those of a `while_loop`, always have pipelines of
         their own.
+      resident: whether one Beam job with workers that stay serves all rounds of a program, each
+        for the price of some messages; False makes a pipeline of each round, or of some. None is
+        True for programs with loops around placed operators, on DirectRunner, Prism and Flink.
       recompute: which placed values a later pass makes again, and which are kept for it:
         "elementwise" makes again what elementwise operations give, "nothing" keeps all,
         "everything" keeps none that can be made again, bodies of `map_fn` included. None is
@@ -140,6 +143,7 @@ class Options:
     work_folder: str | None = None
     callbacks: bool = True
     rounds_per_graph: int | None = None
+    resident: bool | None = None
     gather_limit: int | None = None
     job_folder: str | None = None
     overwrite: bool = False
@@ -284,7 +288,7 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe", "strict"):
+    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe", "strict", "resident"):
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -252,10 +253,49 @@ _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict
 _making = threading.Lock()
 
 
-def recorder_for(reports: Reports | None) -> Recorder | None:
-    """The recorder of this process for a pipeline; None without a folder."""
-    if reports is None:
-        return None
+class Collector:
+    """Sums up what this thread does, by step, where another process is told in a message."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, Tally] = {}
+        self._lock = threading.Lock()
+
+    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+        """Adds a shard that is done."""
+        self.spend(step, spent)
+
+    def spend(self, step: str, spent: Tally) -> None:
+        """Adds seconds of a step that belong to no shard."""
+        with self._lock:
+            self.spent[step] = self.spent.get(step, _NONE) + spent
+
+    def tick(self) -> None:
+        """Does nothing."""
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collector]:
+    """A context in which what this thread measures goes to a collector, and to no record."""
+    former = getattr(_collectors, "current", None)
+    _collectors.current = collector = Collector()
+    try:
+        yield collector
+    finally:
+        _collectors.current = former
+
+
+_collectors = threading.local()
+
+
+def recorder_for(reports: Reports | None) -> Recorder | Collector | None:
+    """What listens to this thread: its collector, or the recorder of this process for a pipeline;
+    None without either."""
+    collector: Collector | None = getattr(_collectors, "current", None)
+    if collector is not None or reports is None:
+        return collector
     with _making:
         if reports not in _recorders:
             _recorders[reports] = Recorder(reports)

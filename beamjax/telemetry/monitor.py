@@ -88,6 +88,13 @@ class Monitor:
         with self._lock:
             self._count({step: spent})
 
+    def reported(self, worker: str, spent: Mapping[str, Tally]) -> None:
+        """A worker has said in a message what it did of steps."""
+        with self._lock:
+            self._count(spent)
+            self._workers.add(worker)
+            self._step = next(reversed(spent), self._step)
+
     def _count(self, spent: Mapping[str, Tally]) -> None:
         """Adds what was done of steps, while the lock is held."""
         self._done = sum(spent.values(), self._done)

@@ -1,0 +1,148 @@
+"""The Beam job whose workers stay: it starts with a session or a run, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+import apache_beam as beam
+
+from beamjax._beam_compat import FnApiRunner
+from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
+from beamjax.pipelines import waiting
+from beamjax.pipelines.launch import new_pipeline
+from beamjax.pipelines.resident.mailbox import close_mailbox, open_mailbox
+from beamjax.pipelines.resident.pool import Pool
+from beamjax.pipelines.resident.worker import ServeTasks
+from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.runners.loopback import loopback_only
+from beamjax.plan.merging import workers_of
+from beamjax.storage import files
+
+ELEMENTS_PER_WORKER = 8
+"""Elements of the job for each worker. A runner deals them by hash; with several for each worker
+no worker is without one. An element that waits behind another one does so until the job ends."""
+
+MAX_STARTS = 4
+"""Times that the job is started in a row without a task done, before its error counts."""
+
+SECONDS_TO_END = 15.0
+"""Seconds for the job to end by itself once it was told to; then it is cancelled."""
+
+_log = logging.getLogger("beamjax")
+
+
+class ResidentJob:
+    """A Beam job with workers that stay, until `close`.
+
+    Args:
+      connection: to the runner.
+      parent: folder or URL for the messages, which the launcher and all workers reach.
+
+    Attributes:
+      pool: the workers.
+    """
+
+    def __init__(self, connection: Connection, parent: str):
+        # Other pipelines run beside this one, and a runner in this process has a state.
+        runner = connection.runner
+        if isinstance(runner, FnApiRunner):
+            runner = copy.copy(runner)
+        self.connection = connection
+        self.folder = files.join(parent, f"rounds-{secrets.token_hex(8)}")
+        files.make_folder(self.folder)
+        self._runner = runner
+        self._secret = secrets.token_bytes(32)
+        self._mailbox = open_mailbox(self.folder, self._secret, connection.shared)
+        self.pool = Pool(self._mailbox, self.check)
+        self._abort: BeamjaxError | None = None
+        self._failure: BaseException | None = None
+        self._starts = 0
+        self._start()
+
+    def check(self) -> None:
+        """Starts the job again if it has ended.
+
+        Raises:
+          WorkerError: it has ended too often.
+        """
+        if self._thread.is_alive():
+            return
+        if self._starts >= MAX_STARTS:
+            raise WorkerError(
+                f"{type(self._runner).__name__}: the job of the resident workers ended "
+                f"{self._starts} times before its work was done: {self._failure or 'no error'}"
+            ) from self._failure
+        _log.warning("beamjax: starting the job of the resident workers again (%s)", self._failure)
+        self._start()
+
+    def close(self) -> None:
+        """Ends the workers and the job."""
+        self._mailbox.stop()
+        self._thread.join(SECONDS_TO_END)
+        if self._thread.is_alive():
+            self._abort = JobCancelledError("the job of the resident workers did not end by itself")
+            self._thread.join(SECONDS_TO_END)
+        close_mailbox(self.folder)
+        with contextlib.suppress(Exception):
+            remove_folder(self.folder)
+
+    def progressed(self) -> None:
+        """Work was done since the job was started."""
+        self._starts = 1
+
+    def _start(self) -> None:
+        self._starts += 1
+        self._failure = None
+        work = with_settings_of_here(self._run)
+        self._thread = threading.Thread(target=work, name="beamjax rounds", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Runs the job to its end."""
+        connection = self.connection
+        try:
+            with new_pipeline(connection, self._runner) as pipeline:
+                workers = range(ELEMENTS_PER_WORKER * (workers_of(connection.flags) or 1))
+                (
+                    pipeline
+                    | "Workers" >> beam.Create(list(workers), reshuffle=False)
+                    | "Deal" >> beam.Reshuffle()
+                    | "ServeTasks" >> beam.ParDo(ServeTasks(self.folder, self._secret))
+                )
+                with loopback_only():
+                    if isinstance(self._runner, FnApiRunner) and not connection.shared:
+                        waiting.run_apart(pipeline, self._look, None)
+                    else:
+                        waiting.run(pipeline, connection.flags, look=self._look)
+        except BaseException as error:
+            self._failure = error
+
+    def _look(self) -> BeamjaxError | None:
+        return self._abort
+
+
+def remove_folder(folder: str) -> None:
+    """Removes a folder of messages."""
+    names = files.names(folder)
+    files.remove_files(folder, [name for name in names if name != "stop"])
+    deadline = time.monotonic() + 1.0
+    while files.names(folder) and time.monotonic() < deadline:
+        files.remove_files(folder, files.names(folder))
+        files.remove(folder, "")
+
+
+@contextlib.contextmanager
+def resident_job(connection: Connection, parent: str) -> Iterator[ResidentJob]:
+    """A job with resident workers, as long as the context lasts."""
+    job = ResidentJob(connection, parent)
+    try:
+        yield job
+    finally:
+        job.close()
