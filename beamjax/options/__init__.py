@@ -288,7 +288,15 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe", "strict", "resident"):
+    for name in (
+        "callbacks",
+        "overwrite",
+        "progress",
+        "preallocate",
+        "probe",
+        "strict",
+        "resident",
+    ):
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:

@@ -93,7 +93,7 @@ class Monitor:
         with self._lock:
             self._count(spent)
             self._workers.add(worker)
-            self._step = next(reversed(spent), self._step)
+            self._step = next(iter(spent), self._step)
 
     def _count(self, spent: Mapping[str, Tally]) -> None:
         """Adds what was done of steps, while the lock is held."""

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from beamjax._beam_compat import FlinkRunner, FnApiRunner, PrismRunner
 from beamjax.bodies.export import default_platform
 from beamjax.numerics.provenance import UNKNOWN
@@ -130,9 +128,7 @@ class _Segment:
                 self._gather(step)
             case Scatter():
                 operand = Served(self._store, ref=self._refs[step.operand])
-                self._placed[step.result] = scattered(
-                    operand, step.name, step.axis, self._store
-                )
+                self._placed[step.result] = scattered(operand, step.name, step.axis, self._store)
 
     def outputs(self) -> dict[str, Value]:
         """The outputs of the plan, by name."""
@@ -149,7 +145,9 @@ class _Segment:
     # ------------------------------------------------------------------------------- steps
 
     def _server(self, step: Server) -> None:
-        fn = functools.partial(self._program, step, lambda plain: RunServer(self._server_task(plain)))
+        fn = functools.partial(
+            self._program, step, lambda plain: RunServer(self._server_task(plain))
+        )
         element = self._environment(step.inputs)
         here = default_platform() in self._plan.bodies[step.body].artefacts
         run = self._here if here else self._there

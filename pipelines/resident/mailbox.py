@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.resident.messages import (
+    NO_PASS,
     Program,
     Reply,
     WorkerTask,
@@ -271,7 +273,12 @@ class FileWorker:
         while True:
             data = _read(self.folder, f"task-{self.name}-{self._next}")
             if data is not None:
-                yield decode_task(data)
+                try:
+                    task = decode_task(data)
+                except ArrayFormatError as error:
+                    self.reply(Reply(NO_PASS, 0, [], 0.0, error=str(error)))
+                else:
+                    yield task
                 since = time.monotonic()
                 continue
             if time.monotonic() - looked > 0.05:

@@ -23,6 +23,10 @@ Output = tuple[str | None, Any]
 """An element that a DoFn emits, and its tag; None for the main output."""
 
 
+NO_PASS = -1
+"""The number of the pass in a reply to a task that can't be read."""
+
+
 @dataclass(frozen=True)
 class Program:
     """DoFns that workers run for the same step of each round.
@@ -102,7 +106,7 @@ class Reply:
     """What came out of a task.
 
     Attributes:
-      current: number of the pass.
+      current: number of the pass, or `NO_PASS`.
       number: of the task in it.
       outputs: the elements that the DoFn emitted.
       seconds: how long the task took.
@@ -151,7 +155,8 @@ def decode_task(data: bytes) -> WorkerTask:
             pairs = {name: (source, leaf) for name, (source, leaf) in where.items()}
             sources = Sources(tuple(specs), pairs, x64)
         served = _unpacked(meta["served"], arrays)
-        current = Pass(*meta["pass"], served=served, sources=sources)
+        number, program, step, stem = meta["pass"]
+        current = Pass(number, program, step, stem, served, sources)
         return WorkerTask(current, meta["number"], _unpacked(meta["elements"], arrays))
 
     return _decoded(data, unpack)

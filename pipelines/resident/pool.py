@@ -12,7 +12,7 @@ from typing import Any
 
 from beamjax.errors import WorkerError
 from beamjax.pipelines.resident.mailbox import Mailbox, Peer
-from beamjax.pipelines.resident.messages import Output, Pass, Program, Reply, WorkerTask
+from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.telemetry.monitor import Monitor
 
 FIRST_TASKS = 4
@@ -185,10 +185,11 @@ class Pool:
             arrived = True
             del self._flights[flight.peer.name]
             self._suspects.discard(flight.peer.name)
-            if reply.current != number or reply.number in done:
-                continue
-            if reply.error:
+            is_wanted = reply.current == number and reply.number not in done
+            if reply.error and (is_wanted or reply.current == NO_PASS):
                 raise WorkerError(reply.error) from reply.cause
+            if not is_wanted:
+                continue
             done[reply.number] = reply
             monitor.reported(flight.peer.name, reply.spent)
         return arrived
