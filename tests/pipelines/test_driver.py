@@ -16,7 +16,7 @@ from plans import Maker, inputs_of
 
 import beamjax as bj
 from beamjax.errors import WorkerError
-from beamjax.options import Options, parse_options
+from beamjax.options import parse_options
 from beamjax.pipelines import run as runners
 from beamjax.pipelines.launch import Launcher
 from beamjax.plan.steps import Block, Branch, Carried, Gather, Loop, Scatter, Sliced
@@ -29,9 +29,10 @@ PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
 def run(plan, flags=(), rounds_per_graph=None, **arrays):
-    options = parse_options([*flags]) if flags else Options()
+    flags = [*flags, "--resident=false"]
     if rounds_per_graph:
-        options = parse_options([*flags, f"--rounds_per_graph={rounds_per_graph}"])
+        flags.append(f"--rounds_per_graph={rounds_per_graph}")
+    options = parse_options(flags)
     return runners.run_plan(plan, inputs_of(plan, **arrays), "DirectRunner", options)
 
 

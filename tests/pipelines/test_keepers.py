@@ -218,6 +218,7 @@ def test_rounds_between_checkpoints(every, width, pipelines, saved, tmp_path, mo
     launch = runners.Launcher.run
     monkeypatch.setattr(runners.Launcher, "run", lambda *args: launched.append(1) or launch(*args))
     options = {"checkpoint": str(tmp_path), "checkpoint_every": every, "rounds_per_graph": width}
+    options["resident"] = False
     with stopped(0) as done:
         run(descent, (W, X), "DirectRunner", **options)
     assert (len(launched), len(done)) == (pipelines, saved + 1)
