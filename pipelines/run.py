@@ -217,13 +217,16 @@ def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]
             release(token)
 
 
-def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, list[str]]:
+def source_specs(
+    inputs: Inputs, store: Store, shared: bool, known: uploads.Uploads | None = None
+) -> tuple[Sources, list[str]]:
     """Placed inputs as plain data.
 
     Args:
       inputs: of the plan.
       store: where arrays are written if workers don't share the memory of this process.
       shared: whether workers are threads of this process, and see its arrays.
+      known: arrays of earlier runs that are in the store.
 
     Returns:
       The specs, and the tokens of live sources, to be released at the end.
@@ -234,16 +237,15 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
     # Where each leaf of a source is: its spec, and its number there.
     leaves: list[list[tuple[int, int]]] = []
     for number, source in enumerate(reader.sources):
-        first, count = len(specs), len(source.leaves)
-        leaves.append([(first, leaf) for leaf in range(count)])
         if shared:
             tokens.append(register(source))
-            specs.append(live_spec(tokens[-1]))
-        elif uploads.stays_here(source, store):
-            specs += [leaf.to_spec() for leaf in uploads.upload(source, store, reader.x64)]
-            leaves[-1] = [(first + leaf, 0) for leaf in range(count)]
+            found = [live_spec(tokens[-1])]
         else:
-            specs.append(source.spilled(f"{store.root}/source-{number}").to_spec())
+            found = uploads.in_files(source, store, reader.x64, number, known)
+        each = len(found) == len(source.leaves)
+        first, count = len(specs), len(source.leaves)
+        leaves.append([(first + leaf * each, leaf * (not each)) for leaf in range(count)])
+        specs += found
     where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
     return Sources(tuple(specs), where, reader.x64), tokens
 

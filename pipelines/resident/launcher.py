@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -272,7 +273,7 @@ class _Segment:
         key = plain, tuple(written), use
         programs = self._launcher.programs
         if key not in programs:
-            name = f"{id(programs)}-{len(programs)}"
+            name = uuid.uuid4().hex
             results = self._launcher.results
             programs[key] = Program(name, make(plain), tuple(written), results)
         return programs[key]
