@@ -28,7 +28,7 @@ from beamjax.plan.steps import Plan
 from beamjax.runtime.placed_results import NOTHING, Kept
 from beamjax.telemetry.monitor import Monitor
 
-_KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
+KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
 """Runners that wait for a worker process that died, and start no other one for it."""
 
 
@@ -95,7 +95,7 @@ class Launcher:
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
         connection, running = self.connection, self.monitor.running
         runner, flags, shared = connection.runner, connection.flags, connection.shared
-        look = lost_workers.Look(store, plan.steps, isinstance(runner, _KEEP_WORKERS))
+        look = lost_workers.Look(store, plan.steps, isinstance(runner, KEEP_WORKERS))
         with loopback_only():
             if not isinstance(runner, FnApiRunner):
                 waiting.run(pipeline, flags, running, look)

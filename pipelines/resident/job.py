@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import apache_beam as beam
 
@@ -16,7 +18,7 @@ from beamjax._beam_compat import FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
 from beamjax.pipelines import waiting
-from beamjax.pipelines.launch import new_pipeline
+from beamjax.pipelines.launch import KEEP_WORKERS, new_pipeline
 from beamjax.pipelines.resident.mailbox import close_mailbox, open_mailbox
 from beamjax.pipelines.resident.pool import Pool
 from beamjax.pipelines.resident.worker import ServeTasks
@@ -36,6 +38,21 @@ SECONDS_TO_END = 15.0
 """Seconds for the job to end by itself once it was told to; then it is cancelled."""
 
 _log = logging.getLogger("beamjax")
+
+
+@dataclass
+class _Attempt:
+    """One start of the job.
+
+    Attributes:
+      abort: ends it, if set.
+      failure: why it ended.
+      thread: waits for it.
+    """
+
+    abort: BeamjaxError | None = None
+    failure: BaseException | None = None
+    thread: threading.Thread = field(init=False)
 
 
 class ResidentJob:
@@ -61,34 +78,40 @@ class ResidentJob:
         self._secret = secrets.token_bytes(32)
         self._mailbox = open_mailbox(self.folder, self._secret, connection.shared)
         self.pool = Pool(self._mailbox, self.check)
-        self._abort: BeamjaxError | None = None
-        self._failure: BaseException | None = None
         self._starts = 0
         self._start()
 
-    def check(self) -> None:
+    def check(self, died: bool) -> None:
         """Starts the job again if it has ended.
+
+        Args:
+          died: whether all its workers have died, which some runners wait for without an end.
 
         Raises:
           WorkerError: it has ended too often.
         """
-        if self._thread.is_alive():
+        attempt = self._attempt
+        if died and isinstance(self._runner, KEEP_WORKERS):
+            attempt.failure = attempt.abort = WorkerError("all its workers died")
+        elif attempt.thread.is_alive():
             return
         if self._starts >= MAX_STARTS:
             raise WorkerError(
                 f"{type(self._runner).__name__}: the job of the resident workers ended "
-                f"{self._starts} times before its work was done: {self._failure or 'no error'}"
-            ) from self._failure
-        _log.warning("beamjax: starting the job of the resident workers again (%s)", self._failure)
+                f"{self._starts} times before its work was done: {attempt.failure or 'no error'}"
+            ) from attempt.failure
+        reason = attempt.failure or "it had ended"
+        _log.warning("beamjax: starting the job of the resident workers again: %s", reason)
         self._start()
 
     def close(self) -> None:
         """Ends the workers and the job."""
         self._mailbox.stop()
-        self._thread.join(SECONDS_TO_END)
-        if self._thread.is_alive():
-            self._abort = JobCancelledError("the job of the resident workers did not end by itself")
-            self._thread.join(SECONDS_TO_END)
+        attempt = self._attempt
+        attempt.thread.join(SECONDS_TO_END)
+        if attempt.thread.is_alive():
+            attempt.abort = JobCancelledError("the job of the resident workers did not end")
+            attempt.thread.join(SECONDS_TO_END)
         close_mailbox(self.folder)
         with contextlib.suppress(Exception):
             remove_folder(self.folder)
@@ -99,12 +122,12 @@ class ResidentJob:
 
     def _start(self) -> None:
         self._starts += 1
-        self._failure = None
-        work = with_settings_of_here(self._run)
-        self._thread = threading.Thread(target=work, name="beamjax rounds", daemon=True)
-        self._thread.start()
+        self._attempt = attempt = _Attempt()
+        work = functools.partial(with_settings_of_here(self._run), attempt)
+        attempt.thread = threading.Thread(target=work, name="beamjax rounds", daemon=True)
+        attempt.thread.start()
 
-    def _run(self) -> None:
+    def _run(self, attempt: _Attempt) -> None:
         """Runs the job to its end."""
         connection = self.connection
         try:
@@ -118,14 +141,11 @@ class ResidentJob:
                 )
                 with loopback_only():
                     if isinstance(self._runner, FnApiRunner) and not connection.shared:
-                        waiting.run_apart(pipeline, self._look, None)
+                        waiting.run_apart(pipeline, lambda: attempt.abort, None)
                     else:
-                        waiting.run(pipeline, connection.flags, look=self._look)
+                        waiting.run(pipeline, connection.flags, look=lambda: attempt.abort)
         except BaseException as error:
-            self._failure = error
-
-    def _look(self) -> BeamjaxError | None:
-        return self._abort
+            attempt.failure = attempt.failure or error
 
 
 def remove_folder(folder: str) -> None:

@@ -54,17 +54,20 @@ class Pool:
 
     Attributes:
       mailbox: the launcher's end.
-      check: looks at the job; raises an error if it can't go on.
+      check: looks at the job, and is told whether all its workers have died; raises an error if
+        it can't go on.
     """
 
     mailbox: Mailbox
-    check: Callable[[], None]
+    check: Callable[[bool], None]
     _peers: list[Peer] = field(default_factory=list)
     _flights: dict[str, _Flight] = field(default_factory=dict)
     _suspects: set[str] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _seconds: dict[str, float] = field(default_factory=dict)
     """Seconds that an element of a program took last."""
+    _died: bool = False
+    """Whether a worker has died since one has joined."""
 
     def run(
         self,
@@ -106,7 +109,7 @@ class Pool:
                 looked = now
                 look()
                 left.extend(self._lost(number, done))
-                self.check()
+                self.check(self._died and not self._peers)
             self.mailbox.wait(since)
         spent = sum(reply.seconds for reply in done.values())
         self._seconds[program.name] = spent / max(len(elements), 1)
@@ -128,7 +131,9 @@ class Pool:
         self, left: collections.deque[WorkerTask], tasks: Sequence[WorkerTask], done: dict[int, Any]
     ) -> None:
         """Gives tasks to the workers that have none."""
-        self._peers += self.mailbox.joined()
+        if joined := self.mailbox.joined():
+            self._peers += joined
+            self._died = False
         free = [peer for peer in self._peers if peer.name not in self._flights]
         trusted = [peer for peer in free if peer.name not in self._suspects] or free
         for peer in trusted:
@@ -199,6 +204,7 @@ class Pool:
         lost = {}
         for peer in [peer for peer in self._peers if peer.is_dead]:
             self._peers.remove(peer)
+            self._died = True
             self._suspects.discard(peer.name)
             flight = self._flights.pop(peer.name, None)
             if flight is not None and flight.task.current.number == number:
