@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import apache_beam as beam
 
@@ -43,11 +43,7 @@ class Launcher:
       results: placed values that go where the results of the run are kept.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
-      rounds_alone: whether each round of a loop is a segment of its own, since a segment costs
-        hardly anything.
     """
-
-    rounds_alone: ClassVar[bool] = False
 
     connection: Connection
     store: Store
@@ -55,6 +51,10 @@ class Launcher:
     program: Ref | None = None
     results: Kept = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
+
+    def files(self) -> set[str]:
+        """The names of the files in the store that runs of further plans need."""
+        return files_of(self.bodies, self.program)
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
@@ -115,6 +115,13 @@ class Launcher:
         outputs = Outputs(graph, stem, self.results)
         outputs.write()
         return outputs
+
+
+def files_of(bodies: Mapping[str, StoredBody], program: Ref | None) -> set[str]:
+    """The names of the files of bodies, and of what workers make bodies from, in a store."""
+    refs = [ref for body in bodies.values() for ref in body.artefacts.values()]
+    refs += [program] if program else []
+    return {name for ref in refs for name, _ in ref.files}
 
 
 def run_steps(

@@ -19,7 +19,7 @@ from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.job import resident_job
-from beamjax.pipelines.resident.launcher import ResidentLauncher, is_resident
+from beamjax.pipelines.resident.launcher import ResidentLauncher
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values import uploads
@@ -29,6 +29,7 @@ from beamjax.pipelines.values.values import Served, Value, placed
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.one_pass import open_placements
+from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Output, Plan, ValueType, size_name
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.placed_results import NOTHING, Kept
@@ -82,7 +83,7 @@ def run_plan(
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
         arguments = (connection, store, monitor, program, at_once)
-        if not is_resident(plan, connection):
+        if not is_resident(plan, options):
             return drive(plan, inputs, sources, Launcher(*arguments), results)
         with resident_job(connection, store.root) as job:
             lost_workers.begin_pipeline(store, connection.shared)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from beamjax.errors import OptionsError
 from beamjax.options import Options
+from beamjax.pipelines.launch import files_of
 from beamjax.pipelines.resident.job import resident_job
 from beamjax.pipelines.resident.launcher import ResidentLauncher
 from beamjax.pipelines.run import drive, in_memory, source_specs, store_program, temporary_store
@@ -28,7 +28,6 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.placed_results import NOTHING, Kept
 from beamjax.sources import release
 from beamjax.sources.arrays.placed import Placed
-from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
 
 MOST_UPLOADS = 16
@@ -53,11 +52,9 @@ class _Known:
     programs: dict[Any, Any] = field(default_factory=dict)
     pickled: Ref | None = None
 
-    def files(self) -> Iterator[str]:
+    def files(self) -> set[str]:
         """The names of the files of its bodies."""
-        refs = [ref for body in self.bodies.values() for ref in body.artefacts.values()]
-        for ref in (*refs, *([self.pickled] if self.pickled else [])):
-            yield from (name for name, _ in ref.files)
+        return files_of(self.bodies, self.pickled)
 
 
 class Workers:
@@ -144,10 +141,11 @@ class Workers:
             known.pickled = store_program(plan, store, shared)
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
+        lasting = frozenset[str]().union(*(other.files() for other in self._known.values()))
         launcher = ResidentLauncher(
             replace(self.connection, options=replace(options, beam=self._options.beam)),
             store, monitor, known.pickled, at_once, known.bodies,
-            job=self._job, programs=known.programs,
+            job=self._job, programs=known.programs, lasting=lasting,
         )  # fmt: skip
         lost_workers.begin_pipeline(store, shared)
         sources, tokens = source_specs(inputs, store, shared, self._uploads)
@@ -160,12 +158,7 @@ class Workers:
 
     def _sweep(self) -> None:
         """Removes the values of a run; bodies and arrays of the caller stay."""
-        store = self._store
         while len(self._uploads) > MOST_UPLOADS:
             stem, _ = self._uploads.popitem(last=False)
-            uploads.remove(store, stem)
-        live = {name for known in self._known.values() for name in known.files()}
-        if files.is_url(store.root):
-            stems = tuple(self._uploads)
-            live |= {name for name in files.names(store.root) if name.startswith(stems)}
-        store.sweep(live)
+            uploads.remove(self._store, stem)
+        self._store.sweep(set().union(*(known.files() for known in self._known.values())))

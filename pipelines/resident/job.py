@@ -132,13 +132,7 @@ class ResidentJob:
         connection = self.connection
         try:
             with new_pipeline(connection, self._runner) as pipeline:
-                workers = range(ELEMENTS_PER_WORKER * (workers_of(connection.flags) or 1))
-                (
-                    pipeline
-                    | "Workers" >> beam.Create(list(workers), reshuffle=False)
-                    | "Deal" >> beam.Reshuffle()
-                    | "ServeTasks" >> beam.ParDo(ServeTasks(self.folder, self._secret))
-                )
+                add_workers(pipeline, connection, ServeTasks(self.folder, self._secret))
                 with loopback_only():
                     if isinstance(self._runner, FnApiRunner) and not connection.shared:
                         waiting.run_apart(pipeline, lambda: attempt.abort, None)
@@ -146,6 +140,17 @@ class ResidentJob:
                         waiting.run(pipeline, connection.flags, look=lambda: attempt.abort)
         except BaseException as error:
             attempt.failure = attempt.failure or error
+
+
+def add_workers(pipeline: beam.Pipeline, connection: Connection, fn: ServeTasks) -> None:
+    """Adds resident workers to a pipeline."""
+    workers = range(ELEMENTS_PER_WORKER * (workers_of(connection.flags) or 1))
+    (
+        pipeline
+        | "Workers" >> beam.Create(list(workers), reshuffle=False)
+        | "Deal" >> beam.Reshuffle()
+        | "ServeTasks" >> beam.ParDo(fn)
+    )
 
 
 def remove_folder(folder: str) -> None:

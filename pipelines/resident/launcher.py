@@ -8,9 +8,8 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
-from beamjax._beam_compat import FlinkRunner, FnApiRunner, PrismRunner
 from beamjax.bodies.export import default_platform
 from beamjax.numerics.provenance import UNKNOWN
 from beamjax.pipelines.graph import build
@@ -19,7 +18,6 @@ from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.job import ResidentJob
 from beamjax.pipelines.resident.messages import Output, Pass, Program
-from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
@@ -45,8 +43,7 @@ from beamjax.pipelines.worker.merge import (
 from beamjax.pipelines.worker.merge_in_files import FinishSections
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
-from beamjax.plan.one_pass import open_placements
-from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Scatter, Server, Step
+from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server
 from beamjax.storage import files
 from beamjax.telemetry.meters import collecting
 from beamjax.telemetry.progress import step_name
@@ -62,12 +59,16 @@ class ResidentLauncher(Launcher):
     Attributes:
       job: with the workers.
       programs: those that the job has of this run, by what they do.
+      lasting: names of the files in the store that outlive the run.
     """
-
-    rounds_alone: ClassVar[bool] = True
 
     job: ResidentJob = field(kw_only=True)
     programs: dict[Any, Program] = field(default_factory=dict)
+    lasting: frozenset[str] = frozenset()
+
+    def files(self) -> set[str]:
+        """See `Launcher.files`."""
+        return super().files() | self.lasting
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """See `Launcher.run`; workers report in their replies, and not in the folder of the job."""
@@ -367,38 +368,3 @@ class _Segment:
             else:
                 self._placed[name] = members(find_placed(store, self._plan, name, stem, listed))
         self._launcher.monitor.computed(provenance)
-
-
-RUNNERS = (FnApiRunner, PrismRunner, FlinkRunner)
-"""Runners on which a job with workers that stay was tried; on Dataflow its graph was."""
-
-
-def is_resident(plan: Plan, connection: Connection) -> bool:
-    """Whether a run has resident workers, rather than a pipeline for each segment."""
-    chosen = connection.options.resident
-    if chosen is not None or open_placements(plan):
-        return bool(chosen) and not open_placements(plan)
-    runs = isinstance(connection.runner, RUNNERS) and connection.options.rounds_per_graph is None
-    return runs and _has_rounds(plan.steps)
-
-
-def _has_rounds(steps: Iterable[Step]) -> bool:
-    """Whether a loop among the steps has passes."""
-    for step in steps:
-        blocks = step.blocks if isinstance(step, Branch) else ()
-        if isinstance(step, Loop):
-            blocks = (step.block, step.condition) if step.condition else (step.block,)
-            if any(_has_passes(block.steps) for block in blocks):
-                return True
-        if any(_has_rounds(block.steps) for block in blocks):
-            return True
-    return False
-
-
-def _has_passes(steps: Iterable[Step]) -> bool:
-    return any(
-        isinstance(step, Map | Gather)
-        or (isinstance(step, Branch) and any(_has_passes(block.steps) for block in step.blocks))
-        or (isinstance(step, Loop) and _has_rounds([step]))
-        for step in steps
-    )

@@ -6,6 +6,7 @@ import shutil
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from beamjax.pipelines.values.members import MembersSource
@@ -57,6 +58,7 @@ def in_files(
         if stem in known:
             known.move_to_end(stem)
             return known[stem]
+        store = _lasting(store)
     if stays_here(source, store):
         specs = [leaf.to_spec() for leaf in upload(source, store, x64, stem)]
     else:
@@ -66,8 +68,16 @@ def in_files(
     return specs
 
 
+def _lasting(store: Store) -> Store:
+    """The part of a store that is not swept between segments and runs."""
+    folder = files.join(store.root, "sources")
+    files.make_folder(folder)
+    return replace(store, root=folder)
+
+
 def remove(store: Store, stem: str) -> None:
-    """Removes the files of a source whose names begin with `stem`."""
+    """Removes the files of a source that outlive a run, whose names begin with `stem`."""
+    store = _lasting(store)
     if files.is_url(store.root):
         names = [name for name in files.names(store.root) if name.startswith(stem)]
         files.remove_files(store.root, names)

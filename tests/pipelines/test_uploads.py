@@ -84,7 +84,7 @@ def rounds(w, x):
 def test_runs_with_their_folder_at_a_url(elsewhere, tmp_path):
     """What is written before the first of several pipelines is not swept away between them."""
     np.save(tmp_path / "x.npy", X)
-    for program, more in ((centred, {}), (rounds, {"rounds_per_graph": 1})):
+    for program, more in ((centred, {}), (rounds, {"resident": False}), (rounds, {})):
         expected = bj.run(program, W, X, runner="local", options={"shard_size": 8})
         for x in (X, bj.from_npy(tmp_path / "x.npy")):
             found = bj.run(program, W, x, options={**FOLDER, **more})
