@@ -180,7 +180,7 @@ class Recorder:
     def __init__(self, reports: Reports):
         self._folder = JobFolder(reports.folder)
         self._pipeline = reports.pipeline
-        self._worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._worker = _new_worker()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._sizes: dict[str, int] = {}
@@ -253,16 +253,32 @@ _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict
 _making = threading.Lock()
 
 
+def _new_worker() -> str:
+    """A name for a worker of this process."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
 class Collector:
-    """Sums up what this thread does, by step, where another process is told in a message."""
+    """Sums up what this thread does, by step, where another process learns it from a message.
+
+    Attributes:
+      spent: the sums by the name of the step.
+      events: the shards, the last ones if they are many.
+    """
 
     def __init__(self) -> None:
+        if not hasattr(_collectors, "worker"):
+            _collectors.worker = _new_worker()
         self.spent: dict[str, Tally] = {}
+        self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
+        self._worker: str = _collectors.worker
         self._lock = threading.Lock()
 
     def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
         """Adds a shard that is done."""
         self.spend(step, spent)
+        with self._lock:
+            self.events.add(shard_event(self._worker, step, start, count, spent))
 
     def spend(self, step: str, spent: Tally) -> None:
         """Adds seconds of a step that belong to no shard."""

@@ -40,6 +40,9 @@ REMOTE_PAUSE = 0.1
 LAUNCHER_SECONDS = 2.0
 """Seconds between two signs of life of the launcher."""
 
+MOST_PROGRAMS = 256
+"""Largest number of programs that a worker holds; it reads others anew when it needs them."""
+
 LOST_SECONDS = 60.0
 """Seconds without a sign of life after which workers take the launcher for dead."""
 
@@ -289,6 +292,8 @@ class FileWorker:
 
     def program(self, name: str) -> Program:
         if name not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
             data = bytes(files.read(files.join(self.folder, f"program-{name}")))
             self._programs[name] = Program.decode(data, self.secret)
         return self._programs[name]

@@ -17,6 +17,7 @@ from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.runtime.placed_results import NOTHING, Kept
 from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.telemetry.events import ShardEvent, events_from_json
 from beamjax.telemetry.progress import Tally
 
 Output = tuple[str | None, Any]
@@ -111,6 +112,7 @@ class Reply:
       outputs: the elements that the DoFn emitted.
       seconds: how long the task took.
       spent: what was done, by step.
+      events: the shards that were done.
       error: what failed; the worker has left a record of it in the store. "" if nothing did.
       cause: the exception, where the worker is a thread of this process.
     """
@@ -120,6 +122,7 @@ class Reply:
     outputs: Sequence[Output]
     seconds: float
     spent: Mapping[str, Tally] = field(default_factory=dict)
+    events: Sequence[ShardEvent] = ()
     error: str = ""
     cause: BaseException | None = None
 
@@ -169,6 +172,7 @@ def encode_reply(reply: Reply) -> bytes:
     meta = {
         "reply": [reply.current, reply.number, reply.seconds, reply.error],
         "spent": {step: vars(tally) for step, tally in reply.spent.items()},
+        "events": [event.to_json() for event in reply.events],
         "outputs": outputs,
     }
     return encode_arrays(arrays, meta)
@@ -185,7 +189,8 @@ def decode_reply(data: bytes) -> Reply:
         current, number, seconds, error = meta["reply"]
         outputs = [(tag, element) for tag, element in _unpacked(meta["outputs"], arrays)]
         spent = {step: Tally(**fields) for step, fields in meta["spent"].items()}
-        return Reply(current, number, outputs, seconds, spent, error)
+        events = events_from_json(meta["events"], "a reply")
+        return Reply(current, number, outputs, seconds, spent, events, error)
 
     return _decoded(data, unpack)
 

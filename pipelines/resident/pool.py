@@ -202,7 +202,7 @@ class Pool:
             if not is_wanted:
                 continue
             done[reply.number] = reply
-            monitor.reported(flight.peer.name, reply.spent)
+            monitor.reported(flight.peer.name, reply.spent, reply.events)
         return arrived
 
     def _lost(self, number: int, done: dict[int, Reply]) -> list[WorkerTask]:

@@ -61,8 +61,11 @@ class _Bench:
             except Exception as error:
                 self._current = None  # The DoFn may be in the middle of a bundle.
                 text = f"{type(error).__name__}: {error}"
-                return Reply(*number, [], time.perf_counter() - begun, done.spent, text, error)
-        return Reply(*number, outputs, time.perf_counter() - begun, done.spent)
+                found = Reply(*number, [], 0.0, error=text, cause=error)
+            else:
+                found = Reply(*number, outputs, 0.0)
+        spent, events = done.spent, done.events.times
+        return replace(found, seconds=time.perf_counter() - begun, spent=spent, events=events)
 
     def _outputs(self, task: WorkerTask) -> Iterator[Output]:
         """Processes the elements of a task as one bundle."""

@@ -105,7 +105,7 @@ def test_rounds_branches_and_gathers_are_counted():
     def until(w, x):
         return jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: w + mean(x) + 1, w)
 
-    guessed = predicted(plan_of(until, W, X), "DirectRunner")
+    guessed = predicted(plan_of(until, W, X), "DirectRunner", resident=False)
     assert guessed.guessed
     assert {step.rounds for step in guessed.steps if step.compute} == {forecast.GUESSED_ROUNDS}
     assert guessed.pipelines >= forecast.GUESSED_ROUNDS

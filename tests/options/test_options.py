@@ -87,7 +87,7 @@ LIMITS = {
     "gather_limit": ([0, 1, None], [-1, 1.0, True]),
     "local_devices": ([1, None], [0, 1.0, True]),
     "local_threads": ([1, None], [0, 1.0, True]),
-    "resident": ([True, False], [1, 0, None, "both"]),
+    "resident": ([True, False], [1, 0, None]),
     "shard_timeout": ([0.1, 60, None], [0, -1, inf, nan, True]),
     "strict": ([True, False], [1, 0, None]),
     "xla_threads": ([1, 2], [0, 1.0, True, None]),

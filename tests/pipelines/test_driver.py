@@ -136,19 +136,18 @@ def history_inputs(rounds):
     return {"z": draw(N, 2), "s": draw(), "xs": draw(N, rounds, 2), "cs": draw(rounds)}
 
 
-def assert_history(width, reverse=False, flags=(), rounds=4):
+def assert_history(reverse=False, flags=(), rounds=4):
     arrays = history_inputs(rounds)
-    found = run(history(rounds, reverse), flags, width, **arrays)
+    found = run(history(rounds, reverse), flags, **arrays)
     assert_same_bits(found, history_by_numpy(**arrays, reverse=reverse))
 
 
 @pytest.mark.versions
 def test_values_are_carried_sliced_and_stacked():
-    for width in (None, 1, 3):
-        for reverse in (False, True):
-            assert_history(width, reverse)
-    assert_history(1, flags=THREADS)
-    assert_history(None, rounds=0)
+    for reverse in (False, True):
+        assert_history(reverse)
+    assert_history(flags=THREADS)
+    assert_history(rounds=0)
 
 
 @bj.program(clients=N)
@@ -394,7 +393,7 @@ def test_a_run_that_ends_early_leaves_nothing(error, empty_tmp, monkeypatch):
 
     monkeypatch.setattr(Launcher, "run", broken)
     with pytest.raises(error, match="stopped"):
-        run(history(4), (), 1, **history_inputs(4))
+        run(history(4), **history_inputs(4))
     assert list(empty_tmp.iterdir()) == []
 
 
@@ -403,9 +402,9 @@ def test_an_error_names_the_round():
     arrays = history_inputs(4)
     arrays["xs"] = np.delete(arrays["xs"], -1, axis=1)  # three entries
     step = r"step 'map_clients_0' \(map_clients_0_body\), shard \d of placement"
-    for width, flags in ((1, []), (2, []), (4, []), (4, PROCESSES)):
+    for flags in ([], PROCESSES):
         with pytest.raises(WorkerError, match=f"^loop_0, round 3: {step}"):
-            run(history(4, extra="out"), flags, width, **arrays)
+            run(history(4, extra="out"), flags, **arrays)
 
 
 def test_an_error_in_this_process_names_the_rounds(monkeypatch):
