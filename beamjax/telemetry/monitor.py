@@ -97,7 +97,7 @@ class Monitor:
             self._workers.add(worker)
             for event in events:
                 self.events.add(event)
-            self._step = next(iter(spent), self._step)
+                self._step = next(iter(spent), self._step)
 
     def _count(self, spent: Mapping[str, Tally]) -> None:
         """Adds what was done of steps, while the lock is held."""

@@ -354,7 +354,7 @@ def test_files_of_dead_values_go_as_the_loop_goes_on(stored):
 def test_placed_states_of_earlier_rounds_are_removed(stored):
     m = Maker(N, x="f 3@", p="f 3@", p1="f 3@", out="f 3@")
     block = Block((m.map("map_clients_0", lambda p: p + 1, "", "p", "p1"),), ("p1",))
-    found = run(m.plan([loop("loop_0", 6, block, "x:p:out")], "out", "x"), (), 1, x=X)
+    found = run(m.plan([loop("loop_0", 6, block, "x:p:out")], "out", "x"), x=X)
     np.testing.assert_array_equal(found["out"], X + 6)
     assert stored[2:] == [2] * 4  # the body and the last state
 
@@ -368,7 +368,7 @@ def test_a_value_that_shares_its_file_stays(stored):
     )
     m.values["p1"] = m.values["p"]
     steps = [loop("loop_0", 3, block, "w:p:out w:q:kept")]
-    found = run(m.plan(steps, "out kept", "w x"), (), 1, w=W, x=X)
+    found = run(m.plan(steps, "out kept", "w x"), w=W, x=X)
     np.testing.assert_array_equal(found["kept"], W)
     np.testing.assert_array_equal(found["out"], 0 * W)
 
