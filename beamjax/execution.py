@@ -14,11 +14,11 @@ from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call_checks import by_position, parsed_options
+from beamjax.diagnostics import topology
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.facts import facts_of
 from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
-from beamjax.diagnostics.topology import Workers
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import Planned, make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage
@@ -26,6 +26,7 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
 from beamjax.jobs.job import Job, launch_work, run_work
 from beamjax.options import Options, parse_options
+from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Output, Plan
 from beamjax.reading import choose, counted
 from beamjax.runtime.inputs import Inputs
@@ -39,6 +40,8 @@ from beamjax.telemetry.monitor import Monitor
 
 if TYPE_CHECKING:
     import apache_beam as beam
+
+    from beamjax.pipelines.session_workers import Workers
 
 LOCAL = "local"
 
@@ -83,7 +86,7 @@ def run(
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
-    return run_work(_prepare(fn, args, runner, _options(options, keep, runner)))
+    return run_work(prepare(fn, args, runner, run_options(options, keep, runner)))
 
 
 @by_position
@@ -117,15 +120,16 @@ def launch(
       OptionsError: the runner or an option is unknown, or a job in the folder still runs, or is
         done.
     """
-    parsed = _options(options, keep, runner)
+    parsed = run_options(options, keep, runner)
     if runner != LOCAL:
         from beamjax.pipelines.runners.connect import connect
 
         connect(runner, parsed)
-    return launch_work(_prepare(fn, args, runner, parsed, snapshot=True))
+    return launch_work(prepare(fn, args, runner, parsed, snapshot=True))
 
 
-def _options(options: Any, keep: str | None, runner: Any) -> Options:
+def run_options(options: Any, keep: str | None, runner: Any) -> Options:
+    """The options of a run; raises OptionsError."""
     parsed = parsed_options(options, runner)
     if keep is not None:
         parsed = parse_options(replace(parsed, keep=keep))
@@ -149,6 +153,7 @@ class PreparedRun:
       files: with members that were counted before; they go when the run is over.
       fn: the user's function; None for streams, whose members can't be read again.
       restore: as of `flatten_arguments`.
+      workers: those of a session, in place of those that a run starts.
     """
 
     planned: Planned
@@ -161,6 +166,7 @@ class PreparedRun:
     files: contextlib.ExitStack
     fn: Callable[..., Any] | None
     restore: Callable[..., Any]
+    workers: Workers | None = None
 
     @property
     def runner(self) -> str:
@@ -201,6 +207,8 @@ class PreparedRun:
         if self.backend != LOCAL:
             from beamjax.pipelines.run import run_plan
 
+            if self.workers is not None and not open_placements(self.plan):
+                return self.workers.run(self.plan, self.inputs, *arguments)
             return run_plan(self.plan, self.inputs, self.backend, *arguments)
         if self.options.checkpoint is None:
             return evaluate(self.plan, self.inputs, self.options, monitor, results=self.results)
@@ -220,13 +228,18 @@ class PreparedRun:
         return predicted.by_name(), predicted.advice
 
 
-def _prepare(
-    fn: Callable[..., Any], args: Any, runner: Any, options: Options, snapshot: bool = False
+def prepare(
+    fn: Callable[..., Any],
+    args: Any,
+    runner: Any,
+    options: Options,
+    snapshot: bool = False,
+    workers: Workers | None = None,
 ) -> PreparedRun:
     """Stages and plans a call, chooses where it runs, and checks that it can.
 
     Members of unknown number are counted first, if the program needs their number. With `snapshot`,
-    the caller may write to its arrays before the run is over.
+    the caller may write to its arrays before the run is over. `workers` are those of a session.
     """
     arguments, key, restore = _flatten("run", fn, args)
     _refuse_abstract(arguments)
@@ -246,11 +259,11 @@ def _prepare(
             runner = LOCAL
         name, read = _name_of(runner), sources_of(inputs.values)
         options = with_fitting_threads(plan, read, options, name)
-        check_memory(plan, read, options, Workers.of(name, options))
+        check_memory(plan, read, options, topology.Workers.of(name, options))
         results = _kept_results(planned, plan, options)
         return PreparedRun(
             planned, plan, arguments, inputs, runner, options, results, files.pop_all(),
-            None if has_streams else fn, restore,
+            None if has_streams else fn, restore, workers,
         )  # fmt: skip
 
 
@@ -366,7 +379,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     plan = _with_recipe(planned.plan, fn, arguments, restore, parsed, unroll=True)
     warn_of_changes(arguments, plan.x64, stacklevel=3)
     inputs = bind_inputs(plan, arguments).snapshot()
-    check_memory(plan, sources_of(inputs.values), parsed, Workers.of("", parsed))
+    check_memory(plan, sources_of(inputs.values), parsed, topology.Workers.of("", parsed))
     groups = [
         jax.tree_util.tree_structure(arg)
         for arg in args

@@ -24,9 +24,7 @@ from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.values.values import Served, Value, scattered, stacked
 from beamjax.pipelines.worker.tasks import Sources
-from beamjax.plan import unroll
-from beamjax.plan.graph_sizes import rounds_per_graph
-from beamjax.plan.liveness import Position
+from beamjax.plan.liveness import Position, made, used, used_by_rounds
 from beamjax.plan.steps import (
     Block,
     Branch,
@@ -37,7 +35,7 @@ from beamjax.plan.steps import (
     Scatter,
     Server,
     Step,
-    ValueType,
+    is_straight,
 )
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.placed_results import HANDED_BYTES
@@ -72,7 +70,7 @@ class Driver:
         self.launcher = launcher
         self.store = launcher.store
         self.segments = itertools.count()
-        self.straight = unroll.is_straight(plan.steps)
+        self.straight = is_straight(plan.steps)
         if keeper is not None:
             self.values.update(keeper.values)
             self.stacks.update(keeper.stacks)
@@ -118,21 +116,21 @@ class Driver:
         groups = _segments(block.steps)
         for number, steps in enumerate(groups):
             if at and steps[0].name != at[0][0]:
-                own.update(name for step in steps for name in unroll.made(step))
+                own.update(name for step in steps for name in made(step))
                 continue
             later = set(block.outputs).union(
-                *(unroll.read(step) for group in groups[number + 1 :] for step in group)
+                *(used(step) for group in groups[number + 1 :] for step in group)
             )
             match steps:
                 case [Loop() as loop]:
                     inits = {value.init for value in loop.carried} & own
-                    self.loop(loop, prefix, inits - later - unroll.read_by_rounds(loop), at)
+                    self.loop(loop, prefix, inits - later - used_by_rounds(loop), at)
                 case [Branch() as branch]:
                     self.branch(branch, prefix, at)
                 case _:
-                    self.segment([unroll.renamed(step, prefix) for step in steps], later)
+                    self.segment([replace(step, name=prefix + step.name) for step in steps], later)
             at = ()
-            own.update(name for step in steps for name in unroll.made(step))
+            own.update(name for step in steps for name in made(step))
             self.drop(own - later)
         outputs = [self.values[name] for name in block.outputs]
         self.drop(own)
@@ -169,16 +167,13 @@ class Driver:
             # A loop inside of another one starts anew in each round of that.
             self.stacks |= {name: [] for name in loop.stacked}
         self.drop(gone)
-        if loop.rounds is None or not unroll.is_straight(loop.block.steps):
-            self._one_by_one(loop, prefix, first, at[1:])
-        else:
-            found = self.launcher.connection
-            width = rounds_per_graph(self.plan, loop, found.options, found.shared)
-            while first < loop.rounds:
-                stop = min(first + width, first + self.tracker.left, loop.rounds)
-                self.rounds(loop, range(first, stop), prefix)
-                self._passed(loop, stop, stop - first)
-                first = stop
+        at = at[1:]
+        for number in itertools.count(first) if loop.rounds is None else range(first, loop.rounds):
+            if not at and not self._goes_on(loop, f"{prefix}{loop.name}[{number}]/"):
+                break
+            self.round(loop, number, prefix, at)
+            self.tracker.passed(1, (loop.name, number + 1), self.values, self.stacks)
+            at = ()
         for value in loop.carried:
             self.values[value.result] = self.values.pop(value.param)
         for name in loop.stacked:
@@ -186,18 +181,9 @@ class Driver:
             entries = entries[::-1] if loop.reverse else entries
             self.values[name] = stacked(name, entries, self.plan, self.store)
 
-    def _one_by_one(self, loop: Loop, prefix: str, first: int, at: Position) -> None:
-        """Runs rounds of a loop from one on, each by itself; `at` is where to go on in that."""
-        for number in itertools.count(first) if loop.rounds is None else range(first, loop.rounds):
-            if not at and not self._goes_on(loop, f"{prefix}{loop.name}[{number}]/"):
-                break
-            self.round(loop, number, prefix, at)
-            at = ()
-            self._passed(loop, number + 1, 1)
-
     def round(self, loop: Loop, number: int, prefix: str, at: Position = ()) -> None:
         """Runs one round of a loop, whatever is in its block; or what is left of it."""
-        index = unroll.entry_index(loop, number)
+        index = loop.entry_index(number)
         params = [value.param for value in loop.sliced]
         for value in loop.sliced:
             self.values[value.param] = self.values[value.operand].entry(index)
@@ -206,28 +192,7 @@ class Driver:
         self._bind(loop, outputs[: len(loop.carried)])
         for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
             self.stacks[name].append(entry)
-        self._rounds_over(1)
-
-    def _passed(self, loop: Loop, done: int, rounds: int) -> None:
-        self.tracker.passed(rounds, (loop.name, done), self.values, self.stacks)
-
-    def rounds(self, loop: Loop, numbers: range, prefix: str) -> None:
-        """Runs rounds of a loop without further control flow as one segment."""
-        rounds = unroll.unrolled(loop, numbers, prefix)
-        for name, (operand, index) in rounds.slices.items():
-            self.values[name] = self.values[operand].entry(index)
-        needed = set(rounds.carried).union(*rounds.stacked)
-        types = {new: self.plan.values[old] for new, old in rounds.origin.items()}
-        self.segment(rounds.steps, needed, types)
-        carried = [self.values[name] for name in rounds.carried]
-        for name, entries in zip(loop.stacked, rounds.stacked, strict=True):
-            self.stacks[name] += [self.values[entry] for entry in entries]
-        self.drop(rounds.origin)
-        self._bind(loop, carried)
-        self._rounds_over(len(numbers))
-
-    def _rounds_over(self, count: int) -> None:
-        self.launcher.monitor.rounds(count)
+        self.launcher.monitor.rounds(1)
 
     def _bind(self, loop: Loop, carried: Sequence[Value]) -> None:
         params = (value.param for value in loop.carried)
@@ -243,39 +208,36 @@ class Driver:
 
     # ----------------------------------------------------------------------------- segments
 
-    def segment(
-        self, steps: Sequence[Step], needed: set[str], types: Mapping[str, ValueType] | None = None
-    ) -> None:
+    def segment(self, steps: Sequence[Step], needed: set[str]) -> None:
         """Runs steps without control flow.
 
         Args:
           steps: in order.
           needed: names of the values that must be known afterwards.
-          types: of values that have other names than in the plan.
         """
-        parts = self._parts(steps, types or {})
+        parts = self._parts(steps)
         if len(parts) > 1:
             for number, part in enumerate(parts):
-                later = (unroll.read(step) for others in parts[number + 1 :] for step in others)
-                self.segment(part, needed.union(*later), types)
+                later = (used(step) for others in parts[number + 1 :] for step in others)
+                self.segment(part, needed.union(*later))
             return
         cuts = {step.result: step for step in steps if isinstance(step, Scatter)}
         if not self._runs_here(steps):
             wanted = {cuts[name].operand if name in cuts else name for name in needed}
-            self._launch(steps, wanted, types or {})
+            self._launch(steps, wanted)
         for step in steps:
             if isinstance(step, Server) and self._runs_here(steps):
                 known = {name: self.served(name).array() for name in step.inputs}
                 meter = Meter(step.name, 1, self.launcher.monitor)
-                made = self._run_server(step, known)
+                found = self._run_server(step, known)
                 meter.lap("compute")
                 meter.apart()
-                self.values |= {name: Served(self.store, out) for name, out in made.items()}
+                self.values |= {name: Served(self.store, out) for name, out in found.items()}
             elif isinstance(step, Scatter) and step.result in needed:
                 operand = self.served(step.operand)
                 self.values[step.result] = scattered(operand, step.name, step.axis, self.store)
 
-    def _parts(self, steps: Sequence[Step], types: Mapping[str, ValueType]) -> list[Sequence[Step]]:
+    def _parts(self, steps: Sequence[Step]) -> list[Sequence[Step]]:
         """Steps cut where a pass reads large values of another one, if Beam had them in memory."""
         if not self.launcher.connection.holds_elements:
             return [steps]
@@ -287,7 +249,7 @@ class Driver:
                 large.clear()
             parts[-1].append(step)
             if isinstance(step, Map):
-                values = [types.get(name) or self.plan.values[name] for name in step.results]
+                values = [self.plan.values[name] for name in step.results]
                 n = self.plan.sizes[step.placement]
                 if n * sum(value.nbytes for value in values) > HANDED_BYTES:
                     large.update(step.results)
@@ -326,21 +288,18 @@ class Driver:
             for step in steps
         )
 
-    def _launch(
-        self, steps: Sequence[Step], wanted: set[str], types: Mapping[str, ValueType]
-    ) -> None:
+    def _launch(self, steps: Sequence[Step], wanted: set[str]) -> None:
         self._sweep()
-        made = dict.fromkeys(name for step in steps for name in unroll.made(step))
+        own = dict.fromkeys(name for step in steps for name in made(step))
         plan = replace(
             self.plan,
-            values={**self.plan.values, **types},
             inputs=(),
             steps=tuple(steps),
-            outputs=tuple(Output(value=name) for name in made if name in wanted),
+            outputs=tuple(Output(value=name) for name in own if name in wanted),
             constants=(),
         )
-        read = dict.fromkeys(name for step in steps for name in sorted(unroll.read(step)))
-        inputs = self._inputs(name for name in read if name not in made)
+        read = dict.fromkeys(name for step in steps for name in sorted(used(step)))
+        inputs = self._inputs(name for name in read if name not in own)
         stem = f"segment-{next(self.segments)}"
         self.values |= self.launcher.run(plan, inputs, stem)
 
@@ -361,10 +320,7 @@ class Driver:
     def _sweep(self) -> None:
         """Removes what earlier pipelines left in the store and nobody needs."""
         held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
-        live = set().union(*(value.files for value in held))
-        refs = [ref for body in self.launcher.bodies.values() for ref in body.artefacts.values()]
-        refs += [self.launcher.program] if self.launcher.program else []
-        live.update(name for ref in refs for name, _ in ref.files)
+        live = self.launcher.files().union(*(value.files for value in held))
         self.store.sweep(live)
 
 
@@ -372,7 +328,7 @@ def _segments(steps: Iterable[Step]) -> list[list[Step]]:
     """Steps in a row without control flow together, loops and branches alone."""
     groups: list[list[Step]] = []
     for step in steps:
-        if groups and unroll.is_straight([*groups[-1], step]):
+        if groups and is_straight([*groups[-1], step]):
             groups[-1].append(step)
         else:
             groups.append([step])

@@ -15,10 +15,13 @@ from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher, new_pipeline
+from beamjax.pipelines.resident.job import add_workers
+from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.run import drive, sources_for, store_program
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Value
+from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.storage import files
@@ -93,6 +96,11 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
     connection.flags.view_as(GoogleCloudOptions).no_auth = True
     folder = str(connection.options.work_folder)
     store = DryStore(files.join(folder, "beamjax-dry-run"), lasts=False)
+    if is_resident(plan, connection.options):
+        with new_pipeline(connection) as pipeline:
+            add_workers(pipeline, connection, ServeTasks(store.root, b""))
+            resident: Any = pipeline.run()
+            return resident.job, store.written
     with sources_for(inputs, store, connection.shared) as sources:
         program = store_program(plan, store, connection.shared)
         try:

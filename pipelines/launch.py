@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import apache_beam as beam
 
@@ -27,7 +28,7 @@ from beamjax.plan.steps import Plan
 from beamjax.runtime.placed_results import NOTHING, Kept
 from beamjax.telemetry.monitor import Monitor
 
-_KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
+KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
 """Runners that wait for a worker process that died, and start no other one for it."""
 
 
@@ -50,6 +51,10 @@ class Launcher:
     program: Ref | None = None
     results: Kept = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
+
+    def files(self) -> set[str]:
+        """The names of the files in the store that runs of further plans need."""
+        return files_of(self.bodies, self.program)
 
     def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
@@ -90,7 +95,7 @@ class Launcher:
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
         connection, running = self.connection, self.monitor.running
         runner, flags, shared = connection.runner, connection.flags, connection.shared
-        look = lost_workers.Look(store, plan.steps, isinstance(runner, _KEEP_WORKERS))
+        look = lost_workers.Look(store, plan.steps, isinstance(runner, KEEP_WORKERS))
         with loopback_only():
             if not isinstance(runner, FnApiRunner):
                 waiting.run(pipeline, flags, running, look)
@@ -110,6 +115,13 @@ class Launcher:
         outputs = Outputs(graph, stem, self.results)
         outputs.write()
         return outputs
+
+
+def files_of(bodies: Mapping[str, StoredBody], program: Ref | None) -> set[str]:
+    """The names of the files of bodies, and of what workers make bodies from, in a store."""
+    refs = [ref for body in bodies.values() for ref in body.artefacts.values()]
+    refs += [program] if program else []
+    return {name for ref in refs for name, _ in ref.files}
 
 
 def run_steps(
@@ -139,9 +151,9 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def new_pipeline(connection: Connection) -> Iterator[beam.Pipeline]:
-    """A pipeline that leaves no folder behind."""
-    pipeline = beam.Pipeline(runner=connection.runner, options=connection.flags)
+def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pipeline]:
+    """A pipeline that leaves no folder behind; `runner` in place of that of the connection."""
+    pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
     try:
         with submission_files.made_in(temporary_folder(pipeline)):
             yield pipeline

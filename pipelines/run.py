@@ -18,14 +18,18 @@ from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.resident.job import resident_job
+from beamjax.pipelines.resident.launcher import ResidentLauncher
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values import uploads
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Served, Value, placed
+from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.one_pass import open_placements
+from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Output, Plan, ValueType, size_name
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.placed_results import NOTHING, Kept
@@ -78,8 +82,13 @@ def run_plan(
         program = store_program(plan, store, connection.shared)
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
-        launcher = Launcher(connection, store, monitor, program, at_once)
-        return drive(plan, inputs, sources, launcher, results)
+        arguments = (connection, store, monitor, program, at_once)
+        if not is_resident(plan, options):
+            return drive(plan, inputs, sources, Launcher(*arguments), results)
+        with resident_job(connection, store.root) as job:
+            lost_workers.begin_pipeline(store, connection.shared)
+            launcher = ResidentLauncher(*arguments, job=job)
+            return drive(plan, inputs, sources, launcher, results)
 
 
 def drive(
@@ -209,13 +218,16 @@ def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]
             release(token)
 
 
-def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, list[str]]:
+def source_specs(
+    inputs: Inputs, store: Store, shared: bool, known: uploads.Uploads | None = None
+) -> tuple[Sources, list[str]]:
     """Placed inputs as plain data.
 
     Args:
       inputs: of the plan.
       store: where arrays are written if workers don't share the memory of this process.
       shared: whether workers are threads of this process, and see its arrays.
+      known: arrays of earlier runs that are in the store.
 
     Returns:
       The specs, and the tokens of live sources, to be released at the end.
@@ -226,16 +238,15 @@ def source_specs(inputs: Inputs, store: Store, shared: bool) -> tuple[Sources, l
     # Where each leaf of a source is: its spec, and its number there.
     leaves: list[list[tuple[int, int]]] = []
     for number, source in enumerate(reader.sources):
-        first, count = len(specs), len(source.leaves)
-        leaves.append([(first, leaf) for leaf in range(count)])
         if shared:
             tokens.append(register(source))
-            specs.append(live_spec(tokens[-1]))
-        elif uploads.stays_here(source, store):
-            specs += [leaf.to_spec() for leaf in uploads.upload(source, store, reader.x64)]
-            leaves[-1] = [(first + leaf, 0) for leaf in range(count)]
+            found = [live_spec(tokens[-1])]
         else:
-            specs.append(source.spilled(f"{store.root}/source-{number}").to_spec())
+            found = uploads.in_files(source, store, reader.x64, number, known)
+        each = len(found) == len(source.leaves)
+        first, count = len(specs), len(source.leaves)
+        leaves.append([(first + leaf * each, leaf * (not each)) for leaf in range(count)])
+        specs += found
     where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
     return Sources(tuple(specs), where, reader.x64), tokens
 

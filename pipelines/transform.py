@@ -203,7 +203,7 @@ class PlanTransform(beam.PTransform):
         if name is None:
             static = graph.store.put([self._known(output)], label)
         else:
-            static = graph.static[name]
+            static = graph.tasks.static[name]
         begin = graph.root | f"{label}/Impulse" >> beam.Impulse()
         return begin | label >> beam.ParDo(Load(graph.store, static))
 

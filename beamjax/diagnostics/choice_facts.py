@@ -10,6 +10,7 @@ from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.cutting.remat import Crossing
 from beamjax.options import Options
 from beamjax.plan.merging import MERGE_RATE, FanOut
+from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Loop, Map, Plan, walk
 
 
@@ -100,30 +101,18 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
 
 
 def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
-    from beamjax.plan.graph_sizes import graph_size
-    from beamjax.plan.unroll import is_straight
-
-    workers = Workers.of(runner, options)
+    is_beam = Workers.of(runner, options).beam
     for loop in walk(plan.steps):
         if not isinstance(loop, Loop):
             continue
         what = f"rounds of {loop.name}"
-        if not workers.beam:
+        if not is_beam:
             yield ChoiceFact(what, "in this process", "there is no pipeline", "")
-        elif loop.rounds is None or not is_straight(loop.block.steps):
-            why = "a condition decides" if loop.rounds is None else "there is control flow in them"
-            yield ChoiceFact(what, "1 a pipeline", why, "")
+        elif is_resident(plan, options):
+            yield ChoiceFact(what, "on resident workers", "one job serves all rounds", "resident")
         else:
-            found = graph_size(plan, loop, options, workers.shared)
-            width = found.chosen
-            others = (
-                WayFact(f"{other.rounds} a pipeline", other.seconds, other.nbytes)
-                for other in found.others
-            )
-            yield ChoiceFact(
-                what, f"{min(width.rounds, loop.rounds)} a pipeline", found.why,
-                "rounds_per_graph", width.seconds, width.nbytes, tuple(others),
-            )  # fmt: skip
+            why = "the option resident" if not options.resident else "no round has a pass"
+            yield ChoiceFact(what, "1 a pipeline", why, "resident")
 
 
 def tried_facts(plan: Plan) -> tuple[TriedFact, ...]:

@@ -14,7 +14,8 @@ from beamjax.diagnostics.fact_types import PredictionFact, StepSeconds
 from beamjax.diagnostics.topology import DIRECT, Workers
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
-from beamjax.plan.cost import Cost, runner_overhead
+from beamjax.plan.cost import RESIDENT, Cost, runner_overhead
+from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.pace import LONG_IN_BUNDLE
 
@@ -70,6 +71,8 @@ def forecast(
     in_memory = workers.shared and direct and not options.keeps_files
     pipelines, stages, shards, nbytes = _pipelines(plan, options, workers, in_memory)
     fixed = runner_overhead(runner)
+    if workers.beam and is_resident(plan, options):
+        fixed = replace(RESIDENT, pipeline=fixed.pipeline)
     overhead = pipelines * fixed.pipeline + stages * fixed.step + shards * fixed.shard
     overhead += nbytes / HANDED_RATE
     sizes = [sum(map(len, body.artefacts.values())) for body in plan.bodies.values()]
@@ -184,8 +187,6 @@ def _pipelines(
 ) -> tuple[int, int, int, int]:
     """The number of pipelines, their steps and shards, and the bytes between steps."""
     from beamjax.pipelines.worker.spill import LOCAL_BYTES
-    from beamjax.plan.graph_sizes import rounds_per_graph
-    from beamjax.plan.unroll import is_straight
 
     def counted(steps: Sequence[Step]) -> np.ndarray:
         total = np.zeros(4, np.int64)
@@ -198,11 +199,7 @@ def _pipelines(
                     inner = counted(block.steps)
                     if condition is not None:
                         inner += counted(condition.steps)
-                    pipelines = more * inner[0]
-                    if rounds is not None and is_straight(block.steps):
-                        width = rounds_per_graph(plan, step, options, workers.shared)
-                        pipelines = math.ceil(rounds / width) * min(inner[0], 1)
-                    total += (pipelines, *(more * inner[1:]))
+                    total += more * inner
                 case Branch(blocks=blocks):
                     row = False
                     total += np.max([counted(block.steps) for block in blocks], axis=0)
@@ -220,7 +217,9 @@ def _pipelines(
         return total
 
     pipelines, stages, shards, nbytes = map(int, counted(plan.steps))
-    return (max(pipelines, 1), stages, shards, nbytes) if workers.beam else (0, stages, 0, 0)
+    if not workers.beam:
+        return 0, stages, 0, 0
+    return 1 if is_resident(plan, options) else max(pipelines, 1), stages, shards, nbytes
 
 
 # --- the speed-up of several cores

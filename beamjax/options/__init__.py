@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from beamjax.errors import OptionsError
-from beamjax.options.checks import check_options
+from beamjax.options.checks import CHOICES, check_options
 from beamjax.options.choices import Choices, chosen
 
 XLA_THREADS = 16
@@ -45,10 +45,8 @@ class Options:
         member, but again if Beam retries a bundle.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
-      rounds_per_graph: rounds of a `scan` or `fori_loop` around placed operators that make one
-        Beam pipeline; None chooses by what they are told to take and by the bytes of a round.
-        Rounds that hold further control flow, and those of a `while_loop`, always have pipelines of
-        their own.
+      resident: whether the workers of one Beam job serve all rounds of loops around placed
+        operators, each for the price of a few messages. False starts a pipeline for each round.
       recompute: which placed values a later pass makes again, and which are kept for it:
         "elementwise" makes again what elementwise operations give, "nothing" keeps all,
         "everything" keeps none that can be made again, bodies of `map_fn` included. None is
@@ -139,7 +137,7 @@ class Options:
     platforms: tuple[str, ...] | None = None
     work_folder: str | None = None
     callbacks: bool = True
-    rounds_per_graph: int | None = None
+    resident: bool = True
     gather_limit: int | None = None
     job_folder: str | None = None
     overwrite: bool = False
@@ -264,7 +262,6 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "shard_size": int,
     "member_batch": int,
     "merge_fan_out": int,
-    "rounds_per_graph": int,
     "gather_limit": int,
     "checkpoint_every": int,
     "device_memory_fraction": float,
@@ -284,7 +281,9 @@ def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
                 values[name] = number(values[name])
             except ValueError:
                 raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name in ("callbacks", "overwrite", "progress", "preallocate", "probe", "strict"):
+    for name, choices in CHOICES.items():
+        if True not in choices:
+            continue
         if str(values.get(name)).lower() in ("true", "false"):
             values[name] = str(values[name]).lower() == "true"
     if values.get("job_folder") is not None:

@@ -15,6 +15,8 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "member_loop": (*MEMBER_LOOPS, None),
     "probe": (True, False, None),
     "recompute": (*RECOMPUTE, None),
+    "resident": (True, False),
+    "strict": (True, False),
     "small_work": ("runner", "here"),
     "reduction": ("exact", "fast"),
     "callbacks": (True, False),
@@ -42,9 +44,6 @@ def check_options(options: Options) -> None:
             expected = ", ".join(str(choice) for choice in choices if choice is not None)
             optional = ", or None" if None in choices else ""
             raise OptionsError(f"{name}: found {found!r}, expected one of {expected}{optional}")
-    rounds = options.rounds_per_graph
-    if rounds is not None and (type(rounds) is not int or rounds < 1):
-        raise OptionsError(f"rounds_per_graph: found {rounds!r}, expected a number from 1, or None")
     every = options.checkpoint_every
     if type(every) is not int or every < 1:
         raise OptionsError(f"checkpoint_every: found {every!r}, expected a number from 1")
@@ -82,8 +81,6 @@ def _check_machine(options: Options) -> None:
         raise OptionsError(
             f"xla_threads: found {options.xla_threads!r}, expected a number of threads from 1"
         )
-    if not isinstance(options.strict, bool):
-        raise OptionsError(f"strict: found {options.strict!r}, expected True or False")
     limit = options.shard_timeout
     if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
         raise OptionsError(

@@ -365,6 +365,10 @@ class Loop:
     reverse: bool
     line: str
 
+    def entry_index(self, number: int) -> int:
+        """The index at which round `number` reads its slices and writes its stacked results."""
+        return (self.rounds or 0) - 1 - number if self.reverse else number
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -489,3 +493,8 @@ class Plan:
         """Bytes of a value, with all members."""
         value = self.values[name]
         return value.nbytes * (self.sizes[value.placement] if value.placement else 1)
+
+
+def is_straight(steps: Iterable[Step]) -> bool:
+    """Whether steps have no control flow."""
+    return not any(isinstance(step, Loop | Branch) for step in steps)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -179,7 +180,7 @@ class Recorder:
     def __init__(self, reports: Reports):
         self._folder = JobFolder(reports.folder)
         self._pipeline = reports.pipeline
-        self._worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._worker = _new_worker()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._sizes: dict[str, int] = {}
@@ -252,10 +253,65 @@ _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict
 _making = threading.Lock()
 
 
-def recorder_for(reports: Reports | None) -> Recorder | None:
-    """The recorder of this process for a pipeline; None without a folder."""
-    if reports is None:
-        return None
+def _new_worker() -> str:
+    """A name for a worker of this process."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+class Collector:
+    """Sums up what this thread does, by step, where another process learns it from a message.
+
+    Attributes:
+      spent: the sums by the name of the step.
+      events: the shards, the last ones if they are many.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(_collectors, "worker"):
+            _collectors.worker = _new_worker()
+        self.spent: dict[str, Tally] = {}
+        self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
+        self._worker: str = _collectors.worker
+        self._lock = threading.Lock()
+
+    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+        """Adds a shard that is done."""
+        self.spend(step, spent)
+        with self._lock:
+            self.events.add(shard_event(self._worker, step, start, count, spent))
+
+    def spend(self, step: str, spent: Tally) -> None:
+        """Adds seconds of a step that belong to no shard."""
+        with self._lock:
+            self.spent[step] = self.spent.get(step, _NONE) + spent
+
+    def tick(self) -> None:
+        """Does nothing."""
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collector]:
+    """A context in which what this thread measures goes to a collector, and to no record."""
+    former = getattr(_collectors, "current", None)
+    _collectors.current = collector = Collector()
+    try:
+        yield collector
+    finally:
+        _collectors.current = former
+
+
+_collectors = threading.local()
+
+
+def recorder_for(reports: Reports | None) -> Recorder | Collector | None:
+    """What listens to this thread: its collector, or the recorder of this process for a pipeline;
+    None without either."""
+    collector: Collector | None = getattr(_collectors, "current", None)
+    if collector is not None or reports is None:
+        return collector
     with _making:
         if reports not in _recorders:
             _recorders[reports] = Recorder(reports)

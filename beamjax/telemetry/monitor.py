@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,17 @@ class Monitor:
         """A step took these seconds in this process, which are not those of a shard."""
         with self._lock:
             self._count({step: spent})
+
+    def reported(
+        self, worker: str, spent: Mapping[str, Tally], events: Iterable[ShardEvent] = ()
+    ) -> None:
+        """A worker has said in a message what it did of steps, and when it was done with shards."""
+        with self._lock:
+            self._count(spent)
+            self._workers.add(worker)
+            for event in events:
+                self.events.add(event)
+                self._step = next(iter(spent), self._step)
 
     def _count(self, spent: Mapping[str, Tally]) -> None:
         """Adds what was done of steps, while the lock is held."""

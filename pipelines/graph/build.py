@@ -6,8 +6,8 @@ values of earlier passes as `Block`s. Labels are the names of the plan's steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import apache_beam as beam
@@ -15,6 +15,7 @@ from apache_beam import typehints
 
 from beamjax.pipelines.graph.counting import count_members
 from beamjax.pipelines.graph.results import ReadMembers
+from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.graph.streaming import LoadBlocks, ReadStreams, WriteBlocks
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.elements import Environment
@@ -39,11 +40,9 @@ from beamjax.pipelines.worker.merge import (
     PartsOfSource,
 )
 from beamjax.pipelines.worker.merge_in_files import FinishSections, MergeSectionGroup
-from beamjax.pipelines.worker.tasks import AnyStep, Sources, StoredBody, Task, store_body
-from beamjax.plan.merging import FanOut, fan_out, workers_of
+from beamjax.pipelines.worker.tasks import Sources, StoredBody
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
-from beamjax.runtime.worker_environment import Machine
 
 MAX_RANGES = 256
 """Elements that a pass starts from; each is a range of shards."""
@@ -107,12 +106,15 @@ class Graph:
         self.store = store
         self.options = connection.options
         self.spread = connection.spread
-        self.threads = connection.threads
-        self.workers = workers_of(connection.flags)
-        self.bodies = {} if bodies is None else bodies
-        custom_calls = {call for body in plan.bodies.values() for call in body.custom_calls}
-        self.machine = replace(Machine.of(self.options), custom_calls=tuple(sorted(custom_calls)))
-        self.static = dict(inputs.static)
+        self.tasks = StepTasks(
+            plan,
+            inputs.static,
+            inputs.sources,
+            inputs.program,
+            store,
+            connection,
+            {} if bodies is None else bodies,
+        )
         # Of each pass, the members that it drops.
         self.dropped: list[beam.PCollection] = []
         # In which environment a server value is that a step computes.
@@ -145,7 +147,7 @@ class Graph:
 
     def server(self, step: Server) -> None:
         """Adds a step that runs once."""
-        task = self._task(step, step.inputs)
+        task = self.tasks.task(step, step.inputs)
         # The values of one step come as the element, not as a side input: that fuses.
         main, *others = self._environments(step.inputs)[::-1] or [
             self.root | f"{step.name}/Impulse" >> beam.Impulse()
@@ -165,10 +167,9 @@ class Graph:
         served = [*step.broadcasts, *(name for name, _ in scattered.values())]
         lasting = bool(needed & set(step.results))
         carried = tuple(n for n in stream.names if n in needed) if stream and lasting else ()
-        where = self.inputs.sources.where
         fn = MapShards(
-            self._task(step, served),
-            self._sources({name: where[name] for name in step.operands if name in where}),
+            self.tasks.task(step, served),
+            self.tasks.sources_of(step.operands),
             scattered,
             carried,
             self.options.reduction,
@@ -198,9 +199,9 @@ class Graph:
             self._combine(step, number, outputs[tag])
 
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
-        fan = self._fan_out(step)
+        fan = self.tasks.fan_out(step)
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
-        label, task = step.name, self._task(step)
+        label, task = step.name, self.tasks.task(step)
         finish: FinishPieces | FinishSections
         merge_group: MergeGroup | MergeSectionGroup
         if fan.in_files:
@@ -228,15 +229,9 @@ class Graph:
             )
         self._serve(parts, results)
 
-    def _fan_out(self, step: Map) -> FanOut:
-        n = self.plan.sizes[step.placement]
-        shards = None if n is None else self.plan.shards(step.placement)
-        fixed = self.options.merge_fan_out
-        return fan_out(step, shards, self.workers, self.options.reduction, fixed)
-
     def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
         combine, label = step.combines[number], f"{step.name}/Combine_{number}"
-        finish = FinishCombine(self._task(step, combine.inputs), number)
+        finish = FinishCombine(self.tasks.task(step, combine.inputs), number)
         needed = (*combine.inputs, *self._sizes_found(step))
         environments = _side_inputs(self._environments(needed))
         values = self._together(label, partials) | label >> beam.ParDo(finish, *environments)
@@ -248,7 +243,7 @@ class Graph:
         placement = self.plan.values[step.operand].placement or ""
         label = f"{step.name}/Parts"
         if step.operand in where:
-            sources = self._sources({step.operand: where[step.operand]})
+            sources = self.tasks.sources_of([step.operand])
             n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
             parts = self._ranges(step.name, placement) | label >> beam.ParDo(
                 PartsOfSource(self.store, sources, step, n, size)
@@ -266,7 +261,7 @@ class Graph:
         if name in where:
             placement = self.plan.values[name].placement or ""
             n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
-            source = self._sources({name: where[name]})
+            source = self.tasks.sources_of([name])
             read = ReadMembers(source, name, n, size, self.store)
             return self._ranges(f"Read {name}", placement) | f"Read {name}" >> beam.ParDo(read)
         return self._find(self.plan.values[name].placement or "", name).blocks
@@ -286,38 +281,6 @@ class Graph:
         """The environments with these values, in the order in which they are computed."""
         needed = {self.served[name] for name in names if name in self.served}
         return [found for found in dict.fromkeys(self.served.values()) if found in needed]
-
-    def _task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
-        """What a worker needs of a step; with its body, if it reads server values to run it."""
-        static = {name: self.static[name] for name in served or () if name in self.static}
-        lanes = step.lanes if isinstance(step, Map) else ()
-        needed = step.all_bodies if isinstance(step, Map) else (step.body,)
-        bodies = {key: self._body(key) for key in needed} if served is not None else {}
-        needed_types = [r.result for lane in lanes for r in lane.reductions]
-        if isinstance(step, Map) and step.guard is not None:
-            needed_types += step.results
-        if isinstance(step, Map) and (step.guard is not None or step.fitted):
-            needed_types += step.operands
-        values = {name: self.plan.values[name] for name in needed_types}
-        nothing: Any = {
-            "bodies": {},
-            "recipe": None,
-            "constants": (),
-            "outputs": (),
-            "inputs": (),
-            "steps": (),
-        }
-        plan = replace(self.plan, values=values, **nothing)
-        limit = self.options.shard_timeout
-        return Task(
-            plan, step, bodies, static, self.store, self.machine, limit, threads=self.threads
-        )
-
-    def _body(self, key: str) -> StoredBody:
-        if key not in self.bodies:
-            body = self.plan.bodies[key]
-            self.bodies[key] = store_body(body, self.store, self.inputs.program)
-        return self.bodies[key]
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:
         count = self.plan.shards(placement)
@@ -375,12 +338,6 @@ class Graph:
     def _operands_after(self, number: int) -> set[str]:
         later = self.plan.steps[number + 1 :]
         return {name for step in later if isinstance(step, Map) for name in step.operands}
-
-    def _sources(self, where: Mapping[str, tuple[int, int]]) -> Sources:
-        used = sorted({source for source, _ in where.values()})
-        specs = tuple(self.inputs.sources.specs[i] for i in used)
-        numbers = {name: (used.index(i), leaf) for name, (i, leaf) in where.items()}
-        return Sources(specs, numbers, self.plan.x64)
 
 
 def _side_inputs(environments: Iterable[beam.PCollection]) -> list[Any]:

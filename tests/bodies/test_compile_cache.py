@@ -90,7 +90,7 @@ def rounds(w, table, x):
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_bodies_and_broadcasts_are_there_once(runner):
     arguments = np.ones(3, np.float32), np.ones((7, 3), np.float32), X
-    options = {"shard_size": 8, "rounds_per_graph": 1}
+    options = {"shard_size": 8}
     found = []
     for _ in range(2):
         with bj.launch(rounds, *arguments, runner=runner, options=options) as job:

@@ -277,12 +277,11 @@ def rounds_truth(w, x):
 
 
 @pytest.mark.parametrize(
-    ("way", "rounds_per_graph"), [("local", None), ("one", None), ("threads", 1), ("threads", 3)]
+    ("way", "resident"), [("local", True), ("one", True), ("threads", True), ("threads", False)]
 )
-def test_rounds_hand_on_which_members_were_dropped(way, rounds_per_graph, tmp_path):
+def test_rounds_hand_on_which_members_were_dropped(way, resident, tmp_path):
     x, w, path = values(()), np.zeros(3, np.float32), tmp_path / "dead.jsonl"
-    more = {"on_nonfinite": "drop", "dead_letters": str(path)}
-    more |= {"rounds_per_graph": rounds_per_graph} if rounds_per_graph else {}
+    more = {"on_nonfinite": "drop", "dead_letters": str(path), "resident": resident}
     (found, z), counts = run(bj.program(clients=N)(rounds), w, x, way=way, **more)
     np.testing.assert_allclose(found, rounds_truth(w, x), rtol=1e-5)
     np.testing.assert_array_equal(counts, np.float32([20, 19, 18, 17]))

@@ -34,7 +34,7 @@ def test_a_program_gives_what_jit_gives_and_only_what_mixes_members_is_gathered(
     check_explanation(bj.explain(case.fn, *case.args, options=OPTIONS))
     kinds = step_kinds(case.fn, *case.args, **OPTIONS)
     if kinds["Loop"]:
-        rounds = {**OPTIONS, "rounds_per_graph": 2}
+        rounds = {**OPTIONS, "resident": False}
         assert_same_bits(bj.run(case.fn, *case.args, options=rounds), local)
     assert (kinds["Gather"], kinds["Scatter"]) == (case.gathers, case.scatters)
 
@@ -48,12 +48,12 @@ def test_float0_is_verified():
     ("name", "options"),
     [
         ("scan_with_placed_state", PROCESSES),
-        ("scan_with_placed_state", {**THREADS, "rounds_per_graph": 1}),
+        ("scan_with_placed_state", {**THREADS, "resident": False}),
         ("switch_in_rounds", THREADS),
         ("keys_as_state", THREADS),
     ],
 )
-def test_workers_and_rounds_of_a_graph_do_not_change_the_bits(name, options):
+def test_workers_do_not_change_the_bits(name, options):
     case = PROGRAMS[name]
     found = bj.run(case.fn, *case.args, options={**OPTIONS, **options})
     assert_same_bits(found, bj.run(case.fn, *case.args, runner="local", options=OPTIONS))

@@ -67,7 +67,7 @@ def test_each_choice_has_its_option_and_its_reason():
     }
     assert all(fact.why for fact in found.values())
     assert found["results of map_clients_0"].chosen == "9.4 KiB stored"
-    options = {"shard_size": 24, "member_loop": "loop", "merge_fan_out": 2, "rounds_per_graph": 3}
+    options = {"shard_size": 24, "member_loop": "loop", "merge_fan_out": 2}
     found = explained(rounds, W, X, options=options)
     expected = {
         "shards of clients": ("24 members", "the option shard_size"),
@@ -76,23 +76,17 @@ def test_each_choice_has_its_option_and_its_reason():
             "16 B a shard, merged in 2 groups",
             "the option merge_fan_out=2",
         ),
-        "rounds of loop_0": ("3 a pipeline", "the option rounds_per_graph"),
+        "rounds of loop_0": ("on resident workers", "one job serves all rounds"),
     }
     assert {what: (found[what].chosen, found[what].why) for what in expected} == expected
 
 
-def test_rounds_depend_on_the_runner_and_tell_what_other_widths_take():
+def test_rounds_depend_on_the_runner_and_the_option():
     until = lambda w, x: jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: w + spread(x), w)
-    chosen = lambda fn, **kwargs: explained(fn, W, X, **kwargs)["rounds of loop_0"]
-    assert chosen(rounds, runner="local").chosen == "in this process"
-    assert (chosen(until).chosen, chosen(until).why) == ("1 a pipeline", "a condition decides")
-    for options, count in (({}, 5), ({"rounds_per_graph": 2}, 2)):
-        fact = chosen(rounds, options=options)
-        assert fact.chosen == f"{count} a pipeline"
-        one = fact.others[0]
-        assert one.what == "1 a pipeline"
-        assert one.seconds > fact.seconds > 0
-        assert one.nbytes < fact.nbytes
+    chosen = lambda **kwargs: explained(until, W, X, **kwargs)["rounds of loop_0"].chosen
+    assert chosen(runner="local") == "in this process"
+    assert chosen() == "on resident workers"
+    assert chosen(options={"resident": False}) == "1 a pipeline"
 
 
 def test_groups_are_merged_side_by_side_where_there_are_many_shards():

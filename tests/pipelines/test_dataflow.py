@@ -321,17 +321,19 @@ def functions(job):
 
 
 @with_dataflow
-def test_the_first_job_of_rounds(offline):
+def test_one_job_serves_all_rounds(offline):
     @bj.program(clients=N)
     def rounds(w, x):
-        def step(w, _):
-            return w + bj.reduce_mean(bj.map_fn(lambda v: (v @ w).sum(), x)), None
+        def step(w):
+            return w + bj.reduce_mean(bj.map_fn(lambda v: (v @ w).sum(), x))
 
-        return jax.lax.scan(step, w, length=3)[0]
+        return jax.lax.while_loop(lambda w: w.sum() < 9, step, w)
 
-    job = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE, "rounds_per_graph": 2})
-    assert any("[0]/map_clients" in name for name in job.steps)
-    assert not any("[2]/map_clients" in name for name in job.steps)
+    job = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE})
+    assert "ServeTasks" in str(job.steps)
+    apart = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE, "resident": False})
+    assert any("[0]/map_clients" in name for name in apart.steps)
+    assert not any("[1]/map_clients" in name for name in apart.steps)
 
 
 @with_dataflow

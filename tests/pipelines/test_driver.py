@@ -16,7 +16,7 @@ from plans import Maker, inputs_of
 
 import beamjax as bj
 from beamjax.errors import WorkerError
-from beamjax.options import Options, parse_options
+from beamjax.options import parse_options
 from beamjax.pipelines import run as runners
 from beamjax.pipelines.launch import Launcher
 from beamjax.plan.steps import Block, Branch, Carried, Gather, Loop, Scatter, Sliced
@@ -28,10 +28,8 @@ THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
 PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
-def run(plan, flags=(), rounds_per_graph=None, **arrays):
-    options = parse_options([*flags]) if flags else Options()
-    if rounds_per_graph:
-        options = parse_options([*flags, f"--rounds_per_graph={rounds_per_graph}"])
+def run(plan, flags=(), **arrays):
+    options = parse_options([*flags, "--resident=false"])
     return runners.run_plan(plan, inputs_of(plan, **arrays), "DirectRunner", options)
 
 
@@ -85,13 +83,9 @@ W = np.array([2, -1, 3], np.float32)
 
 def test_a_server_value_is_carried(launched):
     expected = descent_by_numpy(W, X, 5)
-    for width, pipelines in ((None, 1), (1, 5), (2, 3), (3, 2), (5, 1), (16, 1)):
-        launched.clear()
-        found = run(descent(), rounds_per_graph=width, w=W, x=X)
-        assert_same_bits(found["out"], expected)
-        assert len(launched) == pipelines
-        assert launched[0][:2] == ["loop_0[0]/map_clients_0", "loop_0[0]/server_0"]
-        assert launched[-1][-1] == "loop_0[4]/server_0"
+    assert_same_bits(run(descent(), w=W, x=X)["out"], expected)
+    steps = ("map_clients_0", "server_0")
+    assert launched == [[f"loop_0[{number}]/{step}" for step in steps] for number in range(5)]
     launched.clear()
     assert_same_bits(run(descent(0), w=W, x=X)["out"], W)
     assert not launched
@@ -142,19 +136,18 @@ def history_inputs(rounds):
     return {"z": draw(N, 2), "s": draw(), "xs": draw(N, rounds, 2), "cs": draw(rounds)}
 
 
-def assert_history(width, reverse=False, flags=(), rounds=4):
+def assert_history(reverse=False, flags=(), rounds=4):
     arrays = history_inputs(rounds)
-    found = run(history(rounds, reverse), flags, width, **arrays)
+    found = run(history(rounds, reverse), flags, **arrays)
     assert_same_bits(found, history_by_numpy(**arrays, reverse=reverse))
 
 
 @pytest.mark.versions
 def test_values_are_carried_sliced_and_stacked():
-    for width in (None, 1, 3):
-        for reverse in (False, True):
-            assert_history(width, reverse)
-    assert_history(1, flags=THREADS)
-    assert_history(None, rounds=0)
+    for reverse in (False, True):
+        assert_history(reverse)
+    assert_history(flags=THREADS)
+    assert_history(rounds=0)
 
 
 @bj.program(clients=N)
@@ -179,8 +172,8 @@ def test_values_from_outside_are_carried_sliced_and_stacked():
     hs = (np.arange(3 * N * 3) % 7).reshape(3, N, 3).astype(jnp.bfloat16)
     expected = bj.run(mixed, X, W, hs, runner="local", options={"shard_size": 8})
     assert_close(expected, jax.jit(mixed)(X, W, hs))
-    for width in (1, 2, 3):
-        options = {"shard_size": 8, "rounds_per_graph": width}
+    for resident in (True, False):
+        options = {"shard_size": 8, "resident": resident}
         assert_same_bits(bj.run(mixed, X, W, hs, options=options), expected)
 
 
@@ -361,7 +354,7 @@ def test_files_of_dead_values_go_as_the_loop_goes_on(stored):
 def test_placed_states_of_earlier_rounds_are_removed(stored):
     m = Maker(N, x="f 3@", p="f 3@", p1="f 3@", out="f 3@")
     block = Block((m.map("map_clients_0", lambda p: p + 1, "", "p", "p1"),), ("p1",))
-    found = run(m.plan([loop("loop_0", 6, block, "x:p:out")], "out", "x"), (), 1, x=X)
+    found = run(m.plan([loop("loop_0", 6, block, "x:p:out")], "out", "x"), x=X)
     np.testing.assert_array_equal(found["out"], X + 6)
     assert stored[2:] == [2] * 4  # the body and the last state
 
@@ -375,7 +368,7 @@ def test_a_value_that_shares_its_file_stays(stored):
     )
     m.values["p1"] = m.values["p"]
     steps = [loop("loop_0", 3, block, "w:p:out w:q:kept")]
-    found = run(m.plan(steps, "out kept", "w x"), (), 1, w=W, x=X)
+    found = run(m.plan(steps, "out kept", "w x"), w=W, x=X)
     np.testing.assert_array_equal(found["kept"], W)
     np.testing.assert_array_equal(found["out"], 0 * W)
 
@@ -400,7 +393,7 @@ def test_a_run_that_ends_early_leaves_nothing(error, empty_tmp, monkeypatch):
 
     monkeypatch.setattr(Launcher, "run", broken)
     with pytest.raises(error, match="stopped"):
-        run(history(4), (), 1, **history_inputs(4))
+        run(history(4), **history_inputs(4))
     assert list(empty_tmp.iterdir()) == []
 
 
@@ -409,9 +402,9 @@ def test_an_error_names_the_round():
     arrays = history_inputs(4)
     arrays["xs"] = np.delete(arrays["xs"], -1, axis=1)  # three entries
     step = r"step 'map_clients_0' \(map_clients_0_body\), shard \d of placement"
-    for width, flags in ((1, []), (2, []), (4, []), (4, PROCESSES)):
+    for flags in ([], PROCESSES):
         with pytest.raises(WorkerError, match=f"^loop_0, round 3: {step}"):
-            run(history(4, extra="out"), flags, width, **arrays)
+            run(history(4, extra="out"), flags, **arrays)
 
 
 def test_an_error_in_this_process_names_the_rounds(monkeypatch):

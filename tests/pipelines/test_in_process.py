@@ -119,7 +119,7 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
     monkeypatch.setattr(Store, "sweep", swept)
     w = np.linspace(-1, 1, 1_100_000, dtype=np.float32)
     x = np.arange(1, 5, dtype=np.float32)
-    options = {"rounds_per_graph": 1, "work_folder": str(tmp_path), **options}
+    options = {"work_folder": str(tmp_path), **options}
     found = bj.run(rounds, w, x, options=options)
     expected = bj.run(rounds, w, x, runner="local")
     assert_same_bits(found, expected)
@@ -130,6 +130,6 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
 
 def test_checkpoints_link_files(tmp_path):
     w, x = np.linspace(-1, 1, 1_100_000, dtype=np.float32), np.arange(1, 5, dtype=np.float32)
-    options = {"rounds_per_graph": 1, "checkpoint": str(tmp_path / "c")}
+    options = {"checkpoint": str(tmp_path / "c")}
     found = bj.run(rounds, w, x, options=options)
     assert_same_bits(bj.run(rounds, w, x, options=options), found)

@@ -17,7 +17,6 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, OptionsError
-from beamjax.pipelines import run as runners
 from beamjax.pipelines.checkpoints import folder as checkpoint_folder
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
 from beamjax.storage import files
@@ -210,17 +209,13 @@ def test_a_finished_run_is_not_run_again(runner, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("every", "width", "pipelines", "saved"),
-    [(1, None, 4, 4), (2, None, 2, 2), (4, None, 1, 1), (3, 2, 3, 1), (9, 3, 2, 0)],
+    ("every", "resident", "saved"), [(1, True, 4), (1, False, 4), (3, True, 1), (9, False, 0)]
 )
-def test_rounds_between_checkpoints(every, width, pipelines, saved, tmp_path, monkeypatch):
-    launched = []
-    launch = runners.Launcher.run
-    monkeypatch.setattr(runners.Launcher, "run", lambda *args: launched.append(1) or launch(*args))
-    options = {"checkpoint": str(tmp_path), "checkpoint_every": every, "rounds_per_graph": width}
+def test_rounds_between_checkpoints(every, resident, saved, tmp_path):
+    options = {"checkpoint": str(tmp_path), "checkpoint_every": every, "resident": resident}
     with stopped(0) as done:
         run(descent, (W, X), "DirectRunner", **options)
-    assert (len(launched), len(done)) == (pipelines, saved + 1)
+    assert len(done) == saved + 1
 
 
 @pytest.mark.parametrize("reader", RUNNERS)

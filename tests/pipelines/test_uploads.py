@@ -40,7 +40,9 @@ def elsewhere(monkeypatch):
 def test_members_come_back(file_bytes, store, monkeypatch):
     monkeypatch.setattr(uploads, "FILE_BYTES", file_bytes)
     tree = {"x": X, "y": np.arange(N, dtype=ml_dtypes.bfloat16)}
-    leaves = [open_spec(s.to_spec()) for s in uploads.upload(bj.from_arrays(tree), store, True)]
+    leaves = [
+        open_spec(s.to_spec()) for s in uploads.upload(bj.from_arrays(tree), store, True, "source")
+    ]
     for leaf, expected in zip(leaves, tree.values(), strict=True):
         for start, stop in ((0, N), (0, 1), (17, 40), (N - 1, N)):
             (found,) = leaf.read(start, stop)
@@ -57,7 +59,7 @@ def test_all_that_is_on_this_machine_is_written(store, tmp_path):
         (tmp_path / name).mkdir()
         source, _ = SOURCES[name](tmp_path / name)
         assert uploads.stays_here(source, store), name
-        leaves = uploads.upload(source, store, True)
+        leaves = uploads.upload(source, store, True, name)
         for leaf, expected in zip(leaves, source.read(3, 9), strict=True):
             assert_same_bits(leaf.read(3, 9), [expected])
             assert not uploads.stays_here(leaf, store)
@@ -82,7 +84,7 @@ def rounds(w, x):
 def test_runs_with_their_folder_at_a_url(elsewhere, tmp_path):
     """What is written before the first of several pipelines is not swept away between them."""
     np.save(tmp_path / "x.npy", X)
-    for program, more in ((centred, {}), (rounds, {"rounds_per_graph": 1})):
+    for program, more in ((centred, {}), (rounds, {"resident": False}), (rounds, {})):
         expected = bj.run(program, W, X, runner="local", options={"shard_size": 8})
         for x in (X, bj.from_npy(tmp_path / "x.npy")):
             found = bj.run(program, W, x, options={**FOLDER, **more})

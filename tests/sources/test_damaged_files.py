@@ -120,7 +120,7 @@ def run_twice(source, change):
         rows = rows if isinstance(rows, dict) else {"x": rows}
         return jax.lax.fori_loop(0, 2, one, jnp.float32(0))
 
-    return bj.run(rounds, source, options={**OPTIONS, "rounds_per_graph": 1})
+    return bj.run(rounds, source, options={**OPTIONS})
 
 
 def rewrite(path):

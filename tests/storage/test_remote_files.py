@@ -120,7 +120,7 @@ def expected():
 
 @pytest.mark.parametrize("flags", [{}, PROCESSES], ids=["threads", "processes"])
 def test_values_travel_through_a_folder(folder, expected, flags):
-    options = {"shard_size": 8, "rounds_per_graph": 2, "work_folder": folder, **flags}
+    options = {"shard_size": 8, "work_folder": folder, **flags}
     assert_same_bits(bj.run(rounds, *ARGUMENTS, options=options), expected)
     root, _, name = folder.rpartition("/")
     assert not [path for path in files.names(root) if path.startswith(name)]

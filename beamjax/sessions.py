@@ -1,0 +1,106 @@
+"""`session`: calls of programs, one after the other, on workers that stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from beamjax.errors import OptionsError
+from beamjax.execution import LOCAL, prepare, run_options
+from beamjax.jobs.job import run_work
+
+IDLE_SECONDS = 600.0
+"""Default time without a call after which a session gives its workers back."""
+
+
+class Session:
+    """Workers that stay between calls; see `session`."""
+
+    def __init__(self, runner: Any, options: Any, idle_seconds: float):
+        if not (isinstance(idle_seconds, int | float) and idle_seconds > 0):
+            raise OptionsError(f"idle_seconds: found {idle_seconds!r}, expected a number above 0")
+        self._runner = runner
+        self._options = run_options(options, None, runner)
+        if self._options.checkpoint is not None or self._options.job_folder is not None:
+            raise OptionsError(
+                "session: found a checkpoint or job_folder, which belongs to one run; give it to "
+                "session.run"
+            )
+        self._workers = None
+        if runner != LOCAL:
+            from beamjax.pipelines.session_workers import Workers
+
+            idle = min(float(idle_seconds), threading.TIMEOUT_MAX)
+            self._workers = Workers(runner, self._options, idle)
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, options: Any = None, keep: str | None = None
+    ) -> Any:
+        """Runs a function of programs and returns what `fn(*args)` would, as `beamjax.run` does.
+
+        Runs of several threads wait for each other.
+
+        Args:
+          fn: as for `beamjax.run`.
+          *args: likewise.
+          options: of this run, in the place of those of the session. The options of Beam are those
+            of the session in any case.
+          keep: as for `beamjax.run`.
+
+        Raises:
+          BeamjaxError: as `beamjax.run`. The session can be used further.
+          OptionsError: also, the session is closed.
+        """
+        found = self._options
+        if options is not None:
+            found = replace(run_options(options, None, self._runner), beam=self._options.beam)
+        if keep is not None:
+            found = run_options(found, keep, self._runner)
+        return run_work(prepare(fn, args, self._runner, found, workers=self._workers))
+
+    def close(self) -> None:
+        """Ends the workers. Closing twice is the same as closing once."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def session(
+    runner: Any = "DirectRunner", options: Any = None, idle_seconds: float = IDLE_SECONDS
+) -> Session:
+    """Workers that stay between calls, so that a call costs milliseconds and not a pipeline.
+
+        with beamjax.session("FlinkRunner", options={...}) as s:
+            for batch in batches:
+                weights = s.run(step, weights, batch)
+
+    The first call starts one Beam job. Its workers keep compiled bodies, members that they have
+    read, and arrays of the caller from one call to the next, within the option `memory`. The
+    results have the bits of `beamjax.run`. Placements of unknown size have a pipeline of their own
+    for each call, and `runner="local"` needs no workers.
+
+    Args:
+      runner: as for `beamjax.run`.
+      options: likewise; without `checkpoint` and `job_folder`, which belong to one run.
+      idle_seconds: seconds without a call after which the job ends. The next call starts another.
+
+    Returns:
+      A context that ends the workers, with a method `run`.
+
+    Raises:
+      OptionsError: the runner or an option is unknown, or does not fit.
+    """
+    return Session(runner, options, idle_seconds)

@@ -1,0 +1,97 @@
+"""What workers need of the steps of a plan: tasks, bodies in the store, and specs of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import AnyStep, Sources, StoredBody, Task, store_body
+from beamjax.plan.merging import FanOut, fan_out, workers_of
+from beamjax.plan.steps import Map, Plan
+from beamjax.runtime.worker_environment import Machine
+
+
+class StepTasks:
+    """Makes the tasks of a plan's steps.
+
+    Args:
+      plan: the plan.
+      static: server values that are in the store before the first step runs, by name.
+      sources: the placed inputs that workers read.
+      program: the pickled program, for bodies that run as Python in other processes.
+      store: where values go that are too large for an element.
+      connection: to the runner.
+      bodies: the bodies that are in the store already; those of this plan are added.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        static: Mapping[str, Ref],
+        sources: Sources,
+        program: Ref | None,
+        store: Store,
+        connection: Connection,
+        bodies: dict[str, StoredBody],
+    ):
+        self.plan = plan
+        self.static = static
+        self.sources = sources
+        self.program = program
+        self.store = store
+        self.options = connection.options
+        self.threads = connection.threads
+        self.workers = workers_of(connection.flags)
+        self.bodies = bodies
+        custom_calls = {call for body in plan.bodies.values() for call in body.custom_calls}
+        self.machine = replace(Machine.of(self.options), custom_calls=tuple(sorted(custom_calls)))
+
+    def task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
+        """The task of a step; with its bodies, if it reads server values to compute them."""
+        static = {name: self.static[name] for name in served or () if name in self.static}
+        lanes = step.lanes if isinstance(step, Map) else ()
+        needed = step.all_bodies if isinstance(step, Map) else (step.body,)
+        bodies = {key: self._body(key) for key in needed} if served is not None else {}
+        needed_types = [r.result for lane in lanes for r in lane.reductions]
+        if isinstance(step, Map) and step.guard is not None:
+            needed_types += step.results
+        if isinstance(step, Map) and (step.guard is not None or step.fitted):
+            needed_types += step.operands
+        values = {name: self.plan.values[name] for name in needed_types}
+        nothing: Any = {
+            "bodies": {},
+            "recipe": None,
+            "constants": (),
+            "outputs": (),
+            "inputs": (),
+            "steps": (),
+        }
+        plan = replace(self.plan, values=values, **nothing)
+        limit = self.options.shard_timeout
+        return Task(
+            plan, step, bodies, static, self.store, self.machine, limit, threads=self.threads
+        )
+
+    def sources_of(self, names: Iterable[str]) -> Sources:
+        """The specs of the placed inputs of these names; other names are left out."""
+        where = {name: self.sources.where[name] for name in names if name in self.sources.where}
+        used = sorted({source for source, _ in where.values()})
+        specs = tuple(self.sources.specs[i] for i in used)
+        numbers = {name: (used.index(i), leaf) for name, (i, leaf) in where.items()}
+        return Sources(specs, numbers, self.plan.x64)
+
+    def fan_out(self, step: Map) -> FanOut:
+        """How the partials of a pass are merged."""
+        n = self.plan.sizes[step.placement]
+        shards = None if n is None else self.plan.shards(step.placement)
+        fixed = self.options.merge_fan_out
+        return fan_out(step, shards, self.workers, self.options.reduction, fixed)
+
+    def _body(self, key: str) -> StoredBody:
+        if key not in self.bodies:
+            self.bodies[key] = store_body(self.plan.bodies[key], self.store, self.program)
+        return self.bodies[key]

@@ -1,0 +1,173 @@
+"""The Beam job whose workers stay: it starts with a session or a run, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import apache_beam as beam
+
+from beamjax._beam_compat import FnApiRunner
+from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
+from beamjax.pipelines import waiting
+from beamjax.pipelines.launch import KEEP_WORKERS, new_pipeline
+from beamjax.pipelines.resident.mailbox import close_mailbox, open_mailbox
+from beamjax.pipelines.resident.pool import Pool
+from beamjax.pipelines.resident.worker import ServeTasks
+from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.runners.loopback import loopback_only
+from beamjax.plan.merging import workers_of
+from beamjax.storage import files
+
+ELEMENTS_PER_WORKER = 8
+"""Elements of the job for each worker. A runner deals them by hash; with several for each worker
+no worker is without one. An element that waits behind another one does so until the job ends."""
+
+MAX_STARTS = 4
+"""Times that the job is started in a row without a task done, before its error counts."""
+
+SECONDS_TO_END = 15.0
+"""Seconds for the job to end by itself once it was told to; then it is cancelled."""
+
+_log = logging.getLogger("beamjax")
+
+
+@dataclass
+class _Attempt:
+    """One start of the job.
+
+    Attributes:
+      abort: ends it, if set.
+      failure: why it ended.
+      thread: waits for it.
+    """
+
+    abort: BeamjaxError | None = None
+    failure: BaseException | None = None
+    thread: threading.Thread = field(init=False)
+
+
+class ResidentJob:
+    """A Beam job with workers that stay, until `close`.
+
+    Args:
+      connection: to the runner.
+      parent: folder or URL for the messages, which the launcher and all workers reach.
+
+    Attributes:
+      pool: the workers.
+    """
+
+    def __init__(self, connection: Connection, parent: str):
+        # Other pipelines run beside this one, and a runner in this process has a state.
+        runner = connection.runner
+        if isinstance(runner, FnApiRunner):
+            runner = copy.copy(runner)
+        self.connection = connection
+        self.folder = files.join(parent, f"rounds-{secrets.token_hex(8)}")
+        files.make_folder(self.folder)
+        self._runner = runner
+        self._secret = secrets.token_bytes(32)
+        self._mailbox = open_mailbox(self.folder, self._secret, connection.shared)
+        self.pool = Pool(self._mailbox, self.check)
+        self._starts = 0
+        self._start()
+
+    def check(self, died: bool) -> None:
+        """Starts the job again if it has ended.
+
+        Args:
+          died: whether all its workers have died, which some runners wait for without an end.
+
+        Raises:
+          WorkerError: it has ended too often.
+        """
+        attempt = self._attempt
+        if died and isinstance(self._runner, KEEP_WORKERS):
+            attempt.failure = attempt.abort = WorkerError("all its workers died")
+        elif attempt.thread.is_alive():
+            return
+        if self._starts >= MAX_STARTS:
+            raise WorkerError(
+                f"{type(self._runner).__name__}: the job of the resident workers ended "
+                f"{self._starts} times before its work was done: {attempt.failure or 'no error'}"
+            ) from attempt.failure
+        reason = attempt.failure or "it had ended"
+        _log.warning("beamjax: starting the job of the resident workers again: %s", reason)
+        self._start()
+
+    def close(self) -> None:
+        """Ends the workers and the job."""
+        self._mailbox.stop()
+        attempt = self._attempt
+        attempt.thread.join(SECONDS_TO_END)
+        if attempt.thread.is_alive():
+            attempt.abort = JobCancelledError("the job of the resident workers did not end")
+            attempt.thread.join(SECONDS_TO_END)
+        close_mailbox(self.folder)
+        with contextlib.suppress(Exception):
+            remove_folder(self.folder)
+
+    def progressed(self) -> None:
+        """Work was done since the job was started."""
+        self._starts = 1
+
+    def _start(self) -> None:
+        self._starts += 1
+        self._attempt = attempt = _Attempt()
+        work = functools.partial(with_settings_of_here(self._run), attempt)
+        attempt.thread = threading.Thread(target=work, name="beamjax rounds", daemon=True)
+        attempt.thread.start()
+
+    def _run(self, attempt: _Attempt) -> None:
+        """Runs the job to its end."""
+        connection = self.connection
+        try:
+            with new_pipeline(connection, self._runner) as pipeline:
+                add_workers(pipeline, connection, ServeTasks(self.folder, self._secret))
+                with loopback_only():
+                    if isinstance(self._runner, FnApiRunner) and not connection.shared:
+                        waiting.run_apart(pipeline, lambda: attempt.abort, None)
+                    else:
+                        waiting.run(pipeline, connection.flags, look=lambda: attempt.abort)
+        except BaseException as error:
+            attempt.failure = attempt.failure or error
+
+
+def add_workers(pipeline: beam.Pipeline, connection: Connection, fn: ServeTasks) -> None:
+    """Adds resident workers to a pipeline."""
+    workers = range(ELEMENTS_PER_WORKER * (workers_of(connection.flags) or 1))
+    (
+        pipeline
+        | "Workers" >> beam.Create(list(workers), reshuffle=False)
+        | "Deal" >> beam.Reshuffle()
+        | "ServeTasks" >> beam.ParDo(fn)
+    )
+
+
+def remove_folder(folder: str) -> None:
+    """Removes a folder of messages."""
+    names = files.names(folder)
+    files.remove_files(folder, [name for name in names if name != "stop"])
+    deadline = time.monotonic() + 1.0
+    while files.names(folder) and time.monotonic() < deadline:
+        files.remove_files(folder, files.names(folder))
+        files.remove(folder, "")
+
+
+@contextlib.contextmanager
+def resident_job(connection: Connection, parent: str) -> Iterator[ResidentJob]:
+    """A job with resident workers, as long as the context lasts."""
+    job = ResidentJob(connection, parent)
+    try:
+        yield job
+    finally:
+        job.close()

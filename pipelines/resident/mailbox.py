@@ -1,0 +1,372 @@
+"""How the launcher and resident workers exchange messages: in memory, or as files of a folder.
+
+Each worker has a number of its own and gets tasks one at a time. In a folder, the task number k of
+worker w is the file `task-w-k` and its reply the file `reply-w-k`; a worker announces itself by
+`worker-w`, and the file `stop` ends all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from beamjax.errors import ArrayFormatError
+from beamjax.pipelines.resident.messages import (
+    NO_PASS,
+    Program,
+    Reply,
+    WorkerTask,
+    decode_reply,
+    decode_task,
+    encode_reply,
+    encode_task,
+)
+from beamjax.storage import files
+from beamjax.telemetry import process_ids
+
+PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
+"""Seconds since the last message, and seconds between two looks until then. The first ones keep a
+round short, the last ones keep an idle worker below 1 % of a core."""
+
+REMOTE_PAUSE = 0.1
+"""Seconds between two looks at a URL, each of which is a request."""
+
+LAUNCHER_SECONDS = 2.0
+"""Seconds between two signs of life of the launcher."""
+
+MOST_PROGRAMS = 256
+"""Largest number of programs that a worker holds; it reads others anew when it needs them."""
+
+LOST_SECONDS = 60.0
+"""Seconds without a sign of life after which workers take the launcher for dead."""
+
+
+@dataclass
+class Peer:
+    """A worker as the launcher sees it.
+
+    Attributes:
+      name: names the worker.
+      process: identifies its process; None where it is a thread of this process.
+      sent: tasks that it was given.
+    """
+
+    name: str
+    process: dict[str, object] | None = None
+    sent: int = 0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process is known to have ended."""
+        return self.process is not None and process_ids.is_alive(self.process) is False
+
+
+class Mailbox(Protocol):
+    """The launcher's end."""
+
+    def joined(self) -> list[Peer]:
+        """The workers that have announced themselves since the last call."""
+
+    def publish(self, program: Program) -> None:
+        """Makes a program known to all workers."""
+
+    def send(self, peer: Peer, task: WorkerTask) -> None:
+        """Gives a worker a task."""
+
+    def reply(self, peer: Peer) -> Reply | None:
+        """The reply to the last task of a worker, if it is there; it is given once."""
+
+    def wait(self, since: float) -> None:
+        """Waits for a short time, or until a reply may be there; `since` is when waiting began."""
+
+    def stop(self) -> None:
+        """Ends all workers, those included that join later."""
+
+
+class WorkerEnd(Protocol):
+    """A worker's end."""
+
+    def tasks(self) -> Iterator[WorkerTask]:
+        """The tasks of this worker, until it has to end."""
+
+    def program(self, name: str) -> Program:
+        """A program that was published."""
+
+    def reply(self, reply: Reply) -> None:
+        """Answers the last task."""
+
+
+# --- workers that are threads of this process
+
+
+@dataclass
+class MemoryMailbox:
+    """A mailbox for workers in this process, which share all objects."""
+
+    programs: dict[str, bytes] = field(default_factory=dict)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    _new: list[Peer] = field(default_factory=list)
+    _tasks: dict[str, queue.SimpleQueue[WorkerTask | None]] = field(default_factory=dict)
+    _replies: dict[str, Reply] = field(default_factory=dict)
+    _arrived: threading.Event = field(default_factory=threading.Event)
+
+    def joined(self) -> list[Peer]:
+        new, self._new = self._new, []
+        return new
+
+    def publish(self, program: Program) -> None:
+        # Encoded, so that each worker has DoFns of its own, as Beam does it.
+        if program.name not in self.programs:
+            self.programs[program.name] = program.encode(b"")
+
+    def send(self, peer: Peer, task: WorkerTask) -> None:
+        peer.sent += 1
+        self._tasks[peer.name].put(task)
+
+    def reply(self, peer: Peer) -> Reply | None:
+        return self._replies.pop(peer.name, None)
+
+    def wait(self, since: float) -> None:
+        self._arrived.wait(0.1)
+        self._arrived.clear()
+
+    def stop(self) -> None:
+        self.stopped.set()
+        for tasks in list(self._tasks.values()):
+            tasks.put(None)
+
+    def join(self) -> MemoryWorker:
+        """The end of a new worker."""
+        name = uuid.uuid4().hex
+        self._tasks[name] = queue.SimpleQueue()
+        self._new.append(Peer(name))
+        self._arrived.set()
+        return MemoryWorker(self, name)
+
+    def answer(self, name: str, reply: Reply) -> None:
+        """A worker has a reply."""
+        self._replies[name] = reply
+        self._arrived.set()
+
+
+@dataclass
+class MemoryWorker:
+    """The end of a worker in this process."""
+
+    mailbox: MemoryMailbox
+    name: str
+    _programs: dict[str, Program] = field(default_factory=dict)
+
+    def tasks(self) -> Iterator[WorkerTask]:
+        while not self.mailbox.stopped.is_set():
+            task = self.mailbox._tasks[self.name].get()
+            if task is None:
+                return
+            yield task
+
+    def program(self, name: str) -> Program:
+        if name not in self._programs:
+            self._programs[name] = Program.decode(self.mailbox.programs[name], b"")
+        return self._programs[name]
+
+    def reply(self, reply: Reply) -> None:
+        self.mailbox.answer(self.name, reply)
+
+
+_here: dict[str, MemoryMailbox] = {}
+"""The mailboxes of this process, by the folders of their jobs."""
+
+
+# --- workers anywhere
+
+
+class FileMailbox:
+    """A mailbox in a folder that the launcher and all workers reach.
+
+    Args:
+      folder: a path or URL.
+      secret: signs programs.
+    """
+
+    def __init__(self, folder: str, secret: bytes):
+        self.folder = folder
+        self.secret = secret
+        self._known: set[str] = set()
+        self._published: set[str] = set()
+        self._looked = float("-inf")
+        self._stopped = threading.Event()
+        self._beats = 0
+        self._beat()
+        threading.Thread(target=self._live, name="beamjax launcher", daemon=True).start()
+
+    def joined(self) -> list[Peer]:
+        if time.monotonic() - self._looked < 0.02:
+            return []
+        self._looked = time.monotonic()
+        found = []
+        for name in files.names(self.folder):
+            if name.startswith("worker-") and name not in self._known:
+                self._known.add(name)
+                process = json.loads(bytes(files.read(files.join(self.folder, name))))
+                found.append(Peer(name.removeprefix("worker-"), process))
+        return found
+
+    def publish(self, program: Program) -> None:
+        if program.name not in self._published:
+            self._write(f"program-{program.name}", program.encode(self.secret))
+            self._published.add(program.name)
+
+    def send(self, peer: Peer, task: WorkerTask) -> None:
+        self._write(f"task-{peer.name}-{peer.sent}", encode_task(task))
+        peer.sent += 1
+
+    def reply(self, peer: Peer) -> Reply | None:
+        name = f"reply-{peer.name}-{peer.sent - 1}"
+        data = _read(self.folder, name)
+        if data is None:
+            return None
+        files.remove_files(self.folder, [name, f"task-{peer.name}-{peer.sent - 1}"])
+        return decode_reply(data)
+
+    def wait(self, since: float) -> None:
+        time.sleep(_pause(self.folder, since))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._write("stop", b"")
+
+    def _live(self) -> None:
+        while not self._stopped.wait(LAUNCHER_SECONDS):
+            self._beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        record = {"beats": self._beats, "process": process_ids.this_process()}
+        self._write("launcher", json.dumps(record).encode())
+
+    def _write(self, name: str, data: bytes) -> None:
+        files.write(files.join(self.folder, name), data, make=False)
+
+
+class FileWorker:
+    """The end of a worker that finds its mailbox in a folder.
+
+    Args:
+      folder: of the mailbox.
+      secret: signs programs.
+    """
+
+    def __init__(self, folder: str, secret: bytes):
+        self.folder = folder
+        self.secret = secret
+        self.name = uuid.uuid4().hex
+        self._programs: dict[str, Program] = {}
+        self._next = 0
+        self._heard: tuple[object, float] = None, time.monotonic()
+        self._write(f"worker-{self.name}", json.dumps(process_ids.this_process()).encode())
+
+    def tasks(self) -> Iterator[WorkerTask]:
+        since = looked = time.monotonic()
+        while True:
+            data = _read(self.folder, f"task-{self.name}-{self._next}")
+            if data is not None:
+                try:
+                    task = decode_task(data)
+                except ArrayFormatError as error:
+                    self.reply(Reply(NO_PASS, 0, [], 0.0, error=str(error)))
+                else:
+                    yield task
+                since = time.monotonic()
+                continue
+            if time.monotonic() - looked > 0.05:
+                looked = time.monotonic()
+                if _read(self.folder, "stop") is not None or self._is_alone():
+                    return
+            time.sleep(_pause(self.folder, since))
+
+    def program(self, name: str) -> Program:
+        if name not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            data = bytes(files.read(files.join(self.folder, f"program-{name}")))
+            self._programs[name] = Program.decode(data, self.secret)
+        return self._programs[name]
+
+    def reply(self, reply: Reply) -> None:
+        self._write(f"reply-{self.name}-{self._next}", encode_reply(reply))
+        self._next += 1
+
+    def _is_alone(self) -> bool:
+        """Whether the launcher is dead, or its folder is gone."""
+        beat, since = self._heard
+        if time.monotonic() - since < LAUNCHER_SECONDS and beat is not None:
+            return False
+        data = _read(self.folder, "launcher")
+        if data is None:
+            return beat is not None or time.monotonic() - since > LOST_SECONDS
+        if data != beat:
+            self._heard = data, time.monotonic()
+        elif time.monotonic() - since > LOST_SECONDS:
+            return True
+        return process_ids.is_alive(json.loads(data)["process"]) is False
+
+    def _write(self, name: str, data: bytes) -> None:
+        files.write(files.join(self.folder, name), data, make=False)
+
+
+def _read(folder: str, name: str) -> bytes | None:
+    """The content of a file; None if it is not there."""
+    path = files.join(folder, name)
+    try:
+        if not files.is_url(path):
+            with open(path, "rb") as file:
+                return file.read()
+        return bytes(files.read(path)) if name in files.names(folder) else None
+    except FileNotFoundError:
+        return None
+
+
+def _pause(folder: str, since: float) -> float:
+    if files.is_url(folder):
+        return REMOTE_PAUSE
+    waited = time.monotonic() - since
+    return next(pause for limit, pause in PAUSES if waited < limit)
+
+
+# --- the two kinds
+
+
+def open_mailbox(folder: str, secret: bytes, shared: bool) -> Mailbox:
+    """The launcher's end of a new mailbox.
+
+    Args:
+      folder: of the job.
+      secret: signs programs.
+      shared: whether workers are threads of this process.
+    """
+    if not shared:
+        return FileMailbox(folder, secret)
+    _here[folder] = mailbox = MemoryMailbox()
+    return mailbox
+
+
+def close_mailbox(folder: str) -> None:
+    """Forgets a mailbox of this process."""
+    _here.pop(folder, None)
+
+
+def join(folder: str, secret: bytes) -> WorkerEnd | None:
+    """The end of a new worker; None if the job has ended."""
+    mailbox = _here.get(folder)
+    if mailbox is not None:
+        return None if mailbox.stopped.is_set() else mailbox.join()
+    try:
+        return None if _read(folder, "stop") is not None else FileWorker(folder, secret)
+    except FileNotFoundError:  # The folder of the job is gone.
+        return None

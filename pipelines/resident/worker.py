@@ -1,0 +1,114 @@
+"""A resident worker: a DoFn that stays in its bundle, and processes tasks until it is ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.utils.windowed_value import WindowedValue
+
+from beamjax.pipelines.graph.results import WritePlaced
+from beamjax.pipelines.resident.mailbox import WorkerEnd, join
+from beamjax.pipelines.resident.messages import Output, Pass, Program, Reply, WorkerTask
+from beamjax.pipelines.values.elements import Block
+from beamjax.telemetry.meters import collecting
+
+
+class ServeTasks(beam.DoFn):
+    """Processes the tasks of a mailbox; the elements stand for workers, and say nothing.
+
+    Args:
+      folder: of the mailbox.
+      secret: signs the programs in it.
+    """
+
+    def __init__(self, folder: str, secret: bytes):
+        self.folder = folder
+        self.secret = secret
+
+    def process(self, element: Any) -> None:
+        end = join(self.folder, self.secret)
+        if end is None:
+            return
+        bench = _Bench(end)
+        for task in end.tasks():
+            end.reply(bench.perform(task))
+
+
+class _Bench:
+    """The DoFns of the pass that a worker is at.
+
+    Args:
+      end: of the mailbox.
+    """
+
+    def __init__(self, end: WorkerEnd):
+        self._end = end
+        self._current: Pass | None = None
+        self._program: Program
+        self._writers: list[WritePlaced] = []
+
+    def perform(self, task: WorkerTask) -> Reply:
+        """Processes a task."""
+        begun = time.perf_counter()
+        number = task.current.number, task.number
+        with collecting() as done:
+            try:
+                outputs = list(self._outputs(task))
+            except Exception as error:
+                self._current = None  # The DoFn may be in the middle of a bundle.
+                text = f"{type(error).__name__}: {error}"
+                found = Reply(*number, [], 0.0, error=text, cause=error)
+            else:
+                found = Reply(*number, outputs, 0.0)
+        spent, events = done.spent, done.events.times
+        return replace(found, seconds=time.perf_counter() - begun, spent=spent, events=events)
+
+    def _outputs(self, task: WorkerTask) -> Iterator[Output]:
+        """Processes the elements of a task as one bundle."""
+        current = task.current
+        if current != self._current:
+            self._prepare(current)
+        fn = self._program.fn
+        served = () if current.served is None else (current.served,)
+        for member in (fn, *self._writers):
+            member.start_bundle()
+        for element in task.elements:
+            yield from self._sorted(fn.process(element, *served))
+        yield from self._sorted(fn.finish_bundle())
+        for writer in self._writers:
+            writer.finish_bundle()
+
+    def _sorted(self, emitted: Any) -> Iterator[Output]:
+        """What a DoFn emits, but for blocks, which are written."""
+        for value in emitted or ():
+            tag = None
+            if isinstance(value, beam.pvalue.TaggedOutput):
+                tag, value = value.tag, value.value
+            if isinstance(value, WindowedValue):
+                value = value.value
+            if isinstance(value, Block):
+                for writer in self._writers:
+                    writer.process(value)
+            else:
+                yield tag, value
+
+    def _prepare(self, current: Pass) -> None:
+        """Makes the DoFns of a pass ready."""
+        self._program = program = self._end.program(current.program)
+        fn: Any = program.fn
+        task = getattr(fn, "task", None)
+        if task is not None and task.step.name != current.step:
+            fn.task = replace(task, step=replace(task.step, name=current.step))
+        if current.sources is not None:
+            fn.sources = current.sources
+        fn.setup()
+        store = fn.store if task is None else task.store
+        self._writers = [
+            WritePlaced(store, name, f"{current.stem}-placed-{number}", program.results)
+            for number, name in enumerate(program.written)
+        ]
+        self._current = current

@@ -1,0 +1,164 @@
+"""Resident workers that stay from one run to the next, with the data of the runs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from beamjax.errors import OptionsError
+from beamjax.options import Options
+from beamjax.pipelines.launch import files_of
+from beamjax.pipelines.resident.job import resident_job
+from beamjax.pipelines.resident.launcher import ResidentLauncher
+from beamjax.pipelines.run import drive, in_memory, source_specs, store_program, temporary_store
+from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.values import uploads
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.uploads import Uploads
+from beamjax.pipelines.worker import lost_workers
+from beamjax.pipelines.worker.tasks import caching_for
+from beamjax.plan.steps import Plan
+from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.sources import release
+from beamjax.sources.arrays.placed import Placed
+from beamjax.telemetry.monitor import Monitor
+
+MOST_UPLOADS = 16
+"""Largest number of placed inputs from memory that stay in the store of a session."""
+
+MOST_PLANS = 32
+"""Largest number of plans whose bodies stay in the store of a session."""
+
+
+@dataclass
+class _Known:
+    """What the workers have of a plan.
+
+    Attributes:
+      plan: the plan; holding it keeps its identity.
+      bodies, programs: see `Launcher` and `ResidentLauncher`.
+      pickled: the pickled program, for bodies that run as Python.
+    """
+
+    plan: Plan
+    bodies: dict[str, Any] = field(default_factory=dict)
+    programs: dict[Any, Any] = field(default_factory=dict)
+    pickled: Ref | None = None
+
+    def files(self) -> set[str]:
+        """The names of the files of its bodies."""
+        return files_of(self.bodies, self.pickled)
+
+
+class Workers:
+    """A Beam job whose workers run plan after plan; it starts with the first one.
+
+    Args:
+      runner: of Beam.
+      options: of all runs.
+      idle_seconds: the time without a run after which the job ends. The next run starts another.
+    """
+
+    def __init__(self, runner: Any, options: Options, idle_seconds: float):
+        self.connection = connect(runner, options)
+        self._options = options
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._stack: contextlib.ExitStack | None = None
+        self._timer: threading.Timer | None = None
+        self._runs = 0
+        self._is_closed = False
+
+    def run(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        options: Options,
+        monitor: Monitor,
+        results: Kept = NOTHING,
+    ) -> dict[str, np.ndarray | Placed]:
+        """Runs a plan; arguments, results and errors are those of `run_plan`."""
+        with self._lock:
+            if self._is_closed:
+                raise OptionsError("session: found a run after its end; open another session")
+            self._runs += 1
+            if self._timer is not None:
+                self._timer.cancel()
+            try:
+                if self._stack is None:
+                    self._start()
+                return self._run(plan, inputs, options, monitor, results)
+            finally:
+                self._timer = threading.Timer(self._idle_seconds, self._end_idle, [self._runs])
+                self._timer.daemon = True
+                self._timer.start()
+
+    def close(self) -> None:
+        """Ends the job."""
+        with self._lock:
+            self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self._end()
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self._store: Store = stack.enter_context(temporary_store(self._options))
+            stack.enter_context(in_memory(self._store, self.connection))
+            stack.enter_context(caching_for(self._store))
+            self._job = stack.enter_context(resident_job(self.connection, self._store.root))
+            self._known: collections.OrderedDict[Any, _Known] = collections.OrderedDict()
+            self._uploads: Uploads = collections.OrderedDict()
+            self._stack = stack.pop_all()
+
+    def _end(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _end_idle(self, runs: int) -> None:
+        """Ends the job unless there was a run since."""
+        with self._lock:
+            if runs == self._runs:
+                self._end()
+
+    def _run(
+        self, plan: Plan, inputs: Inputs, options: Options, monitor: Monitor, results: Kept
+    ) -> dict[str, np.ndarray | Placed]:
+        store, shared = self._store, self.connection.shared
+        known = self._known.setdefault((id(plan), repr(options)), _Known(plan))
+        self._known.move_to_end((id(plan), repr(options)))
+        if len(self._known) > MOST_PLANS:
+            self._known.popitem(last=False)
+        if known.pickled is None:
+            known.pickled = store_program(plan, store, shared)
+        # A checkpoint links what is in the store; results are written from there at the end.
+        at_once = NOTHING if options.checkpoint else results
+        lasting = frozenset[str]().union(*(other.files() for other in self._known.values()))
+        launcher = ResidentLauncher(
+            replace(self.connection, options=replace(options, beam=self._options.beam)),
+            store, monitor, known.pickled, at_once, known.bodies,
+            job=self._job, programs=known.programs, lasting=lasting,
+        )  # fmt: skip
+        lost_workers.begin_pipeline(store, shared)
+        sources, tokens = source_specs(inputs, store, shared, self._uploads)
+        try:
+            return drive(plan, inputs, sources, launcher, results)
+        finally:
+            for token in tokens:
+                release(token)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes the values of a run; bodies and arrays of the caller stay."""
+        while len(self._uploads) > MOST_UPLOADS:
+            stem, _ = self._uploads.popitem(last=False)
+            uploads.remove(self._store, stem)
+        self._store.sweep(set().union(*(known.files() for known in self._known.values())))
