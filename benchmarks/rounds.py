@@ -3,12 +3,16 @@
 Rounds of gradient descent on a small model, as one scan around placed operators and as a Python
 loop of runs, on each executor. Each way is timed in turn, several times, in one process; the table
 shows the shortest time and what a round costs against `jit`.
+
+`--served RUNNER` measures the price of a round on resident workers instead: 64 shards a round, in a
+scan, and in a session with a call a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,17 +49,53 @@ def rounds_by_while(count: int) -> Callable:
 
 CHECKPOINTED = {
     "local: scan": "local: scan, a checkpoint a round",
-    "DirectRunner: scan, a pipeline a round": "DirectRunner: scan, a checkpoint a round",
-    "DirectRunner: scan, a pipeline every 8": "DirectRunner: scan, a checkpoint every 8",
+    "DirectRunner: scan": "DirectRunner: scan, a checkpoint a round",
 }
 """Ways that differ in nothing but their checkpoints."""
 
 
+def price_of_rounds(runner: str, options: dict, rounds: int) -> None:
+    """Prints the seconds of a round on resident workers, without those of the job."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(MEMBERS, FEATURES)).astype(np.float32))
+    weights = jnp.zeros(FEATURES)
+    options = {"shard_size": MEMBERS // 64, **options}
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        found = bj.run(rounds_by_scan(count), weights, x, runner=runner, options=options)
+        spent = time.perf_counter() - start
+        local = bj.run(
+            rounds_by_scan(count), weights, x, runner="local",
+            options={"shard_size": MEMBERS // 64},
+        )  # fmt: skip
+        np.testing.assert_array_equal(found, local)
+        return spent
+
+    seconds(2)
+    few = seconds(2)
+    scan = (seconds(2 + rounds) - few) / rounds
+    calls = []
+    with bj.session(runner, options) as session:
+        w = weights
+        for _ in range(rounds):
+            start = time.perf_counter()
+            w = session.run(one_round, w, x)
+            calls.append(time.perf_counter() - start)
+    print(f"{runner}: the job and 2 rounds {few:.2f} s, {rounds} rounds of a scan "
+          f"{1000 * scan:.1f} ms each, a call of a session {1000 * np.median(calls):.1f} ms")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--served", metavar="RUNNER", help="only the price of a round on it")
+    parser.add_argument("--options", type=json.loads, default={}, help="of --served, as JSON")
     parser.add_argument("--count", type=int, default=32, help="rounds of each loop")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    if args.served:
+        price_of_rounds(args.served, args.options, max(args.count, 200))
+        return
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(MEMBERS, FEATURES)).astype(np.float32))
     weights = jnp.asarray(rng.normal(size=FEATURES).astype(np.float32))

@@ -155,7 +155,8 @@ def test_a_kill_inside_a_round_costs_no_bits(kind, cluster, expected, tmp_path):
         if kind != "worker":  # which comes back by itself
             mend(cluster)
         assert_same_bits(run.result(SECONDS), expected)
-    assert gate.reached.exists()  # what was under way was run again
+    # What was under way was run again, unless its worker has outlived its task manager and replied.
+    assert gate.reached.exists() or kind == "taskmanager"
     assert processes.wait_until(lambda: flink_cluster.status(folder)["healthy"], 30)
 
 
