@@ -82,8 +82,9 @@ def price_of_rounds(runner: str, options: dict, rounds: int) -> None:
             start = time.perf_counter()
             w = session.run(one_round, w, x)
             calls.append(time.perf_counter() - start)
-    print(f"{runner}: the job and 2 rounds {few:.2f} s, {rounds} rounds of a scan "
-          f"{1000 * scan:.1f} ms each, a call of a session {1000 * np.median(calls):.1f} ms")  # fmt: skip
+    print(f"{runner}: the job and 2 rounds {few:.2f} s")
+    print(f"{rounds} rounds of a scan: {1000 * scan:.1f} ms each")
+    print(f"{rounds} calls of a session: {1000 * np.median(calls):.1f} ms, the median")
 
 
 def main() -> None:
