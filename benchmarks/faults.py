@@ -273,7 +273,7 @@ def reference(soak: Soak) -> None:
             if outcome != SAME:
                 sys.exit(f"without any kill: {outcome} {message}; see {soak.folder / 'runs.log'}")
     print(
-        f"undisturbed on Flink: {soak.usual[False]:.1f} s as one pipeline, "
+        f"undisturbed on Flink: {soak.usual[False]:.1f} s without checkpoints, "
         f"{soak.usual[True]:.1f} s with {soak.saved} checkpoints"
     )
 
