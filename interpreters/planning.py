@@ -44,7 +44,7 @@ class Planned:
     Attributes:
       staged: the jaxpr; for members of unequal length, it is for the longest.
       flat: its equations, with calls inlined.
-      placed: the flat program with a place for every value.
+      placed: a rewritten copy of the flat program, with a place for every value.
       stages: the program cut into stages.
       plan: the plan to run.
       notes: remarks for the user, which `explain` shows.
@@ -107,7 +107,7 @@ def _chosen(
 
     def relower(sizes: Mapping[str, int], vectorizations: Mapping[str, Vectorization]) -> Plan:
         placed, stages, name = planned.placed, planned.stages, planned.staged.name
-        paths = _paths(arguments, planned.flat)
+        paths = _paths(arguments, placed)
         return _lower.lower(placed, stages, paths, name, options, sizes, vectorizations)
 
     abstract = any(map(_is_abstract, arguments))
@@ -188,16 +188,16 @@ def make_plan(
     decisions = Decisions(options.recompute, saved)
     stages = _split.split(placed, decisions)
     _unknown.settle_sizes(placed, stages)
-    paths = _paths(arguments, flat)
+    paths = _paths(arguments, placed)
     plan = _lower.lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, made_again=tuple(decisions.made))
     plan = replace(plan, choices=choices)
     return Planned(staged, flat, placed, stages, plan)
 
 
-def _paths(arguments: Sequence[Argument], flat: _flatten.FlatProgram) -> list[str]:
+def _paths(arguments: Sequence[Argument], placed: PlacedProgram) -> list[str]:
     paths = [argument.path for argument in arguments]
-    return paths + [f"constant {i}" for i in range(len(flat.constants))]
+    return paths + [f"constant {i}" for i in range(len(placed.flat.constants))]
 
 
 def placed_program(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from jax.extend import core as jex
 
@@ -72,6 +72,11 @@ class FlatBlock:
     eqns: list[Eqn] = field(default_factory=list)
     outputs: list[Atom] = field(default_factory=list)
 
+    def copied(self) -> Self:
+        """A copy with equations and blocks of its own, over the same variables."""
+        eqns = [_copied(eqn) for eqn in self.eqns]
+        return replace(self, inputs=[*self.inputs], eqns=eqns, outputs=[*self.outputs])
+
     def walk(self) -> Iterator[Eqn]:
         """All equations, including those in the blocks of loops and branches."""
         for eqn in self.eqns:
@@ -118,6 +123,15 @@ class FlatProgram(FlatBlock):
     def arguments(self) -> list[Var]:
         return self.inputs[: len(self.inputs) - len(self.constants)]
 
+    def copied(self) -> Self:
+        return replace(
+            FlatBlock.copied(self),
+            constants=[*self.constants],
+            views=dict(self.views),
+            mapped=dict(self.mapped),
+            sizes=dict(self.sizes),
+        )
+
     __str__ = FlatBlock.__str__
 
 
@@ -158,10 +172,11 @@ class LoopEqn(Eqn):
 class WholeEqn(Eqn):
     """A scan, a while or a cond without placed operators.
 
-    `expand` makes an equivalent loop or branch with the same outputs.
+    `expand` makes an equivalent loop or branch with the same outputs, and adds its constants to a
+    program.
     """
 
-    expand: Callable[[], LoopEqn | BranchEqn]
+    expand: Callable[[FlatProgram], LoopEqn | BranchEqn]
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -183,6 +198,16 @@ class BranchEqn(Eqn):
     @property
     def blocks(self) -> tuple[FlatBlock, ...]:
         return self.branches
+
+
+def _copied(eqn: Eqn) -> Eqn:
+    eqn = replace(eqn, inputs=[*eqn.inputs], outputs=[*eqn.outputs])
+    match eqn:
+        case LoopEqn(block=block, condition=condition):
+            return replace(eqn, block=block.copied(), condition=condition and condition.copied())
+        case BranchEqn(branches=branches):
+            return replace(eqn, branches=tuple(block.copied() for block in branches))
+    return eqn
 
 
 def effects_of(*blocks: FlatBlock) -> frozenset[Any]:

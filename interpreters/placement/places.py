@@ -46,6 +46,7 @@ class PlacedProgram:
     """A flat program with a place for every value.
 
     Attributes:
+      flat: the program, a copy that belongs to this object; passes of this folder rewrite it.
       sizes: number of members of each placement.
       places: places of placed values; all other values are server values.
       rules: for each equation that is computed by shards, its placement and sharding rule.

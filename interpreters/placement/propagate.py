@@ -53,7 +53,7 @@ def place(
     """Finds a place for every value; inputs that are reshaped into members become views.
 
     Args:
-      flat: the program; it is changed.
+      flat: the program. It stays as it is: the result holds a rewritten copy.
       known: inputs that come from sources, with their names for messages. They are placed along
         axis 0, however they are used.
       placements: names and sizes of the programs that were called. An input with as many rows as
@@ -69,6 +69,7 @@ def place(
         or a placement has too many members.
       StagingError: a source is not used as a placed value.
     """
+    flat = flat.copied()
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
     for key, n in keys.sizes.items():
         if not is_unknown(n) and n > MAX_MEMBERS:
@@ -175,7 +176,7 @@ class _Placing:
         program = self.program
         if not any(program.place(atom) for atom in eqn.inputs):
             return
-        structure = eqn.expand()
+        structure = eqn.expand(program.flat)
         inside = (atom for block in structure.blocks for atom in block.reads())
         self.used.update(atom for atom in inside if isinstance(atom, Var))
         self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)

@@ -39,7 +39,8 @@ _REDUCTIONS = frozenset("bj_reduce_sum bj_reduce_mean".split())
 
 
 def contract_sums(flat: FlatProgram) -> FlatProgram:
-    """Makes sums and means of per-member products contractions, in place; returns the program."""
+    """The same program with contractions in place of sums and means of per-member products."""
+    flat = flat.copied()
     readers = collections.Counter(atom for atom in flat.reads() if isinstance(atom, Var))
     if _contract(flat, readers):
         prune(flat)

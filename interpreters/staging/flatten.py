@@ -9,6 +9,7 @@ equation with blocks; any other one stays a single equation.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,9 +24,11 @@ from beamjax.errors import StagingError
 from beamjax.interpreters import dimensions
 from beamjax.interpreters.program import (
     Atom,
+    BranchEqn,
     Eqn,
     FlatBlock,
     FlatProgram,
+    LoopEqn,
     Var,
     WholeEqn,
     aval_of,
@@ -102,6 +105,14 @@ class Inliner:
         # For results of broadcasts, the placement and the server value.
         self.broadcasts: dict[Atom, tuple[str, Atom]] = {}
 
+    def continued(self, flat: FlatProgram) -> Inliner:
+        """An inliner that adds to `flat`, a copy of the program of this one."""
+        inliner = copy.copy(self)
+        inliner.flat = inliner.block = flat
+        constants = flat.inputs[len(flat.arguments) :]
+        inliner.constants = dict(zip(map(id, flat.constants), constants, strict=True))
+        return inliner
+
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
         # The jaxpr of remat is open, so it has no constants.
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -129,19 +140,15 @@ class Inliner:
         """Appends one equation, or the equations that it is inlined to."""
         primitive = eqn.primitive
         outputs = self.fresh(eqn.outvars)
-        expand = None
-        if primitive.name in control_flow.EQUATIONS:
-            expand = functools.partial(
-                control_flow.EQUATIONS[primitive.name], self, eqn, inputs, outputs, line
-            )
-            if contains_placed_operators(eqn):
-                rounds = eqn.params.get("length")
-                if rounds == 1 or (self.flat.unrolled and rounds is not None):
-                    return control_flow.unrolled(self, eqn, inputs, line)
-                if self.flat.unrolled and primitive.name == "cond":
-                    return control_flow.selected(self, eqn, inputs, line)
-                self.block.eqns.append(expand())
-                return outputs
+        control = control_flow.EQUATIONS.get(primitive.name)
+        if control is not None and contains_placed_operators(eqn):
+            rounds = eqn.params.get("length")
+            if rounds == 1 or (self.flat.unrolled and rounds is not None):
+                return control_flow.unrolled(self, eqn, inputs, line)
+            if self.flat.unrolled and primitive.name == "cond":
+                return control_flow.selected(self, eqn, inputs, line)
+            self.block.eqns.append(control(self, eqn, inputs, outputs, line))
+            return outputs
         if primitive.name == "split":
             return self.inline(_as_slices(eqn), inputs, line)
         if _has_no_members(eqn):
@@ -162,7 +169,11 @@ class Inliner:
         self.ravels.see(new)
         if primitive.name == "bj_map":
             dimensions.share_sizes(new, self.number)
-        if expand is not None:
+        if control is not None:
+
+            def expand(program: FlatProgram) -> LoopEqn | BranchEqn:
+                return control(self.continued(program), eqn, inputs, outputs, line)
+
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         self.block.eqns.append(new)
         return self.handed_on(new) if primitive.name == "bj_map" else outputs

@@ -13,6 +13,7 @@ import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.interpreters.placement import order_statistics, propagate, sliced, views
 from beamjax.interpreters.staging import flatten, simplify
+from tests.helpers import planned
 
 N = 12
 MEMBERS = jnp.ones((N, 4))
@@ -135,3 +136,10 @@ def test_rewrites_fire(monkeypatch, function, where, name, off):
     assert avoided_steps(function) == []
     monkeypatch.setattr(where, name, off)
     assert avoided_steps(function) != []
+
+
+@pytest.mark.parametrize("function", [each[0] for each in REWRITES[:-2]], ids=lambda f: f.__name__)
+def test_passes_leave_the_program_that_they_are_given(function):
+    prog = bj.program(clients=N)(lambda x: function(bj.map_fn(jnp.cos, x)))
+    plans = planned(prog, MEMBERS)
+    assert str(plans.flat) == str(flatten.flatten(plans.staged.closed))
