@@ -10,7 +10,7 @@ from __future__ import annotations
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.reducers import decode_accumulator
-from beamjax.pipelines.values.in_memory import shelf_of
+from beamjax.pipelines.values.in_memory import memory_store_of
 from beamjax.pipelines.values.refs import is_name, unique_key
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import files
@@ -30,10 +30,10 @@ def send(store: Store, accumulator: Accumulator) -> bytes:
     Raises:
       SourceError: the store can't be written.
     """
-    shelf = shelf_of(store.root)
-    if shelf is not None and accumulator.nbytes > LOCAL_BYTES:
+    memory = memory_store_of(store.root)
+    if memory is not None and accumulator.nbytes > LOCAL_BYTES:
         name = _new_name()
-        shelf.hand_over(name, accumulator)
+        memory.hand_over(name, accumulator)
         return encode_arrays([], {"here": name})
     data = accumulator.encode()
     limit = REMOTE_BYTES if files.is_url(store.root) else LOCAL_BYTES
@@ -43,7 +43,7 @@ def send(store: Store, accumulator: Accumulator) -> bytes:
     for start in range(0, len(data), store.piece_bytes):
         names.append(_new_name())
         store.write(names[-1], data[start : start + store.piece_bytes])
-    return encode_arrays([], {"parcel": names, "nbytes": len(data)})
+    return encode_arrays([], {"part_in_memory": names, "nbytes": len(data)})
 
 
 def receive(store: Store, element: bytes) -> Accumulator:
@@ -58,9 +58,9 @@ def receive(store: Store, element: bytes) -> Accumulator:
     meta = decode_arrays(element)[1]
     if "here" in meta:
         return _taken(store, str(meta["here"]))
-    if "parcel" not in meta:
+    if "part_in_memory" not in meta:
         return decode_accumulator(element)
-    parts = [_read(store, str(name)) for name in meta["parcel"]]
+    parts = [_read(store, str(name)) for name in meta["part_in_memory"]]
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     if len(data) != meta.get("nbytes"):
         raise ArrayFormatError(
@@ -74,8 +74,8 @@ def _new_name() -> str:
 
 
 def _taken(store: Store, name: str) -> Accumulator:
-    shelf = shelf_of(store.root)
-    found: Accumulator | None = None if shelf is None else shelf.take(name)
+    memory = memory_store_of(store.root)
+    found: Accumulator | None = None if memory is None else memory.take(name)
     if found is None:
         raise SourceError(
             f"{store.root}: a sum on its way ({name}) is not in this process, or was merged "
