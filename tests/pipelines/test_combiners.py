@@ -17,7 +17,7 @@ from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import spill as parcels
+from beamjax.pipelines.worker import spill
 from beamjax.pipelines.worker.merge import AccumulatorCoder, MergeAccumulators
 from beamjax.pipelines.worker.spill import LOCAL_BYTES, REMOTE_BYTES, receive, send
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, buffer_ranges, key_of
@@ -101,7 +101,7 @@ def test_the_coder_of_accumulators():
 
 @pytest.mark.parametrize("repeat", [0, 1])
 def test_a_merge_in_a_pipeline(repeat, tmp_path, monkeypatch):
-    monkeypatch.setattr(parcels, "LOCAL_BYTES", 10)  # All are files on their way.
+    monkeypatch.setattr(spill, "LOCAL_BYTES", 10)  # All are files on their way.
     options = PipelineOptions([f"--direct_runner_bundle_repeat={repeat}"])
     store = Store(str(tmp_path))
 
@@ -200,12 +200,12 @@ def test_files_that_are_gone_or_damaged(tmp_path):
     with pytest.raises(ArrayFormatError, match=r"has \d+ bytes, expected \d+"):
         receive(store, element)
     path.unlink()
-    with pytest.raises(SourceError, match="cannot read a sum on its way"):
+    with pytest.raises(SourceError, match="cannot read a partial result"):
         receive(store, element)
     with pytest.raises(ArrayFormatError):
         receive(store, element[:-1])
     for name in ("../x.arrays", "/etc/passwd", 7):
-        element = parcels.encode_arrays([], {"parcel": [name], "nbytes": 1})
+        element = spill.encode_arrays([], {"spilled": [name], "nbytes": 1})
         with pytest.raises(ArrayFormatError, match="not a file name"):
             receive(store, element)
 
