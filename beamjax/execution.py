@@ -212,10 +212,12 @@ class PreparedRun:
             return run_plan(self.plan, self.inputs, self.backend, *arguments)
         if self.options.checkpoint is None:
             return evaluate(self.plan, self.inputs, self.options, monitor, results=self.results)
-        from beamjax.pipelines.checkpoints.states import local_keeper
+        from beamjax.pipelines.checkpoints.states import local_checkpointer
 
-        with local_keeper(self.plan, self.inputs, self.options) as keeper:
-            return evaluate(self.plan, self.inputs, self.options, monitor, keeper, self.results)
+        with local_checkpointer(self.plan, self.inputs, self.options) as checkpointer:
+            return evaluate(
+                self.plan, self.inputs, self.options, monitor, checkpointer, self.results
+            )
 
     def plan_facts(self) -> PlanFacts:
         """What `explain` shows of the plan."""

@@ -39,7 +39,7 @@ from beamjax.plan.steps import (
 )
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.placed_results import HANDED_BYTES
-from beamjax.runtime.tracker import Keeper, Tracker
+from beamjax.runtime.tracker import Checkpointer, Tracker
 from beamjax.telemetry.meters import Meter
 from beamjax.telemetry.watchdog import Table, bounded
 
@@ -51,7 +51,7 @@ class Driver:
       plan: what to run.
       values: its inputs, by name.
       launcher: of pipelines.
-      keeper: of checkpoints, if there are to be any.
+      checkpointer: saves the run as it goes on; None saves nothing.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Driver:
         plan: Plan,
         values: dict[str, Value],
         launcher: Launcher,
-        keeper: Keeper | None = None,
+        checkpointer: Checkpointer | None = None,
     ):
         self.plan = plan
         self.values = dict(values)
-        self.keeper = keeper
-        self.tracker = Tracker(keeper, launcher.monitor)
+        self.checkpointer = checkpointer
+        self.tracker = Tracker(checkpointer, launcher.monitor)
         # Entries of the stacked results of loops that are under way.
         self.stacks: dict[str, list[Value]] = {}
         self.launcher = launcher
         self.store = launcher.store
         self.segments = itertools.count()
         self.straight = is_straight(plan.steps)
-        if keeper is not None:
-            self.values.update(keeper.values)
-            self.stacks.update(keeper.stacks)
+        if checkpointer is not None:
+            self.values.update(checkpointer.values)
+            self.stacks.update(checkpointer.stacks)
 
     def run(self) -> dict[str, Value]:
         """Runs all steps.
@@ -87,14 +87,14 @@ class Driver:
         outputs = list(
             dict.fromkeys(out.value for out in self.plan.outputs if out.value is not None)
         )
-        if self.keeper is not None and self.keeper.finished:
+        if self.checkpointer is not None and self.checkpointer.finished:
             found = [self.values[name] for name in outputs]
         else:
-            at = self.keeper.position if self.keeper else ()
+            at = self.checkpointer.position if self.checkpointer else ()
             with _rounds_told():
                 whole = Block(self.plan.steps, tuple(outputs))
                 found = self.block(whole, "", set(self.values), at)
-            if self.keeper is not None:
+            if self.checkpointer is not None:
                 self.tracker.finish(dict(zip(outputs, found, strict=True)))
         return dict(zip(outputs, found, strict=True))
 

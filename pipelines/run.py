@@ -13,7 +13,7 @@ import numpy as np
 from beamjax.errors import JobCancelledError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import work_folder
-from beamjax.pipelines.checkpoints.states import DriverKeeper, folder_of
+from beamjax.pipelines.checkpoints.states import DriverCheckpointer, folder_of
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.graph import build
@@ -104,9 +104,11 @@ def drive(
     store = launcher.store
     values |= {name: Served(store, array) for name, array in inputs.server().items()}
     options = launcher.connection.options
-    keeper = DriverKeeper(plan, inputs, options, store, values) if options.checkpoint else None
-    launcher.monitor.letters.begin(anew=starts_anew(keeper))
-    found = Driver(plan, values, launcher, keeper).run()
+    checkpointer = (
+        DriverCheckpointer(plan, inputs, options, store, values) if options.checkpoint else None
+    )
+    launcher.monitor.letters.begin(anew=starts_anew(checkpointer))
+    found = Driver(plan, values, launcher, checkpointer).run()
     return fetched(found, plan, launcher, results)
 
 
@@ -192,11 +194,11 @@ def in_memory(store: Store, connection: Connection) -> Iterator[None]:
     if not connection.is_one_process or options.keeps_files:
         yield  # Checkpoints link files, and people may look at those of a folder that is kept.
         return
-    in_process.open_shelf(store.root, store_budget(options.memory_bytes))
+    in_process.open_memory_store(store.root, store_budget(options.memory_bytes))
     try:
         yield
     finally:
-        in_process.close_shelf(store.root)
+        in_process.close_memory_store(store.root)
 
 
 def remove_store(store: Store) -> None:

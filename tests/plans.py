@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax.bodies.export import export_body
-from beamjax.plan.steps import Input, Lane, Map, Output, Plan, Reduction, Server, ValueType
+from beamjax.plan.steps import FusedBuffer, Input, Map, Output, Plan, Reduction, Server, ValueType
 from beamjax.runtime.inputs import Inputs
 
 SIZE = 8
@@ -52,8 +52,8 @@ class Maker:
         scalar = jax.ShapeDtypeStruct((), np.dtype("int32"))
         arguments = [scalar, scalar, *(self.argument(x) for x in broadcasts)]
         arguments += [self.argument(x, (SIZE,)) for x in operands]
-        lanes = tuple(
-            Lane("sum", v.dtype, size, (Reduction(x, "sum", v.dtype, 0, size),))
+        buffers = tuple(
+            FusedBuffer("sum", v.dtype, size, (Reduction(x, "sum", v.dtype, 0, size),))
             for x in sums
             for v in [self.values[x]]
             for size in [int(np.prod(v.shape))]
@@ -61,7 +61,7 @@ class Maker:
         key = self.export(name, body, arguments)
         functions = (f"{name}_body",)
         return Map(
-            name, "clients", key, broadcasts, operands, results, lanes, functions, short_body=key
+            name, "clients", key, broadcasts, operands, results, buffers, functions, short_body=key
         )
 
     def plan(self, steps, outputs, inputs):

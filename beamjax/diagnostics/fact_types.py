@@ -61,14 +61,14 @@ class ReductionFact:
     Attributes:
       result: the value that it makes.
       reducer: the name of the reduction, such as "sum".
-      lane: the fused reduction buffer that it is part of, by kind and dtype.
+      buffer: the fused reduction buffer that it is part of, by kind and dtype.
       exactness: what its bits depend on, in words.
       nbytes: bytes that each shard sends for it.
     """
 
     result: ValueFact
     reducer: str
-    lane: str
+    buffer: str
     exactness: str
     nbytes: int
 

@@ -225,7 +225,7 @@ def _ways(step: Map) -> str:
 
 def _merge(plan: Plan, step: Map, by: _Merging) -> FanOut | None:
     shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
-    return fan_out(step, shards, by.workers, by.mode, by.groups) if step.lanes else None
+    return fan_out(step, shards, by.workers, by.mode, by.groups) if step.buffers else None
 
 
 def _loop_fact(plan: Plan, loop: Loop, merging: _Merging) -> StepFact:
@@ -288,12 +288,14 @@ def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:
 
 
 def _reduction_facts(plan: Plan, step: Map, mode: str) -> Iterator[ReductionFact]:
-    for lane in step.lanes:
-        for reduction in lane.reductions:
+    for buffer in step.buffers:
+        for reduction in buffer.reductions:
             yield ReductionFact(
-                value_fact(plan, reduction.result), reduction.reducer, f"{lane.kind} {lane.dtype}",
-                exactness(lane.kind, lane.dtype, mode),
-                reduction.size * np.dtype(lane.dtype).itemsize,
+                value_fact(plan, reduction.result),
+                reduction.reducer,
+                f"{buffer.kind} {buffer.dtype}",
+                exactness(buffer.kind, buffer.dtype, mode),
+                reduction.size * np.dtype(buffer.dtype).itemsize,
             )  # fmt: skip
     for combine in step.combines:
         pairs = list(zip(combine.results, combine.leaves, strict=True))

@@ -17,7 +17,7 @@ from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import RESIDENT, Cost, runner_overhead
 from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
-from beamjax.runtime.pace import LONG_IN_BUNDLE
+from beamjax.runtime.shard_times import LONG_IN_BUNDLE
 
 GUESSED_ROUNDS = 10
 """The assumed number of rounds of a loop that runs while a condition holds."""
@@ -151,7 +151,7 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepSeconds:
     size = plan.shard_sizes[step.placement]
     shards = -(-n // size)
     read = n * sum(plan.values[name].nbytes for name in step.operands) / known.read
-    partial = sum(lane.size * 8 for lane in step.lanes)
+    partial = sum(buffer.size * 8 for buffer in step.buffers)
     merge = shards * partial / known.merge
     tried = {(t.step, t.size, t.vectorization): t.seconds for t in plan.choices.tried}
     cost = plan.costs.get(step.name)

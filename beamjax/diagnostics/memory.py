@@ -144,7 +144,9 @@ class _Estimation:
             yield "broadcasts", min(again * self.members(served), store_budget(limit))
             if self.workers.shared:
                 servers = {x for s in self.steps if isinstance(s, Server) for x in s.outputs}
-                reduced = {r.result for s in maps for lane in s.lanes for r in lane.reductions}
+                reduced = {
+                    r.result for s in maps for buffer in s.buffers for r in buffer.reductions
+                }
                 passed_on = again * (self.members(servers) + 2 * self.members(reduced))
                 yield "server values for later steps", min(passed_on, store_budget(limit))
 
@@ -202,7 +204,7 @@ def sums_bytes(step: Map, mode: str) -> int:
     """Returns the bytes of memory of the accumulators of a pass; those in files take none."""
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * buffer_ranges.SECTION_BYTES + 2 * PIECE_BYTES
-    return sum(accumulator_bytes(lane, mode, most=True) for lane in step.lanes)
+    return sum(accumulator_bytes(buffer, mode, most=True) for buffer in step.buffers)
 
 
 def merging_bytes(step: Map, mode: str, bundles: int) -> int:
@@ -292,7 +294,7 @@ def _on_device(
     yield "computing", max(working[body] for body in step.all_bodies)
     # The results of one shard are copied to the host while the next one is computed.
     partials = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
-    partials += sum(lane.size * np.dtype(lane.dtype).itemsize for lane in step.lanes)
+    partials += sum(buffer.size * np.dtype(buffer.dtype).itemsize for buffer in step.buffers)
     yield "results of the previous shard", size * _bytes(plan, step.results) + partials
 
 

@@ -201,7 +201,7 @@ def step_values(step: StepFact) -> list[Row]:
             names = " -> ".join(filter(None, (h.outside, h.inside.name, h.afterwards)))
             rows.append((h.how, names, h.inside.type, _value_bytes(h.inside)))
     for r in step.reductions:
-        how = f"{r.reducer} in buffer {r.lane}, {human_bytes(r.nbytes)} a shard, {r.exactness}"
+        how = f"{r.reducer} in buffer {r.buffer}, {human_bytes(r.nbytes)} a shard, {r.exactness}"
         rows.append(("reduces", r.result.name, r.result.type, how))
     return rows
 

@@ -21,7 +21,7 @@ from beamjax.numerics.running import Running
 from beamjax.storage.arrays import Buffer, decode_arrays
 
 Mode = Literal["exact", "fast"]
-LANES = ("sum", "max", "min", "prod", "any", "all")
+REDUCTIONS = ("sum", "max", "min", "prod", "any", "all")
 
 
 class Accumulator(Protocol):
@@ -77,34 +77,36 @@ class SumAccumulator(Accumulator, Protocol):
         ...
 
 
-def make_accumulator(lane: str, dtype: np.dtype, size: int, *, mode: Mode = "exact") -> Accumulator:
-    """The empty accumulator of a lane: it adds nothing when it is merged.
+def make_accumulator(
+    reduction: str, dtype: np.dtype, size: int, *, mode: Mode = "exact"
+) -> Accumulator:
+    """The empty accumulator of a reduction: it adds nothing when it is merged.
 
     Args:
-        lane: one of `LANES`.
+        reduction: one of `REDUCTIONS`.
         dtype: of the partials.
         size: their length.
         mode: "exact", or "fast" for float sums and products in one float64 vector whose last bits
             depend on the order.
 
     Raises:
-        OptionsError: for an unknown lane or mode.
-        StructureError: for a dtype that the lane does not take.
+        OptionsError: for an unknown reduction or mode.
+        StructureError: for a dtype that the reduction does not take.
         WorkerError: if this thread flushes subnormal numbers to zero and sums must be exact.
     """
     dtype = np.dtype(dtype)
-    if lane not in LANES or mode not in ("exact", "fast"):
+    if reduction not in REDUCTIONS or mode not in ("exact", "fast"):
         raise OptionsError(
-            f"accumulator: found lane {lane!r} and mode {mode!r}, expected one of {LANES} and "
-            "'exact' or 'fast'."
+            f"accumulator: found reduction {reduction!r} and mode {mode!r}, expected one of "
+            f"{REDUCTIONS} and 'exact' or 'fast'."
         )
-    if lane in ("max", "min"):
-        return Extreme(lane, dtype, size)
-    if mode == "exact" and dtype.kind in "fc" and lane == "sum":
+    if reduction in ("max", "min"):
+        return Extreme(reduction, dtype, size)
+    if mode == "exact" and dtype.kind in "fc" and reduction == "sum":
         return ExactSum(dtype, size)
-    if mode == "exact" and dtype.kind in "fc" and lane == "prod":
+    if mode == "exact" and dtype.kind in "fc" and reduction == "prod":
         return OrderedProduct(dtype, size)
-    return Running(lane, dtype, size)
+    return Running(reduction, dtype, size)
 
 
 def decode_accumulator(data: Buffer) -> Accumulator:

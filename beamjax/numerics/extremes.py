@@ -37,7 +37,7 @@ class Extreme:
     """Maximum or minimum of vectors, one per shard.
 
     Attributes:
-        lane: "max" or "min".
+        reduction: "max" or "min".
         dtype: of the partials: any bool, integer, float or complex of NumPy or ml_dtypes.
         size: their length.
     """
@@ -45,12 +45,12 @@ class Extreme:
     name: ClassVar[str] = "extreme"
     provenance: Provenance = UNKNOWN
 
-    def __init__(self, lane: str, dtype: np.dtype, size: int) -> None:
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
         """
         Raises:
             StructureError: for a dtype that is no number.
         """
-        self.lane, self.dtype, self.size = lane, np.dtype(dtype), size
+        self.reduction, self.dtype, self.size = reduction, np.dtype(dtype), size
         self._key_dtype = key_dtype(self.dtype)
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._keys: np.ndarray | None = None
@@ -63,7 +63,7 @@ class Extreme:
     def add(self, partial: np.ndarray, shard: int = 0) -> None:
         """Takes the partial of a shard; raises as `check_partial`."""
         check_partial(self, partial)
-        self._apply(to_keys(partial, self.lane))
+        self._apply(to_keys(partial, self.reduction))
 
     def merge(self, other: Extreme) -> None:
         """Takes what `other` holds; raises as `check_same`."""
@@ -75,7 +75,7 @@ class Extreme:
     def encode(self) -> bytes:
         """The state as bytes, which depend on the result alone."""
         keys = [] if self._keys is None else [self._keys]
-        return encode_arrays(keys, describe(self, lane=self.lane))
+        return encode_arrays(keys, describe(self, reduction=self.reduction))
 
     @classmethod
     def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Extreme:
@@ -84,18 +84,18 @@ class Extreme:
         Raises:
             ArrayFormatError, StructureError: if there is no such accumulator.
         """
-        lane = meta.get("lane")
-        if lane not in ("max", "min"):
-            fail(f"lane {lane!r}", "'max' or 'min'")
-        same = cls(lane, *described(meta))
+        reduction = meta.get("reduction")
+        if reduction not in ("max", "min"):
+            fail(f"reduction {reduction!r}", "'max' or 'min'")
+        same = cls(reduction, *described(meta))
         same._keys = only_array(arrays, (same._parts, same.size), same._key_dtype)
         return same
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         """The result at the coordinates [lo, hi) in `dtype`; `lowest_value` without shards."""
         if self._keys is None:
-            return np.full(hi - lo, lowest_value(self.lane, self.dtype)).astype(dtype)
-        return from_keys(self._keys[:, lo:hi], self.dtype, self.lane).astype(dtype, copy=False)
+            return np.full(hi - lo, lowest_value(self.reduction, self.dtype)).astype(dtype)
+        return from_keys(self._keys[:, lo:hi], self.dtype, self.reduction).astype(dtype, copy=False)
 
     def _apply(self, keys: np.ndarray) -> None:
         if self._keys is None:
@@ -130,14 +130,14 @@ def is_float(dtype: np.dtype) -> bool:
     return True
 
 
-def lowest_value(lane: str, dtype: np.dtype) -> Any:
+def lowest_value(reduction: str, dtype: np.dtype) -> Any:
     """The scalar of a dtype that changes no maximum ("max") or minimum ("min").
 
     Infinite where the dtype has infinities, else its lowest or highest number.
     """
-    sign = -1 if lane == "max" else 1
+    sign = -1 if reduction == "max" else 1
     if dtype.kind == "b":
-        return np.bool_(lane == "min")
+        return np.bool_(reduction == "min")
     if dtype.kind == "c":
         return dtype.type(complex(sign * np.inf, sign * np.inf))
     if is_float(dtype):
@@ -145,7 +145,7 @@ def lowest_value(lane: str, dtype: np.dtype) -> Any:
         if np.isinf(infinite):
             return infinite
     limits: Any = ml_dtypes.finfo(dtype) if is_float(dtype) else ml_dtypes.iinfo(dtype)
-    return np.array(limits.min if lane == "max" else limits.max).astype(dtype)[()]
+    return np.array(limits.min if reduction == "max" else limits.max).astype(dtype)[()]
 
 
 def key_dtype(dtype: np.dtype) -> np.dtype:
@@ -164,36 +164,36 @@ def key_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int8 if signed else np.uint8)
 
 
-def to_keys(values: np.ndarray, lane: str) -> np.ndarray:
+def to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
     """Integers that are ordered as the values ("max") or against them ("min").
 
     Args:
         values: a vector (size,).
-        lane: "max" or "min".
+        reduction: "max" or "min".
 
     Returns:
         (1, size), or (2, size) of the real and imaginary parts; it may share memory with `values`.
     """
     keys = key_dtype(values.dtype)
     if values.dtype.kind == "c":
-        return np.stack([to_keys(part + 0, lane)[0] for part in real_parts(values)])
+        return np.stack([to_keys(part + 0, reduction)[0] for part in real_parts(values)])
     if not is_float(values.dtype):
         whole = values.astype(keys, copy=False)
-        return (whole if lane == "max" else ~whole)[None]
+        return (whole if reduction == "max" else ~whole)[None]
     wide = values.astype(f"f{keys.itemsize}", copy=False)
     whole = _flip_negative(wide.view(keys))
-    if lane == "min":
+    if reduction == "min":
         np.invert(whole, out=whole)
     whole[np.isnan(wide)] = np.iinfo(keys).max
     return whole[None]
 
 
-def from_keys(keys: np.ndarray, dtype: np.dtype, lane: str) -> np.ndarray:
+def from_keys(keys: np.ndarray, dtype: np.dtype, reduction: str) -> np.ndarray:
     """The vector of `dtype` that has these keys, with NaN as the canonical quiet NaN."""
     if dtype.kind == "c":
         real = np.dtype(f"f{dtype.itemsize // 2}")
-        return from_real_parts(np.stack([from_keys(part[None], real, lane) for part in keys]))
-    whole = keys[0] if lane == "max" else ~keys[0]
+        return from_real_parts(np.stack([from_keys(part[None], real, reduction) for part in keys]))
+    whole = keys[0] if reduction == "max" else ~keys[0]
     if not is_float(dtype):
         return whole.astype(dtype)
     wide = _flip_negative(whole).view(f"f{keys.itemsize}")

@@ -29,10 +29,10 @@ def check_same(accumulator: Any, other: Any) -> None:
     """Checks that two accumulators hold the same kind of number.
 
     Raises:
-        StructureError: if kind, lane, dtype or size differ.
+        StructureError: if kind, reduction, dtype or size differ.
     """
     mine, theirs = (
-        (type(each), getattr(each, "lane", None), each.dtype, each.size)
+        (type(each), getattr(each, "reduction", None), each.dtype, each.size)
         for each in (accumulator, other)
     )
     if mine != theirs:

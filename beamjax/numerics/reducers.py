@@ -1,7 +1,7 @@
 """Each reduction of a placed value to a server value, stated once.
 
-A reduction has a part on the device, `partial`, which brings a shard of members to one array, and a
-part on the host, an accumulator of the reduction's `lane`, which `finish` turns to the result. The
+A reduction has a part on the device, `partial`, which reduces a shard of members to one array. Its
+part on the host is an accumulator for its `operation`, which `finish` turns into the result. The
 results have the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0.
 """
 
@@ -41,12 +41,12 @@ class Reducer:
 
     Attributes:
         name: "sum", "mean", "max", "min", "prod", "any" or "all", as in `jnp`.
-        lane: kind of the accumulator, shared by reductions with the same partials.
+        operation: the reduction that its accumulator does: "sum" for "sum" and "mean".
         fold: the `jnp` function that reduces a shard.
     """
 
     name: str
-    lane: str
+    operation: str
     fold: Callable[..., jax.Array]
 
     def result_dtype(self, dtype: Any) -> np.dtype:
@@ -66,7 +66,7 @@ class Reducer:
         integers are sums of floats, as `jnp.mean`'s are. Everything else is in the result's dtype.
         """
         result = self.result_dtype(dtype)
-        if self.lane in ("sum", "prod") and result.kind not in "iuc" and result != np.float64:
+        if self.operation in ("sum", "prod") and result.kind not in "iuc" and result != np.float64:
             return np.dtype(np.float32)
         return result
 
@@ -85,17 +85,17 @@ class Reducer:
         rows = jnp.reshape(mask, (-1,) + (1,) * (x.ndim - 1))
         identity = self.identity(dtype)
         x = jnp.where(rows, x, jnp.asarray(identity))
-        if dtype.kind == "c" and self.lane in ("max", "min"):
+        if dtype.kind == "c" and self.operation in ("max", "min"):
             return _complex_extreme(self.fold, x, identity.imag)
-        if self.lane in ("sum", "prod"):
+        if self.operation in ("sum", "prod"):
             return self.fold(x, axis=0, dtype=dtype)
         return self.fold(x, axis=0)
 
     def identity(self, dtype: np.dtype) -> np.generic:
         """The scalar of `dtype` that changes no result of the reduction."""
-        if self.lane in ("max", "min"):
-            return lowest_value(self.lane, np.dtype(dtype))
-        return np.dtype(dtype).type(self.lane in ("prod", "all"))
+        if self.operation in ("max", "min"):
+            return lowest_value(self.operation, np.dtype(dtype))
+        return np.dtype(dtype).type(self.operation in ("prod", "all"))
 
     def finish(
         self, accumulator: Accumulator, lo: int, hi: int, count: int, dtype: Any
@@ -103,7 +103,7 @@ class Reducer:
         """The result at the coordinates [lo, hi) of an accumulator.
 
         Args:
-            accumulator: of the reduction's lane, with the partials of all shards.
+            accumulator: of the reduction, with the partials of all shards.
             lo, hi: a range of its coordinates.
             count: the number of members, padding left out.
             dtype: of the operands, before the reduction.

@@ -38,7 +38,7 @@ class Running:
     complex128; their last bits depend on the order (`reduction="fast"`).
 
     Attributes:
-        lane: one of `OPERATIONS`.
+        reduction: one of `OPERATIONS`.
         dtype: of the partials.
         size: their length.
         left_out: how many members are in none of the partials; means do not count them.
@@ -47,20 +47,20 @@ class Running:
     name: ClassVar[str] = "running"
     provenance: Provenance = UNKNOWN
 
-    def __init__(self, lane: str, dtype: np.dtype, size: int) -> None:
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
         """
         Raises:
             StructureError: if `dtype` is not bool (any, all) or a native number (sum, prod).
         """
-        self.lane, self.dtype, self.size = lane, np.dtype(dtype), size
-        if self.dtype.kind not in ("b" if lane in ("any", "all") else "iufc"):
+        self.reduction, self.dtype, self.size = reduction, np.dtype(dtype), size
+        if self.dtype.kind not in ("b" if reduction in ("any", "all") else "iufc"):
             raise StructureError(
-                f"reduction {lane!r}: found partials of dtype {self.dtype}, expected "
-                f"{'bool' if lane in ('any', 'all') else 'a native number'}."
+                f"reduction {reduction!r}: found partials of dtype {self.dtype}, expected "
+                f"{'bool' if reduction in ('any', 'all') else 'a native number'}."
             )
         held = {"f": np.float64, "c": np.complex128}.get(self.dtype.kind, self.dtype)
         self._held = np.dtype(held)
-        self._operation = OPERATIONS[lane]
+        self._operation = OPERATIONS[reduction]
         self._state: np.ndarray | None = None
         self.left_out = 0
 
@@ -86,7 +86,7 @@ class Running:
         """The state as bytes, for `decode`."""
         state = [] if self._state is None else [self._state]
         more = {"left_out": self.left_out} if self.left_out else {}
-        return encode_arrays(state, describe(self, lane=self.lane, **more))
+        return encode_arrays(state, describe(self, reduction=self.reduction, **more))
 
     @classmethod
     def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Running:
@@ -95,10 +95,10 @@ class Running:
         Raises:
             ArrayFormatError, StructureError: if there is no such accumulator.
         """
-        lane = meta.get("lane")
-        if not isinstance(lane, str) or lane not in OPERATIONS:
-            fail(f"lane {lane!r}", f"one of {list(OPERATIONS)}")
-        same = cls(lane, *described(meta))
+        reduction = meta.get("reduction")
+        if not isinstance(reduction, str) or reduction not in OPERATIONS:
+            fail(f"reduction {reduction!r}", f"one of {list(OPERATIONS)}")
+        same = cls(reduction, *described(meta))
         same.left_out = left_out(meta)
         same._state = only_array(arrays, (same.size,), same._held)
         return same

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beamjax.plan.steps import Lane, Map
+from beamjax.plan.steps import FusedBuffer, Map
 
 RANGE_VALUES = 1 << 20
 """Largest number of values in a range. An exact accumulator of so many float32 values takes 16 MiB,
@@ -19,9 +19,9 @@ SECTION_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The values [start, stop) of buffer number `lane` of a step."""
+    """The values [start, stop) of buffer number `buffer` of a step."""
 
-    lane: int
+    buffer: int
     start: int
     stop: int
 
@@ -33,28 +33,32 @@ class ValueRange:
     def cut(self, limit: int) -> Iterator[ValueRange]:
         """Splits this range into ranges of at most `limit` values; an empty one stays one range."""
         for start in range(self.start, max(self.stop, self.start + 1), limit):
-            yield ValueRange(self.lane, start, min(start + limit, self.stop))
+            yield ValueRange(self.buffer, start, min(start + limit, self.stop))
 
 
 def key_of(piece: ValueRange) -> str:
     """The text that identifies a range of a step."""
-    return f"{piece.lane}:{piece.start}:{piece.stop}"
+    return f"{piece.buffer}:{piece.start}:{piece.stop}"
 
 
-def buffer_ranges(number: int, lane: Lane, limit: int | None = None) -> Iterator[ValueRange]:
+def buffer_ranges(
+    number: int, buffer: FusedBuffer, limit: int | None = None
+) -> Iterator[ValueRange]:
     """Splits a buffer into ranges of at most `limit` values; an empty buffer is one empty range."""
-    return ValueRange(number, 0, lane.size).cut(limit or RANGE_VALUES)
+    return ValueRange(number, 0, buffer.size).cut(limit or RANGE_VALUES)
 
 
 def accumulator_ranges(step: Map) -> list[ValueRange]:
     """The ranges of all buffers of a step, each small enough for an accumulator."""
-    return [piece for i, lane in enumerate(step.lanes) for piece in buffer_ranges(i, lane)]
+    return [piece for i, buffer in enumerate(step.buffers) for piece in buffer_ranges(i, buffer)]
 
 
 def file_ranges(step: Map) -> list[ValueRange]:
     """The ranges of all buffers of a step, each small enough for a file."""
     return [
         piece
-        for i, lane in enumerate(step.lanes)
-        for piece in buffer_ranges(i, lane, max(SECTION_BYTES // np.dtype(lane.dtype).itemsize, 1))
+        for i, buffer in enumerate(step.buffers)
+        for piece in buffer_ranges(
+            i, buffer, max(SECTION_BYTES // np.dtype(buffer.dtype).itemsize, 1)
+        )
     ]

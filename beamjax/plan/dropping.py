@@ -45,13 +45,13 @@ class Guard:
       on_error: "raise" or "drop", for members that can't be read or computed.
       on_nonfinite: "keep", "raise" or "drop", for members whose results hold NaN or infinity.
       reads: whether the last operand of the pass is the mask of members that earlier passes kept.
-      tells: whether the last result of the pass is the mask of members that it keeps.
+      emits_mask: whether the last result of the pass is the mask of members that it keeps.
     """
 
     on_error: str
     on_nonfinite: str
     reads: bool = False
-    tells: bool = False
+    emits_mask: bool = False
 
     @property
     def drops(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from beamjax.options import beam_flags
 from beamjax.plan.buffer_ranges import accumulator_ranges, file_ranges
-from beamjax.plan.steps import Lane, Map
+from beamjax.plan.steps import FusedBuffer, Map
 
 HELD_BYTES = 512 << 20
 """Largest total size, in bytes, of the accumulators of a pass that a process holds in memory;
@@ -118,7 +118,7 @@ def is_in_files(step: Map, mode: str) -> bool:
 
 
 def _nbytes(step: Map, mode: str) -> int:
-    return sum(accumulator_bytes(lane, mode) for lane in step.lanes)
+    return sum(accumulator_bytes(buffer, mode) for buffer in step.buffers)
 
 
 def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
@@ -156,24 +156,24 @@ def workers_of(options: Any) -> int | None:
     return None
 
 
-def accumulator_bytes(lane: Lane, mode: str, most: bool = False) -> int:
+def accumulator_bytes(buffer: FusedBuffer, mode: str, most: bool = False) -> int:
     """Bytes of the accumulator of a fused reduction buffer, for numbers of ordinary size.
 
     Args:
-      lane: the buffer.
+      buffer: the buffer.
       mode: "exact" or "fast".
       most: whether to return an upper bound, for numbers of like size and a million shards.
     """
-    dtype = np.dtype(lane.dtype)
+    dtype = np.dtype(buffer.dtype)
     if dtype.kind in "biu":
-        return lane.size * dtype.itemsize
+        return buffer.size * dtype.itemsize
     parts, real = (2, dtype.itemsize // 2) if dtype.kind == "c" else (1, dtype.itemsize)
     each = 8
-    if lane.kind not in ("sum", "prod"):
+    if buffer.kind not in ("sum", "prod"):
         each = max(real, 4)
-    elif mode != "fast" and lane.kind == "prod":
+    elif mode != "fast" and buffer.kind == "prod":
         each = 8 * (PRODUCTS if most else 1)
     elif mode != "fast":
         digits = 1 if real <= 4 else 3
         each = 8 * (digits + 2 + (real > 4)) + 1 if most else 8 * digits
-    return lane.size * parts * each
+    return buffer.size * parts * each

@@ -75,7 +75,7 @@ class Input:
       placed: name of the placed value, None if no step reads it by shards.
       axis: the axis of the members in the user's array.
       views: placed values with several rows per member.
-      short: whether its shards are padded only to a bucket of its source, see `Fitted`.
+      short: whether its shards are padded only to a bucket of its source, see `Bucketed`.
     """
 
     path: str
@@ -115,7 +115,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Lane:
+class FusedBuffer:
     """A fused reduction buffer: reductions of a pass that share an accumulator.
 
     Each shard gives one flat vector of partials for it.
@@ -169,7 +169,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Bucketed:
     """Bodies of a pass for shards whose ragged members fit in a shorter bucket.
 
     Attributes:
@@ -193,13 +193,13 @@ class PaddingCheck:
       shapes: shape of one member of each operand.
       body: like the `body` of the pass, for these shapes.
       short_body: like the `short_body` of the pass, for these shapes.
-      lanes: reduction buffers of these bodies; sizes may differ if they depend on the padding.
+      buffers: reduction buffers of these bodies; sizes may differ if they depend on the padding.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     body: str
     short_body: str | None
-    lanes: tuple[Lane, ...]
+    buffers: tuple[FusedBuffer, ...]
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,13 @@ class Map:
 
     The body takes `(start, count, *broadcasts, *operands)`: the index of the shard's first member,
     the number of members without padding, server values, and placed values padded to the shard
-    size. It returns the placed results of the shard, one flat vector of partials per `Lane`, and
-    the arrays of each `Combine`. With a `guard` it takes and returns more, see `Guard`.
+    size. It returns the placed results of the shard, one flat vector of partials per `FusedBuffer`,
+    and the arrays of each `Combine`. With a `guard` it takes and returns more, see `Guard`.
 
     `body` computes full shards. `short_body` computes shards with padding or dropped members, which
     need a mask. They are the same body where a mask costs little; `short_body` is None where all
-    shards are full. If the shapes of the operands are those of an entry of `fitted`, its bodies are
-    used instead. A pass over members of unequal length has a `padding_check` if its body can be
+    shards are full. If the shapes of the operands are those of an entry of `bucketed`, its bodies
+    are used instead. A pass over members of unequal length has a `padding_check` if its body can be
     made for more padding.
 
     `vectorization` says how the body computes the members of a shard, and `loop_reason` why it does
@@ -228,11 +228,11 @@ class Map:
     broadcasts: tuple[str, ...]
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    lanes: tuple[Lane, ...]
+    buffers: tuple[FusedBuffer, ...]
     functions: tuple[str, ...] = ()
     combines: tuple[Combine, ...] = ()
     guard: Guard | None = None
-    fitted: tuple[Fitted, ...] = ()
+    bucketed: tuple[Bucketed, ...] = ()
     loop_reason: str = ""
     vectorization: Vectorization = VMAP
     saved: int = 0
@@ -243,8 +243,8 @@ class Map:
     def executables(self) -> tuple[str, ...]:
         """Keys of the bodies that compute its shards, each once."""
         keys = [self.body, self.short_body]
-        for fitted in self.fitted:
-            keys += fitted.body, fitted.short_body
+        for bucketed in self.bucketed:
+            keys += bucketed.body, bucketed.short_body
         return tuple(dict.fromkeys(key for key in keys if key is not None))
 
     @property
@@ -258,15 +258,15 @@ class Map:
     @property
     def partial_bytes(self) -> int:
         """Bytes of the partials of a shard."""
-        lanes = sum(lane.size * np.dtype(lane.dtype).itemsize for lane in self.lanes)
-        return lanes + sum(leaf.nbytes for each in self.combines for leaf in each.leaves)
+        buffers = sum(buffer.size * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
+        return buffers + sum(leaf.nbytes for each in self.combines for leaf in each.leaves)
 
     @property
     def reduced(self) -> tuple[str, ...]:
         """Names of the server values that its reductions define."""
-        lanes = (r.result for lane in self.lanes for r in lane.reductions)
+        buffers = (r.result for buffer in self.buffers for r in buffer.reductions)
         combined = (name for combine in self.combines for name in combine.results if name)
-        return (*lanes, *combined)
+        return (*buffers, *combined)
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,11 @@ class CachedShards:
             return found
         made = compute()
         if not made.dropped and all(part is not None for part in made.partials):
-            lanes = len(self._step.lanes)
-            arrays = [*made.partials[:lanes], *(x for part in made.partials[lanes:] for x in part)]
+            buffers = len(self._step.buffers)
+            arrays = [
+                *made.partials[:buffers],
+                *(x for part in made.partials[buffers:] for x in part),
+            ]
             self._cache.store(address, arrays, {"left_out": made.left_out})
         return made
 
@@ -140,9 +143,9 @@ class CachedShards:
             _log.warning("cache: found other arrays than the pass gives in %s", address)
             return None
         counts.shards_cached += 1
-        lanes = len(self._step.lanes)
-        partials: list[Any] = arrays[:lanes]
-        rest = arrays[lanes:]
+        buffers = len(self._step.buffers)
+        partials: list[Any] = arrays[:buffers]
+        rest = arrays[buffers:]
         for combine in self._step.combines:
             partials.append(rest[: len(combine.leaves)])
             rest = rest[len(combine.leaves) :]
@@ -151,8 +154,8 @@ class CachedShards:
     @property
     def _types(self) -> list[tuple[tuple[int, ...], str]]:
         leaves = [leaf for combine in self._step.combines for leaf in combine.leaves]
-        lanes = [((lane.size,), lane.dtype) for lane in self._step.lanes]
-        return [*lanes, *((leaf.shape, leaf.dtype) for leaf in leaves)]
+        buffers = [((buffer.size,), buffer.dtype) for buffer in self._step.buffers]
+        return [*buffers, *((leaf.shape, leaf.dtype) for leaf in leaves)]
 
 
 def cached_shards(

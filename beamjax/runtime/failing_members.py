@@ -28,7 +28,7 @@ class Computed:
 
     Attributes:
       results: the placed results, (count, ...) each.
-      partials: a vector for each lane, then a list of arrays for each combine; None for a combine
+      partials: a vector for each buffer, then a list of arrays for each combine; None for a combine
         if no member is left.
       left_out: the number of members that are not in the partials.
       dropped: the members that this pass dropped.

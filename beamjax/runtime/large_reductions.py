@@ -19,8 +19,8 @@ from beamjax.numerics.accumulators import Accumulator, decode_accumulator
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan import buffer_ranges
 from beamjax.plan.buffer_ranges import ValueRange, file_ranges
-from beamjax.plan.steps import Lane, Map, Plan
-from beamjax.runtime.shard_executor import finish_lane, new_accumulator
+from beamjax.plan.steps import FusedBuffer, Map, Plan
+from beamjax.runtime.shard_executor import finish_buffer, new_accumulator
 from beamjax.storage import aligned
 from beamjax.storage.scratch import Scratch, Slot
 
@@ -62,25 +62,29 @@ class Terms(Generic[T]):
 
 
 def merged_pieces(
-    section: ValueRange, lane: Lane, mode: Any, terms: Terms[T], load: Callable[[T], np.ndarray]
+    section: ValueRange,
+    buffer: FusedBuffer,
+    mode: Any,
+    terms: Terms[T],
+    load: Callable[[T], np.ndarray],
 ) -> Iterator[tuple[ValueRange, Accumulator]]:
     """Each piece of a section, with an accumulator of all terms, one after the other.
 
     Args:
-      section: of the lane.
-      lane: the lane.
+      section: of the buffer.
+      buffer: the buffer.
       mode: of the accumulators.
       terms: of the section.
       load: gives the array that a term tells of.
     """
     rows = [(shard, _read_only(load(row))) for shard, row in terms.rows]
     for number, piece in enumerate(section.cut(buffer_ranges.RANGE_VALUES)):
-        accumulator = new_accumulator(lane, piece.stop - piece.start, mode)
+        accumulator = new_accumulator(buffer, piece.stop - piece.start, mode)
         for shard, row in rows:
             accumulator.add(row[piece.start - section.start : piece.stop - section.start], shard)
         for pieces in terms.merged:
             accumulator.merge(decode_accumulator(load(pieces[number]).data))
-        if lane.kind == "sum":
+        if buffer.kind == "sum":
             accumulator.left_out += terms.left_out  # type: ignore[attr-defined]
         yield piece, accumulator
 
@@ -94,14 +98,14 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 def merge_terms(
     section: ValueRange,
-    lane: Lane,
+    buffer: FusedBuffer,
     mode: Any,
     terms: Terms[T],
     load: Callable[[T], np.ndarray],
     save: Callable[[np.ndarray], U],
 ) -> Terms[U]:
     """All terms of a section as encoded accumulators; see `merged_pieces`."""
-    pieces = merged_pieces(section, lane, mode, terms, load)
+    pieces = merged_pieces(section, buffer, mode, terms, load)
     merged = [save(np.frombuffer(a.encode(), np.uint8)) for _, a in pieces]
     return Terms([], [merged], provenance=terms.provenance)
 
@@ -118,19 +122,19 @@ def finished_sections(
     Args:
       plan: that the step is part of.
       step: the pass.
-      section: of one of its lanes.
+      section: of one of its buffers.
       pieces: of the section, merged.
       room: gives the place for values of a result [start, stop).
     """
-    lane = step.lanes[section.lane]
+    buffer = step.buffers[section.buffer]
     for piece, accumulator in pieces:
         where = piece.start, piece.stop
-        for name, start, values in finish_lane(plan, step, lane, accumulator, where):
+        for name, start, values in finish_buffer(plan, step, buffer, accumulator, where):
             room(name, start, start + values.size)[...] = values
 
 
-class WideLanes:
-    """The lanes of a pass that are too large to be added up in memory.
+class LargeBuffers:
+    """The buffers of a pass that are too large to be added up in memory.
 
     Args:
       step: the pass.
@@ -151,7 +155,7 @@ class WideLanes:
         """Adds the partials of a shard; they are kept, and must not be changed afterwards."""
         self._write_last()
         for section in self.sections:
-            if self.step.lanes[section.lane].kind == "sum":
+            if self.step.buffers[section.buffer].kind == "sum":
                 self._waiting[section].left_out += left_out
         self._last = shard, partials
 
@@ -164,7 +168,7 @@ class WideLanes:
             found = terms.moved(self.scratch.read)
             if self._last is not None:
                 shard, partials = self._last
-                whole = partials[section.lane]
+                whole = partials[section.buffer]
                 if whole is not None:
                     found.rows.append((shard, whole[section.start : section.stop]))
             yield section, found
@@ -173,12 +177,12 @@ class WideLanes:
         """The results by name, as whole values."""
         found = {
             r.result: aligned.empty((r.size,), np.dtype(plan.values[r.result].dtype))
-            for lane in self.step.lanes
-            for r in lane.reductions
+            for buffer in self.step.buffers
+            for r in buffer.reductions
         }
         for section, terms in self.terms():
-            lane = self.step.lanes[section.lane]
-            pieces = merged_pieces(section, lane, self.mode, terms, lambda array: array)
+            buffer = self.step.buffers[section.buffer]
+            pieces = merged_pieces(section, buffer, self.mode, terms, lambda array: array)
             finished_sections(
                 plan, self.step, section, pieces, lambda name, lo, hi: found[name][lo:hi]
             )
@@ -189,7 +193,7 @@ class WideLanes:
             return
         shard, partials = self._last
         for section in self.sections:
-            whole = partials[section.lane]
+            whole = partials[section.buffer]
             if whole is None:
                 continue
             row = self.scratch.write(whole[section.start : section.stop])
@@ -200,12 +204,14 @@ class WideLanes:
 
     def _few(self, section: ValueRange) -> int:
         """How many partials take no more room than an accumulator that is encoded."""
-        lane = self.step.lanes[section.lane]
-        return 3 if lane.kind == "sum" and np.dtype(lane.dtype).kind in "fc" else 1
+        buffer = self.step.buffers[section.buffer]
+        return 3 if buffer.kind == "sum" and np.dtype(buffer.dtype).kind in "fc" else 1
 
     def _merged(self, section: ValueRange) -> Terms[Slot]:
-        lane, terms = self.step.lanes[section.lane], self._waiting[section]
-        merged = merge_terms(section, lane, self.mode, terms, self.scratch.read, self.scratch.write)
+        buffer, terms = self.step.buffers[section.buffer], self._waiting[section]
+        merged = merge_terms(
+            section, buffer, self.mode, terms, self.scratch.read, self.scratch.write
+        )
         for slot in (*(row for _, row in terms.rows), *(s for m in terms.merged for s in m)):
             self.scratch.free(slot)
         return merged

@@ -42,7 +42,7 @@ from beamjax.runtime.ordered_pool import computing_threads
 from beamjax.runtime.passes import Done, Sums, computed
 from beamjax.runtime.placed_results import HANDED_BYTES, NOTHING, Kept
 from beamjax.runtime.shard_executor import ShardExecutor, read_shard
-from beamjax.runtime.tracker import Keeper, Tracker, starts_anew
+from beamjax.runtime.tracker import Checkpointer, Tracker, starts_anew
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.streams.chunks import MemberBlock
@@ -58,7 +58,7 @@ def evaluate(
     inputs: Inputs,
     options: Options,
     monitor: Monitor | None = None,
-    keeper: Keeper | None = None,
+    checkpointer: Checkpointer | None = None,
     results: Kept = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without Beam.
@@ -68,7 +68,7 @@ def evaluate(
       inputs: its inputs.
       options: `reduction`, `shard_timeout` and `local_threads` are those that matter here.
       monitor: of the job.
-      keeper: of checkpoints, if there are to be any.
+      checkpointer: saves the run as it goes on; None saves nothing.
       results: placed results that go to files.
 
     Returns:
@@ -84,8 +84,8 @@ def evaluate(
         use_compile_cache(options.compile_cache)
     limit = options.memory_bytes
     BLOCKS.set_limit(None if limit is None else block_budget(limit))
-    monitor.letters.begin(anew=starts_anew(keeper))
-    run = _Evaluation(plan, inputs, options, monitor, keeper, results)
+    monitor.letters.begin(anew=starts_anew(checkpointer))
+    run = _Evaluation(plan, inputs, options, monitor, checkpointer, results)
     if options.shard_timeout is None:
         return run.outputs()
     return bounded(run.outputs, run.table)
@@ -132,7 +132,7 @@ class _Evaluation:
         inputs: Inputs,
         options: Options,
         monitor: Monitor,
-        keeper: Keeper | None,
+        checkpointer: Checkpointer | None,
         results: Kept,
     ):
         self.plan = plan
@@ -150,26 +150,26 @@ class _Evaluation:
         self.stacks: dict[str, list[np.ndarray]] = {}
         self.reader = inputs.reader()
         self.streams = inputs.streams()
-        self.keeper = keeper
+        self.checkpointer = checkpointer
         self.results = results
-        self.tracker = Tracker(keeper, monitor)
+        self.tracker = Tracker(checkpointer, monitor)
         self.table = Table()
         self.threads = computing_threads(options)
         self.device = compute_device(options.xla_threads)
         self.wanted = {out.value for out in plan.outputs if out.value is not None}
-        if keeper is not None:
-            self.bind(keeper.values)
-            self.stacks.update(keeper.stacks)
+        if checkpointer is not None:
+            self.bind(checkpointer.values)
+            self.stacks.update(checkpointer.stacks)
 
     def outputs(self) -> dict[str, np.ndarray | Placed]:
         """Runs all steps; the outputs that are values of the plan, by name."""
-        keeper = self.keeper
+        checkpointer = self.checkpointer
         wanted = self.wanted
         if open_placements(self.plan):
             self.one_pass()
-        elif keeper is None or not keeper.finished:
-            self.steps(self.plan.steps, keeper.position if keeper else ())
-            if keeper is not None:
+        elif checkpointer is None or not checkpointer.finished:
+            self.steps(self.plan.steps, checkpointer.position if checkpointer else ())
+            if checkpointer is not None:
                 self.tracker.finish({name: self.value(name) for name in sorted(wanted)})
         made = (self.served | self.placed).items()
         return {name: self.kept(name, array) for name, array in made if name in wanted}

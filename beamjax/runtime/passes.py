@@ -14,11 +14,16 @@ from beamjax.options import Options
 from beamjax.plan.merging import is_in_files
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Plan
-from beamjax.runtime import pace
+from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.large_reductions import WideLanes
+from beamjax.runtime.large_reductions import LargeBuffers
 from beamjax.runtime.ordered_pool import OrderedPool
-from beamjax.runtime.shard_executor import add_computed, finish_lane, finish_tree, new_accumulators
+from beamjax.runtime.shard_executor import (
+    add_computed,
+    finish_buffer,
+    finish_tree,
+    new_accumulators,
+)
 from beamjax.storage.scratch import Scratch
 from beamjax.telemetry.meters import Meter
 
@@ -38,22 +43,22 @@ class Sums:
     ):
         self.step = step
         self.trees = trees
-        self.wide: WideLanes | None = None
+        self.wide: LargeBuffers | None = None
         self.accumulators: list[Any] = []
         if is_in_files(step, options.reduction):
-            self.wide = WideLanes(step, options.reduction, Scratch(options.scratch_folder))
+            self.wide = LargeBuffers(step, options.reduction, Scratch(options.scratch_folder))
         else:
             self.accumulators = new_accumulators(step, options.reduction)
 
     def add(self, shard: Shard, found: Computed) -> None:
         """Adds what came out of a shard; they come in order."""
-        lanes = len(self.step.lanes)
-        partials, rest = found.partials[:lanes], found.partials[lanes:]
+        buffers = len(self.step.buffers)
+        partials, rest = found.partials[:buffers], found.partials[buffers:]
         parts = []
         if self.wide is not None:
             self.wide.add(shard.index, partials, found.left_out)
         else:
-            parts = list(zip(self.step.lanes, self.accumulators, partials, strict=True))
+            parts = list(zip(self.step.buffers, self.accumulators, partials, strict=True))
         add_computed(parts, list(zip(self.trees, rest, strict=True)), shard, found.left_out)
 
     def results(self, plan: Plan) -> dict[str, np.ndarray]:
@@ -64,8 +69,8 @@ class Sums:
         """
         step = self.step
         found = {} if self.wide is None else self.wide.results(plan)
-        for lane, accumulator in zip(step.lanes, self.accumulators, strict=False):
-            for name, _, values in finish_lane(plan, step, lane, accumulator, (0, lane.size)):
+        for buffer, accumulator in zip(step.buffers, self.accumulators, strict=False):
+            for name, _, values in finish_buffer(plan, step, buffer, accumulator, (0, buffer.size)):
                 found[name] = values.reshape(plan.values[name].shape)
         for combine, tree in zip(step.combines, self.trees, strict=True):
             found.update(finish_tree(combine, tree))
@@ -110,16 +115,16 @@ def computed(
             yield job()
         return
     jobs, left = iter(jobs), count
-    while not pace.pays(body, left):
+    while not shard_times.pays(body, left):
         first = next(jobs, None)
         if first is None:
             return
         begun = time.process_time()
         done = first()
-        pace.learn(body, done.meter, begun)
+        shard_times.learn(body, done.meter, begun)
         yield done
         left = None if left is None else left - 1
-    pool: OrderedPool[Done] = OrderedPool(pace.threads(body, threads), check=check)
+    pool: OrderedPool[Done] = OrderedPool(shard_times.threads(body, threads), check=check)
     try:
         for job in jobs:
             yield from pool.add(job)

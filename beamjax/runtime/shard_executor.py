@@ -21,7 +21,7 @@ from beamjax.numerics.reducers import PICK, make_accumulator, reducer_of
 from beamjax.numerics.side_by_side import are_alike, in_parts
 from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shard, shard_errors
-from beamjax.plan.steps import Combine, Fitted, Lane, Map, PaddingCheck, Plan
+from beamjax.plan.steps import Bucketed, Combine, FusedBuffer, Map, PaddingCheck, Plan
 from beamjax.runtime.cached_shards import CachedShards
 from beamjax.runtime.failing_members import (
     Call,
@@ -72,7 +72,7 @@ class ShardExecutor:
         self.size = plan.shard_sizes[step.placement]
         self._types = plan.values
         # The guard emits the mask of members that are left, not the body.
-        told = step.guard is not None and step.guard.tells
+        told = step.guard is not None and step.guard.emits_mask
         self._made = step.results[:-1] if told else step.results
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
@@ -82,7 +82,7 @@ class ShardExecutor:
         self._calls = {(step.body, self.size): first}
         # The mask of members that are left is no operand of a body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
-        self._fitted = {fitted.shapes[:operands]: fitted for fitted in step.fitted}
+        self._fitted = {bucketed.shapes[:operands]: bucketed for bucketed in step.bucketed}
         self._bodies = plan.bodies
         self.copies = is_copied(device)
         # An accelerator computes one shard at a time, while the next ones are transferred.
@@ -182,13 +182,13 @@ class ShardExecutor:
         made = len(self._made)
         results = zip(outs[:made], longer[:made], strict=True)
         pairs = [(x[: shard.count], y[: shard.count]) for x, y in results if x.shape == y.shape]
-        lanes = list(zip(self.step.lanes, check.lanes, strict=True))
-        pairs += same_values(lanes, outs[made:], longer[made:])
+        buffers = list(zip(self.step.buffers, check.buffers, strict=True))
+        pairs += same_values(buffers, outs[made:], longer[made:])
         check_padding(shapes, pairs, [*less, *map(np.asarray, self._broadcasts)])
         checked.add(self.step.body)
 
     def _body_of(
-        self, step: Map | Fitted | PaddingCheck, full: bool, shard: Shard
+        self, step: Map | Bucketed | PaddingCheck, full: bool, shard: Shard
     ) -> Callable[..., Any]:
         """The function that computes a shard of a step, loaded at first use."""
         key = step.body if full else step.short_body
@@ -217,7 +217,7 @@ class ShardExecutor:
         """Splits the results of a body into placed results and partials."""
         step = self.step
         results = [x[: shard.count] for x in arrays[: len(self._made)]]
-        partials: list[Any] = arrays[len(results) :][: len(step.lanes)]
+        partials: list[Any] = arrays[len(results) :][: len(step.buffers)]
         rest = arrays[len(results) + len(partials) :]
         for combine in step.combines:
             partials.append(rest[: len(combine.leaves)])
@@ -252,7 +252,7 @@ class ShardExecutor:
             results, partials = self._of_nobody(shard, call)
         if not kept.all():
             results = [filled(x, kept) for x in results]
-        if guard.tells:
+        if guard.emits_mask:
             results.append(kept)
         return Computed(results, partials, int((~kept).sum()), dropped)
 
@@ -261,8 +261,8 @@ class ShardExecutor:
         step = self.step
         types = [self._types[name] for name in self._made]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
-        nothing: list[Any] = [None] * (len(step.lanes) + len(step.combines))
-        reducers = {r.reducer for lane in step.lanes for r in lane.reductions}
+        nothing: list[Any] = [None] * (len(step.buffers) + len(step.combines))
+        reducers = {r.reducer for buffer in step.buffers for r in buffer.reductions}
         if not nothing or (shard.index and PICK.name not in reducers):
             return results, nothing
         # What reductions start from is counted with the first shard, and what the server picks of
@@ -276,7 +276,9 @@ class ShardExecutor:
                 f"all {shard.count} members of the first shard were dropped, expected one to be "
                 f"left; choose a larger shard_size ({message_of(error)})"
             ) from error
-        return results, self._split(shard, outs)[1][: len(step.lanes)] + nothing[len(step.lanes) :]
+        return results, self._split(shard, outs)[1][: len(step.buffers)] + nothing[
+            len(step.buffers) :
+        ]
 
     def trees(self) -> list[DyadicTree[list[np.ndarray]]]:
         """An empty tree for the partials of each combine."""
@@ -297,13 +299,13 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
 
 
 def new_accumulators(step: Map, mode: Any) -> list[Any]:
-    """An empty accumulator for each lane of a step."""
-    return [new_accumulator(lane, lane.size, mode) for lane in step.lanes]
+    """An empty accumulator for each buffer of a step."""
+    return [new_accumulator(buffer, buffer.size, mode) for buffer in step.buffers]
 
 
-def new_accumulator(lane: Lane, size: int, mode: Any) -> Accumulator:
-    """An empty accumulator for `size` values of a lane: all of them, or a piece."""
-    return make_accumulator(lane.kind, np.dtype(lane.dtype), size, mode=mode)
+def new_accumulator(buffer: FusedBuffer, size: int, mode: Any) -> Accumulator:
+    """An empty accumulator for `size` values of a buffer: all of them, or a piece."""
+    return make_accumulator(buffer.kind, np.dtype(buffer.dtype), size, mode=mode)
 
 
 def read_shard(
@@ -322,21 +324,21 @@ def read_shard(
 
 
 def add_computed(
-    accumulators: Sequence[tuple[Lane, Any, np.ndarray | None]],
+    accumulators: Sequence[tuple[FusedBuffer, Any, np.ndarray | None]],
     trees: Sequence[tuple[DyadicTree[list[np.ndarray]], list[np.ndarray] | None]],
     shard: Shard,
     left_out: int,
 ) -> None:
-    """Adds what came out of a shard to the accumulators of lanes and to the trees of combines.
+    """Adds what came out of a shard to the accumulators of buffers and to the trees of combines.
 
     Args:
-      accumulators: with the lane and the partial of each; a partial is None if nobody is left.
+      accumulators: with the buffer and the partial of each; a partial is None if nobody is left.
       trees: likewise.
       shard: which.
       left_out: how many of its members are not in the partials.
     """
-    for lane, accumulator, _ in accumulators:
-        if lane.kind == "sum":
+    for buffer, accumulator, _ in accumulators:
+        if buffer.kind == "sum":
             accumulator.left_out += left_out
     found = [(accumulator, part) for _, accumulator, part in accumulators if part is not None]
 
@@ -402,20 +404,20 @@ def finish_tree(
             yield name, array
 
 
-def finish_lane(
-    plan: Plan, step: Map, lane: Lane, accumulator: Any, piece: tuple[int, int]
+def finish_buffer(
+    plan: Plan, step: Map, buffer: FusedBuffer, accumulator: Any, piece: tuple[int, int]
 ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Turns the finished accumulator of a piece of a lane into results.
+    """Turns the finished accumulator of a piece of a buffer into results.
 
     Args:
-      piece: the range [lo, hi) of the lane that the accumulator holds.
+      piece: the range [lo, hi) of the buffer that the accumulator holds.
 
     Yields:
       The name of a result, the offset of these values in it, and the values, a flat vector.
     """
     lo, hi = piece
     n = plan.sizes[step.placement]
-    for reduction in lane.reductions:
+    for reduction in buffer.reductions:
         start, stop = max(lo, reduction.offset), min(hi, reduction.offset + reduction.size)
         if start < stop or reduction.size == 0:
             dtype = np.dtype(plan.values[reduction.result].dtype)

@@ -12,7 +12,7 @@ from beamjax.plan.liveness import Position
 from beamjax.telemetry.monitor import Monitor
 
 
-class Keeper(Protocol):
+class Checkpointer(Protocol):
     """Keeps the state of a run, and has that of an earlier one.
 
     Attributes:
@@ -46,30 +46,30 @@ class Keeper(Protocol):
         """Saves the outputs of a run that is at its end."""
 
 
-def starts_anew(keeper: Keeper | None) -> bool:
+def starts_anew(checkpointer: Checkpointer | None) -> bool:
     """Whether a run starts at the beginning."""
-    return keeper is None or not (keeper.position or keeper.finished)
+    return checkpointer is None or not (checkpointer.position or checkpointer.finished)
 
 
 class Tracker:
     """Follows a run into its loops and branches, and has it saved when that is due.
 
     Args:
-      keeper: of checkpoints, or None.
+      checkpointer: saves the run as it goes on; None saves nothing.
       monitor: of the run, which learns of checkpoints, and knows the provenance of the values.
 
     Raises:
       WorkerError: the run is strict, and the earlier one had other machines or versions.
     """
 
-    def __init__(self, keeper: Keeper | None, monitor: Monitor):
-        self._keeper = keeper
+    def __init__(self, checkpointer: Checkpointer | None, monitor: Monitor):
+        self._checkpointer = checkpointer
         self._monitor = monitor
-        if keeper is not None:
-            monitor.computed(keeper.provenance)
+        if checkpointer is not None:
+            monitor.computed(checkpointer.provenance)
         self._path: list[tuple[str, int]] = []
         self._deciding = 0
-        self._left = keeper.every if keeper else sys.maxsize
+        self._left = checkpointer.every if checkpointer else sys.maxsize
 
     @property
     def left(self) -> int:
@@ -109,17 +109,17 @@ class Tracker:
           values: all that are known, by name.
           stacks: entries of the stacked results of loops under way.
         """
-        if self._keeper is None or self._deciding:
+        if self._checkpointer is None or self._deciding:
             return
         self._left -= rounds
         if self._left <= 0:
-            self._keeper.provenance = self._monitor.provenance
-            self._keeper.save((*self._path, at), values, stacks)
-            self._left = self._keeper.every
+            self._checkpointer.provenance = self._monitor.provenance
+            self._checkpointer.save((*self._path, at), values, stacks)
+            self._left = self._checkpointer.every
             self._monitor.saved()
 
     def finish(self, values: Mapping[str, Any]) -> None:
         """The run is at its end, with these outputs."""
-        if self._keeper is not None:
-            self._keeper.provenance = self._monitor.provenance
-            self._keeper.finish(values)
+        if self._checkpointer is not None:
+            self._checkpointer.provenance = self._monitor.provenance
+            self._checkpointer.finish(values)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from beamjax.errors import StructureError
-from beamjax.plan.steps import Lane
+from beamjax.plan.steps import FusedBuffer
 
 MORE_PADDING = 2
 """Times the length of the longest member, to which members are padded for the check: a mean over
@@ -92,22 +92,24 @@ def check_padding(
 
 
 def same_values(
-    lanes: Sequence[tuple[Lane, Lane]], less: Sequence[np.ndarray], more: Sequence[np.ndarray]
+    buffers: Sequence[tuple[FusedBuffer, FusedBuffer]],
+    less: Sequence[np.ndarray],
+    more: Sequence[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """What a body gives with less and with more padding, value by value.
 
     Values whose shapes depend on the padding are left out.
 
     Args:
-      lanes: of both bodies.
-      less: the vector of each lane, then other arrays.
+      buffers: of both bodies.
+      less: the vector of each buffer, then other arrays.
       more: likewise.
     """
-    for (left, right), x, y in zip(lanes, less, more, strict=False):
+    for (left, right), x, y in zip(buffers, less, more, strict=False):
         for a, b in zip(left.reductions, right.reductions, strict=True):
             if a.size == b.size:
                 yield x[a.offset :][: a.size], y[b.offset :][: b.size]
-    rest = zip(less[len(lanes) :], more[len(lanes) :], strict=True)
+    rest = zip(less[len(buffers) :], more[len(buffers) :], strict=True)
     yield from ((x, y) for x, y in rest if x.shape == y.shape)
 
 

@@ -74,7 +74,7 @@ class _Adding:
             step,
             operands=step.operands if before is None else (*step.operands, before),
             results=(*step.results, after),
-            guard=step.guard and replace(step.guard, reads=before is not None, tells=True),
+            guard=step.guard and replace(step.guard, reads=before is not None, emits_mask=True),
         )
 
     def first_passes(self, step: Step, masks: Masks) -> list[Map]:
@@ -140,9 +140,9 @@ def _without_unread(steps: Sequence[Step], read: set[str]) -> tuple[Step, ...]:
     found: list[Step] = []
     for step in steps:
         match step:
-            case Map(guard=Guard(tells=True) as guard) if step.results[-1] not in read:
+            case Map(guard=Guard(emits_mask=True) as guard) if step.results[-1] not in read:
                 found.append(
-                    replace(step, results=step.results[:-1], guard=replace(guard, tells=False))
+                    replace(step, results=step.results[:-1], guard=replace(guard, emits_mask=False))
                 )
             case Loop():
                 condition = step.condition and _with_steps(step.condition, read)

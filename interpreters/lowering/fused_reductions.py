@@ -13,12 +13,12 @@ from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Var, aval_of
 from beamjax.interpreters.rules.table import FunctionReductionRule, MemberwiseRule, ReductionRule
 from beamjax.numerics.reducers import reducer_of
-from beamjax.plan.steps import Lane, Reduction, ValueType
+from beamjax.plan.steps import FusedBuffer, Reduction, ValueType
 
 
 def fuse_reductions(
     stage: MapStage, served: Callable[[Var], str], values: Mapping[str, ValueType]
-) -> tuple[Lane, ...]:
+) -> tuple[FusedBuffer, ...]:
     """Groups the reductions of a pass by accumulator and dtype of the partials.
 
     Args:
@@ -34,15 +34,15 @@ def fuse_reductions(
         reducer = reducer_of(rule.reducer)
         result = served(eqn.outputs[0])
         dtype = np.dtype(values[result].dtype)
-        if not rule.picks and eqn.primitive.name != "dot_general":
+        if not rule.selects_members and eqn.primitive.name != "dot_general":
             dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
         partial = np.dtype(reducer.partial_dtype(dtype)).name
-        group = groups.setdefault((reducer.lane, partial), [])
+        group = groups.setdefault((reducer.operation, partial), [])
         offset = group[-1].offset + group[-1].size if group else 0
         size = math.prod(values[result].shape)
         group.append(Reduction(result, rule.reducer, dtype.name, offset, size))
     return tuple(
-        Lane(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
+        FusedBuffer(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
         for (kind, dtype), group in groups.items()
     )
 
@@ -59,7 +59,7 @@ def saved_bytes(stage: MapStage) -> int:
     return saved
 
 
-def fused_vector(lane: Lane, partials: Mapping[str, jax.Array]) -> jax.Array:
+def fused_vector(buffer: FusedBuffer, partials: Mapping[str, jax.Array]) -> jax.Array:
     """Concatenates the partials of a buffer, given by name of the result, to one vector."""
-    parts = [partials[r.result].astype(lane.dtype).reshape(-1) for r in lane.reductions]
+    parts = [partials[r.result].astype(buffer.dtype).reshape(-1) for r in buffer.reductions]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -324,7 +324,7 @@ class _Lowering:
         broadcasts = tuple(self.served(var) for var in stage.broadcasts)
         operands = tuple(self.placed(var, along) for var, along in stage.operands)
         results = tuple(self.placed(var, self.program.places[var]) for var in stage.results)
-        lanes = fuse_reductions(stage, self.served, self.values)
+        buffers = fuse_reductions(stage, self.served, self.values)
         combines = tuple(
             self.combine(e.eqn, e.rule)
             for e in stage.emissions
@@ -337,13 +337,13 @@ class _Lowering:
         guard = self.guard
         n, chosen = self.program.sizes[stage.placement], self.vectorizations.get(name)
         vectorization, loop_reason = choose_vectorization(
-            stage, lanes, n, size, self.options, self.platforms, chosen
+            stage, buffers, n, size, self.options, self.platforms, chosen
         )
-        sized = functools.partial(map_body, self.program, stage, lanes, impls, guard)
+        sized = functools.partial(map_body, self.program, stage, buffers, impls, guard)
         if vectorization.kind != "vmap":
             batch = vectorization.batch or 1
             sized = functools.partial(
-                sequential_body, self.program, stage, lanes, impls, guard, batch=batch
+                sequential_body, self.program, stage, buffers, impls, guard, batch=batch
             )
         self.costs[name] = cost_of_member(stage, n)
         eqns = [e.eqn for e in stage.emissions]
@@ -358,7 +358,7 @@ class _Lowering:
         else:
             key = short = self.export(name, sized, size, arguments, eqns)
         return Map(
-            name, stage.placement, key, broadcasts, operands, results, lanes, tuple(functions),
+            name, stage.placement, key, broadcasts, operands, results, buffers, tuple(functions),
             combines, guard, loop_reason=loop_reason, vectorization=vectorization,
             saved=saved_bytes(stage), short_body=short,
         )  # fmt: skip

@@ -19,13 +19,13 @@ from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.table import FunctionReductionRule, ReductionRule
 from beamjax.plan.dropping import Guard
-from beamjax.plan.steps import Lane
+from beamjax.plan.steps import FusedBuffer
 
 
 def map_body(
     program: PlacedProgram,
     stage: MapStage,
-    lanes: tuple[Lane, ...],
+    buffers: tuple[FusedBuffer, ...],
     impls: Sequence[str | None],
     guard: Guard | None,
     size: int,
@@ -36,7 +36,7 @@ def map_body(
     Args:
       program: the program of the pass.
       stage: the pass.
-      lanes: the fused buffers of its reductions.
+      buffers: the fused buffers of its reductions.
       impls: for each broadcast and operand, the implementation of its typed keys, or None.
       guard: the guard of the pass.
       size: members per shard.
@@ -75,7 +75,7 @@ def map_body(
                     placed[var, axis] = out
         results = [(placed[var, axis], axis) for var, axis in _places(program, stage)]
         outs = [unwrap(jnp.moveaxis(x, axis, 0)) for x, axis in results]
-        outs += [fused_vector(lane, partials) for lane in lanes] + combined
+        outs += [fused_vector(buffer, partials) for buffer in buffers] + combined
         if guard is not None and guard.on_nonfinite != "keep":
             outs.append(_are_finite([*reduced, *results], size))
         return outs
@@ -96,7 +96,7 @@ def map_body(
 def sequential_body(
     program: PlacedProgram,
     stage: MapStage,
-    lanes: tuple[Lane, ...],
+    buffers: tuple[FusedBuffer, ...],
     impls: Sequence[str | None],
     guard: Guard | None,
     size: int,
@@ -112,8 +112,8 @@ def sequential_body(
         is so for shards without padding, all members are computed at once.
     """
     if size % batch:
-        return map_body(program, stage, lanes, impls, guard, size, full)
-    single = map_body(program, stage, lanes, impls, guard, batch, full)
+        return map_body(program, stage, buffers, impls, guard, size, full)
+    single = map_body(program, stage, buffers, impls, guard, batch, full)
     rounds = size // batch
     heads = 2 if guard is None else 3
     broadcasts = heads + len(stage.broadcasts)
@@ -130,13 +130,14 @@ def sequential_body(
                 rest = [_rows(x, i, batch) for x in raw[1:heads]]
             own = [_rows(x, i, batch) for x in operands]
             outs = single(raw[0] + before, *rest, *shared, *own)
-            made = outs[results : results + len(lanes)]
-            return made, [*outs[:results], *outs[results + len(lanes) :]]
+            made = outs[results : results + len(buffers)]
+            return made, [*outs[:results], *outs[results + len(buffers) :]]
 
         def step(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], Any]:
             made, rows = members(i)
             merged = [
-                _MERGE[lane.kind](a, b) for lane, a, b in zip(lanes, totals, made, strict=True)
+                _MERGE[buffer.kind](a, b)
+                for buffer, a, b in zip(buffers, totals, made, strict=True)
             ]
             return merged, rows
 
@@ -166,11 +167,11 @@ _MERGE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def can_run_sequentially(stage: MapStage, lanes: Sequence[Lane]) -> bool:
+def can_run_sequentially(stage: MapStage, buffers: Sequence[FusedBuffer]) -> bool:
     """Whether a pass can compute its members sequentially: partials of batches can be merged."""
     whole = (e.rule.by_shard or isinstance(e.rule, FunctionReductionRule) for e in stage.emissions)
     return not any(whole) and all(
-        lane.kind in _MERGE and np.dtype(lane.dtype).kind != "c" for lane in lanes
+        buffer.kind in _MERGE and np.dtype(buffer.dtype).kind != "c" for buffer in buffers
     )
 
 

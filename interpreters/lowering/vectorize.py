@@ -12,14 +12,14 @@ from beamjax.interpreters.lowering.convolutions import convolves_by_member
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
-from beamjax.plan.steps import Lane
+from beamjax.plan.steps import FusedBuffer
 
 VMAP = Vectorization()
 
 
 def choose_vectorization(
     stage: MapStage,
-    lanes: Sequence[Lane],
+    buffers: Sequence[FusedBuffer],
     n: Any,
     size: int,
     options: Options,
@@ -30,14 +30,14 @@ def choose_vectorization(
 
     Args:
       stage: the pass.
-      lanes: the fused buffers of its reductions.
+      buffers: the fused buffers of its reductions.
       n: the number of members.
       size: members per shard.
       options: `member_loop` and `member_batch` take precedence.
       platforms: platforms of the executable.
       chosen: a saved or probed choice, which comes second; None to choose by rules.
     """
-    if not can_run_sequentially(stage, lanes):
+    if not can_run_sequentially(stage, buffers):
         return VMAP, ""
     if options.member_loop is not None:
         found = Vectorization(options.member_loop, options.member_batch or 0)

@@ -99,7 +99,7 @@ def place(
         _Placing(program, keys, demand, gathering).block(flat)
         if regrouping.rewrite(program):
             continue
-        many = _picked_too_often(program)
+        many = _selected_too_often(program)
         refuted = set() if many else _Gathered(program, tried, guarded).inputs
         if not refuted and not many:
             program.settle(flat)
@@ -319,15 +319,19 @@ class _Placing:
                     self.program.creations.pop((var, MemberAxis(placement, axis)), None)
 
 
-def _picked_too_often(program: PlacedProgram) -> set[Eqn]:
+def _selected_too_often(program: PlacedProgram) -> set[Eqn]:
     """The equations that select members of a value of which they together read a large share."""
-    picks: dict[Var, list[Eqn]] = {}
+    selections: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
         _, rule = program.rules.get(eqn, ("", None))
-        if isinstance(rule, ReductionRule) and rule.picks and isinstance(eqn.inputs[0], Var):
-            picks.setdefault(eqn.inputs[0], []).append(eqn)
+        if (
+            isinstance(rule, ReductionRule)
+            and rule.selects_members
+            and isinstance(eqn.inputs[0], Var)
+        ):
+            selections.setdefault(eqn.inputs[0], []).append(eqn)
     many: set[Eqn] = set()
-    for var, eqns in picks.items():
+    for var, eqns in selections.items():
         taken = sum(math.prod(eqn.outputs[0].aval.shape) for eqn in eqns)
         if len(eqns) > 1 and taken > MAX_SHARE * math.prod(var.aval.shape):
             many.update(eqns)
@@ -365,7 +369,7 @@ class _Gathered:
                 found -= self.program.flat.views.keys()
             if not isinstance(rule, ReductionRule):
                 self.add(eqn.outputs, found)
-            elif rule.picks and counts:
+            elif rule.selects_members and counts:
                 self.inputs |= found
 
     def nested(self, eqn: Eqn) -> None:

@@ -159,6 +159,6 @@ def _variables(atoms: Iterable[Atom]) -> set[Var]:
 def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:
     """Whether an equation runs on the server, or on workers only to select members."""
     _, rule = program.rules.get(eqn, ("", None))
-    picks = rule is not None and getattr(rule, "picks", False)
+    selects = rule is not None and getattr(rule, "selects_members", False)
     plain = not (eqn.blocks or eqn.effects or eqn.is_placed_operator)
-    return plain and (rule is None or picks)
+    return plain and (rule is None or selects)

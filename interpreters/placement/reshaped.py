@@ -123,13 +123,13 @@ def _end(eqn: Eqn, change: Reshape) -> Function | None:
 
 def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
     dtype, index = aval_of(eqn.inputs[0]).dtype, np.dtype(eqn.params["index_dtype"])
-    lane = "max" if eqn.primitive.name == "argmax" else "min"
+    buffer = "max" if eqn.primitive.name == "argmax" else "min"
     if change.to[0] > np.iinfo(index).max:
         return None
 
     def better(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
         (x, i), (y, j) = left, right
-        is_right = y > x if lane == "max" else y < x
+        is_right = y > x if buffer == "max" else y < x
         # The first NaN is the extreme.
         is_right |= (y != y) & (x == x)
         is_right |= ((x == y) | (x != x) & (y != y)) & (j < i)
@@ -140,7 +140,7 @@ def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
         places = [lax.broadcasted_iota(index, x.shape, k) for k in range(x.ndim)]
         number = sum(i * index.type(s) for i, s in zip(places, strides, strict=True))
         operands = tuple(jnp.moveaxis(each, change.along.axis, 0) for each in (x, number))
-        start = lowest_value(lane, dtype), index.type(np.iinfo(index).max)
+        start = lowest_value(buffer, dtype), index.type(np.iinfo(index).max)
         return [lax.reduce(operands, start, better, range(x.ndim))[1]]
 
     return function

@@ -200,7 +200,7 @@ class _Cone:
 
     def reads(self, eqn: Eqn, rule: MemberwiseRule | ReductionRule | None) -> bool:
         """Whether all operands are available along the axes that a rule requires."""
-        if rule is None or (isinstance(rule, ReductionRule) and rule.picks):
+        if rule is None or (isinstance(rule, ReductionRule) and rule.selects_members):
             return False
         return all(
             self.program.place(atom) is None and self.axis_of(atom) is None

@@ -116,7 +116,7 @@ def _place_of_extreme(
         return None
     if axis not in reduced:
         return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
-    function, lane = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
+    function, reducer = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
     last = np.iinfo(result.dtype).max
     if last < MAX_MEMBERS and (is_unknown(n) or n - 1 > last):
@@ -125,7 +125,7 @@ def _place_of_extreme(
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
         # Padding is at the end of a shard, so it is never the first of equal extremes.
-        x = shard.masked(args[0], axis, lowest_value(lane, operand.dtype))
+        x = shard.masked(args[0], axis, lowest_value(reducer, operand.dtype))
         place = function(x, axis, result.dtype)
         extreme = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
         found = jnp.take(shard.indices(), place).astype(result.dtype)
@@ -133,7 +133,7 @@ def _place_of_extreme(
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
         (i, x), (j, y) = left, right
-        is_better = y > x if lane == "max" else y < x
+        is_better = y > x if reducer == "max" else y < x
         is_better |= (y != y) & (x == x)  # The first NaN is the extreme.
         return [jnp.where(is_better, b, a) for a, b in ((i, j), (x, y))]
 

@@ -56,7 +56,9 @@ def read_rows(
         bits = _bits(rows, shard.has(taken_rows), shard.left_out(taken_rows))
         return jnp.moveaxis(bits, 0, axis)
 
-    return ReductionRule((axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, picks=True)
+    return ReductionRule(
+        (axis, *(None for _ in eqn.inputs[1:])), PICK.name, partial, selects_members=True
+    )
 
 
 def read_gathered(eqn: Eqn, axis: int, n: Any) -> ReductionRule | None:
@@ -93,7 +95,7 @@ def read_gathered(eqn: Eqn, axis: int, n: Any) -> ReductionRule | None:
         bits = _bits(rows, own, shard.left_out(row))
         return jnp.moveaxis(bits, range(len(batch)), batch)
 
-    return ReductionRule((axis, None), PICK.name, partial, picks=True)
+    return ReductionRule((axis, None), PICK.name, partial, selects_members=True)
 
 
 def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:

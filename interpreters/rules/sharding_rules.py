@@ -110,15 +110,15 @@ class ReductionRule:
     """An equation that reduces over the members to one result.
 
     `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
-    reducer's accumulator. `picks` says that the equation only selects members. Such an equation is
-    not a reason to move a whole server array to the workers. `by_shard` says that it must be
-    evaluated for all members of a shard at once.
+    reducer's accumulator. `selects_members` says that the equation only selects members. Such an
+    equation is not a reason to move a whole server array to the workers. `by_shard` says that it
+    must be evaluated for all members of a shard at once.
     """
 
     in_axes: tuple[int | None, ...]
     reducer: str
     partial: Callable[[Eqn, Sequence[Any], Shard], Any]
-    picks: bool = field(default=False, kw_only=True)
+    selects_members: bool = field(default=False, kw_only=True)
     by_shard: bool = field(default=False, kw_only=True)
 
 

@@ -102,7 +102,7 @@ def _applied(matrices: jax.Array, x: jax.Array, shard: Shard, block: int) -> jax
     return _decomposed(x, shard)[0] @ matrices[shard.start // block]
 
 
-def _picks(partial: Callable[[Eqn, Any, Shard], Any]) -> Callable[..., ReductionRule | None]:
+def _selecting(partial: Callable[[Eqn, Any, Shard], Any]) -> Callable[..., ReductionRule | None]:
     def found(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
         if axes[0] != 0:
             return None
@@ -113,14 +113,14 @@ def _picks(partial: Callable[[Eqn, Any, Shard], Any]) -> Callable[..., Reduction
 
 
 @rule("qr_of_shards")
-@_picks
+@_selecting
 def _factors_rule(eqn: Eqn, x: Any, shard: Shard) -> Any:
     rows = aval_of(eqn.inputs[0]).shape[0]
     return PICK.partial(*_factors(x, shard, eqn.params["block"], rows))
 
 
 @rule("first_q_of_shards")
-@_picks
+@_selecting
 def _first_rule(eqn: Eqn, x: Any, shard: Shard) -> Any:
     first = _first(x, shard)
     return PICK.partial(first, jnp.broadcast_to(shard.start == 0, first.shape[:1]))

@@ -19,7 +19,17 @@ from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_t
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
-from beamjax.plan.steps import Block, Branch, Fitted, Lane, Loop, Map, PaddingCheck, Plan, walk
+from beamjax.plan.steps import (
+    Block,
+    Branch,
+    Bucketed,
+    FusedBuffer,
+    Loop,
+    Map,
+    PaddingCheck,
+    Plan,
+    walk,
+)
 from beamjax.sources.padded_bytes import bucket_shares, padding_text
 from beamjax.sources.padding import MORE_PADDING
 from beamjax.sources.source_base import Source
@@ -123,14 +133,14 @@ def _padding_check(
     fixed = [*step.broadcasts, *(name for name in step.operands if name not in padded)]
     if any(plan.values[name] != other.values[name] for name in fixed):
         return None
-    if [_kinds(lane) for lane in step.lanes] != [_kinds(lane) for lane in longer.lanes]:
+    if [_kinds(buffer) for buffer in step.buffers] != [_kinds(buffer) for buffer in longer.buffers]:
         return None
     shapes = tuple(other.values[name].shape for name in longer.operands)
-    return PaddingCheck(shapes, longer.body, longer.short_body, longer.lanes)
+    return PaddingCheck(shapes, longer.body, longer.short_body, longer.buffers)
 
 
-def _kinds(lane: Lane) -> tuple[Any, ...]:
-    return lane.kind, lane.dtype, [(r.result, r.reducer) for r in lane.reductions]
+def _kinds(buffer: FusedBuffer) -> tuple[Any, ...]:
+    return buffer.kind, buffer.dtype, [(r.result, r.reducer) for r in buffer.reductions]
 
 
 def _bodies_of(check: PaddingCheck) -> list[str]:
@@ -171,7 +181,7 @@ def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan |
     """Merges the plans for all buckets; `plan` is for the longest. Or why that is impossible."""
     names = [plan.inputs[i].placed for i in mine if plan.inputs[i].placed is not None]
     bodies = dict(plan.bodies)
-    found: dict[str, list[Fitted]] = {}
+    found: dict[str, list[Bucketed]] = {}
     for other in others:
         pairs = _pairs(plan, other, names)
         if pairs is None:
@@ -180,12 +190,14 @@ def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan |
             if step.body != shorter.body:
                 shapes = tuple(other.values[name].shape for name in shorter.operands)
                 found.setdefault(step.name, []).append(
-                    Fitted(shapes, shorter.body, shorter.short_body)
+                    Bucketed(shapes, shorter.body, shorter.short_body)
                 )
         bodies |= other.bodies
     if any(body.python for body in bodies.values()):
         return "a body runs as Python"
-    steps = _changed(plan.steps, lambda step: replace(step, fitted=tuple(found.get(step.name, ()))))
+    steps = _changed(
+        plan.steps, lambda step: replace(step, bucketed=tuple(found.get(step.name, ())))
+    )
     inputs = tuple(replace(x, short=True) if i in mine else x for i, x in enumerate(plan.inputs))
     return replace(plan, steps=steps, inputs=inputs, bodies=bodies)
 
@@ -267,7 +279,7 @@ def bucket_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tupl
     what = f"{', '.join(paths)}: members have unequal lengths. Their shards are padded"
     if reason:
         return (f"{what} to the longest, because {reason}.",)
-    count = sum(len(step.fitted) for step in _passes(plan))
+    count = sum(len(step.bucketed) for step in _passes(plan))
     most = count + len(_passes(plan))
     more = f"{count} executables more than one for each pass, {most} at most"
     return (f"{what} to {ladder} rows; {more}.",)

@@ -89,15 +89,15 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
     if step.guard is not None and step.guard.reads:
         operands[-1] = np.ones(size, np.bool_)
     execute = ShardExecutor(plan, step, served, compute_device(options.xla_threads))
-    merges = bool(step.lanes) and not is_in_files(step, mode)
+    merges = bool(step.buffers) and not is_in_files(step, mode)
     accumulators = new_accumulators(step, mode) if merges else []
 
     def run(number: int) -> None:
         shard = Shard(number, number * size, size)
         done = execute(shard, operands)
         if merges:
-            lanes = zip(step.lanes, accumulators, done.partials, strict=False)
-            add_computed(list(lanes), [], shard, done.left_out)
+            buffers = zip(step.buffers, accumulators, done.partials, strict=False)
+            add_computed(list(buffers), [], shard, done.left_out)
 
     run(0)  # Which compiles.
     seconds: list[float] = []

@@ -87,7 +87,7 @@ def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[P
         calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
         largest = max(shard_size.largest_size(stage, n, limit), size)
-        loops = can_run_sequentially(stage, step.lanes)
+        loops = can_run_sequentially(stage, step.buffers)
         found.append(
             Pass(name, stage.placement, rounds, size, step.vectorization, loops, largest, seconds)
         )

@@ -1,4 +1,4 @@
-"""What all keepers of checkpoints do: which values are saved, and which checkpoint is used."""
+"""What all checkpointers do: they choose the values to save, and the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class _Entries:
     rows: list[np.ndarray] = field(default_factory=list)
 
 
-class BaseKeeper(abc.ABC, Generic[V]):
-    """Saves the state of a run; see `tracker.Keeper`.
+class BaseCheckpointer(abc.ABC, Generic[V]):
+    """Saves the state of a run; see `tracker.Checkpointer`.
 
     Args:
       plan: that is run.

@@ -1,4 +1,4 @@
-"""Keepers of checkpoints for those who run a plan: the driver, and the plan in this process.
+"""Checkpointers of checkpoints for those who run a plan: the driver, and the plan in this process.
 
 The driver has references and sources: their files are linked into the folder, so that the bytes of
 placed values never are in the launching process. The plan in this process has arrays. Either reads
@@ -20,7 +20,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError
 from beamjax.options import Options
-from beamjax.pipelines.checkpoints.checkpointer import BaseKeeper
+from beamjax.pipelines.checkpoints.checkpointer import BaseCheckpointer
 from beamjax.pipelines.checkpoints.folder import held
 from beamjax.pipelines.checkpoints.records import check_kind, entry_type, record_of, ref_of
 from beamjax.pipelines.values.refs import Ref
@@ -46,7 +46,7 @@ from beamjax.storage.arrays import encode_arrays, plain_array
 FILE_BYTES = 16 << 20
 
 
-class DriverKeeper(BaseKeeper[Value]):
+class DriverCheckpointer(BaseCheckpointer[Value]):
     """For the driver.
 
     Args:
@@ -171,7 +171,7 @@ class DriverKeeper(BaseKeeper[Value]):
         return stack_of(spec, [e for e in entries if isinstance(e, Placed)], n, self.run_store)
 
 
-class LocalKeeper(BaseKeeper[np.ndarray]):
+class LocalCheckpointer(BaseCheckpointer[np.ndarray]):
     """For the plan in this process, whose placed values are arrays with members along axis 0.
 
     Args:
@@ -246,14 +246,16 @@ class LocalKeeper(BaseKeeper[np.ndarray]):
 
 
 @contextlib.contextmanager
-def local_keeper(plan: Plan, inputs: Inputs, options: Options) -> Iterator[LocalKeeper | None]:
+def local_checkpointer(
+    plan: Plan, inputs: Inputs, options: Options
+) -> Iterator[LocalCheckpointer | None]:
     """What keeps checkpoints of a run in this process, if the options say so.
 
     Raises:
       CheckpointError: the folder can't be used for this run.
     """
     with folder_of(options):
-        yield LocalKeeper(plan, inputs, options) if options.checkpoint else None
+        yield LocalCheckpointer(plan, inputs, options) if options.checkpoint else None
 
 
 def folder_of(options: Options) -> contextlib.AbstractContextManager[None]:

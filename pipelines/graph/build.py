@@ -192,7 +192,7 @@ class Graph:
             self.streams.setdefault(step.placement, []).append(made)
             if lasting:
                 self.live[step.placement] = made
-        if step.lanes:
+        if step.buffers:
             self._reduce(step, outputs[PARTIALS])
         for number, tag in enumerate(tags):
             outputs[tag].element_type = Environment
@@ -221,7 +221,7 @@ class Graph:
             )
         merged = partials | f"{label}/Merge" >> merge
         parts = merged | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
-        results = [r.result for lane in step.lanes for r in lane.reductions]
+        results = [r.result for buffer in step.buffers for r in buffer.reductions]
         if not finish.whole:
             types = {name: self.plan.values[name] for name in results}
             parts = self._together(step.name, parts) | f"{step.name}/Assemble" >> beam.ParDo(

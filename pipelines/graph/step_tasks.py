@@ -53,13 +53,13 @@ class StepTasks:
     def task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
         """The task of a step; with its bodies, if it reads server values to compute them."""
         static = {name: self.static[name] for name in served or () if name in self.static}
-        lanes = step.lanes if isinstance(step, Map) else ()
+        buffers = step.buffers if isinstance(step, Map) else ()
         needed = step.all_bodies if isinstance(step, Map) else (step.body,)
         bodies = {key: self._body(key) for key in needed} if served is not None else {}
-        needed_types = [r.result for lane in lanes for r in lane.reductions]
+        needed_types = [r.result for buffer in buffers for r in buffer.reductions]
         if isinstance(step, Map) and step.guard is not None:
             needed_types += step.results
-        if isinstance(step, Map) and (step.guard is not None or step.fitted):
+        if isinstance(step, Map) and (step.guard is not None or step.bucketed):
             needed_types += step.operands
         values = {name: self.plan.values[name] for name in needed_types}
         nothing: Any = {

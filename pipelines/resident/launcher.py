@@ -179,7 +179,7 @@ class _Segment:
             lines = b"".join(sorted(by_tag[DROPPED]))
             self._dropped += decode_file(encode_file(lines), step.name)
         self._find_written(step, written)
-        if step.lanes:
+        if step.buffers:
             self._reduce(step, by_tag[PARTIALS])
         for number, _ in enumerate(step.combines):
             self._combine(step, number, by_tag[combined(number)])
@@ -212,7 +212,7 @@ class _Segment:
             for environment in made:
                 self._take(environment)
             return
-        results = [r.result for lane in step.lanes for r in lane.reductions]
+        results = [r.result for buffer in step.buffers for r in buffer.reductions]
         self._assemble(step, made, results)
 
     def _merging(self, step: Map) -> StepFn:

@@ -2,7 +2,7 @@
 
 The coders are deterministic, and nothing in an element is pickled: arrays and names go through
 `beamjax.storage.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A
-partial result is a plain `tuple[str, bytes]` (lane, encoded accumulator); Beam has coders for it.
+partial result is a plain `tuple[str, bytes]` (buffer, encoded accumulator); Beam has coders for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from beamjax.storage import arrays as wire
 T = TypeVar("T")
 
 Partial = tuple[str, bytes]
-"""Lane (reduction, leaf and piece, as text) and encoded accumulator."""
+"""FusedBuffer (reduction, leaf and piece, as text) and encoded accumulator."""
 
 MAX_ELEMENT_BYTES = 2**31 - 2**20
 """What gRPC and protobuf can carry at all, with room for their own headers."""

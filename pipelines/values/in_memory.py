@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 
-class Shelf:
+class MemoryStore:
     """What a store keeps in the memory of this process, by name; thread-safe.
 
     Args:
@@ -63,22 +63,22 @@ class Shelf:
         self.release([name for name in (*self._arrays, *self._sums) if name not in live])
 
 
-_shelves: dict[str, Shelf] = {}
+_memory_stores: dict[str, MemoryStore] = {}
 
 
-def open_shelf(root: str, limit: int) -> None:
+def open_memory_store(root: str, limit: int) -> None:
     """From now on the store in a folder keeps sums, and arrays of so many bytes, in memory."""
-    _shelves[root] = Shelf(limit)
+    _memory_stores[root] = MemoryStore(limit)
 
 
-def shelf_of(root: str) -> Shelf | None:
+def memory_store_of(root: str) -> MemoryStore | None:
     """That of the store in a folder, if it has one."""
-    return _shelves.get(root)
+    return _memory_stores.get(root)
 
 
-def close_shelf(root: str) -> None:
+def close_memory_store(root: str) -> None:
     """Forgets what a store has in memory, and that it may have any."""
-    _shelves.pop(root, None)
+    _memory_stores.pop(root, None)
 
 
 def is_fixed(array: np.ndarray) -> bool:

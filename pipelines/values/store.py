@@ -20,7 +20,7 @@ import numpy as np
 from beamjax.bodies.transfer_time import transferring
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.pipelines.values.flat_chunks import CHUNK_OVERHEAD, assemble, pack
-from beamjax.pipelines.values.in_memory import Shelf, is_fixed, shelf_of
+from beamjax.pipelines.values.in_memory import MemoryStore, is_fixed, memory_store_of
 from beamjax.pipelines.values.refs import (
     SUFFIX,
     Ref,
@@ -74,9 +74,9 @@ class Store:
             object.__setattr__(self, "root", os.path.abspath(self.root))
 
     @property
-    def _shelf(self) -> Shelf | None:
+    def _memory_store(self) -> MemoryStore | None:
         """What it keeps in the memory of this process, where it may keep anything there."""
-        return shelf_of(self.root)
+        return memory_store_of(self.root)
 
     @classmethod
     def temporary(cls, parent: str | None = None) -> Store:
@@ -141,27 +141,27 @@ class Store:
         Returns, raises:
             As `put`.
         """
-        shelf = self._shelf
+        memory = self._memory_store
         nbytes = sum(array.nbytes for array in arrays)
-        if shelf is None or nbytes <= INLINE_BYTES or not shelf.has_room(nbytes):
+        if memory is None or nbytes <= INLINE_BYTES or not memory.has_room(nbytes):
             return self.put(arrays, hint, inline=inline, hashed=hashed)
         with transferring():
             arrays = _plain(arrays, hint)
             fixed = [a if own or is_fixed(a) else aligned.copy(a) for a in arrays]
             name = file_name(unique_key(), hint)
-            shelf.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
+            memory.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
         return ref_to_files(leaves_of(arrays), [(name, nbytes)])
 
     def is_held(self, ref: Ref) -> bool:
         """Whether a value is in the memory of this process, as `hold` may have it."""
-        shelf = self._shelf
-        return shelf is not None and any(shelf.get(name) is not None for name, _ in ref.files)
+        memory = self._memory_store
+        return memory is not None and any(memory.get(name) is not None for name, _ in ref.files)
 
     def release(self, refs: Iterable[Ref]) -> None:
         """Forgets held values that nobody will ask for."""
-        shelf = self._shelf
-        if shelf is not None:
-            shelf.release(name for ref in refs for name, _ in ref.files)
+        memory = self._memory_store
+        if memory is not None:
+            memory.release(name for ref in refs for name, _ in ref.files)
 
     def _put(self, arrays: Sequence[Any], hint: str, inline: bool, hashed: bool) -> Ref:
         arrays = _plain(arrays, hint)
@@ -232,9 +232,9 @@ class Store:
         Raises:
             SourceError: if they cannot be removed.
         """
-        shelf = self._shelf
-        if shelf is not None:
-            shelf.sweep(live)
+        memory = self._memory_store
+        if memory is not None:
+            memory.sweep(live)
         try:
             gone = [n for n in file_io.names(self.root) if n not in live and n.endswith(_SUFFIXES)]
             file_io.remove_files(self.root, gone)
@@ -288,8 +288,8 @@ class Store:
         path = f"{self.root}/{name}"
         if not is_name(name):
             raise ArrayFormatError(f"{path}: not a file name that a store gives.")
-        shelf = self._shelf
-        held = None if shelf is None else shelf.get(name)
+        memory = self._memory_store
+        held = None if memory is None else memory.get(name)
         if held is not None:
             return held
         try:

@@ -30,9 +30,9 @@ from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.merging import is_in_files
 from beamjax.plan.shard import Shard, shard_errors, shards
 from beamjax.plan.steps import Map, Server
-from beamjax.runtime import pace
+from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.large_reductions import WideLanes
+from beamjax.runtime.large_reductions import LargeBuffers
 from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulator, read_shard
 from beamjax.telemetry.meters import Meter, recorder_for
 from beamjax.telemetry.progress import Tally
@@ -64,7 +64,7 @@ class MapShards(ComputeFn):
     """One pass over shards: reads, computes, and reduces what one bundle holds.
 
     Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
-    earlier passes. Blocks with the results go out as the main output, partials of lanes as
+    earlier passes. Blocks with the results go out as the main output, partials of buffers as
     `PARTIALS`, those of combine number i as `combined(i)`, and members that are dropped as
     `DROPPED`. On a worker with several devices shards are dealt to them; what comes out, and in
     which order, is the same.
@@ -119,7 +119,7 @@ class MapShards(ComputeFn):
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[ValueRange, Any] | None = None
-        self.wide: WideLanes | None = None
+        self.wide: LargeBuffers | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
         self.spent = Tally()
@@ -182,8 +182,8 @@ class MapShards(ComputeFn):
         assert self.dealer is not None
         alone = self.dealer.devices == (None,) and not self.execute[0].calls_back
         body = self.task.step.body
-        if alone and pace.pays_in_bundle(body):
-            count = pace.threads_in_bundle(body, self.task.threads)
+        if alone and shard_times.pays_in_bundle(body):
+            count = shard_times.threads_in_bundle(body, self.task.threads)
             self.turns = [CpuTurn() for _ in range(count)]
             self.dealer = Dealer([turn.device for turn in self.turns])
 
@@ -203,7 +203,7 @@ class MapShards(ComputeFn):
             found = self.execute[device % len(self.execute)](shard, arrays, lost)
         meter.lap("compute")
         if not self.turns:
-            pace.learn(self.task.step.body, meter, begun)
+            shard_times.learn(self.task.step.body, meter, begun)
         return _Done(shard, operands, meter, found)
 
     def _finish(self, done: _Done) -> Iterator[Any]:
@@ -255,25 +255,25 @@ class MapShards(ComputeFn):
             return self.execute[0].unread(shard, self.reader)
 
     def _add(self, shard: Shard, found: Computed) -> None:
-        lanes = self.task.step.lanes
+        buffers = self.task.step.buffers
         if self.in_files:
             if self.wide is None:
-                self.wide = WideLanes(self.task.step, self.mode, scratch_of(self.task.store))
+                self.wide = LargeBuffers(self.task.step, self.mode, scratch_of(self.task.store))
             with self.task.at_work("merging", shard):
-                self.wide.add(shard.index, found.partials[: len(lanes)], found.left_out)
+                self.wide.add(shard.index, found.partials[: len(buffers)], found.left_out)
             self.accumulators = {}
         if self.accumulators is None:
             self.accumulators = {
-                piece: new_accumulator(lanes[piece.lane], piece.stop - piece.start, self.mode)
+                piece: new_accumulator(buffers[piece.buffer], piece.stop - piece.start, self.mode)
                 for piece in accumulator_ranges(self.task.step)
             }
         partials = found.partials
         parts = []
         for piece, accumulator in self.accumulators.items():
-            whole = partials[piece.lane]
+            whole = partials[piece.buffer]
             part = None if whole is None else whole[piece.start : piece.stop]
-            parts.append((lanes[piece.lane], accumulator, part))
-        trees = list(zip(self.trees, partials[len(lanes) :], strict=True))
+            parts.append((buffers[piece.buffer], accumulator, part))
+        trees = list(zip(self.trees, partials[len(buffers) :], strict=True))
         with self.task.at_work("merging", shard):
             add_computed(parts, trees, shard, found.left_out)
 

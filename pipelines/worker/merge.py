@@ -26,7 +26,7 @@ from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.shard import shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
-from beamjax.runtime.shard_executor import finish_lane, finish_tree, join_shards
+from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
 from beamjax.storage import aligned
 from beamjax.telemetry.meters import Reports
 
@@ -175,11 +175,11 @@ class FinishPieces(StepFn):
         key, data = element
         piece = ValueRange.from_key(key)
         plan, step = plan_with_size(self.task, served), self.task.step
-        lane, where = step.lanes[piece.lane], (piece.start, piece.stop)
+        buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
         with self.times.measured():
             accumulator = _live(data, self.task.store)
             provenance = self.task.accept(accumulator.provenance)
-            found = finish_lane(plan, step, lane, accumulator, where)
+            found = finish_buffer(plan, step, buffer, accumulator, where)
             values = {}
             for name, offset, part in found:
                 hold = self.task.store.hold

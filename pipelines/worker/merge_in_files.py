@@ -22,8 +22,8 @@ from beamjax.pipelines.worker.tasks import StepFn, Task
 from beamjax.plan.buffer_ranges import ValueRange, key_of
 from beamjax.plan.steps import Map
 from beamjax.runtime.large_reductions import (
+    LargeBuffers,
     Terms,
-    WideLanes,
     decoded_terms,
     encoded_terms,
     finished_sections,
@@ -44,9 +44,9 @@ def scratch_of(store: Store) -> Scratch:
 
 
 def terms_of_bundle(
-    wide: WideLanes, store: Store, provenance: Provenance = UNKNOWN
+    wide: LargeBuffers, store: Store, provenance: Provenance = UNKNOWN
 ) -> Iterator[tuple[str, bytes]]:
-    """What a bundle sends of lanes that are too large for memory."""
+    """What a bundle sends of buffers that are too large for memory."""
     for section, terms in wide.terms():
         terms.provenance = provenance
         yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
@@ -71,11 +71,11 @@ class MergeSections(StepFn):
 
     def terms(self, section: ValueRange, elements: Iterable[bytes]) -> Terms[Any]:
         """All terms of a section; those that are too many to be open at once are merged."""
-        lane, terms = self.task.step.lanes[section.lane], Terms[Any]()
+        buffer, terms = self.task.step.buffers[section.buffer], Terms[Any]()
         for data in elements:
             terms += _received(data)
             if len(terms.rows) >= MAX_OPEN:
-                terms = merge_terms(section, lane, self.mode, terms, self._array, _kept)
+                terms = merge_terms(section, buffer, self.mode, terms, self._array, _kept)
         return terms
 
     def _array(self, where: Ref | np.ndarray) -> np.ndarray:
@@ -94,11 +94,11 @@ class MergeSectionGroup(MergeSections):
     def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
         key = element[0].rpartition("|")[0]
         section = ValueRange.from_key(key)
-        lane, store = self.task.step.lanes[section.lane], self.task.store
+        buffer, store = self.task.step.buffers[section.buffer], self.task.store
         with self.times.measured(), self.task.at_work("merging"):
             terms = self.terms(section, element[1])
             merged = merge_terms(
-                section, lane, self.mode, terms, self._array, lambda array: _save(store, array)
+                section, buffer, self.mode, terms, self._array, lambda array: _save(store, array)
             )
         yield key, _sent(merged)
 
@@ -113,9 +113,9 @@ class FinishSections(MergeSections):
         self, element: tuple[str, Iterable[bytes]], *served: Environment
     ) -> Iterator[Environment]:
         section, step = ValueRange.from_key(element[0]), self.task.step
-        plan, lane = plan_with_size(self.task, served), step.lanes[section.lane]
+        plan, buffer = plan_with_size(self.task, served), step.buffers[section.buffer]
         parts = {}
-        for r in lane.reductions:
+        for r in buffer.reductions:
             start, stop = max(section.start, r.offset), min(section.stop, r.offset + r.size)
             if start < stop or not r.size:
                 dtype = np.dtype(plan.values[r.result].dtype)
@@ -129,7 +129,7 @@ class FinishSections(MergeSections):
         with self.times.measured(), self.task.at_work("merging"):
             terms = self.terms(section, element[1])
             provenance = self.task.accept(terms.provenance)
-            pieces = merged_pieces(section, lane, self.mode, terms, self._array)
+            pieces = merged_pieces(section, buffer, self.mode, terms, self._array)
             finished_sections(plan, step, section, pieces, room)
         put = self.task.store.put
         yield Environment(

@@ -68,7 +68,7 @@ def test_bytes_of_a_plain_sum():
     assert set(step.executables) == set(facts.executable_bytes) == {"cpu", "cuda"}
     assert min(step.executables.values()) > 100
     (reduction,) = step.reductions
-    assert (reduction.reducer, reduction.lane, reduction.nbytes) == ("sum", "sum float32", 20)
+    assert (reduction.reducer, reduction.buffer, reduction.nbytes) == ("sum", "sum float32", 20)
     assert [(e.source, e.target, e.nbytes) for e in facts.edges] == [
         ("args[0]", step.name, 12), ("args[1]", step.name, 420), (step.name, "result", 20),
     ]  # fmt: skip

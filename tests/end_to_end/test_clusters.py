@@ -67,8 +67,8 @@ def stages(w, x):
     y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
     mean = bj.reduce_mean(y)
     z = bj.map_fn(lambda v, u: jnp.sum((v - mean) ** 3) * u, (y, x))
-    lanes = bj.reduce_max(z), bj.reduce_sum(z), bj.reduce_any(z > 1), bj.reduce_prod(y)
-    return mean, z, lanes, jnp.sort(z), y @ y.T, x[2]
+    buffers = bj.reduce_max(z), bj.reduce_sum(z), bj.reduce_any(z > 1), bj.reduce_prod(y)
+    return mean, z, buffers, jnp.sort(z), y @ y.T, x[2]
 
 
 W = np.random.default_rng(1).normal(size=3).astype(np.float32)

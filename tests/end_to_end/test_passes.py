@@ -121,7 +121,7 @@ def decomposed(x):
     return jnp.linalg.qr(x), jnp.linalg.svd(x - jnp.mean(x, 0, keepdims=True), full_matrices=False)
 
 
-def fitted(x):
+def bucketed(x):
     return jnp.linalg.lstsq(x[:, :2], x[:, 2])[0], jnp.linalg.cond(x), jnp.linalg.pinv(x)
 
 
@@ -129,7 +129,7 @@ PASSES = [
     mapped, mapped_with_numbers, mapped_with_a_loop, slope_of_mapped, totals_of_a_scan,
     running_sums, running_products, running_extremes, slope_of_running_sums, totals_of_totals,
     sums_in_rounds, differences, autocovariances, second_differences, rolled, slope_of_differences,
-    decomposed, fitted,
+    decomposed, bucketed,
 ]  # fmt: skip
 
 

@@ -151,9 +151,9 @@ def test_provenance_travels_with_partials_and_values():
     assert len(found.encode()) < len(plain) + 400
     other = decode_accumulator(found.encode())
     other.provenance |= B
-    for lane in ("sum", "max", "prod", "any"):
-        dtype = np.dtype("bool" if lane == "any" else "int32")
-        one, two = (make_accumulator(lane, dtype, 2) for _ in range(2))
+    for reduction in ("sum", "max", "prod", "any"):
+        dtype = np.dtype("bool" if reduction == "any" else "int32")
+        one, two = (make_accumulator(reduction, dtype, 2) for _ in range(2))
         one.provenance, two.provenance = A, B
         one.merge(decode_accumulator(two.encode()))
         assert decode_accumulator(one.encode()).provenance == A | B

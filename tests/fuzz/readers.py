@@ -114,12 +114,12 @@ def _array_seeds(_: Path) -> list[bytes]:
 
 def _accumulator_seeds(_: Path) -> list[bytes]:
     found = []
-    for lane, dtype, mode in (
+    for reduction, dtype, mode in (
         ("sum", "float32", "exact"), ("sum", "complex64", "exact"), ("sum", "float32", "fast"),
         ("prod", "float32", "exact"), ("max", "float64", "exact"), ("max", "complex64", "exact"),
         ("any", "bool", "exact"), ("sum", "int32", "exact"),
     ):  # fmt: skip
-        accumulator = make_accumulator(lane, np.dtype(dtype), 5, mode=mode)  # type: ignore[arg-type]
+        accumulator = make_accumulator(reduction, np.dtype(dtype), 5, mode=mode)  # type: ignore[arg-type]
         found.append(accumulator.encode())
         for shard in (0, 1, 3):
             accumulator.add(np.arange(5).astype(dtype), shard)

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.plan import merging as module
 from beamjax.plan.merging import accumulator_bytes, fan_out, workers_of
-from beamjax.plan.steps import Lane, Map
+from beamjax.plan.steps import FusedBuffer, Map
 
 GIB = 1 << 30
 
 
-def step(*lanes):
-    return Map("m", "clients", "body", (), (), (), lanes)
+def step(*buffers):
+    return Map("m", "clients", "body", (), (), (), buffers)
 
 
 def floats(gib):
-    return step(Lane("sum", "float32", int(gib * GIB) // 4, ()))
+    return step(FusedBuffer("sum", "float32", int(gib * GIB) // 4, ()))
 
 
 def test_bytes_of_a_value_in_an_accumulator():
@@ -40,11 +40,11 @@ def test_bytes_of_a_value_in_an_accumulator():
         ("any", "bool", "exact", 1, 1),
     ):
         for size, shards in ((1 << 15, 1), (100, 300)):
-            lane = Lane(kind, dtype, size, ())
+            buffer = FusedBuffer(kind, dtype, size, ())
             accumulator = make_accumulator(kind, np.dtype(dtype), size, mode=mode)
             for shard in range(shards):
                 accumulator.add((rng.normal(size=size) * shards).astype(dtype), shard)
-            told = accumulator_bytes(lane, mode), accumulator_bytes(lane, mode, most=True)
+            told = accumulator_bytes(buffer, mode), accumulator_bytes(buffer, mode, most=True)
             nbytes = accumulator.nbytes
             if told != (each * size, most * size) or not (
                 nbytes == each * size if shards == 1 else nbytes <= most * size + 2**18
@@ -94,7 +94,7 @@ def test_seconds_of_both_ways():
 
 @given(st.integers(0, 1 << 32), st.none() | st.integers(1, 10**6), st.none() | st.integers(1, 999))
 def test_groups_are_few_and_the_other_number_is_not_clearly_faster(size, shards, workers):
-    found = fan_out(step(Lane("sum", "float32", size, ())), shards, workers, "exact")
+    found = fan_out(step(FusedBuffer("sum", "float32", size, ())), shards, workers, "exact")
     assert 1 <= found.groups <= max(1, workers or 1)
     assert found.groups**2 <= max(1, min(shards or 256, module.MAX_PARTIALS))
     if found.other and (workers or 1) > found.pieces:

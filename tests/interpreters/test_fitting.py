@@ -74,7 +74,7 @@ def passes(found):
 def test_shards_are_padded_to_their_bucket(program):
     source = clients(buckets=[8, 16, 32, LONGEST])
     steps = passes(planned(program, W, source, **SHARDS))
-    assert [len(step.fitted) for step in steps] == [3] * len(steps)
+    assert [len(step.bucketed) for step in steps] == [3] * len(steps)
     expected = jax.jit(program)(W, padded(source))
     found = local(program, W, source)
     assert_close(found, expected, 2e-5, 1e-6)
@@ -122,7 +122,7 @@ def test_programs_that_need_the_length_are_padded_to_the_longest():
     for body, reason in reasons.items():
         program, source = bj.program(clients=None)(body), clients()
         found = planned(program, source)
-        assert not any(step.fitted for step in passes(found))
+        assert not any(step.bucketed for step in passes(found))
         (note,) = found.notes
         assert reason in note
         assert reason in str(bj.explain(program, source))

@@ -16,7 +16,7 @@ def guards(fn, **options):
     """The plan of a function, and whether each pass reads what was dropped, and hands it on."""
     plan = plan_of(bj.program(placements={"clients": N})(fn), X, **options)
     passes = [step for step in walk(plan.steps) if isinstance(step, Map)]
-    return plan, [step.guard and (step.guard.reads, step.guard.tells) for step in passes]
+    return plan, [step.guard and (step.guard.reads, step.guard.emits_mask) for step in passes]
 
 
 def one_pass(x):

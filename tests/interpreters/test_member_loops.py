@@ -143,7 +143,7 @@ def test_beam_gives_the_same_bits():
         program_of(lambda w, x: [fn(w, x) for fn in ONE_PASS.values()]),
         *(program_of(OTHERS[name][0]) for name in
           ("rounds that reduce", "rounds in rounds", "scan over members")),
-        lambda w, x: (fitted(W4, A, LABELS), in_rounds(W4, A)),
+        lambda w, x: (bucketed(W4, A, LABELS), in_rounds(W4, A)),
     ]  # fmt: skip
     for fn in programs:
         local = bj.run(fn, W, X, runner="local", options=OPTIONS)
@@ -160,8 +160,8 @@ def log_likelihood(w, x, y):
 
 
 @bj.program(clients=N)
-def fitted(w, x, y):
-    """A model is fitted to one part of the members and tried on another."""
+def bucketed(w, x, y):
+    """A model is bucketed to one part of the members and tried on another."""
     loss, slope = jax.value_and_grad(log_likelihood)(w, x[:15], y[:15])
     best = w + slope
     return loss, best, log_likelihood(best, x[4:], y[4:])
@@ -183,9 +183,9 @@ def sliced_and_sorted(x):
 
 
 def test_programs_that_slice_members():
-    check(fitted, W4, A, LABELS, gathered=0)
+    check(bucketed, W4, A, LABELS, gathered=0)
     check(in_rounds, W4, A, gathered=0)
-    fn = lambda w, x: fitted(w, x, LABELS)[2]
+    fn = lambda w, x: bucketed(w, x, LABELS)[2]
     check(jax.jit(jax.grad(fn, argnums=(0, 1))), W4, A, gathered=0)
     check(jax.vmap(fn, in_axes=(None, 1)), W4, jnp.stack([A, -A], 1), gathered=0)
 

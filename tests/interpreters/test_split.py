@@ -275,18 +275,23 @@ def many(w, x):
 def test_reductions_of_a_pass_share_accumulators():
     (step,) = plan_of(many, W, V, **OPTIONS).steps
     assert (step.name, step.placement) == ("map_clients_0", "clients")
-    lanes = {(lane.kind, lane.dtype): lane for lane in step.lanes}
-    assert set(lanes) == {("sum", "float32"), ("max", "float32"), ("sum", "int32"), ("any", "bool")}
-    floats = lanes["sum", "float32"]
+    buffers = {(buffer.kind, buffer.dtype): buffer for buffer in step.buffers}
+    assert set(buffers) == {
+        ("sum", "float32"),
+        ("max", "float32"),
+        ("sum", "int32"),
+        ("any", "bool"),
+    }
+    floats = buffers["sum", "float32"]
     assert sorted((r.reducer, r.dtype, r.size) for r in floats.reductions) == [
         ("mean", "float32", 3), ("sum", "bfloat16", 3),
         ("sum", "float32", 3), ("sum", "float32", 9),
     ]  # fmt: skip
-    for lane in step.lanes:
-        offsets = [(r.offset, r.size) for r in lane.reductions]
+    for buffer in step.buffers:
+        offsets = [(r.offset, r.size) for r in buffer.reductions]
         assert offsets[0][0] == 0
         assert all(a + b == c for (a, b), (c, _) in itertools.pairwise(offsets))
-        assert sum(offsets[-1]) == lane.size
+        assert sum(offsets[-1]) == buffer.size
     check(many, W, V)
 
 

@@ -35,7 +35,7 @@ EXTREMES = [*FLOATS, *INTEGERS, "int4", "uint4", "int2", "bool", "complex64", "c
 N = 17
 """Members: two shards of eight and one more."""
 
-LANES = [
+REDUCTIONS = [
     *itertools.product(["sum", "prod"], NUMBERS),
     *itertools.product(["max", "min"], EXTREMES),
     *itertools.product(["any", "all"], ["bool"]),
@@ -61,9 +61,9 @@ def random_values(rng, shape, dtype):
     return values
 
 
-def added(lane, rows, *, mode="exact", shards=itertools.count):
+def added(reduction, rows, *, mode="exact", shards=itertools.count):
     """An accumulator of rows, which are shards 0, 1, ..."""
-    accumulator = make_accumulator(lane, rows.dtype, rows.shape[1], mode=mode)
+    accumulator = make_accumulator(reduction, rows.dtype, rows.shape[1], mode=mode)
     for shard, row in zip(shards(), rows, strict=False):
         accumulator.add(row, shard)
     return accumulator
@@ -85,8 +85,8 @@ def in_any_tree(vectors, make, rng):
     return parts[0]
 
 
-def in_a_tree(lane, values, seed=0, mode="exact"):
-    make = lambda: make_accumulator(lane, values.dtype, values.shape[1], mode=mode)
+def in_a_tree(reduction, values, seed=0, mode="exact"):
+    make = lambda: make_accumulator(reduction, values.dtype, values.shape[1], mode=mode)
     return in_any_tree(values, make, random.Random(seed))
 
 
@@ -96,12 +96,12 @@ def in_a_tree(lane, values, seed=0, mode="exact"):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_bits_do_not_depend_on_the_order():
     faults = []
-    for lane, name in LANES:
+    for reduction, name in REDUCTIONS:
         dtype = dtype_of(name)
         for seed in range(4):
             values = random_values(np.random.default_rng(seed), (11, 6), dtype)
             before = values.tobytes()
-            merged = [in_a_tree(lane, values, tree) for tree in range(6)]
+            merged = [in_a_tree(reduction, values, tree) for tree in range(6)]
             results = {each.total(0, 6, dtype).tobytes() for each in merged}
             encoded = {each.encode() for each in merged}
             again = decode_accumulator(min(encoded)).total(2, 5, dtype)
@@ -109,34 +109,34 @@ def test_bits_do_not_depend_on_the_order():
             if (len(results), len(encoded), values.tobytes()) != (1, 1, before) or (
                 again.tobytes() != part.tobytes()
             ):
-                faults.append((lane, name, seed))
+                faults.append((reduction, name, seed))
     assert faults == []
 
 
 def test_an_empty_accumulator_and_the_identity_change_nothing():
     faults = []
-    for lane, name in LANES:
+    for reduction, name in REDUCTIONS:
         dtype = dtype_of(name)
         values = random_values(np.random.default_rng(1), (1, 4), dtype)
         for mode in ("exact", "fast"):
-            empty = decode_accumulator(make_accumulator(lane, dtype, 4, mode=mode).encode())
-            full = make_accumulator(lane, dtype, 4, mode=mode)
+            empty = decode_accumulator(make_accumulator(reduction, dtype, 4, mode=mode).encode())
+            full = make_accumulator(reduction, dtype, 4, mode=mode)
             full.add(values[0], 3)
             alone = full.encode()
             full.merge(empty)
             empty.merge(full)
-            nothing = make_accumulator(lane, dtype, 0, mode=mode)
+            nothing = make_accumulator(reduction, dtype, 0, mode=mode)
             nothing.add(values[0, :0], 0)
             found = decode_accumulator(nothing.encode()).total(0, 0, dtype)
             if not empty.encode() == full.encode() == alone or found.shape != (0,):
-                faults.append((lane, name, mode))
-        identity = make_accumulator(lane, dtype, 4).total(0, 4, dtype)
-        other, only = make_accumulator(lane, dtype, 4), make_accumulator(lane, dtype, 4)
+                faults.append((reduction, name, mode))
+        identity = make_accumulator(reduction, dtype, 4).total(0, 4, dtype)
+        other, only = make_accumulator(reduction, dtype, 4), make_accumulator(reduction, dtype, 4)
         other.add(identity, 9)
         for each in (other, only):
             each.add(values[0], 3)
         if other.total(0, 4, dtype).tobytes() != only.total(0, 4, dtype).tobytes():
-            faults.append((lane, name, "identity"))
+            faults.append((reduction, name, "identity"))
     assert faults == []
 
 
@@ -192,10 +192,10 @@ def test_complex_extremes_go_by_the_real_part_first():
         "max": [2 + 1j, 1 + 3j, 2j, complex(nan, 1), 2 + 0j],
         "min": [1 + 5j, 1 + 2j, 1j, complex(nan, 1), complex(1, nan)],
     }
-    for lane in wanted:
-        found = in_a_tree(lane, values).total(0, 5, values.dtype)
-        np.testing.assert_array_equal(found, np.complex64(wanted[lane]))
-        np.testing.assert_array_equal(found[:3], getattr(jnp, lane)(values, axis=0)[:3])
+    for reduction in wanted:
+        found = in_a_tree(reduction, values).total(0, 5, values.dtype)
+        np.testing.assert_array_equal(found, np.complex64(wanted[reduction]))
+        np.testing.assert_array_equal(found[:3], getattr(jnp, reduction)(values, axis=0)[:3])
 
 
 def test_products_are_in_float64_and_rounded_once():
@@ -210,8 +210,8 @@ def test_products_are_in_float64_and_rounded_once():
 
 
 def test_integers_wrap_around():
-    for lane, other, wanted in (("sum", 1, -(2**31)), ("prod", -2, 2)):
-        found = added(lane, np.array([[2**31 - 1], [other]], np.int32))
+    for reduction, other, wanted in (("sum", 1, -(2**31)), ("prod", -2, 2)):
+        found = added(reduction, np.array([[2**31 - 1], [other]], np.int32))
         assert found.total(0, 1, np.int32)[0] == wanted
 
 
@@ -322,18 +322,18 @@ def test_complex_extremes_at_infinity(op, mode):
 
 
 def test_other_lanes_dtypes_and_partials_are_refused():
-    for options in ({"lane": "median"}, {"mode": "quick"}):
+    for options in ({"reduction": "median"}, {"mode": "quick"}):
         with pytest.raises(OptionsError, match=f"{min(options)} {options[min(options)]!r}"):
-            make_accumulator(**{"lane": "sum", "dtype": np.float32, "size": 1, **options})
-    for lane, dtype in [
+            make_accumulator(**{"reduction": "sum", "dtype": np.float32, "size": 1, **options})
+    for reduction, dtype in [
         ("sum", "float16"), ("sum", "bool"), ("prod", "bfloat16"), ("any", "int32"), ("max", "S3"),
         ("max", "O"), ("min", "datetime64[s]"), ("sum", "longdouble"),
     ]:  # fmt: skip
         with pytest.raises(StructureError, match="expected"):
-            make_accumulator(lane, dtype_of(dtype), 1)
+            make_accumulator(reduction, dtype_of(dtype), 1)
     with pytest.raises(BeamjaxError, match="expected float32"):
         make_accumulator("sum", np.float32, 2).add(np.zeros(2, np.int32), 0)
-    make = lambda lane, mode="exact": make_accumulator(lane, np.float32, 1, mode=mode)
+    make = lambda reduction, mode="exact": make_accumulator(reduction, np.float32, 1, mode=mode)
     for one, other in [
         (make("max"), make("min")), (make("sum"), make("prod")),
         (make("sum"), make("sum", "fast")), (make("sum", "fast"), make("prod", "fast")),
@@ -393,9 +393,9 @@ HOSTILE = {
         *(entry(2, (0, 1), value) for value in (8, 0)),
         lambda a, m: [a[0], a[1], np.concatenate([a[2], a[2]])],
     ],
-    "running": [fields(lane="max"), fields(lane=None), fields(dtype="bool"),
+    "running": [fields(reduction="max"), fields(reduction=None), fields(dtype="bool"),
                 lambda a, m: [a[0][:-1]]],
-    "extreme": [fields(lane="sum"), fields(dtype="complex64"), lambda a, m: [a[0][:, :-1]]],
+    "extreme": [fields(reduction="sum"), fields(dtype="complex64"), lambda a, m: [a[0][:, :-1]]],
     "ordered_product": [
         *(entry(0, (0, 0), value) for value in (-1, 63)),
         *(entry(0, (0, 1), value) for value in (-1, 1 << 62)),
@@ -409,9 +409,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_bytes_are_refused(kind):
-    lane, dtype = KINDS[kind]
+    reduction, dtype = KINDS[kind]
     rows = np.array([[1e9, 1.125 / (shard + 1), -3] for shard in (0, 2, 5)]).astype(dtype)
-    accumulator = added(lane, rows, shards=lambda: (0, 2, 5))
+    accumulator = added(reduction, rows, shards=lambda: (0, 2, 5))
     if kind == "exact_sum":
         accumulator.add(np.float32([0, 1e-20, np.inf]), 6)
     assert accumulator.name == kind

@@ -22,7 +22,7 @@ THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
 
 @bj.program(clients=N)
 def everything(w, x):
-    """Blocks, environments, gathers, server steps, several lanes, placed results."""
+    """Blocks, environments, gathers, server steps, several buffers, placed results."""
     y = bj.map_fn(lambda v: jnp.tanh(v) * w, x)
     mean = bj.reduce_mean(y)
     scale = jnp.linalg.norm(mean)

@@ -17,11 +17,11 @@ from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import spill as parcels
+from beamjax.pipelines.worker import spill
 from beamjax.pipelines.worker.merge import AccumulatorCoder, MergeAccumulators
 from beamjax.pipelines.worker.spill import LOCAL_BYTES, REMOTE_BYTES, receive, send
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, buffer_ranges, key_of
-from beamjax.plan.steps import Lane, Map
+from beamjax.plan.steps import FusedBuffer, Map
 from beamjax.storage import files
 
 RNG = np.random.default_rng(0)
@@ -48,10 +48,10 @@ def test_lanes_are_cut_to_pieces():
     for size, expected in (
         (0, [(0, 0)]), (1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 4), (4, 5)]), (8, [(0, 4), (4, 8)]),
     ):  # fmt: skip
-        found = buffer_ranges(7, Lane("sum", "float32", size, ()), 4)
-        assert [(p.lane, p.start, p.stop) for p in found] == [(7, *piece) for piece in expected]
-    lanes = (Lane("sum", "float32", 3 << 20, ()), Lane("max", "int8", 2, ()))
-    pieces = accumulator_ranges(Map("m", "clients", "body", (), (), (), lanes))
+        found = buffer_ranges(7, FusedBuffer("sum", "float32", size, ()), 4)
+        assert [(p.buffer, p.start, p.stop) for p in found] == [(7, *piece) for piece in expected]
+    buffers = (FusedBuffer("sum", "float32", 3 << 20, ()), FusedBuffer("max", "int8", 2, ()))
+    pieces = accumulator_ranges(Map("m", "clients", "body", (), (), (), buffers))
     assert [piece.stop - piece.start for piece in pieces] == [1 << 20] * 3 + [2]
     assert [ValueRange.from_key(key_of(piece)) for piece in pieces] == pieces
     assert len({key_of(piece) for piece in pieces}) == len(pieces)
@@ -101,7 +101,7 @@ def test_the_coder_of_accumulators():
 
 @pytest.mark.parametrize("repeat", [0, 1])
 def test_a_merge_in_a_pipeline(repeat, tmp_path, monkeypatch):
-    monkeypatch.setattr(parcels, "LOCAL_BYTES", 10)  # All are files on their way.
+    monkeypatch.setattr(spill, "LOCAL_BYTES", 10)  # All are files on their way.
     options = PipelineOptions([f"--direct_runner_bundle_repeat={repeat}"])
     store = Store(str(tmp_path))
 
@@ -171,7 +171,7 @@ def test_files_have_64_mib_and_at_a_url_elements_may_be_larger(tmp_path, monkeyp
 
 
 def test_large_ones_stay_in_memory_where_one_process_runs_all(store, tmp_path):
-    in_process.open_shelf(store.root, limit=0)
+    in_process.open_memory_store(store.root, limit=0)
     try:
         small = summed([1, 2, 3])
         assert send(store, small) == small.encode()
@@ -181,12 +181,12 @@ def test_large_ones_stay_in_memory_where_one_process_runs_all(store, tmp_path):
         with pytest.raises(SourceError, match="was merged before"):  # It may have changed there.
             receive(store, element)
         element = send(store, LARGE)
-        in_process.shelf_of(store.root).sweep(())
+        in_process.memory_store_of(store.root).sweep(())
         with pytest.raises(SourceError, match="not in this process"):
             receive(store, element)
         element = send(store, LARGE)
     finally:
-        in_process.close_shelf(store.root)
+        in_process.close_memory_store(store.root)
     with pytest.raises(SourceError, match="not in this process"):
         receive(store, element)
     assert not list(tmp_path.iterdir())
@@ -200,12 +200,12 @@ def test_files_that_are_gone_or_damaged(tmp_path):
     with pytest.raises(ArrayFormatError, match=r"has \d+ bytes, expected \d+"):
         receive(store, element)
     path.unlink()
-    with pytest.raises(SourceError, match="cannot read a sum on its way"):
+    with pytest.raises(SourceError, match="cannot read a partial result"):
         receive(store, element)
     with pytest.raises(ArrayFormatError):
         receive(store, element[:-1])
     for name in ("../x.arrays", "/etc/passwd", 7):
-        element = parcels.encode_arrays([], {"parcel": [name], "nbytes": 1})
+        element = spill.encode_arrays([], {"spilled": [name], "nbytes": 1})
         with pytest.raises(ArrayFormatError, match="not a file name"):
             receive(store, element)
 

@@ -11,7 +11,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.pipelines.worker.devices import AHEAD, CpuTurn, Dealer, _turns
-from beamjax.runtime import pace
+from beamjax.runtime import shard_times
 from beamjax.runtime.shard_executor import ShardExecutor
 
 TWO = ("first", "second")
@@ -131,8 +131,8 @@ def reduced(x):
 def read_in(monkeypatch):
     """The threads in which shards are read and computed, with shards that are always long."""
     for name in ("LONG_IN_BUNDLE", "SURELY_LONG"):
-        monkeypatch.setattr(pace, name, 0.0)
-    monkeypatch.setattr(pace, "threads_in_bundle", lambda body, most: most)
+        monkeypatch.setattr(shard_times, name, 0.0)
+    monkeypatch.setattr(shard_times, "threads_in_bundle", lambda body, most: most)
     threads = []
     compute = ShardExecutor._called
 
@@ -164,8 +164,10 @@ def test_a_bundle_reads_while_it_computes(read_in):
 
 def test_a_body_that_keeps_all_cores_busy_has_one_thread(monkeypatch):
     for cores, threads in ((1.0, 4), (1.9, 2), (4.2, 1), (40.0, 1)):
-        monkeypatch.setattr(pace, "_paces", {"body": pace._Pace(1.0, cores, True)})
-        assert pace.threads_in_bundle("body", 4) == threads
+        monkeypatch.setattr(
+            shard_times, "_times", {"body": shard_times._ShardTime(1.0, cores, True)}
+        )
+        assert shard_times.threads_in_bundle("body", 4) == threads
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -20,9 +20,9 @@ SIZE = 1 << 20
 @pytest.fixture
 def store(tmp_path):
     store = Store(str(tmp_path))
-    in_process.open_shelf(store.root, limit=3 * 4 * SIZE)
+    in_process.open_memory_store(store.root, limit=3 * 4 * SIZE)
     yield store
-    in_process.close_shelf(store.root)
+    in_process.close_memory_store(store.root)
 
 
 def files_of(store):
@@ -102,12 +102,12 @@ MARKS = {"processes": pytest.mark.long}  # They are slow to start.
 @pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, ())) for way in WAYS])
 def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_path):
     options, held = WAYS[way]
-    shelves, files = [], []
-    open_shelf, sweep = in_process.open_shelf, Store.sweep
+    stores_in_memory, files = [], []
+    open_memory_store, sweep = in_process.open_memory_store, Store.sweep
 
     def opened(root, limit):
-        open_shelf(root, limit)
-        shelves.append(root)
+        open_memory_store(root, limit)
+        stores_in_memory.append(root)
 
     def swept(self, live):
         files.extend(
@@ -115,7 +115,7 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
         )
         sweep(self, live)
 
-    monkeypatch.setattr(in_process, "open_shelf", opened)
+    monkeypatch.setattr(in_process, "open_memory_store", opened)
     monkeypatch.setattr(Store, "sweep", swept)
     w = np.linspace(-1, 1, 1_100_000, dtype=np.float32)
     x = np.arange(1, 5, dtype=np.float32)
@@ -123,9 +123,9 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
     found = bj.run(rounds, w, x, options=options)
     expected = bj.run(rounds, w, x, runner="local")
     assert_same_bits(found, expected)
-    assert bool(shelves) == held
+    assert bool(stores_in_memory) == held
     assert bool(files) != held
-    assert all(in_process.shelf_of(root) is None for root in shelves)
+    assert all(in_process.memory_store_of(root) is None for root in stores_in_memory)
 
 
 def test_checkpoints_link_files(tmp_path):

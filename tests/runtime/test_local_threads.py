@@ -14,7 +14,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import SourceError, StagingError
-from beamjax.runtime import pace, passes
+from beamjax.runtime import passes, shard_times
 from beamjax.runtime.ordered_pool import OrderedPool
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.telemetry.meters import Meter
@@ -32,7 +32,7 @@ SERIAL = {"local_threads": 1, "shard_size": 8}
 def always_in_threads(monkeypatch):
     """However short shards are; and the threads are gone at the end."""
     for name in ("LONG", "LONG_PASS", "SURELY_LONG"):
-        monkeypatch.setattr(pace, name, 0.0)
+        monkeypatch.setattr(shard_times, name, 0.0)
     before = set(threading.enumerate())
     yield
     left = [t for t in set(threading.enumerate()) - before if t.name.startswith("beamjax shards")]
@@ -265,7 +265,7 @@ def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monke
     numbers = []
     monkeypatch.setattr(passes, "OrderedPool", lambda n, check: numbers.append(n) or OrderedPool(n))
     monkeypatch.setattr(passes.time, "process_time", lambda: clock[0])
-    monkeypatch.setattr(pace, "_paces", {})
+    monkeypatch.setattr(shard_times, "_times", {})
     taken = []
     jobs = (taken.append(i) or done(seconds, cores, 0.5 if i == 0 else 0.0) for i in range(20))
     for number, _ in enumerate(passes.computed(jobs, 20, threads, "body", lambda: None), 1):

@@ -49,9 +49,9 @@ def test_a_shard(executor):
         found = execute(Shard(0, 0, len(rows)), [rows])
         np.testing.assert_array_equal(found.results[0], rows * 2)
         values = {}
-        for lane, partial in zip(step.lanes, found.partials, strict=True):
-            assert (partial.shape, partial.dtype) == ((lane.size,), lane.dtype)
-            for r in lane.reductions:
+        for buffer, partial in zip(step.buffers, found.partials, strict=True):
+            assert (partial.shape, partial.dtype) == ((buffer.size,), buffer.dtype)
+            for r in buffer.reductions:
                 values[r.reducer, r.dtype] = partial[r.offset : r.offset + r.size]
         np.testing.assert_array_equal(values["max", "float32"], rows.max(0))
         np.testing.assert_array_equal(values["sum", "bool"], (rows > 3).sum(0))

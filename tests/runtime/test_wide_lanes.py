@@ -18,9 +18,9 @@ from beamjax.pipelines.worker.tasks import Task
 from beamjax.plan import buffer_ranges
 from beamjax.plan import merging as fan_out
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, file_ranges, key_of
-from beamjax.plan.steps import Lane, Map, Plan, Reduction, ValueType
+from beamjax.plan.steps import FusedBuffer, Map, Plan, Reduction, ValueType
 from beamjax.runtime import large_reductions as wide_lanes
-from beamjax.runtime.large_reductions import Terms, WideLanes, decoded_terms, encoded_terms
+from beamjax.runtime.large_reductions import LargeBuffers, Terms, decoded_terms, encoded_terms
 from beamjax.runtime.shard_executor import new_accumulator
 from beamjax.storage.scratch import Scratch
 
@@ -29,11 +29,11 @@ RNG = np.random.default_rng(5)
 X = (RNG.normal(size=(N, SIZE)) * 10.0 ** RNG.integers(-20, 20, (N, SIZE))).astype(np.float32)
 
 
-def step(*lanes):
-    return Map("m", "clients", "body", (), (), (), lanes)
+def step(*buffers):
+    return Map("m", "clients", "body", (), (), (), buffers)
 
 
-# --- lanes are cut to pieces, without a gap
+# --- buffers are cut to pieces, without a gap
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 20))
@@ -41,16 +41,18 @@ def test_cuts_cover_a_piece(start, size, limit):
     cut = list(ValueRange(3, start, start + size).cut(limit))
     assert [piece.start for piece in cut[1:]] == [piece.stop for piece in cut[:-1]]
     assert (cut[0].start, cut[-1].stop) == (start, start + size)
-    assert all(piece.lane == 3 and piece.stop - piece.start <= limit for piece in cut)
+    assert all(piece.buffer == 3 and piece.stop - piece.start <= limit for piece in cut)
 
 
 def test_sections_have_the_bytes_of_a_file_and_keys_of_their_own(monkeypatch):
-    lanes = step(Lane("sum", "float32", 3 << 20, ()), Lane("max", "int8", 2, ()))
-    pieces = [*accumulator_ranges(lanes), *file_ranges(lanes)]
+    buffers = step(FusedBuffer("sum", "float32", 3 << 20, ()), FusedBuffer("max", "int8", 2, ()))
+    pieces = [*accumulator_ranges(buffers), *file_ranges(buffers)]
     assert [ValueRange.from_key(key_of(piece)) for piece in pieces] == pieces
     monkeypatch.setattr(buffer_ranges, "SECTION_BYTES", 1000)
     for dtype, values in (("float32", 250), ("float64", 125), ("int8", 1000)):
-        sections = file_ranges(step(Lane("sum", dtype, 2100, ()), Lane("max", dtype, 1, ())))
+        sections = file_ranges(
+            step(FusedBuffer("sum", dtype, 2100, ()), FusedBuffer("max", dtype, 1, ()))
+        )
         assert sections[0] == ValueRange(0, 0, values)
         assert sections[-1] == ValueRange(1, 0, 1)
 
@@ -85,7 +87,7 @@ def test_means_leave_out_members_that_are_dropped(runner, in_files):
 
 # --- parts of runs
 
-LANE = Lane("sum", "float32", 30, (Reduction("y", "mean", "float32", 0, 30),))
+BUFFER = FusedBuffer("sum", "float32", 30, (Reduction("y", "mean", "float32", 0, 30),))
 
 
 @given(
@@ -94,21 +96,21 @@ LANE = Lane("sum", "float32", 30, (Reduction("y", "mean", "float32", 0, 30),))
     st.integers(1, 8),
 )
 def test_any_partials_give_the_bits_of_an_accumulator(added, rows, piece):
-    whole = new_accumulator(LANE, 30, "exact")
+    whole = new_accumulator(BUFFER, 30, "exact")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide_lanes, "MAX_ROWS", rows)
         patch.setattr(buffer_ranges, "RANGE_VALUES", piece)
         patch.setattr(buffer_ranges, "SECTION_BYTES", 40)
-        lanes = WideLanes(step(LANE), "exact", Scratch())
+        buffers = LargeBuffers(step(BUFFER), "exact", Scratch())
         for row, left_out in added:
             partial = X[row, :30] if left_out else None
-            lanes.add(row, [partial], left_out)
+            buffers.add(row, [partial], left_out)
             whole.left_out += left_out
             if partial is not None:
                 whole.add(partial, row)
         values = {"y": ValueType((5, 6), "float32")}
         plan = Plan("p", {"clients": 400}, {"clients": 8}, values, (), (), (), {}, False, "")
-        (found,) = lanes.results(plan).values()
+        (found,) = buffers.results(plan).values()
     assert found.shape == (5, 6)
     assert found.tobytes() == whole.mean(0, 30, 400, np.dtype(np.float32)).tobytes()
 
@@ -119,7 +121,7 @@ def test_terms_as_text():
     assert again == terms
 
 
-STEP = step(Lane("sum", "float32", 500, (Reduction("y", "sum", "float32", 0, 500),)))
+STEP = step(FusedBuffer("sum", "float32", 500, (Reduction("y", "sum", "float32", 0, 500),)))
 ROWS = X[:9, :500]
 
 
@@ -144,10 +146,10 @@ def task(tmp_path, monkeypatch):
 
 
 def bundle(task, rows):
-    lanes = WideLanes(STEP, "exact", Scratch())
+    buffers = LargeBuffers(STEP, "exact", Scratch())
     for shard in rows:
-        lanes.add(shard, [ROWS[shard]], 0)
-    return list(wide.terms_of_bundle(lanes, task.store))
+        buffers.add(shard, [ROWS[shard]], 0)
+    return list(wide.terms_of_bundle(buffers, task.store))
 
 
 def grouped(elements):

@@ -185,7 +185,7 @@ def test_what_was_done_in_the_end(fn, members, done, runner):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_steps_on_the_server_and_merges_are_timed(runner, monkeypatch):
     slow(monkeypatch, "run_server", 0.3, evaluate, passes, workers, combiners)
-    for name in ("finish_lane", "finish_tree"):
+    for name in ("finish_buffer", "finish_tree"):
         slow(monkeypatch, name, 0.3, evaluate, passes, workers, combiners)
     with bj.launch(served, X, runner=runner, options={"shard_size": 8}) as job:
         job.result()
@@ -364,7 +364,7 @@ def test_a_pipeline_has_metrics_by_the_names_of_its_steps(monkeypatch):
     assert [len(times[f"{step}/merge_ms"]) for step in steps] == [2, 2]
 
     slow(monkeypatch, "run_server", 0.1, workers)
-    for name in ("finish_lane", "finish_tree"):
+    for name in ("finish_buffer", "finish_tree"):
         slow(monkeypatch, name, 0.1, combiners)
     _, times = metrics(served)
     (server,) = [name for name in times if name.startswith("server_") and "compute" in name]

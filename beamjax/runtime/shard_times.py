@@ -24,7 +24,7 @@ _MAX_KNOWN = 1024
 
 
 @dataclass
-class _Pace:
+class _ShardTime:
     """Seconds of a shard at least, the cores that it kept busy, and whether these are known."""
 
     seconds: float
@@ -32,7 +32,7 @@ class _Pace:
     known: bool
 
 
-_paces: dict[Hashable, _Pace] = {}
+_times: dict[Hashable, _ShardTime] = {}
 
 
 def learn(body: Hashable, meter: Meter, begun: float) -> None:
@@ -43,23 +43,23 @@ def learn(body: Hashable, meter: Meter, begun: float) -> None:
       meter: what measured it.
       begun: `time.process_time()` before it was computed.
     """
-    before = _paces.get(body)
+    before = _times.get(body)
     if before is not None and before.known:
         return
     seconds = max(meter.seconds, 1e-6)
     cores = (time.process_time() - begun) / seconds
     if before is None:
-        if len(_paces) >= _MAX_KNOWN:
-            _paces.pop(next(iter(_paces)))
+        if len(_times) >= _MAX_KNOWN:
+            _times.pop(next(iter(_times)))
         # Compiling is done on all cores: these tell nothing then.
-        _paces[body] = _Pace(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
+        _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
     else:
-        _paces[body] = _Pace(min(seconds, before.seconds), cores, True)
+        _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)
 
 
 def pays(body: Hashable, left: int | None) -> bool:
     """Whether threads gain anything for so many shards of a body; None for any number."""
-    found = _paces.get(body)
+    found = _times.get(body)
     if found is None or not found.known or found.seconds < LONG:
         return False
     return left is None or (left > 1 and left * found.seconds >= LONG_PASS)
@@ -67,7 +67,7 @@ def pays(body: Hashable, left: int | None) -> bool:
 
 def pays_in_bundle(body: Hashable) -> bool:
     """Whether one thread gains anything that computes, while another one reads and adds up."""
-    found = _paces.get(body)
+    found = _times.get(body)
     return found is not None and found.known and found.seconds >= LONG_IN_BUNDLE
 
 
@@ -85,6 +85,6 @@ def threads(body: Hashable, most: int) -> int:
 
 
 def _share(body: Hashable, most: int) -> int:
-    found = _paces[body]
+    found = _times[body]
     most = min(most, max(FEW, int(found.seconds / HELD)))
     return min(most, round(most / max(found.cores, 1.0)))
