@@ -1,7 +1,5 @@
 """What users of beamjax name. `beamjax` has all of it, and imports it when it is first named."""
 
-from beamjax.comparing import Difference as Difference
-from beamjax.comparing import diff as diff
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
 from beamjax.errors import CheckpointError as CheckpointError
@@ -21,6 +19,8 @@ from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import Explanation as Explanation
 from beamjax.explanation import explain as explain
+from beamjax.jobs.comparison import Difference as Difference
+from beamjax.jobs.comparison import diff as diff
 from beamjax.jobs.job import Job as Job
 from beamjax.jobs.job import JobState as JobState
 from beamjax.jobs.job import open_job as open_job

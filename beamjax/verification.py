@@ -20,6 +20,7 @@ from beamjax.call_checks import by_position
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
+from beamjax.numerics.ulp import NAN_DISTANCE, real_parts, ulp_distance, unsigned_difference
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import name_of
 from beamjax.sources.streams.chunks import members_of
@@ -31,10 +32,6 @@ ADVICE = (
     "(jax_enable_x64), where rounding shrinks and errors do not. beamjax.explain(fn, *args) shows "
     "the step that each result comes from."
 )
-
-
-NAN_DISTANCE = int(np.iinfo(np.uint64).max)
-"""The distance of NaN to a number."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +291,7 @@ def float_tolerance(
       rtol: by default `eps ** (2/3)`.
       atol: by default the smallest normal number.
     """
-    parts = _parts(expected)
+    parts = real_parts(expected)
     limits = ml_dtypes.finfo(parts.dtype)
     relative = float(limits.eps) ** (2 / 3) if rtol is None else rtol
     absolute = float(limits.smallest_normal) if atol is None else atol
@@ -312,55 +309,10 @@ def absolute_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """
     if not jnp.issubdtype(a.dtype, np.inexact):
         kind = np.uint64 if a.dtype.kind in "bu" else np.int64
-        return _unsigned_difference(a.astype(kind), b.astype(kind))
-    x, y = (_parts(v).astype(np.float64) for v in (a, b))
+        return unsigned_difference(a.astype(kind), b.astype(kind))
+    x, y = (real_parts(v).astype(np.float64) for v in (a, b))
     with np.errstate(all="ignore"):
         difference = np.abs(x - y)
         difference[np.isnan(difference)] = math.inf
         difference[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
     return difference.max(axis=-1)
-
-
-def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How many representable numbers lie from each element of `a` to that of `b`.
-
-    Both zeros count as one number, and infinity follows the largest finite number. Two NaNs are
-    0 apart, whatever their payloads; NaN and a number are `NAN_DISTANCE` apart.
-
-    Args:
-      a: floats of any width, also those of ml_dtypes, or complex numbers.
-      b: of the same shape and dtype.
-
-    Returns:
-      uint64, of the arrays' shape; for complex numbers the worse of real and imaginary part.
-    """
-    x, y = _parts(a), _parts(b)
-    distance = _unsigned_difference(_ordered(x), _ordered(y))
-    with np.errstate(invalid="ignore"):  # ml_dtypes warns of signalling NaNs
-        nan_x, nan_y = np.isnan(x), np.isnan(y)
-    distance[nan_x | nan_y] = NAN_DISTANCE
-    distance[nan_x & nan_y] = 0
-    return distance.max(axis=-1)
-
-
-def _parts(x: np.ndarray) -> np.ndarray:
-    """The real numbers of an array, along a new last axis: one of a real, two of a complex one."""
-    return (
-        np.stack([np.real(x), np.imag(x)], axis=-1) if x.dtype.kind == "c" else x[..., np.newaxis]
-    )
-
-
-def _ordered(x: np.ndarray) -> np.ndarray:
-    """int64 numbers in the order of the floats, without gaps; both zeros are 0."""
-    bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.uint64)
-    if x.dtype.name == "float8_e8m0fnu":  # has no sign
-        return bits.astype(np.int64)
-    sign = np.uint64(1 << (ml_dtypes.finfo(x.dtype).bits - 1))
-    magnitude = (bits & (sign - np.uint64(1))).astype(np.int64)
-    return np.where(bits & sign != 0, -magnitude, magnitude)
-
-
-def _unsigned_difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """|x - y| of 64-bit integers as uint64, where it can't overflow."""
-    larger = np.maximum(x, y).astype(np.uint64)
-    return larger - np.minimum(x, y).astype(np.uint64)

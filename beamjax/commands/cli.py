@@ -20,7 +20,7 @@ COMMANDS = {
     "jobs": ("beamjax.commands.jobs", "list, show, cancel, resume, replay or compare jobs"),
     "cache": ("beamjax.commands.cache", "what a folder of the option cache holds, or clear it"),
     "completion": ("beamjax.commands.completion", "a script for bash, zsh or fish"),
-    "doctor": ("beamjax.doctor", "what this machine can run, and what it lacks"),
+    "doctor": ("beamjax.commands.doctor", "what this machine can run, and what it lacks"),
     "flink": (
         "beamjax.pipelines.clusters.flink_command",
         "a Flink cluster on this machine for Beam",

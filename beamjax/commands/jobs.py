@@ -263,7 +263,7 @@ def _replay(arguments: argparse.Namespace) -> Answer:
 
 def _diff(arguments: argparse.Namespace) -> Answer:
     """Compares two jobs; the status is 1 if a bit of their results differs."""
-    from beamjax.comparing import diff
+    from beamjax.jobs.comparison import diff
 
     found = diff(_folder(arguments.job).path, _folder(arguments.other).path)
     return Answer({"difference": vars(found)}, str(found), FAILED if found else DONE)

@@ -24,8 +24,7 @@ from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops import autodiff as _derivatives  # noqa: F401  (registers the rules)
 from beamjax.ops import collectives, primitives, sharding
-from beamjax.ops import error_checks as _error_checks  # noqa: F401
-from beamjax.ops import taylor as _taylor  # noqa: F401
+from beamjax.ops import experimental as _experimental  # noqa: F401
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from beamjax import doctor
-from beamjax.commands import checks
+from beamjax.commands import checks, cli, doctor
 from beamjax.commands.checks import ABSENT, FAILED, OK, WARNING, Finding
 
 
@@ -224,7 +223,7 @@ MISSING = Finding("devices", FAILED, "cpu, expected gpu", "install a driver")
 
 def test_what_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda *required: iter(FOUND))
-    assert doctor.main([]) == 0
+    assert cli.main(["doctor"]) == 0
     lines = (
         "ok       Python: 3.12.1\n"
         "warning  jaxlib: 0.11\n"
@@ -233,16 +232,16 @@ def test_what_is_printed(monkeypatch, capsys):
         "         -> install Java\n"
     )
     assert capsys.readouterr().out == lines + "\nall that is needed is there\n"
-    assert doctor.main(["--json"]) == 0
+    assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
     assert [Finding(**record) for record in found["findings"]] == FOUND
 
     monkeypatch.setattr(doctor, "examine", lambda *required: iter([*FOUND, MISSING]))
-    assert doctor.main([]) == 1
+    assert cli.main(["doctor"]) == 1
     mend = "FAILED   devices: cpu, expected gpu\n         -> install a driver\n"
     assert capsys.readouterr().out == f"{lines}{mend}\n1 to mend: devices\n"
-    assert doctor.main(["--json"]) == 1
+    assert cli.main(["doctor", "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["ok"]
 
 
@@ -250,9 +249,9 @@ def test_arguments_are_what_is_required(monkeypatch):
     asked = []
     monkeypatch.setattr(doctor, "examine", lambda *required: asked.append(required) or [])
     flags = ["--require-platform=gpu", "--require-runner=FlinkRunner", "--work-folder=gs://b/x"]
-    doctor.main(flags)
+    cli.main(["doctor", *flags])
     assert asked == [("gpu", ["FlinkRunner"], "gs://b/x", False)]
-    assert doctor.main(["--require-platform=npu"]) == 2
+    assert cli.main(["doctor", "--require-platform=npu"]) == 2
 
 
 def test_all_is_looked_at_in_order(monkeypatch, tmp_path):
@@ -266,7 +265,14 @@ def test_all_is_looked_at_in_order(monkeypatch, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("platform", "status"), [("cpu", 0), ("tpu", 1)])
 def test_this_machine(platform, status):
-    command = [sys.executable, "-m", "beamjax.doctor", "--json", f"--require-platform={platform}"]
+    command = [
+        sys.executable,
+        "-m",
+        "beamjax",
+        "doctor",
+        "--json",
+        f"--require-platform={platform}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}

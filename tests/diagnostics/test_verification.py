@@ -14,13 +14,12 @@ from programs import N, X, rnd
 import beamjax
 from beamjax import execution, sources
 from beamjax.errors import OptionsError, StagingError, VerificationError
+from beamjax.numerics.ulp import NAN_DISTANCE, ulp_distance
 from beamjax.verification import (
-    NAN_DISTANCE,
     absolute_difference,
     compare,
     compare_leaf,
     float_tolerance,
-    ulp_distance,
     verify,
 )
 

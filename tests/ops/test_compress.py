@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 import beamjax as bj
 from beamjax.errors import OutsideProgramError, PlacementError, StructureError
 from beamjax.ops import compress
-from beamjax.ops.fields import bits_for, compressed_p, fields_of, num_words, pack, unpack
+from beamjax.ops.compress import bits_for, compressed_p, fields_of, num_words, pack, unpack
 
 N, SIZE = 24, 50
 RNG = np.random.default_rng(0)

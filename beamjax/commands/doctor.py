@@ -1,10 +1,9 @@
-"""`beamjax doctor`: what a machine or an image can run, what is missing, and how to mend it."""
+"""`beamjax doctor`: what a machine or an image can run, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -104,14 +103,3 @@ _MARKS = {OK: "ok     ", WARNING: "warning", FAILED: "FAILED ", ABSENT: "-      
 def _line(finding: Finding) -> str:
     line = f"{_MARKS[finding.status]}  {finding.name}: {finding.found}"
     return f"{line}\n{'':9}-> {finding.mend}" if finding.mend else line
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m beamjax.doctor`, the same as `beamjax doctor`."""
-    from beamjax.commands import cli
-
-    return cli.main(["doctor", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

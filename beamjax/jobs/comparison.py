@@ -14,9 +14,9 @@ from beamjax.bodies.export import unwrap
 from beamjax.errors import JobError
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.jobs.report import Report
+from beamjax.numerics.ulp import ulp_distance
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
-from beamjax.verification import ulp_distance
 
 
 @dataclass(frozen=True)
