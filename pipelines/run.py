@@ -31,9 +31,9 @@ from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Output, Plan, ValueType, size_name
+from beamjax.runtime.control_flow import starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.placed_results import NOTHING, Kept
-from beamjax.runtime.tracker import starts_anew
 from beamjax.sources import live_spec, register, release
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource

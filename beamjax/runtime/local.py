@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +18,11 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.plan.liveness import Position, step_index
+from beamjax.plan.liveness import live_before, made, used
 from beamjax.plan.one_pass import open_placements, split
 from beamjax.plan.shard import Shard, shard_errors, shards
 from beamjax.plan.steps import (
-    Block,
-    Branch,
     Gather,
-    Loop,
     Map,
     Plan,
     Scatter,
@@ -35,6 +31,7 @@ from beamjax.plan.steps import (
     size_name,
 )
 from beamjax.runtime.cached_shards import cached_shards
+from beamjax.runtime.control_flow import Checkpointer, ControlFlow, starts_anew
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
@@ -42,7 +39,6 @@ from beamjax.runtime.ordered_pool import computing_threads
 from beamjax.runtime.passes import Done, Sums, computed
 from beamjax.runtime.placed_results import HANDED_BYTES, NOTHING, Kept
 from beamjax.runtime.shard_executor import ShardExecutor, read_shard
-from beamjax.runtime.tracker import Checkpointer, Tracker, starts_anew
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.streams.chunks import MemberBlock
@@ -87,8 +83,8 @@ def evaluate(
     monitor.letters.begin(anew=starts_anew(checkpointer))
     run = _Evaluation(plan, inputs, options, monitor, checkpointer, results)
     if options.shard_timeout is None:
-        return run.outputs()
-    return bounded(run.outputs, run.table)
+        return run.evaluated()
+    return bounded(run.evaluated, run.table)
 
 
 def values_before(
@@ -104,8 +100,8 @@ def values_before(
       rounds: the number of rounds of loops that are over by then.
 
     Returns:
-      All raw arrays that were computed before, by name; placed ones have their members along axis
-      0.
+      Raw arrays that were computed before and are needed from there on, by name; placed ones have
+      their members along axis 0.
 
     Raises:
       OptionsError: the run does not reach the step in this round.
@@ -114,9 +110,9 @@ def values_before(
     run = _Until(plan, inputs, options, Monitor(plan), None, NOTHING)
     run.target = step, rounds
     try:
-        run.outputs()
+        run.evaluated()
     except _Reached:
-        return run.served | run.placed
+        return run.values
     raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
 
@@ -125,7 +121,11 @@ Read = tuple[Shard, list[np.ndarray] | Computed, Mapping[int, str], Meter]
 it."""
 
 
-class _Evaluation:
+class _Evaluation(ControlFlow[np.ndarray]):
+    """A plan run on arrays. Placed values have their members along axis 0; placed inputs are read
+    when a pass needs them.
+    """
+
     def __init__(
         self,
         plan: Plan,
@@ -135,44 +135,65 @@ class _Evaluation:
         checkpointer: Checkpointer | None,
         results: Kept,
     ):
-        self.plan = plan
+        super().__init__(plan, inputs.server(), monitor, checkpointer)
         self.options = options
-        self.monitor = monitor
-        self.served = inputs.server()
-        self.placed: dict[str, np.ndarray] = {}
         # Server values that passes have read, and their copies.
         self.on_device: dict[str, tuple[np.ndarray, jax.Array]] = {}
         # Bodies that are known not to read padding.
         self.checked: set[str] = set()
         # Names of those that are arrays in files.
         self.mapped: set[str] = set()
-        # Entries of the stacked results of loops that are under way.
-        self.stacks: dict[str, list[np.ndarray]] = {}
         self.reader = inputs.reader()
         self.streams = inputs.streams()
-        self.checkpointer = checkpointer
         self.results = results
-        self.tracker = Tracker(checkpointer, monitor)
         self.table = Table()
         self.threads = computing_threads(options)
         self.device = compute_device(options.xla_threads)
-        self.wanted = {out.value for out in plan.outputs if out.value is not None}
-        if checkpointer is not None:
-            self.bind(checkpointer.values)
-            self.stacks.update(checkpointer.stacks)
+        self.outputs = {out.value for out in plan.outputs if out.value is not None}
 
-    def outputs(self) -> dict[str, np.ndarray | Placed]:
+    def evaluated(self) -> dict[str, np.ndarray | Placed]:
         """Runs all steps; the outputs that are values of the plan, by name."""
-        checkpointer = self.checkpointer
-        wanted = self.wanted
         if open_placements(self.plan):
             self.one_pass()
-        elif checkpointer is None or not checkpointer.finished:
-            self.steps(self.plan.steps, checkpointer.position if checkpointer else ())
-            if checkpointer is not None:
-                self.tracker.finish({name: self.value(name) for name in sorted(wanted)})
-        made = (self.served | self.placed).items()
-        return {name: self.kept(name, array) for name, array in made if name in wanted}
+            found = {name: self.values[name] for name in self.outputs}
+        else:
+            found = self.run()
+        return {name: self.kept(name, array) for name, array in found.items()}
+
+    # ------------------------------------------------------------------------------- values
+
+    def is_served(self, name: str) -> bool:
+        return self.plan.values[name].placement is None
+
+    def value(self, name: str) -> np.ndarray:
+        if name in self.values:
+            return self.values[name]
+        return self.members(name, 0, self.plan.sizes[self.plan.values[name].placement or ""])
+
+    def members(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Some members of a placed value."""
+        if name in self.values:
+            return self.values[name][start:stop]
+        return self.reader.read([name], start, stop)[name]
+
+    def scalar(self, value: np.ndarray) -> int:
+        return int(value)
+
+    def entry(self, name: str, whole: np.ndarray, index: int) -> np.ndarray:
+        return whole[index] if self.is_served(name) else whole[:, index]
+
+    def stacked(self, name: str, entries: Sequence[np.ndarray]) -> np.ndarray:
+        if entries:
+            return np.stack(entries, axis=0 if self.is_served(name) else 1)
+        value = self.plan.values[name]
+        members = () if value.placement is None else (self.plan.sizes[value.placement],)
+        return np.empty((*members, *value.shape), np.dtype(value.dtype))
+
+    def drop(self, names: Iterable[str]) -> None:
+        names = set(names)
+        super().drop(names)
+        for name in names:
+            self.on_device.pop(name, None)
 
     def kept(self, name: str, array: np.ndarray) -> np.ndarray | Placed:
         """A result, in files if it is to be."""
@@ -191,7 +212,7 @@ class _Evaluation:
         if found is not None:
             self.mapped.add(name)
             return found
-        if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.wanted:
+        if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.outputs:
             return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
 
@@ -202,11 +223,11 @@ class _Evaluation:
     def one_pass(self) -> None:
         """Runs all steps of a plan whose members are counted as they are read."""
         before, after = split(self.plan)
-        self.steps(before)
+        self.segment(before, "", live_before(after, self.outputs))
         if open_placements(self.plan):  # No step reads members: they are counted all the same.
             (placement,) = open_placements(self.plan)
             collections.deque(self.streamed(self.plan.shard_sizes[placement]), maxlen=0)
-        self.steps(after)
+        self.segment(after, "", self.outputs)
 
     def streamed(self, size: int) -> Iterator[MemberBlock]:
         """The blocks of the members of unknown number, which is known at the end."""
@@ -217,16 +238,18 @@ class _Evaluation:
             yield block
         (placement,) = open_placements(self.plan)
         self.plan = replace(self.plan, sizes={**self.plan.sizes, placement: n})
-        self.served[size_name(placement)] = np.asarray(n, np.int32)
+        self.values[size_name(placement)] = np.asarray(n, np.int32)
 
-    def steps(self, steps: Sequence[Step], at: Position = ()) -> None:
-        """Runs steps; from a position on, if one is given."""
-        first = step_index(steps, at[0][0]) if at else 0
-        for step in steps[first:]:
-            self.step(step, at)
-            at = ()
+    # ----------------------------------------------------------------------------- segments
 
-    def step(self, step: Step, at: Position) -> None:
+    def segment(self, steps: Sequence[Step], prefix: str, needed: set[str]) -> None:
+        own: set[str] = set()
+        for number, step in enumerate(steps):
+            self.step(step)
+            own.update(made(step))
+            self.drop(own.difference(needed, *map(used, steps[number + 1 :])))
+
+    def step(self, step: Step) -> None:
         self.monitor.tick()
         match step:
             case Server():
@@ -235,92 +258,9 @@ class _Evaluation:
                 self.map(step)
             case Gather(operand=operand, result=result, axis=axis):
                 n = self.plan.sizes[self.plan.values[operand].placement or ""]
-                self.served[result] = np.moveaxis(self.members(operand, 0, n), 0, axis)
+                self.values[result] = np.moveaxis(self.members(operand, 0, n), 0, axis)
             case Scatter(operand=operand, result=result, axis=axis):
-                self.placed[result] = np.moveaxis(self.served[operand], axis, 0)
-            case Loop():
-                self.loop(step, at)
-            case Branch():
-                self.branch(step, at)
-
-    def loop(self, step: Loop, at: Position) -> None:
-        params = [carried.param for carried in step.carried]
-        first = 0
-        if at:
-            first = at[0][1]
-        else:
-            inits = [self.value(carried.init) for carried in step.carried]
-            self.bind(dict(zip(params, inits, strict=True)))
-            self.stacks |= {name: [] for name in step.stacked}
-        wholes = {sliced.param: self.value(sliced.operand) for sliced in step.sliced}
-        for number in itertools.count(first) if step.rounds is None else range(first, step.rounds):
-            inner = at[1:] if number == first else ()
-            if not inner and not self.goes_on(step):
-                break
-            entry = step.rounds - 1 - number if step.reverse and step.rounds else number
-            for name, whole in wholes.items():
-                self.bind({name: whole[entry] if self.is_served(name) else whole[:, entry]})
-            with self.tracker.within(step.name, number):
-                outputs = self.block(step.block, inner)
-            self.bind(dict(zip(params, outputs, strict=False)))
-            for name, array in zip(step.stacked, outputs[len(params) :], strict=True):
-                self.stacks[name].append(array)
-            values = self.served | self.placed
-            self.tracker.passed(1, (step.name, number + 1), values, self.stacks)
-            self.monitor.rounds()
-        for carried in step.carried:
-            self.bind({carried.result: self.value(carried.param)})
-        for name in step.stacked:
-            stack = self.stacks.pop(name)
-            self.bind({name: self.stacked(name, stack[::-1] if step.reverse else stack)})
-
-    def goes_on(self, step: Loop) -> bool:
-        """Whether a loop has another round, as far as its condition says so."""
-        if step.condition is None:
-            return True
-        with self.tracker.deciding():
-            return bool(self.block(step.condition)[0])
-
-    def stacked(self, name: str, entries: list[np.ndarray]) -> np.ndarray:
-        """The entries of all rounds as one array."""
-        if entries:
-            return np.stack(entries, axis=0 if self.is_served(name) else 1)
-        value = self.plan.values[name]
-        members = () if value.placement is None else (self.plan.sizes[value.placement],)
-        return np.empty((*members, *value.shape), np.dtype(value.dtype))
-
-    def branch(self, step: Branch, at: Position) -> None:
-        if at:
-            index = at[0][1]
-        else:
-            index = int(np.clip(int(self.served[step.index]), 0, len(step.blocks) - 1))
-        with self.tracker.within(step.name, index):
-            outputs = self.block(step.blocks[index], at[1:])
-        self.bind(dict(zip(step.results, outputs, strict=True)))
-
-    def block(self, block: Block, at: Position = ()) -> list[np.ndarray]:
-        """Runs a block, from a position on if one is given, and gives its outputs."""
-        self.steps(block.steps, at)
-        return [self.value(name) for name in block.outputs]
-
-    def is_served(self, name: str) -> bool:
-        return self.plan.values[name].placement is None
-
-    def value(self, name: str) -> np.ndarray:
-        """A whole value, members along axis 0."""
-        if self.is_served(name):
-            return self.served[name]
-        return self.members(name, 0, self.plan.sizes[self.plan.values[name].placement or ""])
-
-    def bind(self, values: Mapping[str, np.ndarray]) -> None:
-        """Gives values their names."""
-        for name, array in values.items():
-            (self.served if self.is_served(name) else self.placed)[name] = array
-
-    def members(self, name: str, start: int, stop: int) -> np.ndarray:
-        if name in self.placed:
-            return self.placed[name][start:stop]
-        return self.reader.read([name], start, stop)[name]
+                self.values[result] = np.moveaxis(self.values[operand], axis, 0)
 
     def computes(self) -> None:
         """This process computes something."""
@@ -330,7 +270,7 @@ class _Evaluation:
         self.computes()
         meter = Meter(step.name, 1, self.monitor)
         with self.at_work("computing", step):
-            self.served.update(run_server(self.plan, step, self.served, self.device))
+            self.values.update(run_server(self.plan, step, self.values, self.device))
         meter.lap("compute")
         meter.apart()
 
@@ -339,40 +279,40 @@ class _Evaluation:
         n = self.plan.sizes[step.placement]
         execute = self.executor(step)
         for name in step.results:
-            self.placed[name] = self.room(name, n)
+            self.values[name] = self.room(name, n)
         sums = Sums(self.plan, step, execute.trees(), self.options)
         letters = DeadLetters(self.options.drop_limit)
         for done in self.computed(step, execute):
             shard, meter = done.shard, done.meter
             meter.resume()
             if done.found.dropped:
-                self.drop(letters, done.found.dropped)
+                self.add_dropped(letters, done.found.dropped)
             for name, array in zip(step.results, done.found.results, strict=True):
-                self.placed[name] = _put(self.placed[name], shard.start, array)
+                self.values[name] = _put(self.values[name], shard.start, array)
             with self.at_work("merging", step, shard):
                 sums.add(shard, done.found)
             meter.lap("merge")
             meter.shard(shard.start, shard.count)
         self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:
-            self.placed[name] = self.placed[name][: self.plan.sizes[step.placement]]
+            self.values[name] = self.values[name][: self.plan.sizes[step.placement]]
         meter = Meter(step.name, execute.size, self.monitor)
         with self.at_work("merging", step):
-            self.served.update(sums.results(self.plan))
+            self.values.update(sums.results(self.plan))
         meter.lap("merge")
         meter.apart()
 
     def executor(self, step: Map) -> ShardExecutor:
         """What computes a pass; server values that are on the device are not put there again."""
         meter = Meter(step.name, 1, self.monitor)
-        known: dict[str, np.ndarray | jax.Array] = dict(self.served)
+        known: dict[str, np.ndarray | jax.Array] = dict(self.values)
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
                 known[name] = copy
         options = self.options
         cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
         execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
-        self.on_device |= {n: (self.served[n], copy) for n, copy in execute.broadcasts.items()}
+        self.on_device |= {n: (self.values[n], copy) for n, copy in execute.broadcasts.items()}
         meter.lap("transfer")
         meter.apart()
         return execute
@@ -401,8 +341,8 @@ class _Evaluation:
         threads = 1 if execute.calls_back else self.threads
         return computed(jobs, shards, threads, step.body, self.table.check)
 
-    def drop(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
-        """Adds members to those that a pass drops; of too many, all are told."""
+    def add_dropped(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
+        """Adds members to those that a pass drops; if they are too many, all are reported."""
         try:
             letters.add(found, self.plan.sizes)
         except WorkerError:
@@ -416,7 +356,7 @@ class _Evaluation:
 
     def read(self, step: Map, execute: ShardExecutor) -> Iterator[Read]:
         """The shards of a pass, and what is read of them."""
-        read = [name for name in step.operands if name not in self.placed]
+        read = [name for name in step.operands if name not in self.values]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         new_meter = self.meters(step, size)
         for shard in shards(n, size):
@@ -432,7 +372,7 @@ class _Evaluation:
                 yield shard, found, {}, meter
                 continue
             operands = [
-                fresh[name] if name in fresh else self.placed[name][shard.start : stop]
+                fresh[name] if name in fresh else self.values[name][shard.start : stop]
                 for name in step.operands
             ]
             meter.lap("read", sum(array.nbytes for array in fresh.values()))
@@ -459,10 +399,10 @@ class _Until(_Evaluation):
 
     target: tuple[str, int]
 
-    def step(self, step: Step, at: Position) -> None:
+    def step(self, step: Step) -> None:
         if (step.name, self.monitor.progress().rounds) == self.target:
             raise _Reached
-        super().step(step, at)
+        super().step(step)
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ class _Entries:
 
 
 class BaseCheckpointer(abc.ABC, Generic[V]):
-    """Saves the state of a run; see `tracker.Checkpointer`.
+    """Saves the state of a run; see `control_flow.Checkpointer`.
 
     Args:
       plan: that is run.
