@@ -147,7 +147,7 @@ def temporary_folder(pipeline: Any) -> str:
 def control_address(thread: threading.Thread) -> str | None:
     """Where the worker process of a `WORKER_THREAD` gets its work; None once it has ended.
 
-    Without it, runs that hang can't be told from others.
+    Without it, runs that hang look like any other.
     """
     worker = getattr(getattr(thread, "_target", None), "__self__", None)
     return getattr(worker, "_control_address", None)

@@ -182,7 +182,7 @@ class PreparedRun:
                 except BeamjaxError as error:
                     self._note_replay(error, monitor)
                     raise
-            monitor.letters.tell()
+            monitor.letters.warn()
             types = self.planned.staged.closed.out_avals
             leaves = [
                 _with_weak_type(
@@ -356,7 +356,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     parsed = parsed_options(options, LOCAL)
     if parsed.checkpoint is not None:
         raise OptionsError(
-            "checkpoint: found a folder in the options of transform, where nobody drives rounds; "
+            "checkpoint: found a folder in the options of transform, which does not drive rounds; "
             "leave it away, or use beamjax.run"
         )
     if parsed.keep is not None or parsed.results_folder is not None:
@@ -367,8 +367,8 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     for name in ("on_error", "on_nonfinite"):
         if getattr(parsed, name) == "drop":
             raise OptionsError(
-                f"{name}: found 'drop' in the options of transform, where nobody is told who was "
-                "dropped; drop elements of your own pipeline before, or use beamjax.run"
+                f"{name}: found 'drop' in the options of transform, which does not report "
+                "dropped members; drop elements of your own pipeline before, or use beamjax.run"
             )
     arguments, key, restore = _flatten("transform", fn, args)
     planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
@@ -409,7 +409,7 @@ def _refuse_streams_with_checkpoint(arguments: Sequence[Argument], options: Opti
     stream = next((argument for argument in arguments if argument.is_stream), None)
     if stream is not None and options.checkpoint is not None:
         raise OptionsError(
-            f"checkpoint: {stream.path} is a source of unknown length, of which nobody can say on "
+            f"checkpoint: {stream.path} is a source of unknown length, of which no run can know on "
             "the next start that its members are still the same; write them to files of known "
             "length (beamjax.from_npy) for a run that can go on, or leave out the option"
         )

@@ -111,7 +111,7 @@ def with_number(arguments: Sequence[Argument], n: int) -> list[Argument]:
 
 
 def notes(arguments: Sequence[Argument], reading: Reading) -> tuple[str, ...]:
-    """What people are told of the sources of unknown length of a call."""
+    """What an error message says of the sources of unknown length of a call."""
     paths = dict.fromkeys(argument.path for argument in arguments if argument.is_stream)
     what = f"{', '.join(paths)}: the number of members is unknown. They are read once"
     if not reading.counted_because:

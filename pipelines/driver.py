@@ -189,7 +189,7 @@ class Driver(ControlFlow[Value]):
         return build.Inputs(static, Sources(tuple(specs.values()), where, self.plan.x64))
 
     def _sweep(self) -> None:
-        """Removes what earlier pipelines left in the store and nobody needs."""
+        """Removes what earlier pipelines left in the store and no step needs."""
         held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
         live = self.launcher.files().union(*(value.files for value in held))
         self.store.sweep(live)

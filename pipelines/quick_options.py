@@ -12,7 +12,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 
 class QuickOptions(PipelineOptions):
-    """The same options; all who ask for a view of one type get the same one.
+    """The same options; all requests for a view of one type get the same one.
 
     Views share their values in any case: what is set in one is seen in all.
     """

@@ -180,7 +180,7 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
         if not keep and not (failed and options.keep_folder == "failed"):
             try:
                 remove_store(store)
-            except SourceError as other:  # what has failed before is what people need to know
+            except SourceError as other:  # the earlier failure is the cause
                 error.add_note(str(other))
         raise
     if not keep:

@@ -18,7 +18,7 @@ _Found = tuple[list[str], list[Any]]
 
 def remember_signatures(cls: type) -> None:
     """Has Beam find the parameters of the methods of a class, and their defaults, where they are
-    remembered: it asks `_inspect_NAME` of whoever has that.
+    remembered: it calls `_inspect_NAME` of the object that has it.
     """
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)

@@ -293,7 +293,7 @@ class FormBlocks(StepFn):
       store: where blocks go that are too large.
       names: of the values of a member.
       n: the number of members, or None if it is unknown: then the block ends with the last member
-        found, and whoever counts them has to see that it is full, or the last one.
+        found, and the step that counts them has to see that it is full, or the last one.
       size: members in a shard.
     """
 

@@ -56,7 +56,7 @@ def run(
         try:
             _wait(result, flags, look)
         except BaseException:
-            # Whoever gives up here wants no workers that go on.
+            # A run that gives up here must leave no workers that go on.
             _in_thread(result.cancel).join(_SECONDS_TO_CANCEL)
             raise
 
@@ -69,7 +69,7 @@ def run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | Non
     Args:
       pipeline: what to run.
       look: is asked while the pipeline runs.
-      end: ends the workers; None where they are threads of this process, which nobody can end.
+      end: ends the workers; None where they are threads of this process, which can't be ended.
 
     Raises:
       BeamjaxError: what `look` gave.
@@ -118,8 +118,8 @@ def _worker_threads() -> Iterator[Look]:
     Beam waits for ever if a process dies that had not yet asked for work.
 
     Yields:
-      What says that one has ended, but the pipeline has not. It can't tell the threads of several
-      pipelines at a time, and says nothing then.
+      What says that one has ended, but the pipeline has not. It can't distinguish the threads of
+      several pipelines at a time, and says nothing then.
     """
     seen: dict[threading.Thread, str] = {}
     since, mixed = float("inf"), False

@@ -1,4 +1,4 @@
-"""Seconds that JAX spends on making executables, told apart from those in which it computes."""
+"""Seconds that JAX spends on making executables, apart from those in which it computes."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
         clock = _local.clock
         clock.seconds += duration_secs
         clock.executables += event == _COMPILED
-        # JAX tells of compiling at its end only, but it compiles at once what it has lowered.
+        # JAX reports compiling at its end only, but it compiles at once what it has lowered.
         clock.since = time.monotonic() if event == _LOWERED else None
 
 
 def _count(event: str, **_: Any) -> None:
-    if event == _ASKED:  # JAX tells of a miss only where it writes what it has compiled
+    if event == _ASKED:  # JAX reports a miss only where it writes what it has compiled
         _local.clock.cache_misses += 1
     elif event == _FOUND:
         _local.clock.cache_misses -= 1

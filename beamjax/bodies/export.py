@@ -214,7 +214,7 @@ def load_body(
       body: with an artefact for the default platform of this process, or run as Python.
       members: how many a body that runs as Python is called with; the others have fixed shapes.
       device: with those beside which a body computes that holds a mesh; None for JAX's own. It is
-        the caller who chooses the device of any other body.
+        the caller, which chooses the device of any other body.
 
     Raises:
       WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it,
@@ -301,9 +301,9 @@ def run_server(
         with with_x64(plan.x64), on_device(device):
             outs = from_device(call(*(known[name] for name in step.inputs)))
     except Exception as error:
-        told = WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}")
-        told.failure = Failure(step.name)
-        raise told from error
+        failed = WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}")
+        failed.failure = Failure(step.name)
+        raise failed from error
     return dict(zip(step.outputs, outs, strict=True))
 
 

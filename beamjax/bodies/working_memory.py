@@ -1,7 +1,7 @@
 """How many bytes a compiled function needs besides its arguments, counted from its equations.
 
-What XLA itself tells is known only once it has compiled, and leaves out what its libraries take. So
-values are counted from where they are made to where they are last used. Those of elementwise
+What XLA itself reports is known only once it has compiled, and leaves out what its libraries take.
+So values are counted from where they are made to where they are last used. Those of elementwise
 operations with one reader are not, since XLA makes them as they are read.
 """
 

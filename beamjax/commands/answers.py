@@ -42,18 +42,18 @@ def give(arguments: argparse.Namespace, work: Callable[[], Answer]) -> int:
     Returns:
       The exit status.
     """
-    told: list[str] = []
+    warned: list[str] = []
     try:
-        with _collected(told):
+        with _collected(warned):
             if arguments.json:
                 with _stdout_to_stderr():
                     answer = work()
             else:
                 answer = work()
     except (Exception, KeyboardInterrupt) as error:
-        return fail(arguments, error, told)
+        return fail(arguments, error, warned)
     if arguments.json:
-        print_json({"ok": answer.status == DONE, **answer.data, "warnings": told})
+        print_json({"ok": answer.status == DONE, **answer.data, "warnings": warned})
     elif answer.text:
         print(answer.text)
     return answer.status
@@ -83,12 +83,12 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collected(told: list[str]) -> Iterator[None]:
+def _collected(warned: list[str]) -> Iterator[None]:
     """Keeps the text of warnings, which are shown as ever."""
     show = warnings.showwarning
 
     def collect(message: Any, *rest: Any, **named: Any) -> None:
-        told.append(str(message))
+        warned.append(str(message))
         show(message, *rest, **named)
 
     warnings.showwarning = collect

@@ -114,7 +114,7 @@ def _too_big(call: Call) -> str | None:
 
     arguments, _, _ = flatten_arguments(call.args)
     if any(argument.is_stream for argument in arguments):
-        return "a source has members whose number nobody knows"
+        return "a source is a stream of unknown length"
     need = sum(argument.aval.size * argument.aval.dtype.itemsize for argument in arguments)
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > free // 4:

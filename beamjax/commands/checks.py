@@ -150,8 +150,8 @@ def probe(name: str) -> tuple[dict[str, Any] | None, str]:
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1]), ""
-    told = done.stderr.strip().splitlines()
-    return None, told[-1] if told else f"exit status {done.returncode}"
+    lines = done.stderr.strip().splitlines()
+    return None, lines[-1] if lines else f"exit status {done.returncode}"
 
 
 def check_devices(required: str | None) -> Iterator[Finding]:
@@ -203,10 +203,10 @@ def _counted(names: Sequence[str]) -> str:
 def nvidia_gpus() -> list[dict[str, str]] | None:
     """What `nvidia-smi` says of each GPU; None if there is none, or no driver."""
     fields = ("name", "memory.total", "memory.used", "driver_version")
-    told = output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
-    if told is None:
+    found = output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    if found is None:
         return None
-    rows = [line.split(", ") for line in told.splitlines() if line.count(", ") == len(fields) - 1]
+    rows = [line.split(", ") for line in found.splitlines() if line.count(", ") == len(fields) - 1]
     return [dict(zip(fields, row, strict=True)) for row in rows] or None
 
 

@@ -292,7 +292,7 @@ def _line_of(folder: JobFolder) -> tuple[list[str], str]:
     line = read_command(folder)
     if line is None:
         raise OptionsError(
-            f"{folder.path}: the job was not started by `beamjax run`, so nobody knows its "
+            f"{folder.path}: the job was not started by `beamjax run`, so the folder lacks its "
             "arguments; call beamjax.run or beamjax.launch again with them. With the same "
             "option `checkpoint` it goes on from the last one"
         )

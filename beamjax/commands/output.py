@@ -33,17 +33,17 @@ def result_data(result: Any) -> list[dict[str, Any]]:
     """Each leaf as JSON values: name, dtype, shape; and all elements if there are few."""
     found = []
     for _, name, leaf in named_leaves(result):
-        told: dict[str, Any] = {"name": name}
+        facts: dict[str, Any] = {"name": name}
         if isinstance(leaf, KeyedTable):
-            told |= {"keys": len(leaf), "folder": leaf.folder}
+            facts |= {"keys": len(leaf), "folder": leaf.folder}
         elif isinstance(leaf, Placed):
-            told |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "folder": leaf.folder}
+            facts |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "folder": leaf.folder}
         else:
-            told |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+            facts |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
             if leaf.size <= SMALL:
                 array = plain(leaf)
-                told["value"] = (array.astype(str) if array.dtype.kind == "c" else array).tolist()
-        found.append(told)
+                facts["value"] = (array.astype(str) if array.dtype.kind == "c" else array).tolist()
+        found.append(facts)
     return found
 
 

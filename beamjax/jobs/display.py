@@ -12,7 +12,7 @@ from beamjax.options import Options
 from beamjax.telemetry.progress import Progress, Tally, details, in_words
 
 DELAY = 2.0
-"""Seconds after which a bar appears that nobody asked for."""
+"""Seconds after which a bar appears by default."""
 EVERY = 10.0
 """Seconds between two lines."""
 NOTEBOOK_COLUMNS = 140
@@ -33,7 +33,7 @@ def display_for(options: Options, launched: bool) -> Display | None:
 
     Args:
       options: `progress`.
-      launched: whether nobody waits for the job, so that a bar would be in the way.
+      launched: whether no caller waits for the job, so that a bar would be in the way.
     """
     wish = options.progress
     if wish is False or (wish is None and launched):

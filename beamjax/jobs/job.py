@@ -40,7 +40,7 @@ class JobState(enum.Enum):
     """What a job is doing, or how it ended.
 
     `LOST` is a job whose launching process died. Workers of a cluster may still finish what they
-    were given, but nobody collects the result.
+    were given, but no process collects the result.
     """
 
     RUNNING = "running"
@@ -180,9 +180,9 @@ class Job:
         path = f"{self.folder}/state{records.SUFFIX}"
         if error is None:
             raise ArrayFormatError(f"{path}: found no error, expected that of a failed job")
-        told = records.error_of(error, path, JobError)
-        text = told.failure.traceback if told.failure else ""
-        raise told from records.WorkerTraceback(text)
+        failed = records.error_of(error, path, JobError)
+        text = failed.failure.traceback if failed.failure else ""
+        raise failed from records.WorkerTraceback(text)
 
     def close(self) -> None:
         """Removes the folder once the job has ended, if it was a temporary one of this handle."""

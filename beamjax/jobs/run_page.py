@@ -122,12 +122,12 @@ def _error(report: Report) -> Markup | None:
         if error.get(name) not in (None, "")
     ]
     lines = f"{error.get('type')}: {error.get('message')}".strip().splitlines()
-    told = lines if len(lines) <= MESSAGE else [lines[0], lines[-1]]
-    more = [("Whole message", "\n".join(lines))] * (len(told) < len(lines))
+    shown = lines if len(lines) <= MESSAGE else [lines[0], lines[-1]]
+    more = [("Whole message", "\n".join(lines))] * (len(shown) < len(lines))
     more += [("Traceback", error["traceback"])] * bool(error.get("traceback"))
     return _section(
         "Error",
-        *(tag("p", line, class_="loud-text") for line in told),
+        *(tag("p", line, class_="loud-text") for line in shown),
         table(rows, class_="facts") if rows else None,
         *(
             tag("details", tag("summary", name), tag("pre", text, tabindex=0))
@@ -138,10 +138,10 @@ def _error(report: Report) -> Markup | None:
 
 def _warnings(report: Report) -> Markup | None:
     advice = getattr(report.progress, "advice", "")
-    told = [*report.warnings, *[advice] * bool(advice)]
-    if not told:
+    warnings = [*report.warnings, *[advice] * bool(advice)]
+    if not warnings:
         return None
-    return _section("Warnings", tag("ul", *(tag("li", warning) for warning in told)))
+    return _section("Warnings", tag("ul", *(tag("li", warning) for warning in warnings)))
 
 
 # --- over time
@@ -177,10 +177,10 @@ def _over_time(report: Report) -> Markup:
     for name, title in (("retries", "Shards again"), ("dropped", "Members dropped")):
         if any(samples[name]):
             charts.append(chart(Line(title, x, samples[name], unit, name, area=True, whole=True)))
-    told = []
-    told += ["Small lines at the bottom are ends of rounds."] * bool(marks)
-    told += ["Diamonds are checkpoints."] * bool(saved)
-    note = tag("p", " ".join(told), class_="under") if told else None
+    notes = []
+    notes += ["Small lines at the bottom are ends of rounds."] * bool(marks)
+    notes += ["Diamonds are checkpoints."] * bool(saved)
+    note = tag("p", " ".join(notes), class_="under") if notes else None
     return _section("Over time", tag("div", *charts, class_="charts"), note)
 
 
@@ -194,7 +194,7 @@ def _unit(seconds: float) -> tuple[str, float]:
 def speed(seconds: Sequence[float], counts: Sequence[float]) -> tuple[list[float], list[float]]:
     """What is counted a second: at the middles of parts of the time, and as many values.
 
-    Workers tell once a second, so parts of a run that is not short are some seconds long.
+    Workers report once a second, so parts of a run that is not short are some seconds long.
     """
     bins = _bins(seconds)
     middles, speeds = [], []
@@ -223,7 +223,7 @@ def _kinds_over_time(samples: Samples, unit: str, scale: float) -> Markup:
     for right in _bins(seconds)[1:]:
         spent = {kind: samples[kind][right] - samples[kind][left] for kind in SECONDS}
         total = sum(spent.values())
-        if total <= 0:  # nobody has told of this part yet: it is in what is told next
+        if total <= 0:  # no worker has reported this part yet: the next report has it
             continue
         for middle in (seconds[left], seconds[right]):
             x.append(middle / scale)
@@ -244,8 +244,8 @@ def _curves(report: Report) -> Markup | None:
         title = tag("code", curve.path)
         line = Line(curve.path, curve.rounds, curve.values, "round", curve.path, wide=True)
         charts.append(chart(line, title))
-    told = [_not_shown(curve) for curve in report.curves if len(curve.rounds) < curve.of]
-    notes = [tag("p", text, class_="under") for text in told]
+    texts = [_not_shown(curve) for curve in report.curves if len(curve.rounds) < curve.of]
+    notes = [tag("p", text, class_="under") for text in texts]
     return _section("Results of each round", tag("div", *charts, class_="charts"), *notes)
 
 

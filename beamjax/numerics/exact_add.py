@@ -1,7 +1,7 @@
-"""Additions of float64 vectors that tell whether one of them has rounded.
+"""Additions of float64 vectors that report whether one of them has rounded.
 
 IEEE 754-2019 (section 7.6) has an operation raise the flag "inexact" if its result is not the exact
-one, and the flag stays raised until somebody lowers it. Each thread has its flags in the processor.
+one, and the flag stays raised until it is lowered. Each thread has its flags in the processor.
 So one look at the flag, after NumPy has added whole vectors, says whether all their additions were
 exact: nothing has to be computed for that. Code in between that does not concern us can only raise
 the flag, since libraries do not lower it (C17, 7.6.2 and F.8.3).
@@ -37,12 +37,12 @@ _local = threading.local()
 def add_exactly(total: np.ndarray, rows: Rows) -> int:
     """Adds vectors to one, as long as all sums are doubles on the way.
 
-    NumPy's warnings are the business of who calls this (`np.errstate`).
+    The caller handles NumPy's warnings (`np.errstate`).
 
     Args:
         total: float64 (size,), to which those of the first rows are added that can be.
         rows: float32 or float64 vectors (size,), or one array (terms, size) of them. Infinities and
-            NaN are added as IEEE 754 has it, where that can be told; or they are not.
+            NaN are added as IEEE 754 has it, where that can be known; or they are not.
 
     Returns:
         How many rows were added: all of an array or none. Which sums are met on the way is not

@@ -46,8 +46,8 @@ MAX_COPIED = 1 << 15
 """Values of all these copies together, which stay in a core's second cache."""
 
 MAX_WAITING = 4
-"""Partials that a large one keeps for that, if nobody can change them: the sums come from memory
-and go back there once for all of them."""
+"""Partials that a large one keeps for that, if nothing else can change them: the sums come from
+memory and go back there once for all of them."""
 
 SHARED = 4
 """Blocks whose memory is asked for at once: enough for pages of 2 MiB, which NumPy asks for from
@@ -220,7 +220,7 @@ class ExactSum:
         }
 
     def encode(self) -> bytes:
-        """The state as bytes, which depend on the exact sum, and on who is left out, alone."""
+        """The state as bytes, which depend only on the exact sum and the members left out."""
         self.compact()
         more = {"left_out": self.left_out} if self.left_out else {}
         meta = describe(self, width=self._width, **more)

@@ -178,7 +178,7 @@ def reduce_mean(
       levels: another number of levels, from 1 to 127; the fewer, the more values fit in a word.
       error: what the last call lacked (`Mean.error`), a placed tree like `x`, zeros at first. It is
         added to the members.
-      scale: the largest magnitudes to tell apart (`Mean.scale` of the last call), a tree like `x`
+      scale: the largest magnitudes to distinguish (`Mean.scale` of the last call), a tree like `x`
         of server values; larger ones are cut, and what is cut is in the error. Without it the scale
         is found first, by a pass of its own, between whose passes the members are handed on.
       placement: the placement; may be left out where the program has one.

@@ -50,10 +50,11 @@ class Options:
       recompute: which placed values a later pass makes again, and which are kept for it:
         "elementwise" makes again what elementwise operations give, "nothing" keeps all,
         "everything" keeps none that can be made again, bodies of `map_fn` included. None is
-        "elementwise" but for values of which the other way is told to take clearly less.
+        "elementwise", except where the other way is predicted to be clearly faster.
       merge_fan_out: groups in which the partials of a pass are merged side by side, before those of
-        the groups are; 1 for none. None chooses what is told to take least, by bytes and workers.
-      small_work: "here" lets a run whose work is told to be shorter than what its runner takes for
+        the groups are; 1 for none. None chooses the number with the least predicted time, from
+        bytes and workers.
+      small_work: "here" lets a run whose predicted work is shorter than what its runner takes for
         a pipeline run in this process instead; "runner" does not.
       gather_limit: bytes past which staging refuses to gather a placed value to the server; None
         gathers whatever an operation needs. `explain` shows what is gathered, and why.
@@ -88,12 +89,12 @@ class Options:
         other processors, or versions of JAX. False only reports it.
       compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
         compile, and where later ones find it: JAX's own cache, which holds executables of any size
-        then, those of the rest of this process included. Let nobody else write there, and machines
-        of one type share it. None leaves JAX's settings as they are, such as
+        then, those of the rest of this process included. No other user may write there, and
+        machines of one type share it. None leaves JAX's settings as they are, such as
         JAX_COMPILATION_CACHE_DIR in the environment.
       cache: a folder, by path or URL, in which what shards are reduced to is kept, so that later
         runs compute only the shards whose members, bodies or server values have changed; with the
-        same bits. It holds 10 GiB at most, what was used last. Let nobody else write there. None
+        same bits. It holds the 10 GiB that were used last. No other user may write there. None
         keeps nothing.
       shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
         fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
@@ -103,8 +104,8 @@ class Options:
       checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
         pipeline.
       memory: of a worker process: bytes, or a text such as "2GiB" or "500MB". A program that may
-        take more is refused before it starts, by what `explain` tells; and less is kept of blocks
-        that were decoded and of server values. None refuses nothing.
+        take more, by the estimate of `explain`, is refused before it starts; and less is kept of
+        blocks that were decoded and of server values. None refuses nothing.
       on_error: "raise" fails the run where a member can't be read, or a body raises an error for
         it; "drop" leaves such members out: of all reductions of this pass and of those that follow
         it, where means are over the rest. Their placed results, and their places in what is
@@ -178,7 +179,7 @@ class Options:
 
     @property
     def keeps_files(self) -> bool:
-        """Whether somebody reads files of a run besides its workers: people, or a later run."""
+        """Whether files of a run are read by others than its workers: people, or a later run."""
         return bool(self.checkpoint or self.keep_folder)
 
     @property

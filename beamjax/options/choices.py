@@ -69,12 +69,12 @@ class Choices:
     Attributes:
       sizes: members in a shard, by placement.
       vectorizations: by name of the pass.
-      origin: who chose: "rule", "options", "probe", "cache" or "saved"; or "pending".
+      origin: what chose it: "rule", "options", "probe", "cache" or "saved"; or "pending".
       why: in words.
       tried: what was timed for it.
       program: fingerprint of the program, without the number of its members.
       made_again: for each value that crosses from a pass to later ones, in the program's order,
-        whether these make it again; None where nobody said so.
+        whether these make it again; None where that was not decided.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)

@@ -221,7 +221,7 @@ class DeadLetters:
 
         files.write(self.path, encode_lines(self.dropped))
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Logs how many members were dropped."""
         dropped = self.dropped
         if dropped:

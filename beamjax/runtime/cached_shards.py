@@ -83,7 +83,7 @@ class CachedShards:
     ) -> Computed:
         """What comes out of a shard: found, or computed and stored.
 
-        A shard of which members are dropped is not stored, so that each run tells of them.
+        A shard of which members are dropped is not stored, so that each run reports them.
 
         Args:
           shard: which.

@@ -83,12 +83,12 @@ def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fing
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Names under which two fingerprints differ; with both texts where they are short."""
     names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
-    told = []
+    texts = []
     for name in names:
         pair = expected.get(name, "missing"), found.get(name, "missing")
         short = all(len(text) < 40 and not text.startswith("#") for text in pair)
-        told.append(f"{name} ({pair[0]} there, {pair[1]} now)" if short else name)
-    return told
+        texts.append(f"{name} ({pair[0]} there, {pair[1]} now)" if short else name)
+    return texts
 
 
 def source_fingerprint(source: Source) -> str:

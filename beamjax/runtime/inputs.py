@@ -80,7 +80,7 @@ class Reader:
 
     @functools.cached_property
     def _masks(self) -> dict[int, int]:
-        """The leaf that tells rows from padding, by the number of its source."""
+        """The leaf that marks rows, as opposed to padding, by the number of its source."""
         found = {i: mask_of(source) for i, source in enumerate(self.sources)}
         return {i: mask for i, mask in found.items() if mask is not None}
 

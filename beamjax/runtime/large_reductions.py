@@ -3,7 +3,7 @@
 Lanes are cut to sections, of which a file holds the partial of a shard as it is; an accumulator
 is in memory for a piece of a section at a time, and for no longer than it takes to merge it. Where
 partials become many, they are merged to encoded accumulators, which take their place. As merging is
-associative, nobody sees in the results when that happens.
+associative, the results do not show when that happens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_ROWS = 8
 
 @dataclass
 class Terms(Generic[T]):
-    """What there is to be merged in a section; `T` tells where an array is.
+    """What there is to be merged in a section; `T` says where an array is.
 
     Attributes:
       rows: number of the shard, and the partial, a flat vector.
@@ -75,7 +75,7 @@ def merged_pieces(
       buffer: the buffer.
       mode: of the accumulators.
       terms: of the section.
-      load: gives the array that a term tells of.
+      load: gives the array that a term refers to.
     """
     rows = [(shard, _read_only(load(row))) for shard, row in terms.rows]
     for number, piece in enumerate(section.cut(buffer_ranges.RANGE_VALUES)):

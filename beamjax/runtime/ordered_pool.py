@@ -1,7 +1,7 @@
 """Jobs that several threads do side by side, and whose results come in the order of the jobs.
 
-Who adds the jobs goes on in its own thread in the meantime: it reads what the next job needs, and
-adds up what came out of those before. As it alone does both, and in order, nobody can see in what
+The caller goes on in its own thread in the meantime: it reads what the next job needs, and
+adds up what came out of those before. As it alone does both, and in order, nothing shows in what
 comes out how many threads there were.
 """
 
@@ -27,7 +27,7 @@ AHEAD = 1
 LOOK = 0.2
 """Seconds between two looks whether results are still wanted."""
 SECONDS_TO_END = 20.0
-"""For threads to finish what they are at when nobody wants it any more."""
+"""For threads to finish their jobs when the results are no longer needed."""
 
 T = TypeVar("T")
 _Outcome = tuple[int, BaseException | None, Any]
@@ -39,7 +39,7 @@ def most_jobs(threads: int) -> int:
 
 
 def usual_threads() -> int:
-    """How many threads compute in this process, unless somebody says how many."""
+    """How many threads compute in this process, unless an option says how many."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(2, min(cores or 2, MAX_THREADS))
 
@@ -98,7 +98,7 @@ class OrderedPool(Generic[T]):
             yield self._next()
 
     def close(self) -> None:
-        """Ends the threads; jobs that nobody has begun are forgotten."""
+        """Ends the threads; jobs that no thread has begun are forgotten."""
         self._in_vain = True
         for _ in self._threads:
             self._jobs.put(None)

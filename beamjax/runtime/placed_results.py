@@ -37,7 +37,7 @@ class Kept:
     Attributes:
       folders: of each value of the plan that is kept, by name.
       stem: of the names of all files, which no other run has.
-      lasts: whether the files stay when nobody holds the handles any more.
+      lasts: whether the files outlive the handles.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)

@@ -72,8 +72,8 @@ class ShardExecutor:
         self.size = plan.shard_sizes[step.placement]
         self._types = plan.values
         # The guard emits the mask of members that are left, not the body.
-        told = step.guard is not None and step.guard.emits_mask
-        self._made = step.results[:-1] if told else step.results
+        emits_mask = step.guard is not None and step.guard.emits_mask
+        self._made = step.results[:-1] if emits_mask else step.results
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
         # A body that calls back to the host gets no padding, so that no call is for padding.
@@ -257,7 +257,7 @@ class ShardExecutor:
         return Computed(results, partials, int((~kept).sum()), dropped)
 
     def _of_nobody(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
-        """What comes out of a shard of which nobody is left."""
+        """What comes out of a shard of which no member is left."""
         step = self.step
         types = [self._types[name] for name in self._made]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
@@ -332,7 +332,7 @@ def add_computed(
     """Adds what came out of a shard to the accumulators of buffers and to the trees of combines.
 
     Args:
-      accumulators: with the buffer and the partial of each; a partial is None if nobody is left.
+      accumulators: with the buffer and the partial of each; a partial is None if no member is left.
       trees: likewise.
       shard: which.
       left_out: how many of its members are not in the partials.

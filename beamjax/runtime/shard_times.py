@@ -51,7 +51,7 @@ def learn(body: Hashable, meter: Meter, begun: float) -> None:
     if before is None:
         if len(_times) >= _MAX_KNOWN:
             _times.pop(next(iter(_times)))
-        # Compiling is done on all cores: these tell nothing then.
+        # Compiling uses all cores: the times of the process mean nothing then.
         _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
     else:
         _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)

@@ -136,7 +136,7 @@ class Machine:
       memory: of the process in bytes, which what is kept in caches depends on; None for any.
       compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
       cache: where partials of shards are kept for later runs; None for nowhere.
-      versions: of where the program was launched; None if nobody needs to know.
+      versions: of where the program was launched; None if they do not matter.
       custom_calls: in the bodies of the run, that take these very versions of jax and jaxlib.
       xla_threads: that XLA divides one computation among, on a CPU.
       strict: whether values of machines that may give other bits must not be mixed.

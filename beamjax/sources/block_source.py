@@ -53,7 +53,7 @@ class BlockSource(HoldsLeaves):
 
     @abc.abstractmethod
     def _key(self, block: Block) -> Hashable:
-        """What tells the data of a block from all else in this process."""
+        """What identifies the data of a block in this process."""
 
     @abc.abstractmethod
     def _decode(self, block: Block) -> Arrays:
@@ -80,7 +80,7 @@ class BlockSource(HoldsLeaves):
 
     @functools.cached_property
     def _reader(self) -> Hashable:
-        """What tells this source from others that a thread reads."""
+        """What identifies this source among those that a thread reads."""
         return self.kind, self._leaves, self._key(Block(0, 0, 0, 0))
 
     def _checked(self, block: Block) -> Arrays:

@@ -98,7 +98,7 @@ def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> Non
     Args:
       arguments: the flat arguments of `interpreters.stage`.
       x64: whether JAX computes with 64-bit types.
-      stacklevel: of the caller of this function who is to be named, as for `warnings.warn`.
+      stacklevel: of the caller of this function to be named, as for `warnings.warn`.
     """
     if x64:
         return

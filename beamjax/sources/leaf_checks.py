@@ -95,7 +95,7 @@ def member_leaves(member: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
 
     Args:
       member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), typed keys included.
-      who: asks, for messages: "from_chunks".
+      who: the caller, for messages: "from_chunks".
 
     Raises:
       StructureError: there is no leaf, or one that is neither.

@@ -13,7 +13,7 @@ from beamjax.sources.source_base import LeafSpec, Source
 SCANNED = 1 << 20
 """Lengths that are looked at together."""
 SAMPLED_SHARDS = 64
-"""Shards whose lengths tell of all."""
+"""How many shards are sampled to estimate the padding of all."""
 
 
 class _Local(threading.local):
@@ -38,7 +38,7 @@ def count_padding(
       leaves: of their source.
       arrays: what was read of each.
       used: the numbers of those that count.
-      mask: the number of the leaf that tells rows from padding.
+      mask: the number of the leaf that marks rows, as opposed to padding.
     """
     rows = arrays[mask]
     short = rows.size - int(np.count_nonzero(rows))
@@ -48,7 +48,7 @@ def count_padding(
 
 
 def mask_of(source: Source) -> int | None:
-    """The number of the leaf that tells rows from padding, if members are ragged."""
+    """The number of the leaf that marks rows, if members are ragged."""
     names = [i for i, leaf in enumerate(source.leaves) if leaf.path == "['mask']" and leaf.ragged]
     return names[0] if names else None
 

@@ -21,7 +21,7 @@ from beamjax.sources.source_base import (
 )
 
 MASK = "mask"
-"""The name of the leaf that tells rows from padding."""
+"""The name of the leaf that marks rows, as opposed to padding."""
 MAX_BUCKETS = 8
 """That are chosen for a source; each costs a compilation of each body that reads it."""
 MULTIPLE = 8
@@ -260,7 +260,7 @@ def choose_buckets(lengths: np.ndarray) -> list[int]:
 
 
 def _most_rows(rows: Source) -> int:
-    """To which a member may be padded: nobody has use for more."""
+    """The longest length to which a member may be padded."""
     return max(len(rows), ANY_ROWS) + MULTIPLE
 
 
@@ -298,8 +298,8 @@ def _place_of_mask(rows: Source) -> tuple[int, PyTreeDef]:
         tree = {"rows": tree}
     if MASK in tree:
         raise StructureError(
-            f"from_ragged, rows: found a leaf {MASK!r}, which is the name of what tells rows from "
-            "padding; give it another name."
+            f"from_ragged, rows: found a leaf {MASK!r}, which is the name of the mask of rows; "
+            "give it another name."
         )
     flat, treedef = jax.tree_util.tree_flatten({**tree, MASK: -1})
     return flat.index(-1), treedef

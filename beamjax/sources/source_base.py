@@ -225,7 +225,7 @@ class Source(abc.ABC):
         """Undoes `to_spec`."""
 
     def identity(self) -> tuple[Any, list[str]]:
-        """What the members depend on, for those who ask whether a source has changed.
+        """What the members depend on, to find whether a source has changed.
 
         Returns:
             Plain JSON values, and the files, by path or URL, whose contents count as well. Where

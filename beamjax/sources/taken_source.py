@@ -20,7 +20,7 @@ from beamjax.sources.source_base import (
 )
 
 GAP_BYTES = 1 << 16
-"""Up to which members that nobody asked for are read along: it is faster than to begin anew."""
+"""Bytes of a gap between members that are read along: it is faster than to begin anew."""
 
 
 class TakenSource(Source, kind="taken"):

@@ -59,7 +59,7 @@ def size(path: str) -> int:
 
 
 def status(path: str) -> tuple[int, str]:
-    """Bytes of a file, and when it was last written, as its file system tells."""
+    """Bytes of a file, and when it was last written, as its file system says."""
     system = _known().get_filesystem(path)
     metadata = system.metadata(path)
     return metadata.size_in_bytes, str(metadata.last_updated_in_seconds)

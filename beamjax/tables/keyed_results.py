@@ -43,7 +43,7 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
     """The `Keyed` members in the tree of a result.
 
     Raises:
-      OptionsError: members may be dropped, and they would not know who was.
+      OptionsError: members may be dropped, and the tables would not know which.
     """
     numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
     nodes = jax.tree_util.tree_flatten_with_path(numbered, is_leaf=_is_keyed)[0]
@@ -55,7 +55,7 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
     if found and "drop" in (options.on_error, options.on_nonfinite):
         raise OptionsError(
             f"result{found[0].path}: reduce_by_key without a number of keys reduces members after "
-            "the program, which does not know who was dropped; give num_keys, or leave out "
+            "the program, which does not know the dropped members; give num_keys, or leave out "
             "on_error='drop' and on_nonfinite='drop'"
         )
     return found

@@ -185,7 +185,7 @@ def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
         for number, message in enumerate(listed["dropped"])
     ]
     letters.add(dropped, {"from_beam": listed["count"] + len(dropped)})
-    letters.tell()
+    letters.warn()
     return letters
 
 

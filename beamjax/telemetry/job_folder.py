@@ -1,4 +1,4 @@
-"""The folder of a job: who runs it, how far it is, how it ended, and what came out.
+"""The folder of a job: what runs it, how far it is, how it ended, and what came out.
 
     job.record        the program, the runner, the launching process
     command.record    the command line that started it, if one did
@@ -7,7 +7,7 @@
     about.record      the plan, the options and the machine, for reports
     course.record     how the run went over time, for reports
     dropped.arrays    the members that were dropped so far
-    cancel.record     whoever writes it wants the job to end
+    cancel.record     its presence asks the job to end
     records/          what the workers of the pipeline under way have done
     result.record     structure and types of the result; it is written last
     result-0.arrays   ... and its leaves
@@ -204,8 +204,8 @@ class JobFolder:
 
     def end(self, state: str, error: BaseException | None = None) -> None:
         """Writes how the job ended."""
-        told = None if error is None else records.error_record(error)
-        self.write("state", {"state": state, "error": told})
+        record = None if error is None else records.error_record(error)
+        self.write("state", {"state": state, "error": record})
 
     # --- progress, and the wish that it ends
 
@@ -243,7 +243,7 @@ class JobFolder:
         self.write("cancel", {"time": time.time()}, make=False)
 
     def cancel_requested(self) -> bool:
-        """Whether somebody wants the job to end."""
+        """Whether the job is asked to end."""
         return self._has("cancel")
 
     def write_worker(self, pipeline: str, record: WorkerRecord) -> None:

@@ -26,13 +26,13 @@ HERE = "launching process"
 
 
 class Monitor:
-    """Sums up what is done of a plan, whoever does it.
+    """Sums up what is done of a plan, by any worker.
 
     It is a `Listener` for work in this process; workers elsewhere write records into the folder.
 
     Args:
       plan: what is to be done.
-      folder: of the job; without one, nobody can look on.
+      folder: of the job; without one, no other process can follow it.
       letters: for the members that are dropped.
       predicted: seconds by step, see `Progress`.
       advice: what would be quicker, if something is known to be.
@@ -153,7 +153,7 @@ class Monitor:
         """One pipeline of the job, from its start to its end.
 
         Yields:
-          Where its workers tell what they do; None if nobody wants to know.
+          Where its workers report what they do; None if nothing reads that.
 
         Raises:
           JobCancelledError: the job was cancelled, whatever else is raised then.

@@ -195,7 +195,7 @@ _FIELDS: dict[str, Any] = {
     "advice": str,
 }
 _NOTHING_OF_STEPS: dict[str, Any] = {"steps": {}, "predicted": {}, "advice": ""}
-"""Of records of jobs before steps were told."""
+"""Fields that records of earlier versions lack."""
 _TALLY_FIELDS = {name: float if name in SECONDS else int for name in _TALLIED}
 
 
@@ -385,7 +385,9 @@ def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
     for record in found:
         for name, count in record.counts.items():
             ranges.setdefault(name, []).extend(count.ranges)
-            sizes[name] = max(sizes.get(name, 1), count.size)  # 1 from who had no shard of it
+            sizes[name] = max(
+                sizes.get(name, 1), count.size
+            )  # 1 from workers that had no shard of it
             add(name, replace(count.spent, members=0, shards=0, retries=0))
     for name, several in ranges.items():
         for start, stop, times in merged(several):

@@ -15,7 +15,7 @@ COLUMNS = (
     "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
     *SECONDS,
 )  # fmt: skip
-"""What a sample tells, in numbers: of the time since the job began, and of `Progress`."""
+"""The numbers of a sample: the time since the job began, and those of `Progress`."""
 
 Samples = Mapping[str, tuple[float, ...]]
 """A column of numbers for each of `COLUMNS`, all of one length."""

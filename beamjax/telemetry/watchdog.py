@@ -162,13 +162,13 @@ class AtWork:
         if others:
             listed = ", ".join(f"{other.step.name!r} shard {other.number}" for other in others[:8])
             waiting = f" (at the same time, other threads of the process were at {listed})"
-        told = WorkerError(
+        timed_out = WorkerError(
             f"{self.doing} took longer than {self.limit:g} s, the option shard_timeout{waiting}. "
             "Does a loop not end, or a call wait for something? `error.failure.traceback` shows "
             "where it was. If it only needs longer, give a larger shard_timeout, or a smaller "
             "shard_size"
         )
-        found = placed_error(self.step, self.shard, told)
+        found = placed_error(self.step, self.shard, timed_out)
         stacks = "\n".join(filter(None, (work.stack() for work in (*others, self))))
         if found.failure is not None:
             found.failure = replace(found.failure, traceback=stacks, time=time.time())
@@ -195,16 +195,16 @@ class AtWork:
 
 
 def placed_error(step: Map | Server, shard: Shard | None, error: BeamjaxError) -> BeamjaxError:
-    """The error as it is told where the step and the shard are known, with its `failure`."""
+    """The error with the step and the shard in its message, and with its `failure`."""
     if isinstance(step, Map) and shard is not None:
         try:
             with shard_errors(step, shard):
                 raise error
         except BeamjaxError as found:
             return found.with_traceback(None)
-    told = type(error)(f"step {step.name!r}: {error}")
-    told.failure = Failure(step.name)
-    return told
+    located = type(error)(f"step {step.name!r}: {error}")
+    located.failure = Failure(step.name)
+    return located
 
 
 def bounded(function: Callable[[], T], table: Table) -> T:
@@ -216,7 +216,7 @@ def bounded(function: Callable[[], T], table: Table) -> T:
 
     Raises:
       WorkerError: something took too long. The thread is stopped where it next runs Python; from
-        what is in C nobody can stop it, but it does not keep the process from ending.
+        code in C can't be stopped, but it does not keep the process from ending.
       Exception: what the function raises.
     """
     call = with_settings_of_here(function)

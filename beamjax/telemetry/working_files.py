@@ -102,7 +102,7 @@ class WorkingProcess:
     """What the file of a process says.
 
     Attributes:
-      process: as `process_ids.this_process` tells of it.
+      process: as `process_ids.this_process` describes it.
       left: whether it ended in good order.
       entries: what its threads are at, those first that began first.
     """

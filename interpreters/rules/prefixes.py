@@ -3,7 +3,7 @@
 The first pass reduces each shard, to what comes before each range of `block` members: a reduction
 with one row for each range, to which a shard adds its total in the rows of later ranges. The second
 scans each shard, and applies what comes before it. A shard holds whole ranges (`lower.py` sees to
-that), so its first member tells its row.
+that), so its first member gives its row.
 
 Bits depend on the size of shards alone: what comes before a shard is the exactly rounded sum of the
 totals of the shards before it, whatever their number and wherever they are computed.

@@ -1,9 +1,9 @@
 """Programs written for the `drjax` package, staged to the primitives of beamjax.
 
-DrJAX has no primitive for a map: it calls `jax.vmap`, after which members can't be told apart. Its
-primitives for broadcasts and reductions are created anew for each decorator. So beamjax replaces
-its operators before they trace anything. A function that `drjax.program` decorates sets the
-operators of the module `drjax` by `_replace_api` when it is called, and resets them when it
+DrJAX has no primitive for a map: it calls `jax.vmap`, after which members can't be distinguished.
+Its primitives for broadcasts and reductions are created anew for each decorator. So beamjax
+replaces its operators before they trace anything. A function that `drjax.program` decorates sets
+the operators of the module `drjax` by `_replace_api` when it is called, and resets them when it
 returns. Within the context manager `operators_of_beamjax`:
 
 - `_replace_api` sets, in this thread, operators that bind the primitives of beamjax.

@@ -210,7 +210,7 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
         self.stacks[name], self._entries[name] = values, whole
 
     def array(self, record: Record, spec: ValueType | None) -> np.ndarray:
-        """A server value that is in the manifest or in files; of this type, if it is told."""
+        """A server value that is in the manifest or in files; of this type, if one is given."""
         match record:
             case Array(array=array):
                 pass
@@ -282,16 +282,16 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
             raise ArrayFormatError(f"found the value {name!r:.80}, which is none") from None
 
     def _check_same(self, name: str, found: Checkpoint) -> None:
-        told = fingerprints.differences(self.prints, found.plan)
+        changed = fingerprints.differences(self.prints, found.plan)
         what = "is of another plan"
-        if not told:
+        if not changed:
             what = "is of other inputs"
-            told = fingerprints.differences(self.input_prints, found.inputs)
-        if told:
+            changed = fingerprints.differences(self.input_prints, found.inputs)
+        if changed:
             raise CheckpointError(
                 f"checkpoint {self.folder.join(name)} {what} than this run: they differ in "
-                f"{'; '.join(told[:5])}{'; ...' if len(told) > 5 else ''}. Give this run a folder "
-                "of its own (the option checkpoint), or remove the folder to start anew"
+                f"{'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. Give this run a "
+                "folder of its own (the option checkpoint), or remove the folder to start anew"
             )
 
     def _check_position(self, found: Checkpoint) -> None:

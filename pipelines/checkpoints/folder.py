@@ -3,7 +3,7 @@
     00000012.checkpoint   a manifest, see `beamjax.runtime.checkpoints`
     *.arrays, *.members   values, under names that are unique or hashes of the content
     inputs.record         hashes of the files that are inputs
-    lock                  held by the process whose run this is
+    lock                  held by the process of this run
     work/                 what the run under way has besides
 
 A manifest appears at once, and only when all of its files are on the disk, so that a process or a

@@ -1,4 +1,4 @@
-"""Checkpointers of checkpoints for those who run a plan: the driver, and the plan in this process.
+"""Checkpointers for the driver and for a run in this process.
 
 The driver has references and sources: their files are linked into the folder, so that the bytes of
 placed values never are in the launching process. The plan in this process has arrays. Either reads

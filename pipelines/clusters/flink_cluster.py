@@ -1,7 +1,7 @@
 """A Flink cluster on this machine: job manager, task managers, Python workers and a job server.
 
 Each task manager has a pool of Python workers of its own, as it would on a machine of its own. All
-task managers are told the same name and port for it; the file of hosts that each is started with
+task managers get the same name and port for it; the file of hosts that each is started with
 says what address that name has. Everything listens at loopback addresses only.
 """
 
@@ -60,7 +60,7 @@ class Cluster:
     Attributes:
       settings: how it was started.
       job_port: where the job server takes jobs.
-      rest_port: where Flink tells its state, also to a browser.
+      rest_port: where Flink shows its state, also to a browser.
       pool_port: where each pool listens at its address.
       pools: addresses of the pools: one for each task manager, or one for all.
     """
@@ -86,7 +86,7 @@ class Cluster:
 
 
 def default_folder() -> Path:
-    """Where a cluster is if nobody says where."""
+    """The default folder of a cluster."""
     return cache_folder("flink-cluster")
 
 
@@ -200,7 +200,7 @@ def down(folder: Path | str) -> list[str]:
 def _stop(folder: Path) -> list[str]:
     found = processes.known(folder)
     alive = [process.name for process in found if process.alive]
-    # The job server first, so that nobody submits; the job manager last.
+    # The job server first, so that no job is submitted; the job manager last.
     for process in sorted(found, key=lambda p: (p.name != "jobserver", p.name == "jobmanager")):
         process.stop()
     (folder / _RECORD).unlink(missing_ok=True)
@@ -209,7 +209,7 @@ def _stop(folder: Path) -> list[str]:
 
 def _plan(settings: Settings) -> Cluster:
     pools = [f"127.0.0.{2 + number}" for number in range(settings.taskmanagers)]
-    # macOS has one loopback address unless it is told of more.
+    # macOS has one loopback address unless more are configured.
     if settings.taskmanagers == 1 or not all(map(processes.can_listen, pools)):
         pools = [LOOPBACK]
     (pool_port,) = processes.free_ports(1, pools)

@@ -15,7 +15,7 @@ _HELP = {
     "taskmanagers": "how many task managers, each with a pool of Python workers of its own",
     "slots": "tasks at a time in each of them",
     "heap": "of each of them, in MiB",
-    "attempts": "failed tasks that are started again, all told, before the pipeline fails",
+    "attempts": "failed tasks that are started again, in all, before the pipeline fails",
     "delay": "seconds before each of these",
 }
 

@@ -16,7 +16,7 @@ _SECONDS_TO_STOP = 5
 
 
 def main(command: list[str]) -> int:
-    """Runs a command until it ends, the parent of this process does, or somebody stops this one.
+    """Runs a command until it ends, the parent of this process does, or this one is stopped.
 
     Args:
       command: what to run, with its arguments.

@@ -102,7 +102,7 @@ def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str)
 
     Args:
       driver: the class, below `org.apache.beam.runners`.
-      ports: for jobs and for artifacts. Nobody asks it to expand transforms.
+      ports: for jobs and for artifacts. It is never asked to expand transforms.
       folder: below which artifacts go.
       *arguments: those that the others lack.
     """

@@ -55,7 +55,7 @@ class JobServer:
 
     @property
     def listens(self) -> bool:
-        """Whether somebody takes connections at its port."""
+        """Whether a server takes connections at its port."""
         return processes.listens("localhost", int(self.endpoint.rpartition(":")[2]))
 
     def answers(self) -> bool:
@@ -171,7 +171,7 @@ def _process_workers(options: PipelineOptions) -> bool:
 
 
 def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobServer:
-    told = ""
+    tail = ""
     # A port that was free may be taken by the time that the server asks for it.
     for _ in range(_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f"beamjax-{name.lower()}-"))
@@ -186,10 +186,10 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
         if _ready(server):
             atexit.register(server.stop)
             return server
-        told = processes.tail(server.log)
+        tail = processes.tail(server.log)
         server.stop()
     raise OptionsError(
-        f"runner: the job server of {name} does not start; its log ends with:\n{told}"
+        f"runner: the job server of {name} does not start; its log ends with:\n{tail}"
     )
 
 

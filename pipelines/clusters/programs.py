@@ -82,9 +82,10 @@ def run(
     )
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        told = "\n".join(f"  {line}" for line in lines[-_LINES_OF_A_FAILURE:])
+        shown = "\n".join(f"  {line}" for line in lines[-_LINES_OF_A_FAILURE:])
         raise OptionsError(
-            f"{purpose}: `{' '.join(command)}` ended with status {done.returncode}{advice}:\n{told}"
+            f"{purpose}: `{' '.join(command)}` ended with status {done.returncode}{advice}:"
+            f"\n{shown}"
         )
     return done.stdout
 

@@ -1,7 +1,8 @@
 """A pool of Beam's SDK workers: threads of one process that stays, with all that it has loaded.
 
 Beam's own pool knows workers by their names alone, and every TaskManager of Flink names its
-workers alike: it stops the workers of one when another asks. This one knows them by who asked.
+workers alike: it stops the workers of one when another asks. This one knows them by the worker that
+asked.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """Starts a pool in this process and returns its server.
 
     Args:
-      host: address to listen at. Whoever reaches it can have this process run any code.
+      host: address to listen at. Any client that reaches it can run any code in this process.
       port: to listen at.
       loaded: set once workers may start.
 
     Raises:
-      RuntimeError: somebody else listens there.
+      RuntimeError: another process listens there.
     """
     import grpc
 
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import beamjax.pipelines.worker.map_shards  # noqa: F401  (so that the first job finds it loaded)
 
-    # The device is taken before the first job, and a machine without one is told at once.
+    # The device is taken before the first job, and a machine without one fails at once.
     print(f"devices: {jax.devices()}", flush=True)
     loaded.set()
     address = f"{arguments.host}:{arguments.port}"

@@ -128,7 +128,7 @@ class WritePlaced(StepFn):
         if self.provenance:
             _write_provenance(self.store, self.stem, self.provenance)
         self.start_bundle()
-        self.times.tell()
+        self.times.report()
 
     def _write(self, run: list[tuple[int, np.ndarray]]) -> None:
         with self.times.measured():
@@ -207,7 +207,7 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
 
 
 def read_served(store: Store, stem: str) -> Environment:
-    """Where the server values are that `WriteServed` was told of.
+    """Where the server values are that `WriteServed` was given.
 
     Raises:
       ArrayFormatError: the file is not what was written.

@@ -35,7 +35,7 @@ MAX_STARTS = 4
 """Times that the job is started in a row without a task done, before its error counts."""
 
 SECONDS_TO_END = 15.0
-"""Seconds for the job to end by itself once it was told to; then it is cancelled."""
+"""Seconds for the job to end by itself when it is asked to; then it is cancelled."""
 
 _log = logging.getLogger("beamjax")
 

@@ -1,4 +1,4 @@
-"""What the launcher and its resident workers tell each other."""
+"""Messages between the launcher and its resident workers."""
 
 from __future__ import annotations
 

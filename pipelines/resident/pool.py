@@ -48,13 +48,13 @@ class _Flight:
 
 @dataclass
 class Pool:
-    """The workers of a job, as those who have work for them see it.
+    """The workers of a job, as seen by the launcher.
 
     A task that a dead or slow worker has is given to another one as well; the first reply counts.
 
     Attributes:
       mailbox: the launcher's end.
-      check: looks at the job, and is told whether all its workers have died; raises an error if
+      check: looks at the job, given whether all its workers have died; raises an error if
         it can't go on.
     """
 

@@ -40,7 +40,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         found = "nothing" if cluster is None else flink_cluster.trouble(folder)
         if cluster is not None and not found:
             _LOG.info("beamjax: on the Flink cluster in %s", folder)
-            # Flink goes on without a launcher that was killed; nobody would read what it makes.
+            # Flink goes on without a launcher that was killed; nothing would read what it makes.
             address = f"http://localhost:{cluster.rest_port}"
             flags = {"job_name": orphans.watched(address, os.getpid()), **cluster.flags}
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))

@@ -1,10 +1,10 @@
 """Servers that Beam opens in this process, at loopback addresses.
 
 Where workers of its in-memory runner are processes, or threads that it talks to by gRPC, Beam opens
-servers for them at all addresses of the machine, and has no option for that. Who reaches them can
-take the place of a worker. Where workers of another runner are threads of this process, that asks a
-server here for them: who reaches it can have this process run anything. All of them are looked for
-at "localhost" in any case.
+servers for them at all addresses of the machine, and has no option for that. A client that reaches
+them can take the place of a worker. Where workers of another runner are threads of this process,
+that asks a server here for them: a client that reaches it can have this process run anything. All
+of them are looked for at "localhost" in any case.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _SLIP = 0.8
 
 
 def check_flags(flags: Sequence[str], runner: str) -> None:
-    """Refuses flags that nobody knows.
+    """Refuses unknown flags.
 
     Beam's Python has all flags of its in-memory runner and of Dataflow; a run in this process takes
     the same ones. Job servers have more of their own, so for other runners only what is nearly the

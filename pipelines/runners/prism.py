@@ -104,7 +104,7 @@ def locate(options: PipelineOptions | None = None) -> str:
 def _on_path() -> str:
     """What to say of a Prism on `PATH`; "" if there is none.
 
-    It is not taken unasked: nothing tells which version of Beam it is of, and those of Beam's
+    It is not taken unasked: nothing shows which version of Beam it is of, and those of Beam's
     releases listen at all addresses.
     """
     found = shutil.which("prism")
@@ -126,8 +126,8 @@ def install() -> str:
     """Builds Prism of the version of Beam that is installed here, and returns its path.
 
     It listens at a loopback address. Beam's own has no option for that and listens at all of them,
-    where whoever reaches it may have this machine run anything: one line is changed before it is
-    built.
+    where any client that reaches it may run anything on this machine: one line is changed before it
+    is built.
 
     Raises:
       OptionsError: there is no Go, the build fails, or the line is another one.
@@ -151,8 +151,8 @@ def _build(go: str, folder: Path) -> None:
     purpose, environment = "beamjax prism install", {"GOWORK": "off"}
     advice = "; it needs the Go module proxy ($GOPROXY)"
     download = [go, "mod", "download", "-json", f"{MODULE}@v{beam_version}"]
-    told = json.loads(programs.run(download, purpose, environment, advice, folder))
-    _extract(Path(told["Zip"]), folder)
+    downloaded = json.loads(programs.run(download, purpose, environment, advice, folder))
+    _extract(Path(downloaded["Zip"]), folder)
     server = folder / _SERVER
     text = server.read_text(encoding="utf-8") if server.exists() else ""
     times = text.count(_EVERYWHERE)

@@ -19,7 +19,7 @@ _OPENED = (
     "--add-opens=java.base/java.lang.invoke=ALL-UNNAMED",
     "--add-opens=java.base/java.util.concurrent.atomic=ALL-UNNAMED",
 )
-"""What Spark needs of Java 17 besides: it tells of a task that failed by the first, or never."""
+"""What Spark needs of Java 17 besides: it reports a failed task by the first of them, or never."""
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:

@@ -34,7 +34,7 @@ class MemoryStore:
         return self._nbytes + nbytes <= self.limit
 
     def put(self, name: str, arrays: list[np.ndarray]) -> None:
-        """Keeps arrays, which nobody may change any more."""
+        """Stores arrays, which may not change any more."""
         with self._lock:
             self._arrays[name] = arrays
             self._nbytes += sum(array.nbytes for array in arrays)
@@ -44,7 +44,7 @@ class MemoryStore:
         return self._arrays.get(name)
 
     def hand_over(self, name: str, accumulator: Any) -> None:
-        """Keeps an accumulator for the one who takes it; whoever had it lets go of it."""
+        """Stores an accumulator for the worker that takes it; the caller gives it up."""
         self._sums[name] = accumulator
 
     def take(self, name: str) -> Any:
@@ -82,7 +82,7 @@ def close_memory_store(root: str) -> None:
 
 
 def is_fixed(array: np.ndarray) -> bool:
-    """Whether nobody can change an array: it is a view of a `jax.Array` or of bytes."""
+    """Whether an array can't be changed: it is a view of a `jax.Array` or of bytes."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base

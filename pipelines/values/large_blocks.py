@@ -1,6 +1,7 @@
 """Blocks that are too large for an element: with fewer members, or with their values in the store.
 
-The next pass needs all members of a shard in one element; who writes or gathers them does not.
+The next pass needs all members of a shard in one element; a step that writes or gathers them does
+not.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class StackedSource(Source, kind="stacked"):
 
     Args:
       path: of a file that lists the spec of each value's source, and its leaf there: there may be
-        more of them than fit what a worker is told of a step.
+        more of them than fit in the description of a step.
       leaf: one member of the stack.
       size: the number of members.
     """

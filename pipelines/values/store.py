@@ -56,7 +56,7 @@ class Store:
         piece_bytes: largest file, in bytes; bigger arrays are cut.
         lasts: whether a folder that is not there is made anew. That of a run is not, so that a
             worker that goes on after its end leaves nothing.
-        reports: where those who use the store tell how far they are; None if nobody asks.
+        reports: where users of the store report their progress; None if nothing reads that.
     """
 
     root: str
@@ -135,8 +135,8 @@ class Store:
 
         Args:
             arrays, hint, inline, hashed: as for `put`.
-            own: whether nobody but the store has the arrays from now on; others are copied first if
-                somebody could change them.
+            own: whether only the store has the arrays from now on; others are copied first if
+                they could be changed.
 
         Returns, raises:
             As `put`.
@@ -158,7 +158,7 @@ class Store:
         return memory is not None and any(memory.get(name) is not None for name, _ in ref.files)
 
     def release(self, refs: Iterable[Ref]) -> None:
-        """Forgets held values that nobody will ask for."""
+        """Forgets held values that no step will ask for."""
         memory = self._memory_store
         if memory is not None:
             memory.release(name for ref in refs for name, _ in ref.files)

@@ -69,7 +69,7 @@ class Dealer(Generic[T]):
 
 
 class CpuTurn:
-    """Names a thread for the jobs of a bundle on a CPU: nobody else's as long as this lives."""
+    """Names a thread for the jobs of a bundle on a CPU: no other has it as long as this lives."""
 
     def __init__(self) -> None:
         with _lock:

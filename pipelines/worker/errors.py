@@ -23,7 +23,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.storage import files, records
 
 _STEM = "error-"
-_TOLD_CHARACTERS = 4000
+_MAX_CHARACTERS = 4000
 _SECONDS_BETWEEN_LOOKS = 10.0
 OFTEN = 3
 """Failures of one shard after which it is not tried again, whatever the runner thinks."""
@@ -80,7 +80,7 @@ def recorded_error(store: Store) -> BeamjaxError | None:
 
 
 class RepeatedError:
-    """Looks for what fails again and again, so that nobody waits until a runner has had enough.
+    """Looks for what fails again and again, so that a run does not wait until the runner gives up.
 
     Args:
       store: of the run.
@@ -133,7 +133,7 @@ def _first(errors: Sequence[BeamjaxError | None]) -> BeamjaxError | None:
     return error
 
 
-_TOLD = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
+_RAISED = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def own_errors(
 
     Raises:
       BeamjaxError: of the type that was raised on the worker.
-      WorkerError: the runner failed, and nobody knows why.
+      WorkerError: the runner failed for an unknown reason.
     """
     try:
         yield
@@ -169,17 +169,17 @@ def own_errors(
         died = lost()
         if died is not None:
             raise died from error
-        told = _TOLD.search(str(error))
-        kind = getattr(errors, told[1], None) if told else None
-        if told is not None and kind is not None:
-            raise kind(told[2].strip()) from error
+        raised = _RAISED.search(str(error))
+        kind = getattr(errors, raised[1], None) if raised else None
+        if raised is not None and kind is not None:
+            raise kind(raised[2].strip()) from error
         hint = (
             f"{runner} failed in the pipeline of {', '.join(steps)}, and no worker left a record "
             "of an error. A worker process may have died (out of memory, a signal), or see another "
             f"folder than {store.root}; the logs of the runner say more"
         )
         if isinstance(error, RuntimeError):
-            raise WorkerError(f"{hint}: {str(error)[:_TOLD_CHARACTERS].strip()}") from error
+            raise WorkerError(f"{hint}: {str(error)[:_MAX_CHARACTERS].strip()}") from error
         error.add_note(hint)
         raise
 

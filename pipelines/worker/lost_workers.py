@@ -27,7 +27,7 @@ from beamjax.telemetry.working_files import Entry, WorkingProcess
 MAX_TABLES = 64
 MAX_TRACE = 16_000
 """Bytes that are read of the stack trace of a crash."""
-_TOLD_LINES = 8
+_TRACE_LINES = 8
 _CRASH = "crash-"
 
 _tables: collections.OrderedDict[str, Table] = collections.OrderedDict()
@@ -222,22 +222,22 @@ def _read_trace(store: Store, working: WorkingProcess) -> str:
 def _error_of(working: WorkingProcess, trace: str, steps: Sequence[Step]) -> BeamjaxError:
     entry = _culprit(working.entries, trace)
     others = [f"{other.step!r} shard {other.shard}" for other in working.entries if other != entry]
-    told = f"the worker process {working.process['pid']} on {working.process['host']} "
-    told += "crashed" if trace else "died without a trace"
+    text = f"the worker process {working.process['pid']} on {working.process['host']} "
+    text += "crashed" if trace else "died without a trace"
     if entry is None:
-        told += ", at no shard"
+        text += ", at no shard"
     if others:
-        told += f" (its other threads were at {', '.join(others[:8])})"
+        text += f" (its other threads were at {', '.join(others[:8])})"
     if trace:
-        told += ": " + "\n".join(_crashed_thread(trace).splitlines()[:_TOLD_LINES])
+        text += ": " + "\n".join(_crashed_thread(trace).splitlines()[:_TRACE_LINES])
     else:
-        told += (
+        text += (
             ", as one does that is killed. Out of memory is the usual reason: the log of the "
             "system says so then, and a smaller shard_size or fewer workers help"
         )
     if entry is None:
-        return WorkerError(told)
-    return _placed(entry, steps, WorkerError(f"while {entry.doing}, {told}"))
+        return WorkerError(text)
+    return _placed(entry, steps, WorkerError(f"while {entry.doing}, {text}"))
 
 
 def _placed(entry: Entry, steps: Sequence[Step], error: WorkerError) -> BeamjaxError:
@@ -249,9 +249,9 @@ def _placed(entry: Entry, steps: Sequence[Step], error: WorkerError) -> BeamjaxE
     where = f"step {entry.step!r}"
     if entry.members is not None:
         where += f", shard {entry.shard}, members {entry.members[0]} to {entry.members[1]}"
-    told = WorkerError(f"{where}: {error}")
-    told.failure = Failure(entry.step, entry.shard, entry.members)
-    return told
+    located = WorkerError(f"{where}: {error}")
+    located.failure = Failure(entry.step, entry.shard, entry.members)
+    return located
 
 
 _CURRENT = re.compile(r"(?s)^(Fatal[^\n]*)?.*?^Current thread (0x[0-9a-f]+)[^\n]*\n(.*?)(?=^\S|\Z)",

@@ -325,4 +325,4 @@ class RunServer(ComputeFn):
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
-        self.times.tell()
+        self.times.report()

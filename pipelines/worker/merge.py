@@ -60,8 +60,8 @@ class MergeAccumulators(beam.CombineFn):
     An accumulator of the CombineFn is None, a live accumulator, or its bytes.
 
     Args:
-      step: whose piece it is.
-      reports: where the job is told how long it takes; None if nobody wants to know.
+      step: that it is a part of.
+      reports: where the job reads the seconds that it takes; None if nothing does.
       store: where large accumulators are on their way; None if all travel as elements.
     """
 
@@ -95,7 +95,7 @@ class MergeAccumulators(beam.CombineFn):
         return self._told(accumulator)
 
     def _told(self, accumulator: Any) -> bytes:
-        """The bytes of an accumulator; Beam is told how long it all took."""
+        """The bytes of an accumulator; its seconds are reported to Beam."""
         if isinstance(accumulator, bytes):
             encoded = accumulator
         else:
@@ -192,7 +192,7 @@ class FinishPieces(StepFn):
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
-        self.times.tell()
+        self.times.report()
 
 
 def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
@@ -243,7 +243,7 @@ class FinishCombine(ComputeFn):
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
-        self.times.tell()
+        self.times.report()
 
 
 def partials_of_tree(
@@ -314,7 +314,7 @@ class PartsOfBlocks(StepFn):
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
-        self.times.tell()
+        self.times.report()
 
 
 class PartsOfSource(StepFn):
@@ -352,7 +352,7 @@ class PartsOfSource(StepFn):
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
-        self.times.tell()
+        self.times.report()
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -83,7 +83,7 @@ class MergeSections(StepFn):
 
     def finish_bundle(self) -> None:
         """Tells how long it took."""
-        self.times.tell()
+        self.times.report()
 
 
 class MergeSectionGroup(MergeSections):

@@ -36,14 +36,15 @@ class StepMetrics:
 
 
 class StepTimes:
-    """Seconds of a step that are not those of a shard: Beam and the job are told of them.
+    """Seconds of a step that are not those of a shard, reported to Beam and to the job.
 
     The metrics have the names of those of the shards, and count in other transforms of Beam.
 
     Args:
       step: name of the step.
-      kind: what they are, "compute", "merge" or "transfer". Compiling and transfers are told apart.
-      reports: where the job is told; None if nobody wants to know.
+      kind: what they are, "compute", "merge" or "transfer". Compiling and
+        transfers are counted apart.
+      reports: where the job reads them; None if nothing does.
     """
 
     def __init__(self, step: str, kind: str, reports: Reports | None):
@@ -71,11 +72,11 @@ class StepTimes:
                 distribution.update(round(1000 * getattr(spent, name)))
 
     def take(self) -> Tally:
-        """What was measured since the last time, for who tells Beam by other means."""
+        """What was measured since the last time, for those that report to Beam by other means."""
         spent, self.spent = self.spent, Tally()
         return spent
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """The same, and writes the record of this process; for the end of a bundle."""
         self.tell_beam()
         recorder = recorder_for(self.reports)

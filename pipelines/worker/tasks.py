@@ -1,4 +1,4 @@
-"""What a worker is told of a step, and what it makes of that once a process.
+"""The description of a step for workers, and what each process makes of it once.
 
 A DoFn is pickled by Beam, so it holds plain values only: steps as data, bodies and server values as
 references into the store, sources as specs.
@@ -87,7 +87,7 @@ class Task(Generic[AnyStep]):
       store: where references lead.
       machine: what a worker must be that computes it.
       limit: seconds that a shard may take; None for any time.
-      debugging: settings of JAX with which it is computed, of who launches it.
+      debugging: settings of JAX with which it is computed, from the launching process.
       threads: that compute the shards of a bundle on a CPU, at most.
     """
 

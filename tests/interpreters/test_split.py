@@ -254,7 +254,7 @@ def test_equal_rounds_share_a_body():
     check(prog, W, X)
 
 
-# --- what steps tell
+# --- what steps report
 
 
 @program

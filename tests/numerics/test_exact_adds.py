@@ -1,4 +1,4 @@
-"""Additions that tell whether they have rounded, against fractions; parts on several threads."""
+"""Additions that report whether they have rounded, against fractions; parts on several threads."""
 
 import ctypes
 import threading

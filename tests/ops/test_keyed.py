@@ -159,7 +159,7 @@ def test_verify_a_job_and_a_transform(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(OptionsError, match="does not know who was dropped"):
+    with pytest.raises(OptionsError, match="does not know the dropped members"):
         bj.run(program, *ARGS, options={"on_error": "drop"})
     with pytest.raises(StructureError, match="found num_keys 0"):
         bj.run(bj.program(clients=N)(lambda k: bj.reduce_by_key(k, k, 0)), KEYS)

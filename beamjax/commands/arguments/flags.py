@@ -92,7 +92,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     """The options of a run, those of Beam checked for slips of the pen.
 
     Raises:
-      OptionsError: an option has an impossible value, or nobody knows it.
+      OptionsError: an option has an impossible value, or is unknown.
     """
     own = [f"--{n}={getattr(arguments, n)}" for n in OWN if getattr(arguments, n) is not None]
     check_flags(arguments.flags, getattr(arguments, "runner", "local"))
@@ -106,7 +106,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def check_flags(flags: Sequence[str], runner: str) -> None:
-    """Raises OptionsError for words that belong to no flag, and for flags that nobody knows.
+    """Raises OptionsError for words that belong to no flag, and for unknown flags.
 
     A runner on a server of its own may know flags that Beam's Python does not; of these, only what
     is nearly the name of a known flag is refused.

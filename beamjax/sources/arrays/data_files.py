@@ -42,7 +42,7 @@ class DataFile:
     Attributes:
       path: absolute, or a URL.
       nbytes: of the file.
-      stamp: changes with the file: when it was last written, as its file system tells.
+      stamp: changes with the file: when it was last written, as its file system says.
     """
 
     path: str
@@ -118,7 +118,7 @@ def find_files(paths: Any, who: str, endings: Sequence[str] = ()) -> list[str]:
     Args:
       paths: a path or a URL, either with `*`, `?` and `[...]`, or a list of those. What a pattern
         finds is in the order of the names; a list keeps its order.
-      who: asks, for messages: "from_parquet".
+      who: the caller, for messages: "from_parquet".
       endings: of the files of a folder, which may then be given too (a URL with a `/` at its end).
         Names that begin with `_` or `.` are left out, as those that Spark and Beam write there.
 

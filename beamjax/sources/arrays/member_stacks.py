@@ -22,7 +22,7 @@ class MemberStack:
         leaves: what a member must be.
         treedef: its tree; None if only the paths of its leaves are known.
         count: the number of members.
-        who: reads them, for messages.
+        who: the caller, for messages.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class NpySource(HoldsLeaves, kind="npy"):
             leaves: what each file must hold.
             size: the number of members.
             treedef: the tree that they form; a tuple by default.
-            stamps: each file as it must be; None for files that nobody else writes.
+            stamps: each file as it must be; None for files that no other process writes.
             wraps: whether the files stand for arrays in memory, see `Source.wraps`.
         """
         super().__init__(leaves, treedef)

@@ -1,6 +1,6 @@
 """Files of the chunks of a local Zarr array: whether they are those that a source was made of.
 
-Nothing in Zarr tells a chunk that was written anew, and a chunk that is gone is read as the fill
+Nothing in Zarr marks a chunk that was written anew, and a chunk that is gone is read as the fill
 value. So a source remembers when the last chunk was written, and whether all of them were there.
 """
 

@@ -358,7 +358,7 @@ def _packing(
     """How the numbers of an array are to be read.
 
     Raises:
-      StructureError: they are packed, and nobody says whether to read what they stand for.
+      StructureError: they are packed, and no argument says whether to unpack them.
     """
     if mask_and_scale is False:
         return None

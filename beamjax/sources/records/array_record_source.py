@@ -89,7 +89,7 @@ def _read_records(counted: Counted, first: int, last: int) -> list[bytes]:
         )
     try:
         return list(reader.read(first, last))
-    except Exception as error:  # of any kind: what the package raises is not told anywhere
+    except Exception as error:  # of any kind: the package does not document what it raises
         raise SourceError(
             f"{file.path}, records {first} to {last - 1}: cannot read them ({error}); the file is "
             "damaged."

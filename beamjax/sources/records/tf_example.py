@@ -184,7 +184,7 @@ def infer_features(record: bytes, where: str) -> dict[str, Any]:
     """The types of the features of a record; one with a single number is a scalar.
 
     Raises:
-      SourceError: it is no Example, or has a list of which the type can't be told.
+      SourceError: it is no Example, or has a list of unknown type.
     """
     import jax
 
@@ -197,7 +197,7 @@ def infer_features(record: bytes, where: str) -> dict[str, Any]:
         if not len(values) or (kind == BYTES and len(values) > 1):
             raise SourceError(
                 f"{where}, feature {name!r}: found {len(values)} values in {kind or 'no list'}, "
-                "of which no type can be told; give the types of `features`."
+                "of which no type is known; give the types of `features`."
             )
         shape = () if len(values) == 1 else (len(values),)
         shape = (len(values[0]),) if kind == BYTES else shape

@@ -21,7 +21,7 @@ class MemberType:
     """What each member must be.
 
     Attributes:
-      who: asks, for messages: "from_beam".
+      who: the caller, for messages: "from_beam".
       template: a tree of the numbers of the leaves; structures of trees can't be pickled.
       leaves: one member of each.
     """

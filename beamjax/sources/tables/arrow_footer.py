@@ -1,6 +1,6 @@
 """How many rows the record batches of an Arrow file have, from its headers alone.
 
-pyarrow tells after it has read, and unpacked, the batches themselves. The format is that of
+pyarrow gives only after it has read, and unpacked, the batches themselves. The format is that of
 https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format and the schemas beside it.
 """
 

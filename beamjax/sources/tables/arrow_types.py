@@ -25,7 +25,7 @@ def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:
       schema: of the file.
       columns: a name, a list of names, or None for all.
       file: that is read.
-      who: asks, for messages: "from_parquet".
+      who: the caller, for messages: "from_parquet".
 
     Raises:
       StructureError: `columns` are no names.
@@ -154,7 +154,7 @@ def is_tensor(kind: Any) -> bool:
 
 
 def axes_order(kind: Any) -> list[int] | None:
-    """Which axis of the memory of a tensor each of its axes is; None if nobody knows.
+    """Which axis of the memory of a tensor each of its axes is; None if that is unknown.
 
     Of permutations that are not their own inverse pyarrow writes and reads others than Arrow's
     specification says.

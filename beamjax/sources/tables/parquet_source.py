@@ -80,7 +80,7 @@ class _Cursor:
     """A row group that is too big to be decoded whole: pieces of so many rows, in their order.
 
     Parquet is decoded from the beginning of a row group only. The last pieces are kept, for threads
-    that are not as far; who asks for one before these has all decoded anew.
+    that are not as far; a request for an earlier one decodes all anew.
     """
 
     def __init__(self, file: DataFile, number: int, columns: Sequence[str], rows: int) -> None:

@@ -278,7 +278,7 @@ class TableSource(BlockSource):
 
 
 MASK = "mask"
-"""The leaf that tells items of lists from padding."""
+"""The leaf that marks items of lists, as opposed to padding."""
 MAX_LIST = 1 << 24
 """Items of a padded list, at most."""
 MAX_TEXT = 1 << 20
@@ -340,7 +340,7 @@ def _padded_columns(
         )
     if MASK in types:
         raise StructureError(
-            f"{file}: found a column {MASK!r}, which is the name of what tells items from padding; "
+            f"{file}: found a column {MASK!r}, which is the name of the mask of the items; "
             "choose others, columns=[...]."
         )
     ragged = [name for name, (shape, _) in types.items() if shape[:1] == (None,)]
