@@ -31,7 +31,7 @@ from beamjax.plan.steps import Output, Plan
 from beamjax.reading import choose, counted
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import evaluate
-from beamjax.runtime.placed_results import Kept, kept_results
+from beamjax.runtime.materialized_outputs import MaterializedOutputs, materialized_outputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
 from beamjax.storage.snapshots import is_immutable
@@ -162,7 +162,7 @@ class PreparedRun:
     inputs: Inputs
     backend: Any
     options: Options
-    results: Kept
+    results: MaterializedOutputs
     files: contextlib.ExitStack
     fn: Callable[..., Any] | None
     restore: Callable[..., Any]
@@ -262,7 +262,7 @@ def prepare(
         name, read = _name_of(runner), sources_of(inputs.values)
         options = with_fitting_threads(plan, read, options, name)
         check_memory(plan, read, options, topology.Workers.of(name, options))
-        results = _kept_results(planned, plan, options)
+        results = _materialized_outputs(planned, plan, options)
         return PreparedRun(
             planned, plan, arguments, inputs, runner, options, results, files.pop_all(),
             None if has_streams else fn, restore, workers,
@@ -278,13 +278,13 @@ def _is_small(plan: Plan, options: Options, runner: str) -> bool:
     return prediction(plan, options, runner).is_small
 
 
-def _kept_results(planned: Planned, plan: Plan, options: Options) -> Kept:
+def _materialized_outputs(planned: Planned, plan: Plan, options: Options) -> MaterializedOutputs:
     """Which results stay in files, by their paths in the tree that the function returns."""
     tree = planned.staged.out_tree
     numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     found = jax.tree_util.tree_flatten_with_path(numbered)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in found]
-    return kept_results(plan, paths, options, kept_numbers(keyed_outputs(tree, options)))
+    return materialized_outputs(plan, paths, options, kept_numbers(keyed_outputs(tree, options)))
 
 
 def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline:

@@ -48,7 +48,7 @@ from beamjax.ops.weights import reweight as reweight
 from beamjax.ops.weights import standard_error as standard_error
 from beamjax.options import Options as Options
 from beamjax.replaying import replay as replay
-from beamjax.runtime.placed_results import open_placed as open_placed
+from beamjax.runtime.materialized_outputs import open_placed as open_placed
 from beamjax.sessions import Session as Session
 from beamjax.sessions import session as session
 from beamjax.sources import Source as Source

@@ -118,7 +118,7 @@ def notes(arguments: Sequence[Argument], reading: Reading) -> tuple[str, ...]:
         return (f"{what}, in the one pass of the plan, and counted there.",)
     files = f"{what}, into files that the passes read, because {reading.counted_because}."
     if reading.planned is not None:
-        return (files, "The plan is made again once they are counted.")
+        return (files, "beamjax plans again once they are counted.")
     return (files, f"The plan is made once they are counted; this is one for {reading.number}.")
 
 

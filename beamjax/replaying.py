@@ -60,7 +60,7 @@ def replay(
     Args:
       failed: an error that this process got from a run; then nothing else is needed. Or a job or
         its folder, in any state, of any process that ran `fn(*args)`.
-      fn: the function of the job; not for an error. It may be a mended one.
+      fn: the function of the job; not for an error. It may be a corrected one.
       *args: the arguments of the job.
       member: the index of one member.
       shard: the number of a shard, whose members are called one after the other. Without `member`

@@ -36,7 +36,7 @@ from beamjax.plan.steps import (
 )
 from beamjax.runtime.control_flow import Checkpointer, ControlFlow
 from beamjax.runtime.machine_provenance import provenance_here
-from beamjax.runtime.placed_results import HANDED_BYTES
+from beamjax.runtime.materialized_outputs import HANDED_BYTES
 from beamjax.telemetry.meters import Meter
 from beamjax.telemetry.watchdog import Table, bounded
 
@@ -100,8 +100,8 @@ class Driver(ControlFlow[Value]):
     def _run(self, steps: Sequence[Step], needed: set[str]) -> None:
         cuts = {step.result: step for step in steps if isinstance(step, Scatter)}
         if not self._runs_here(steps):
-            wanted = {cuts[name].operand if name in cuts else name for name in needed}
-            self._launch(steps, wanted)
+            requested = {cuts[name].operand if name in cuts else name for name in needed}
+            self._launch(steps, requested)
         for step in steps:
             if isinstance(step, Server) and self._runs_here(steps):
                 known = {name: self.served(name).array() for name in step.inputs}
@@ -159,14 +159,14 @@ class Driver(ControlFlow[Value]):
             for step in steps
         )
 
-    def _launch(self, steps: Sequence[Step], wanted: set[str]) -> None:
+    def _launch(self, steps: Sequence[Step], requested: set[str]) -> None:
         self._sweep()
         own = dict.fromkeys(name for step in steps for name in made(step))
         plan = replace(
             self.plan,
             inputs=(),
             steps=tuple(steps),
-            outputs=tuple(Output(value=name) for name in own if name in wanted),
+            outputs=tuple(Output(value=name) for name in own if name in requested),
             constants=(),
         )
         read = dict.fromkeys(name for step in steps for name in sorted(used(step)))

@@ -48,7 +48,7 @@ class DryStore(Store):
         """Does nothing."""
 
     def __reduce__(self) -> Any:
-        return Store, (self.root, self.piece_bytes, self.lasts)
+        return Store, (self.root, self.piece_bytes, self.persistent)
 
 
 class _Translated(Exception):
@@ -95,7 +95,7 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
     connection.flags.view_as(TestOptions).dry_run = True
     connection.flags.view_as(GoogleCloudOptions).no_auth = True
     folder = str(connection.options.work_folder)
-    store = DryStore(files.join(folder, "beamjax-dry-run"), lasts=False)
+    store = DryStore(files.join(folder, "beamjax-dry-run"), persistent=False)
     if is_resident(plan, connection.options):
         with new_pipeline(connection) as pipeline:
             add_workers(pipeline, connection, ServeTasks(store.root, b""))

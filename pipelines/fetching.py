@@ -12,13 +12,13 @@ from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.values.values import Placed, Served, Value
 from beamjax.pipelines.worker.tasks import Sources
 from beamjax.plan.steps import Output, Plan
-from beamjax.runtime.placed_results import Kept
+from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.sources.arrays import placed as kept_sources
 from beamjax.sources.source_base import open_spec
 
 
 def fetched(
-    values: Mapping[str, Value], plan: Plan, launcher: Launcher, results: Kept
+    values: Mapping[str, Value], plan: Plan, launcher: Launcher, results: MaterializedOutputs
 ) -> dict[str, np.ndarray | kept_sources.Placed]:
     """The raw array of each value, or the handle to its files.
 
@@ -45,7 +45,7 @@ def fetched(
 
 
 def _kept(
-    name: str, value: Placed, plan: Plan, launcher: Launcher, results: Kept
+    name: str, value: Placed, plan: Plan, launcher: Launcher, results: MaterializedOutputs
 ) -> kept_sources.Placed:
     source = open_spec(value.spec)
     if isinstance(source, kept_sources.Placed) and source.stem == results.stem:

@@ -25,7 +25,7 @@ from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.errors import own_errors
 from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
-from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.telemetry.monitor import Monitor
 
 KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
@@ -49,7 +49,7 @@ class Launcher:
     store: Store
     monitor: Monitor
     program: Ref | None = None
-    results: Kept = NOTHING
+    results: MaterializedOutputs = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
 
     def files(self) -> set[str]:
@@ -60,7 +60,7 @@ class Launcher:
         """Runs a pipeline and waits for it.
 
         Args:
-          plan: the steps, and as outputs the values that are wanted.
+          plan: the steps, and as outputs the values that are requested.
           inputs: what the steps read.
           stem: of the names of the files with the results.
 

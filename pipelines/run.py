@@ -33,7 +33,7 @@ from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Output, Plan, ValueType, size_name
 from beamjax.runtime.control_flow import starts_anew
 from beamjax.runtime.inputs import Inputs
-from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.sources import live_spec, register, release
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource
@@ -48,7 +48,7 @@ def run_plan(
     runner: Any,
     options: Options,
     monitor: Monitor | None = None,
-    results: Kept = NOTHING,
+    results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan on a Beam runner and waits for it.
 
@@ -92,7 +92,11 @@ def run_plan(
 
 
 def drive(
-    plan: Plan, inputs: Inputs, sources: Sources, launcher: Launcher, results: Kept = NOTHING
+    plan: Plan,
+    inputs: Inputs,
+    sources: Sources,
+    launcher: Launcher,
+    results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan with its inputs; see `run_plan`."""
     if open_placements(plan):
@@ -113,7 +117,7 @@ def drive(
 
 
 def _run_one_pass(
-    plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources, results: Kept
+    plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources, results: MaterializedOutputs
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without control flow over sources of unknown length, as one pipeline."""
     static = {name: launcher.store.hold([a], name) for name, a in inputs.server().items()}

@@ -25,7 +25,7 @@ from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import caching_for
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
-from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.sources import release
 from beamjax.sources.arrays.placed import Placed
 from beamjax.telemetry.monitor import Monitor
@@ -82,7 +82,7 @@ class Workers:
         inputs: Inputs,
         options: Options,
         monitor: Monitor,
-        results: Kept = NOTHING,
+        results: MaterializedOutputs = NOTHING,
     ) -> dict[str, np.ndarray | Placed]:
         """Runs a plan; arguments, results and errors are those of `run_plan`."""
         with self._lock:
@@ -130,7 +130,12 @@ class Workers:
                 self._end()
 
     def _run(
-        self, plan: Plan, inputs: Inputs, options: Options, monitor: Monitor, results: Kept
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        options: Options,
+        monitor: Monitor,
+        results: MaterializedOutputs,
     ) -> dict[str, np.ndarray | Placed]:
         store, shared = self._store, self.connection.shared
         known = self._known.setdefault((id(plan), repr(options)), _Known(plan))

@@ -19,16 +19,16 @@ def use_compile_cache(folder: str) -> None:
     Args:
       folder: absolute path, or a URL that JAX knows.
     """
-    wanted: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "jax_compilation_cache_dir": folder,
         # What takes less than a second counts too, where there are many processes.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_enable_compilation_cache": True,
     }
     with _lock:
-        if all(getattr(_compat.config, name) == value for name, value in wanted.items()):
+        if all(getattr(_compat.config, name) == value for name, value in settings.items()):
             return
-        for name, value in wanted.items():
+        for name, value in settings.items():
             jax.config.update(name, value)
         # It looks at its settings once, when it first compiles.
         compilation_cache.reset_cache()

@@ -218,7 +218,7 @@ def load_body(
 
     Raises:
       WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it,
-        or a body that runs as Python can't be made again here.
+        or a body that runs as Python can't be rebuilt here.
     """
     platform = default_platform()
     if platform == "cpu":

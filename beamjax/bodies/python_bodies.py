@@ -155,7 +155,7 @@ def python_function(key: str, body: Body) -> PythonFunction:
     """The function of a body, in any process.
 
     Raises:
-      WorkerError: it can't be made again here.
+      WorkerError: it can't be rebuilt here.
     """
     python = body.python
     assert python is not None
@@ -317,11 +317,11 @@ def _restage(name: str, program: bytes) -> Plan:
             "sent along: a plan of another process was given to a runner"
         )
     header, nodes, recipe = program.split(b"\n", 2)
-    wanted = json.loads(header)
-    if wanted != versions():
+    expected = json.loads(header)
+    if expected != versions():
         raise WorkerError(
             f"{name}: it runs as Python, which takes the same versions as where the "
-            f"program is launched: found {versions()}, expected {wanted}"
+            f"program is launched: found {versions()}, expected {expected}"
         )
     try:
         _register_nodes(base64.b64decode(nodes))

@@ -24,8 +24,8 @@ from beamjax.plan import buffer_ranges
 from beamjax.plan.merging import accumulator_bytes, is_in_files
 from beamjax.plan.steps import Body, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.runtime.large_reductions import MAX_ROWS
+from beamjax.runtime.materialized_outputs import HANDED_BYTES
 from beamjax.runtime.ordered_pool import most_jobs
-from beamjax.runtime.placed_results import HANDED_BYTES
 from beamjax.sources.source_base import Source
 from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES, block_budget, store_budget
 from beamjax.storage.shared_cache import SharedCache

@@ -161,7 +161,7 @@ class Job:
           Exception: what `run` would have raised.
           JobCancelledError: the job was cancelled.
           JobError: the launching process died before the job was done.
-          StructureError: the structure can't be made again from the folder alone.
+          StructureError: the structure can't be rebuilt from the folder alone.
           ArrayFormatError, SourceError: a file in the folder was changed or removed.
         """
         self.wait()

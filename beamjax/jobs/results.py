@@ -9,7 +9,7 @@ import numpy as np
 
 from beamjax.bodies.export import key_impl, unwrap, with_weak_type, with_x64, wrap
 from beamjax.errors import ArrayFormatError
-from beamjax.runtime.placed_results import open_placed
+from beamjax.runtime.materialized_outputs import open_placed
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable, open_keyed
 from beamjax.storage import records, treedefs
@@ -54,7 +54,7 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
       like: a tree with the structure of the result, or None.
 
     Raises:
-      StructureError: the structure can't be made again from the folder, or `like` has another one.
+      StructureError: the structure can't be rebuilt from the folder, or `like` has another one.
       JobError, ArrayFormatError, SourceError: a file was removed or changed.
     """
     arrays, record = folder.result()

@@ -423,7 +423,7 @@ def influence(
 
     Args:
       fn: a program, or any function of programs.
-      output: picks the numbers of interest from the result of `fn`; None for all of it.
+      output: selects the numbers of interest from the result of `fn`; None for all of it.
       placement: the placement of the members; may be left out where `fn` has one.
 
     Returns:
@@ -438,11 +438,11 @@ def influence(
     """
 
     def influences(*args: Any, **kwargs: Any) -> Any:
-        def picked(weights: jax.Array) -> Any:
+        def selected(weights: jax.Array) -> Any:
             result = reweight(fn, placement=placement)(weights, *args, **kwargs)
             return _floats(result if output is None else output(result))
 
-        jacobian = jax.jacrev(picked)(_ones(fn, args, kwargs, placement))
+        jacobian = jax.jacrev(selected)(_ones(fn, args, kwargs, placement))
         return tree_util.tree_map(lambda leaf: jnp.moveaxis(leaf, -1, 0), jacobian)
 
     return influences

@@ -49,7 +49,7 @@ class Options:
         operators, each for the price of a few messages. False starts a pipeline for each round.
       recompute: which placed values a later pass makes again, and which are kept for it:
         "elementwise" makes again what elementwise operations give, "nothing" keeps all,
-        "everything" keeps none that can be made again, bodies of `map_fn` included. None is
+        "everything" stores none that can be rematerialized, bodies of `map_fn` included. None is
         "elementwise", except where the other way is predicted to be clearly faster.
       merge_fan_out: groups in which the partials of a pass are merged side by side, before those of
         the groups are; 1 for none. None chooses the number with the least predicted time, from

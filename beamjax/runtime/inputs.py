@@ -44,8 +44,8 @@ class Reader:
           SourceError: a source gives another number of members than it was asked for, or an integer
             that does not fit the dtype that JAX has for it.
         """
-        wanted = sorted({self.where[name][0] for name in names})
-        arrays = {i: self.sources[i].read(start, stop) for i in wanted}
+        requested = sorted({self.where[name][0] for name in names})
+        arrays = {i: self.sources[i].read(start, stop) for i in requested}
         found = {}
         for name in names:
             source, leaf = self.where[name]

@@ -35,9 +35,9 @@ from beamjax.runtime.control_flow import Checkpointer, ControlFlow, starts_anew
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.ordered_pool import computing_threads
 from beamjax.runtime.passes import Done, Sums, computed
-from beamjax.runtime.placed_results import HANDED_BYTES, NOTHING, Kept
 from beamjax.runtime.shard_executor import ShardExecutor, read_shard
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.block_source import BLOCKS
@@ -55,7 +55,7 @@ def evaluate(
     options: Options,
     monitor: Monitor | None = None,
     checkpointer: Checkpointer | None = None,
-    results: Kept = NOTHING,
+    results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without Beam.
 
@@ -133,7 +133,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         options: Options,
         monitor: Monitor,
         checkpointer: Checkpointer | None,
-        results: Kept,
+        results: MaterializedOutputs,
     ):
         super().__init__(plan, inputs.server(), monitor, checkpointer)
         self.options = options

@@ -25,7 +25,7 @@ AHEAD = 1
 """Jobs that wait for a thread, or whose results wait, for each thread that is at one."""
 
 LOOK = 0.2
-"""Seconds between two looks whether results are still wanted."""
+"""Seconds between two looks whether results are still needed."""
 SECONDS_TO_END = 20.0
 """For threads to finish their jobs when the results are no longer needed."""
 

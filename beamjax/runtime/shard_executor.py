@@ -265,7 +265,7 @@ class ShardExecutor:
         reducers = {r.reducer for buffer in step.buffers for r in buffer.reductions}
         if not nothing or (shard.index and PICK.name not in reducers):
             return results, nothing
-        # What reductions start from is counted with the first shard, and what the server picks of
+        # What reductions start from is counted with the first shard, and what the server selects of
         # members that are left out comes from the shard that has them.
         try:
             outs = call(np.arange(shard.count), np.zeros(shard.count, np.bool_))

@@ -11,7 +11,7 @@ from beamjax.telemetry.meters import Meter
 LONG = 2e-4
 """Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""
 LONG_IN_BUNDLE = 2e-3
-"""Those of a shard that is worth the thread of a bundle, which gains what is read and added up."""
+"""Seconds of a shard from which on a thread of its own pays: it overlaps reading and merging."""
 LONG_PASS = 4e-3
 """Seconds of shards that are worth starting threads for."""
 SURELY_LONG = 2e-2
@@ -66,7 +66,7 @@ def pays(body: Hashable, left: int | None) -> bool:
 
 
 def pays_in_bundle(body: Hashable) -> bool:
-    """Whether one thread gains anything that computes, while another one reads and adds up."""
+    """Whether a thread that computes pays while another one reads and merges."""
     found = _times.get(body)
     return found is not None and found.known and found.seconds >= LONG_IN_BUNDLE
 

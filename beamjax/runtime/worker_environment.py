@@ -225,12 +225,12 @@ class Machine:
 
     def _problems(self) -> Iterator[str]:
         platform = default_platform()
-        wanted = self.require_platform
-        if wanted is not None and platform not in REQUIRED[wanted]:
+        expected = self.require_platform
+        if expected is not None and platform not in REQUIRED[expected]:
             yield (
-                f"require_platform={wanted!r}: JAX computes on {platform!r} here "
+                f"require_platform={expected!r}: JAX computes on {platform!r} here "
                 f"({_why(platform)}). Give the worker such a device, its driver and an image with "
-                f"`{install_command(Versions.here(), wanted)}`; `beamjax doctor` on the worker "
+                f"`{install_command(Versions.here(), expected)}`; `beamjax doctor` on the worker "
                 "says what is missing"
             )
         differing = {

@@ -20,7 +20,7 @@ def tree_to_json(treedef: PyTreeDef) -> Any:
     """A structure as JSON values.
 
     Nodes of other types than dicts with plain keys, lists, tuples, named tuples and None are
-    written by their name alone, and can't be made again from it.
+    written by their name alone, and can't be rebuilt from it.
     """
     data = treedef.node_data()
     if data is None:
@@ -50,7 +50,7 @@ def tree_from_json(record: Any, path: str) -> PyTreeDef:
 
     Raises:
       ArrayFormatError: `record` is something else.
-      StructureError: a node can't be made again here.
+      StructureError: a node can't be rebuilt here.
     """
     try:
         return jax.tree_util.tree_structure(_example(record, path))
@@ -80,7 +80,7 @@ def _example(record: Any, path: str) -> Any:
             return _named(module, name, names)(*(_example(child, path) for child in children))
         case {"other": str(name)}:
             raise StructureError(
-                f"{path}: the result holds a node of {name}, which can't be made again from a file "
+                f"{path}: the result holds a node of {name}, which can't be rebuilt from a file "
                 f"alone; {_LIKE}"
             )
     raise ArrayFormatError(f"{path}: found {record!r:.200}, expected the structure of a tree")

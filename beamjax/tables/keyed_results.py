@@ -14,7 +14,7 @@ import numpy as np
 from beamjax.errors import OptionsError, StructureError
 from beamjax.ops.keyed import Keyed
 from beamjax.options import Options
-from beamjax.runtime.placed_results import Kept
+from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.shuffle.by_key import KeyShuffle
 from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.array_source import from_arrays
@@ -61,7 +61,7 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
     return found
 
 
-def with_tables(result: Any, results: Kept, runner: Any, options: Options) -> Any:
+def with_tables(result: Any, results: MaterializedOutputs, runner: Any, options: Options) -> Any:
     """A result with a table in the place of each `Keyed`.
 
     Args:
@@ -88,7 +88,9 @@ def _is_keyed(node: Any) -> bool:
     return isinstance(node, Keyed)
 
 
-def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options) -> KeyedTable:
+def _table(
+    keyed: Keyed, path: str, results: MaterializedOutputs, runner: Any, options: Options
+) -> KeyedTable:
     members = [keyed.keys, *jax.tree_util.tree_leaves(keyed.values)]
     lost = [member for member in members if not isinstance(member, Placed)]
     if any(np.ndim(member) == 0 for member in lost) or np.ndim(keyed.keys) != 1:
@@ -112,7 +114,7 @@ def _table(keyed: Keyed, path: str, results: Kept, runner: Any, options: Options
     parts = written_parts(folder)
     tree = jax.tree_util.tree_structure({"key": 0, "value": keyed.values}, is_leaf=_is_placed)
     table = write_keyed(folder, parts, types, tree)
-    if not results.lasts:
+    if not results.persistent:
         weakref.finalize(table, KeyedTable.remove, KeyedTable(folder, parts, types, tree))
     return table
 
@@ -134,7 +136,7 @@ def _is_placed(node: Any) -> bool:
     return isinstance(node, Placed)
 
 
-def _folder(results: Kept, path: str) -> str:
+def _folder(results: MaterializedOutputs, path: str) -> str:
     """For the table, beside the members that it is made of."""
     folder = os.path.dirname(next(iter(results.folders.values())))
     if is_url(folder):

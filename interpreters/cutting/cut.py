@@ -190,8 +190,8 @@ class _Splitter:
             if eqn.effects:
                 effects.setdefault(placement, []).append(eqn)
             if not isinstance(rule, ReductionRule):
-                wanted = [v for v in eqn.outputs if v in self.served or v in self.live]
-                results.setdefault(placement, []).extend(wanted)
+                requested = [v for v in eqn.outputs if v in self.served or v in self.live]
+                results.setdefault(placement, []).extend(requested)
             elif any(v in self.served for v in eqn.outputs):
                 reductions.setdefault(placement, []).append(eqn)
         found: list[Stage] = []

@@ -163,18 +163,18 @@ def ancestors(
       values: placed values.
       makers: the equation that defines each value, in program order.
     """
-    wanted: set[Eqn] = set()
+    requested: set[Eqn] = set()
     agenda = [makers[var] for var in values if var in makers]
     while agenda:
         eqn = agenda.pop()
-        if eqn in wanted or eqn not in program.rules:
+        if eqn in requested or eqn not in program.rules:
             continue
-        wanted.add(eqn)
+        requested.add(eqn)
         _, rule = program.rules[eqn]
         for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True):
             if axis is not None and isinstance(atom, Var) and atom in makers:
                 agenda.append(makers[atom])
-    ordered = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in wanted]
+    ordered = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in requested]
     return [Emission(eqn, program.rules[eqn][1]) for eqn in ordered]
 
 

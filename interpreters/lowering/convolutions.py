@@ -105,13 +105,13 @@ def _laid_out(eqn: Any) -> list[Any]:
     back = tuple(map(int, np.argsort((first, *moved, channels))))
     last, places = len(axes) + 1, range(1, len(axes) + 1)
     spec = (0, last, *places)
-    wanted = lax.ConvDimensionNumbers(spec, (last, last - 1, *(i - 1 for i in places)), spec)
-    if numbers == wanted:
+    expected = lax.ConvDimensionNumbers(spec, (last, last - 1, *(i - 1 for i in places)), spec)
+    if numbers == expected:
         return [eqn]
 
     def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         operands = lax.transpose(lhs, lhs_order), lax.transpose(rhs, rhs_order)
-        changed = {**params, "dimension_numbers": wanted}
+        changed = {**params, "dimension_numbers": expected}
         (result,) = _compat.bind(eqn.primitive, operands, changed)
         return lax.transpose(result, back)
 

@@ -1,4 +1,4 @@
-"""Rewrites picks from sorted members, such as `jnp.median(x, 0)`, to passes that count.
+"""Rewrites the selection of sorted members, such as `jnp.median(x, 0)`, to passes that count.
 
 A value is found digit by digit, as by a radix sort: each pass counts the members whose higher
 digits are those of the value, by their next digit. The counts are exact, so the result is the
@@ -25,13 +25,13 @@ from beamjax.interpreters.rules.sharding_rules import shape_of
 MIN_BYTES = 1 << 20
 """Size of all members from which on they are counted: fewer are gathered and sorted faster."""
 MOST_RANKS = 16
-"""Most members that are picked: each is compared with all members."""
+"""Largest number of selected members: each of them is compared with all members."""
 WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 20
 """Most counts of a pass with digits of 16 bits, and of any pass; each is an int32."""
 
 
 def order_statistics(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
-    """For each sort of members in a block, the rewrites of what picks few of them."""
+    """For each sort of members in a block, the rewrites of equations that select few of them."""
     for eqn in block.eqns:
         if eqn.primitive.name != "sort" or len(eqn.inputs) != 1 or not runs_on_server(program, eqn):
             continue
@@ -57,9 +57,10 @@ def _is_worth(eqn: Eqn) -> bool:
 
 
 def _picked(user: Eqn, sort: Eqn, axis: int) -> Callable[..., list[Any]] | None:
-    """A function of members, and of the other operands of `user`, to what it picks of them sorted.
+    """A function of members, and of the other operands of `user`, to what it selects of them
+    sorted.
 
-    None where `user` is not such an equation, or picks too many.
+    None where `user` is not such an equation, or selects too many.
     """
     shape, out = shape_of(sort.outputs[0]), shape_of(user.outputs[0])
     n, columns, others = shape[axis], math.prod(shape) // shape[axis], list(shape)

@@ -1,8 +1,8 @@
 """Members moved along their axis, by an exchange of what lies at the borders of shards.
 
-One pass picks the first `k` members of each range of `block` members (or the last ones, to move the
-other way). The next pass takes these where a member comes from another shard. A shard holds whole
-ranges (`lower.py` sees to that), so it needs no others.
+One pass gathers the first `k` members of each range of `block` members (or the last ones, to move
+the other way). The next pass takes these where a member comes from another shard. A shard holds
+whole ranges (`lower.py` sees to that), so it needs no others.
 """
 
 from __future__ import annotations

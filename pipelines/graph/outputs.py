@@ -26,7 +26,7 @@ from beamjax.pipelines.values.values import Placed, Served, members
 from beamjax.plan.dropping import Dropped
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import size_name
-from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage import files
 
 
@@ -39,7 +39,7 @@ class Outputs:
       results: placed values that go where the results of the run are kept.
     """
 
-    def __init__(self, graph: Graph, stem: str, results: Kept = NOTHING):
+    def __init__(self, graph: Graph, stem: str, results: MaterializedOutputs = NOTHING):
         self.graph = graph
         self.stem = stem
         self.results = results

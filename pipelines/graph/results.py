@@ -20,7 +20,7 @@ from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
 from beamjax.plan.shard import shards
 from beamjax.plan.steps import Plan
-from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
@@ -94,7 +94,7 @@ class WritePlaced(StepFn):
 
     yields = Any
 
-    def __init__(self, store: Store, name: str, stem: str, results: Kept = NOTHING):
+    def __init__(self, store: Store, name: str, stem: str, results: MaterializedOutputs = NOTHING):
         self.store = store
         self.name = name
         self.stem = stem

@@ -1,7 +1,7 @@
 """Sources of unknown length in a pipeline: read once, from their beginning to their end, as blocks.
 
 One worker reads. Where there are several, blocks go to the others through files of the store, since
-what is dealt as elements is held in memory by some runners.
+some runners hold elements in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from beamjax.sources.source_base import StreamSource
 from beamjax.sources.streams.chunks import Streams
 
 DEAL_BYTES = 1 << 22
-"""Of the blocks that are dealt to a worker together."""
+"""Bytes of the blocks that go to a worker as one element."""
 
 
 class ReadStreams(StepFn):

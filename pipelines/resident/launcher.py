@@ -92,7 +92,7 @@ class _Segment:
 
     Args:
       launcher: of the run.
-      plan: the steps, and as outputs the values that are wanted.
+      plan: the steps, and as outputs the values that are requested.
       inputs: what the steps read.
       stem: first part of the names of files with placed values.
       store: where values are.
@@ -347,12 +347,12 @@ class _Segment:
 
     def _needed(self, step: Map) -> list[str]:
         """The placed results of a pass that anything reads after it."""
-        wanted = {out.value for out in self._plan.outputs}
+        requested = {out.value for out in self._plan.outputs}
         later = itertools.dropwhile(lambda other: other is not step, self._plan.steps)
         for other in itertools.islice(later, 1, None):
-            wanted |= set(other.operands) if isinstance(other, Map) else set()
-            wanted |= {other.operand} if isinstance(other, Gather) else set()
-        return [name for name in step.results if name in wanted]
+            requested |= set(other.operands) if isinstance(other, Map) else set()
+            requested |= {other.operand} if isinstance(other, Gather) else set()
+        return [name for name in step.results if name in requested]
 
     def _find_written(self, step: Map, names: Sequence[str]) -> None:
         """The placed values that workers have written in the pass that was run last."""

@@ -15,7 +15,7 @@ import numpy as np
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
 from beamjax.pipelines.worker.tasks import Sources, StepFn
-from beamjax.runtime.placed_results import NOTHING, Kept
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.telemetry.events import ShardEvent, events_from_json
 from beamjax.telemetry.progress import Tally
@@ -42,7 +42,7 @@ class Program:
     name: str
     fn: StepFn
     written: tuple[str, ...] = ()
-    results: Kept = NOTHING
+    results: MaterializedOutputs = NOTHING
 
     def encode(self, secret: bytes) -> bytes:
         """The program as bytes, with a signature."""

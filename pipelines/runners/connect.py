@@ -60,7 +60,7 @@ class Connection:
       flags: of Beam.
       shared: whether workers are threads of this process, and see its memory, as long as the
         pipelines run.
-      spread: whether there are several workers to which shards must be dealt.
+      spread: whether there are several workers over which shards must be distributed.
     """
 
     runner: Any

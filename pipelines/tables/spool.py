@@ -96,8 +96,8 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
         return
     shared, x64 = connection.shared, bool(_compat.config.jax_enable_x64)
     with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
-        dealt = pipeline | "Pieces" >> beam.Create(pieces) | "Deal" >> beam.Reshuffle()
-        dealt | "Read members" >> beam.ParDo(WritePieces(store, specs, x64))
+        spread = pipeline | "Pieces" >> beam.Create(pieces) | "Spread" >> beam.Reshuffle()
+        spread | "Read members" >> beam.ParDo(WritePieces(store, specs, x64))
         run_steps(pipeline, connection, store, ["Read members"])
 
 

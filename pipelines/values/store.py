@@ -54,14 +54,14 @@ class Store:
         root: a local path (made absolute), or any URL that Beam's FileSystems knows; the launcher
             and the workers must see the same files there.
         piece_bytes: largest file, in bytes; bigger arrays are cut.
-        lasts: whether a folder that is not there is made anew. That of a run is not, so that a
+        persistent: whether a folder that is not there is made anew. That of a run is not, so that a
             worker that goes on after its end leaves nothing.
         reports: where users of the store report their progress; None if nothing reads that.
     """
 
     root: str
     piece_bytes: int = PIECE_BYTES
-    lasts: bool = True
+    persistent: bool = True
     reports: Reports | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Store:
             SourceError: if it cannot be made.
         """
         parent = tempfile.gettempdir() if parent is None else parent
-        store = cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"), lasts=False)
+        store = cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"), persistent=False)
         try:
             file_io.make_folder(store.root)
         except OSError as error:
@@ -259,7 +259,7 @@ class Store:
             SourceError: if the folder cannot be written.
         """
         try:
-            file_io.write(file_io.join(self.root, name), data, keep=keep, make=self.lasts)
+            file_io.write(file_io.join(self.root, name), data, keep=keep, make=self.persistent)
         except Exception as error:
             raise SourceError(
                 f"{self.root}: cannot write {name} of {len(data)} bytes ({error}); expected a "

@@ -1,4 +1,4 @@
-"""Jobs dealt to the devices of a worker in turn, their results in order.
+"""Jobs distributed over the devices of a worker in turn, their results in order.
 
 An accelerator has one thread, for all bundles of this process: it computes one job at a time, so
 that one job has to fit into its memory, and others wait for it with what they read. On a CPU each

@@ -66,7 +66,7 @@ class MapShards(ComputeFn):
     Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
     earlier passes. Blocks with the results go out as the main output, partials of buffers as
     `PARTIALS`, those of combine number i as `combined(i)`, and members that are dropped as
-    `DROPPED`. On a worker with several devices shards are dealt to them; what comes out, and in
+    `DROPPED`. A worker with several devices distributes shards over them; what comes out, and in
     which order, is the same.
 
     Args:

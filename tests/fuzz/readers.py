@@ -48,7 +48,7 @@ from beamjax.pipelines.values.store import Store, clear_cache
 from beamjax.pipelines.worker.errors import recorded_error
 from beamjax.plan.steps import Body
 from beamjax.runtime import checkpoints
-from beamjax.runtime.placed_results import Kept
+from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.ragged_source import ShortSource
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
@@ -240,7 +240,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
     rows = bj.from_ragged(X, [2, 0, 4], buckets=[2, 4]).spilled(str(folder / "ragged"))
-    kept = Kept({"v": str(folder / "kept")}, "part-x")
+    kept = MaterializedOutputs({"v": str(folder / "kept")}, "part-x")
     kept.write("v", 0, X)
     np.savez(folder / "x.npz", x=X, y=X.T.copy().T)
     pq.write_table(TABLE, folder / "x.parquet", row_group_size=2)

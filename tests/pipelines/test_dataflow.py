@@ -346,10 +346,10 @@ def test_what_is_computed_here_alone_is_no_job(offline):
 
 
 def test_a_dry_store_travels_as_a_plain_one(tmp_path):
-    store = DryStore(str(tmp_path / "x"), lasts=False)
+    store = DryStore(str(tmp_path / "x"), persistent=False)
     ref = store.put([X], "members")
     assert store.written == dict(ref.files)
     assert not (tmp_path / "x").exists()
     again = pickle.loads(pickle.dumps(store))
     assert type(again) is Store
-    assert again == Store(store.root, store.piece_bytes, store.lasts)
+    assert again == Store(store.root, store.piece_bytes, store.persistent)

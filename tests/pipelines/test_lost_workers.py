@@ -62,7 +62,7 @@ with table.at("computing", step, Shard(1, 8, 8), limit):
 
 @pytest.fixture
 def store(tmp_path):
-    found = Store(str(tmp_path / "store"), lasts=False)
+    found = Store(str(tmp_path / "store"), persistent=False)
     os.mkdir(found.root)
     begin_pipeline(found, here=False)
     return found

@@ -23,7 +23,7 @@ FOLDER = {"work_folder": "inmemory://run", "shard_size": 8}
 @pytest.fixture
 def store():
     FILES.clear()
-    yield Store("inmemory://run", lasts=False)
+    yield Store("inmemory://run", persistent=False)
     FILES.clear()
 
 

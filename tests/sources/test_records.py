@@ -271,7 +271,7 @@ def test_a_record_whose_length_looks_like_gzip(tmp_path):
 def test_which_sources_stay_on_this_machine(tmp_path):
     source = bj.from_tfrecord(write(tmp_path / "x", rows()), FEATURES)
     live = bj.from_random_access([1, 2, 3, 4])
-    there, here = Store("inmemory://run", lasts=False), Store(str(tmp_path))
+    there, here = Store("inmemory://run", persistent=False), Store(str(tmp_path))
     for each in (source, live, grouped(source, 1), grouped(live, 2)):
         assert stays_here(each, there)
         assert not stays_here(each, here)

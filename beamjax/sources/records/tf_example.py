@@ -51,7 +51,7 @@ class ExampleParser:
     """Parses records that hold an Example each.
 
     Args:
-      names: of the features that are wanted.
+      names: of the features that are requested.
       leaves: what a member has of each.
     """
 
@@ -62,7 +62,7 @@ class ExampleParser:
         """The features of consecutive members, an array of shape (records, ...) each.
 
         Raises:
-          SourceError: a record is no Example, or has not the features that are wanted.
+          SourceError: a record is no Example, or has not the features that are requested.
         """
         columns: list[list[_Packed]] = [[] for _ in self._wanted]
         for place, record in enumerate(records):
@@ -81,7 +81,7 @@ _Packed = tuple[str, bytes]
 
 @dataclasses.dataclass(frozen=True)
 class _Feature:
-    """A feature that is wanted."""
+    """A feature that is requested."""
 
     name: str
     leaf: LeafSpec
@@ -152,7 +152,7 @@ class _Feature:
         return np.concatenate(found)
 
     def _narrowed(self, values: np.ndarray, where: Where) -> np.ndarray:
-        """Integers of all records as the dtype that is wanted, if it holds them."""
+        """Integers of all records as the dtype that is requested, if it holds them."""
         dtype = self.leaf.dtype
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         outside = np.flatnonzero((values < low) | (values > high))

@@ -166,9 +166,9 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     Args:
       paths: a path, a pattern, a URL, or a list of those. The records of one file come after those
         of another, in the order of the names that a pattern finds.
-      features: a dict from the names that are wanted to `jax.ShapeDtypeStruct`. None takes all of
-        the first record: a list of one number is a scalar, one of several a vector, and bytes are
-        uint8.
+      features: a dict from the names that are requested to `jax.ShapeDtypeStruct`. None takes all
+        of the first record: a list of one number is a scalar, one of several a vector, and bytes
+        are uint8.
 
     Raises:
       SourceError: a file is not there or is damaged, or the first record has not these features.

@@ -52,10 +52,10 @@ class Streams:
           SourceError: there is no member, one source has more of them than another, or a chunk is
             not what it should be.
         """
-        wanted = [sorted({leaf for i, leaf in self.where.values() if i == number})
+        requested = [sorted({leaf for i, leaf in self.where.values() if i == number})
                   for number in range(len(self.sources))]  # fmt: skip
         streams = [
-            blocks_of(s, size, w, self.x64) for s, w in zip(self.sources, wanted, strict=True)
+            blocks_of(s, size, w, self.x64) for s, w in zip(self.sources, requested, strict=True)
         ]
         start = 0
         for parts in itertools.zip_longest(*streams, fillvalue=(0, [])):
@@ -63,7 +63,7 @@ class Streams:
             if len(set(counts)) > 1:
                 raise _unequal(self.sources, [start + count for count in counts], size)
             values = {
-                name: parts[source][1][wanted[source].index(leaf)]
+                name: parts[source][1][requested[source].index(leaf)]
                 for name, (source, leaf) in self.where.items()
             }
             check_count(self.sources[0], start + counts[0])
@@ -94,7 +94,7 @@ def _unequal(sources: Sequence[StreamSource], counts: Sequence[int], size: int) 
 def blocks_of(
     source: StreamSource,
     size: int,
-    wanted: Sequence[int],
+    requested: Sequence[int],
     x64: bool,
     pieces: Iterable[int] | None = None,
 ) -> Iterator[tuple[int, Arrays]]:
@@ -103,25 +103,25 @@ def blocks_of(
     Args:
       source: to be read.
       size: of a block.
-      wanted: the numbers of the leaves that are wanted.
+      requested: the numbers of the leaves that are requested.
       x64: whether JAX computes with 64-bit types.
       pieces: of the source; None for all.
 
     Yields:
-      The number of members in a block, and a new array for each leaf that is wanted.
+      The number of members in a block, and a new array for each leaf that is requested.
     """
-    leaves = [source.leaves[i] for i in wanted]
+    leaves = [source.leaves[i] for i in requested]
     filled = 0
     block: Arrays = []
     pieces = range(source.pieces) if pieces is None else pieces
-    chunks = (checked_chunks(source, piece, wanted, x64) for piece in pieces)
+    chunks = (checked_chunks(source, piece, requested, x64) for piece in pieces)
     for chunk in itertools.chain.from_iterable(chunks):
         position, rows = 0, len(chunk[0])
         while position < rows:
             if not filled:
                 block = [np.empty((size, *leaf.shape), leaf.dtype) for leaf in leaves]
             taken = min(size - filled, rows - position)
-            for array, i in zip(block, wanted, strict=True):
+            for array, i in zip(block, requested, strict=True):
                 array[filled : filled + taken] = chunk[i][position : position + taken]
             position, filled = position + taken, filled + taken
             if filled == size:
@@ -132,14 +132,14 @@ def blocks_of(
 
 
 def checked_chunks(
-    source: StreamSource, piece: int, wanted: Sequence[int], x64: bool
+    source: StreamSource, piece: int, requested: Sequence[int], x64: bool
 ) -> Iterator[Arrays]:
     """The chunks of a piece, each with at least one member.
 
     Args:
       source: to be read.
       piece: of it.
-      wanted: the numbers of the leaves whose values are checked.
+      requested: the numbers of the leaves whose values are checked.
       x64: whether JAX computes with 64-bit types.
 
     Raises:
@@ -150,7 +150,7 @@ def checked_chunks(
     where = f"{source!r}{f', piece {piece}' if source.pieces > 1 else ''}, chunk "
     for number, chunk in enumerate(_told(source.chunks(piece), where)):
         arrays = _checked(source, chunk, f"{where}{number}")
-        for leaf in wanted:
+        for leaf in requested:
             check_chunk(source, piece, leaf, arrays[leaf], start, x64)
         start += len(arrays[0])
         if len(arrays[0]):
@@ -199,23 +199,23 @@ def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> A
     return arrays
 
 
-def members_of(source: Source, x64: bool, wanted: Sequence[int] | None = None) -> Arrays:
+def members_of(source: Source, x64: bool, requested: Sequence[int] | None = None) -> Arrays:
     """All members of a source of any kind, in memory.
 
     Args:
       source: to be read.
       x64: whether JAX computes with 64-bit types.
-      wanted: the numbers of the leaves that are wanted; None for all.
+      requested: the numbers of the leaves that are requested; None for all.
 
     Raises:
       SourceError: it can't be read, or an integer does not fit the dtype that JAX has for it.
     """
-    wanted = range(len(source.leaves)) if wanted is None else wanted
+    requested = range(len(source.leaves)) if requested is None else requested
     if not isinstance(source, StreamSource):
         arrays = source.read(0, len(source))
-        for leaf in wanted:
+        for leaf in requested:
             check_members(source, leaf, arrays[leaf], 0, x64)
-        return [arrays[leaf] for leaf in wanted]
-    blocks = list(blocks_of(source, WHOLE_BLOCK, wanted, x64))
+        return [arrays[leaf] for leaf in requested]
+    blocks = list(blocks_of(source, WHOLE_BLOCK, requested, x64))
     check_count(source, sum(count for count, _ in blocks))
     return [np.concatenate(arrays) for arrays in zip(*(x for _, x in blocks), strict=True)]

@@ -42,8 +42,8 @@ class ArrowSource(TableSource, kind="arrow"):
         cls._check(file, found, whole.schema, columns)
         if whole.mapped:
             return whole.batch(number)
-        wanted = [whole.schema.get_field_index(name) for name in columns]
-        return _opened(file.file, wanted).batch(number)
+        requested = [whole.schema.get_field_index(name) for name in columns]
+        return _opened(file.file, requested).batch(number)
 
     def _block(self, block: Block) -> Arrays:
         file = self._place(block)[0].file

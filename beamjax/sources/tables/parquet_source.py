@@ -61,12 +61,12 @@ class ParquetSource(TableSource, kind="parquet"):
 
 def _row_group_bytes(footer: _Footer, number: int, columns: Sequence[str]) -> int:
     """Bytes of columns of a row group, unpacked."""
-    group, wanted = footer.metadata.row_group(number), set(columns)
+    group, requested = footer.metadata.row_group(number), set(columns)
     chunks = map(group.column, range(group.num_columns))
     return sum(
         chunk.total_uncompressed_size
         for chunk in chunks
-        if chunk.path_in_schema.split(".")[0] in wanted or chunk.path_in_schema in wanted
+        if chunk.path_in_schema.split(".")[0] in requested or chunk.path_in_schema in requested
     )
 
 

@@ -31,18 +31,18 @@ HANDED_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Kept:
+class MaterializedOutputs:
     """The placed results of a run that go to files.
 
     Attributes:
       folders: of each value of the plan that is kept, by name.
       stem: of the names of all files, which no other run has.
-      lasts: whether the files outlive the handles.
+      persistent: whether the files outlive the handles.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
     stem: str = ""
-    lasts: bool = True
+    persistent: bool = True
 
     def write(self, name: str, start: int, members: np.ndarray) -> None:
         """Writes members of a value, from `start` on, to a file of their own.
@@ -105,7 +105,7 @@ class Kept:
         """
         record = {"version": VERSION, **placed.to_spec()}
         _write(placed.folder, MANIFEST, json.dumps(record, indent=1).encode())
-        if not self.lasts:
+        if not self.persistent:
             weakref.finalize(placed, _remove, placed.to_spec())
         return placed
 
@@ -121,12 +121,12 @@ class Kept:
             raise
 
 
-NOTHING = Kept()
+NOTHING = MaterializedOutputs()
 
 
-def kept_results(
+def materialized_outputs(
     plan: Plan, paths: Sequence[str], options: Options, numbers: Container[int] = ()
-) -> Kept:
+) -> MaterializedOutputs:
     """What a run keeps: placed results with their members along axis 0.
 
     Args:
@@ -135,11 +135,11 @@ def kept_results(
       options: `keep`, `results_folder`, `job_folder` and `work_folder`.
       numbers: of outputs that are kept in any case.
     """
-    base, lasts = options.results_folder, True
+    base, persistent = options.results_folder, True
     if base is None and options.job_folder is not None:
         base = f"{options.job_folder.rstrip('/')}/results"
     if base is None:
-        parent, lasts = options.work_folder or tempfile.gettempdir(), False
+        parent, persistent = options.work_folder or tempfile.gettempdir(), False
         base = f"{parent.rstrip('/')}/beamjax-results-{uuid.uuid4().hex}"
     base = base if is_url(base) else os.path.abspath(base)
     folders: dict[str, str] = {}
@@ -156,7 +156,7 @@ def kept_results(
         folders[name] = f"{base}/{taken}"
     if not folders:
         return NOTHING
-    return Kept(folders, f"part-{uuid.uuid4().hex[:8]}", lasts)
+    return MaterializedOutputs(folders, f"part-{uuid.uuid4().hex[:8]}", persistent)
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
