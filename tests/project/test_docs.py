@@ -98,3 +98,16 @@ def test_links_and_names_of_files_lead_somewhere():
     assert len(links) > 10
     faults += [("README.md", link) for link in links if not (ROOT / link).exists()]
     assert faults == []
+
+
+def test_each_public_name_is_in_an_example_that_is_run():
+    """Errors are shown by a few of them."""
+    api = (DOCS / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\.\. auto(?:function|class):: beamjax\.(?:pipelines\.)?(\S+)", api, re.M)
+    code = "\n".join(
+        block.text
+        for page in PAGES
+        for block in doc_pages.blocks(page)
+        if block.language == "python" and block.not_run is None
+    )
+    assert [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)] == []
