@@ -1,7 +1,11 @@
 """How Sphinx builds the site: `sphinx-build -W docs site`."""
 
 import re
+from pathlib import Path
 from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import beamjax
 
@@ -10,7 +14,7 @@ author = copyright = "the authors of beamjax"
 version = release = beamjax.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -21,6 +25,13 @@ exclude_patterns = ["site"]
 smartquotes = False
 
 myst_heading_anchors = 4
+
+# Notebooks are stored without outputs, and each build runs them.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 600
+nb_output_stderr = "remove"
 
 default_role = "code"
 autodoc_typehints = "none"
@@ -58,5 +69,35 @@ def _is_field(lines: list[str]) -> bool:
     return re.match(r"\s*(:\w+[^:]*:|\.\. )", last) is not None
 
 
+_BLOCK = re.compile(r"(?:<!-- .*? -->\n)?```(\w+)\n(.*?)```\n", re.S)
+
+
+def _write_tutorial(app: Any) -> None:
+    """Writes the tutorial as a notebook too, with its code in cells and without its outputs."""
+    folder = Path(app.srcdir)
+    text = (folder / "tutorial.md").read_text(encoding="utf-8")
+    text = re.sub(r"\]\((?!http)(\S+\.md)", r"](../\1", text)
+    cells, start = [], 0
+    for block in _BLOCK.finditer(text):
+        language, code = block.groups()
+        if language == "sh" and not code.startswith("beamjax"):
+            continue
+        cells.append(new_markdown_cell(text[start : block.start()].strip()))
+        start = block.end()
+        code = re.sub(r"\A# (\w+\.py)$", r"%%writefile \1", code.strip(), flags=re.M)
+        if language == "sh":
+            code = "import sys\n\n" + code.replace("beamjax", "!{sys.executable} -m beamjax", 1)
+        if language != "text":
+            cells.append(new_code_cell(code))
+    cells.append(new_markdown_cell(text[start:].strip()))
+    cells = [cell for cell in cells if cell.source]
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    nbformat.write(notebook, folder / "notebooks" / "tutorial.ipynb")
+
+
 def setup(app: Any) -> None:
+    app.connect("builder-inited", _write_tutorial)
     app.connect("autodoc-process-docstring", _as_markdown, priority=900)
