@@ -8,38 +8,49 @@ from typing import Any
 
 from benchmarks.suite import bar, model
 from benchmarks.suite.cases import CASES
-from benchmarks.suite.ways import ALL, DIRECT, LOCAL
+from benchmarks.suite.ways import ALL, DIRECT, LOCAL, LOOP
 
 HEAD = """\
 # Benchmark suite
 
-This page is written by `python -m benchmarks.suite` from what one run of it measured; only the
-reasons in the section on the bar are kept by hand. All ways of a workload have a process of their
-own, or a cluster of processes on this machine, which stays alive; they are asked for a round in
-turn, so that a busy machine hurts all of them alike. Seconds are the median of the rounds after the
-first call; imports, the start of clusters, compiling and warming up are not in them. All ways read
-the same files, which are in the memory of the system, and are compared with the answer of the first
-one.
+beamjax beside a plain loop, `jax.jit`, Beam by hand, Dask, Ray Data, DrJAX and FedJAX: nine
+workloads on one machine. `python -m benchmarks.suite` measures them and writes this page. [The end
+of it](#how-it-is-measured) says what the columns mean.
+"""
+
+METHOD = """\
+## How it is measured
+
+Each way of a workload has a process of its own, or a cluster of processes on this machine. The
+ways take turns, so a busy machine slows all of them alike. Seconds are the median of the rounds
+after the first call; imports, the start of clusters, compiling and warming up are not included.
+All ways read the same files, which are in the memory of the system. Their answers are compared
+with that of the first way.
 
 - *x loop*: seconds over those of the shard loop, the ideal: a jitted function over shards in one
   process, each of as many members as beamjax computes at once, summed in float64.
 - *first*: seconds of the first call, with staging and compiling.
-- *peak* and *start*: MiB that the process and its children have for themselves, at most and before
-  the first call; files that are mapped are not in it. *peak* is that of all rounds.
-- *differs*: from the first way's answer, largest difference of a leaf over its largest number.
-- *predicted*: seconds that `bj.explain` tells of it where the machine was not measured. What it
-  counts with was fitted to workloads like these.
-- *~*: extrapolated: as much of the workload as the last column says was measured, and a quarter of
-  it; the rest is a straight line.
+- *peak* and *start*: MiB of the process and its children, at most and before the first call,
+  without mapped files. *peak* is that of all rounds.
+- *differs*: the largest difference of a leaf from the answer of the first way, over the largest
+  number of the leaf.
+- *predicted*: seconds that `bj.explain` predicts on a machine that was not measured. Its constants
+  were fitted to workloads like these.
+- *~*: extrapolated in a straight line, from as much of the workload as the last column says and a
+  quarter of that.
 
-What the others are: DrJAX and jit have all members on the device before the clock starts. Beam by
-hand runs on FnApiRunner in one process, with server values as side inputs, or in a file if they are
-large, and numbers of members as elements, which its DoFns look up in the files; BatchElements has
-as many members as beamjax computes at once. Dask and Ray Data have two worker processes on this
-machine without a dashboard, a few tasks for each worker that sum as many at a time, and JAX's
-compilation cache; C is Dask's own arrays. FedJAX steps through each client's batches; it needs an
-older JAX. H is written for the map-reduces with derivatives taken by hand, a function for each
-direction.
+The other ways:
+
+- **DrJAX and jit** have all members on the device before the clock starts.
+- **Beam by hand** runs on FnApiRunner in one process, with server values as side inputs, or in a
+  file if they are large. Its elements are numbers of members, which its DoFns look up in the
+  files. BatchElements has as many members as beamjax computes at once.
+- **Dask and Ray Data** have two worker processes on this machine without a dashboard, a few tasks
+  for each worker that sum as many members at a time, and JAX's compilation cache. C is Dask's own
+  arrays.
+- **FedJAX** steps through each client's batches. It needs an older JAX.
+- **H** is written for the map-reduces with derivatives taken by hand, a function for each
+  direction.
 """
 
 
@@ -62,35 +73,58 @@ def _page(
 ) -> Iterator[str]:
     yield HEAD
     if found["cases"]:
-        yield from _cases(found, why, images)
+        yield from _results(found, why, images)
     else:
         yield "Nothing was measured with this version yet.\n"
     yield from _scale(found["scale"], images)
     yield from _model(found["model"], images)
     yield "## On a GPU\n"
     yield from _gpu(gpu)
+    yield METHOD
+    yield from _machine(found)
 
 
-def _cases(
+def _results(
     found: Mapping[str, Any], why: Mapping[str, str], images: Mapping[str, str]
 ) -> Iterator[str]:
-    told = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
-    yield f"Measured on: {told}; {found['seconds']:.0f} s in all, load average"
-    yield f"{found['load average at the end']} at the end."
-    if missing := sorted(set(CASES) - set(found["cases"])):
-        yield f"Not measured by this version yet: {', '.join(missing)}."
-    for name, versions in found["peers"].items():
-        yield f"Python of {name}: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "."
-    yield ""
+    if found["small"]:
+        yield "**These are the sizes of a test: the numbers mean nothing.**\n"
     yield from _image(images, "time", "Seconds over those of the shard loop, by workload and way")
-    yield "## The bar\n"
-    yield from _bar(found, why)
+    yield from _summary(found)
+    yield from _standings(found)
     yield from _exact(found)
+    yield from _bar(found, why)
     yield "## Workloads\n"
     for case, measured in found["cases"].items():
         yield f"### {case}\n"
         yield f"{measured['title']}. {_facts(measured)}\n"
         yield from table(measured)
+
+
+def _summary(found: Mapping[str, Any]) -> Iterator[str]:
+    """Seconds of beamjax and of the shard loop."""
+    yield "| | seconds of the loop | `local` | DirectRunner |"
+    yield "| --- |" + " ---: |" * 3
+    for case, measured in found["cases"].items():
+        rows = {row["way"]: row for row in measured["rows"]}
+        loop = rows.get(LOOP, {}).get("seconds")
+        ratios = (rows.get(way, {}).get("x_loop") for way in (LOCAL, DIRECT))
+        cells = ("" if ratio is None else f"x {ratio:.2f}" for ratio in ratios)
+        title = measured["title"].partition(":")[0].partition(", ")[0].partition(" at ")[0]
+        yield f"| {case}: {title} | {_seconds(loop, False)} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _machine(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["cases"]:
+        return
+    facts = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    yield f"Measured on: {facts}; {found['seconds']:.0f} s in all, load average"
+    yield f"{found['load average at the end']} at the end."
+    if missing := sorted(set(CASES) - set(found["cases"])):
+        yield f"Not measured by this version yet: {', '.join(missing)}."
+    for name, versions in found["peers"].items():
+        yield f"Python of {name}: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "."
 
 
 def _facts(measured: Mapping[str, Any]) -> str:
@@ -144,29 +178,40 @@ def as_text(case: str, measured: Mapping[str, Any]) -> str:
 
 
 def _bar(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
-    if found["small"]:
-        yield "**These are the sizes of a test: the numbers mean nothing.**\n"
-    yield "| key | what is asked | found | | reason |"
-    yield "| --- | --- | --- | --- | --- |"
+    missed = [line for line in found["bar"] if not line["met"]]
+    yield "## Targets\n"
+    yield f"{len(found['bar']) - len(missed)} of {len(found['bar'])} targets are met."
+    yield "These are missed:\n" if missed else ""
+    for line in missed:
+        reason = why.get(line["key"], "The reason is not known yet")
+        reason = f"{reason[0].upper()}{reason[1:]}"
+        yield f"- **{line['key']}**: {line['ask']}. Found {line['found']}. {reason}."
+    yield "\n| | target | found |"
+    yield "| --- | --- | --- |"
     for line in found["bar"]:
-        reason = "" if line["met"] else why.get(line["key"], "*not told yet*")
-        mark = "met" if line["met"] else "**missed**"
-        yield f"| {line['key']} | {line['ask']} | {line['found']} | {mark} | {reason} |"
-    yield "\nHow many times the seconds of beamjax on DirectRunner the others took, long or not:\n"
+        mark = "" if line["met"] else ", **missed**"
+        yield f"| {line['key']} | {line['ask']} | {line['found']}{mark} |"
+    yield ""
+
+
+def _standings(found: Mapping[str, Any]) -> Iterator[str]:
+    """How long the others take, in multiples of beamjax on DirectRunner."""
+    yield "## Beside the others\n"
+    yield "Seconds over those of beamjax on DirectRunner; below 1 the other way is faster.\n"
     standings = list(bar.standings(found["cases"]))
     ways = [way for way in ALL if any(way == w for _, w, _ in standings)]
-    yield "| | " + " | ".join(ALL[way].title for way in ways) + " |"
-    yield "| --- |" + " ---: |" * len(ways)
-    for case in found["cases"]:
-        ratios = {way: ratio for c, way, ratio in standings if c == case}
-        numbers = [f"{ratios[way]:.2f}" if way in ratios else "" for way in ways]
-        yield f"| {case} | " + " | ".join(numbers) + " |"
+    yield "| | " + " | ".join(found["cases"]) + " |"
+    yield "| --- |" + " ---: |" * len(found["cases"])
+    for way in ways:
+        ratios = {case: ratio for case, w, ratio in standings if w == way}
+        numbers = [f"{ratios[case]:.2f}" if case in ratios else "" for case in found["cases"]]
+        yield f"| {ALL[way].title} | " + " | ".join(numbers) + " |"
     yield ""
 
 
 def _exact(found: Mapping[str, Any]) -> Iterator[str]:
-    told = bar.exact_over_plain(found["cases"])
-    if not told:
+    pairs_of = bar.exact_over_plain(found["cases"])
+    if not pairs_of:
         return
     yield "## What exact sums cost\n"
     yield "The rows with plain adds are the same program on the same runner with the option"
@@ -174,7 +219,7 @@ def _exact(found: Mapping[str, Any]) -> Iterator[str]:
     yield "gives, so that the last bits depend on the order. Seconds of both, and their ratio:\n"
     yield "| | bytes a partial | local | plain adds | ratio | DirectRunner | plain adds | ratio |"
     yield "| --- |" + " ---: |" * 7
-    for case, pairs in told.items():
+    for case, pairs in pairs_of.items():
         row = [case, f"{found['cases'][case]['plan']['partial_bytes']:,}"]
         for way in (LOCAL, DIRECT):
             exact, plain = pairs.get(way, (None, None))
@@ -194,8 +239,8 @@ def _scale(scale: Mapping[str, Any], images: Mapping[str, str]) -> Iterator[str]
         yield "| way | " + " | ".join(f"{n:,}" for n in numbers) + " |"
         yield "| --- |" + " ---: |" * len(numbers)
         for way, found in seconds.items():
-            told = {str(n): value for n, value in found.items()}
-            row = [_seconds(told.get(str(n)), (way, str(n)) in marks) for n in numbers]
+            by_number = {str(n): value for n, value in found.items()}
+            row = [_seconds(by_number.get(str(n)), (way, str(n)) in marks) for n in numbers]
             yield f"| {ALL[way].title} | " + " | ".join(row) + " |"
         yield ""
     if "workers" in scale:
@@ -223,14 +268,17 @@ def _model(paper: Mapping[str, Any], images: Mapping[str, str]) -> Iterator[str]
         "| 100 times faster with | 1000 workers, s | speed-up |"
     )
     yield "| --- |" + " ---: |" * 10
-    for case, told in paper["cases"].items():
-        cost, totals = told["costs"], [sum(parts.values()) for parts in told["seconds"]]
-        enough = (w for w, s in zip(told["workers"], told["speed_up"], strict=True) if s >= 100)
+    for case, modelled in paper["cases"].items():
+        cost = modelled["costs"]
+        totals = [sum(parts.values()) for parts in modelled["seconds"]]
+        enough = (
+            w for w, s in zip(modelled["workers"], modelled["speed_up"], strict=True) if s >= 100
+        )
         yield (
             f"| {case} | {cost['shards'] * paper['times_larger']:,} | {cost['passes']} "
             f"| {1e3 * cost['shard']:.2f} | {1e3 * cost['merge']:.3f} | {cost['round']:.2f} "
             f"| {cost['partial'] / 1e6:,.3f} | {totals[0]:,.0f} | {next(enough, 'never')} "
-            f"| {totals[-1]:,.1f} | {told['speed_up'][-1]:,.0f} |"
+            f"| {totals[-1]:,.1f} | {modelled['speed_up'][-1]:,.0f} |"
         )
     yield ""
 

@@ -17,7 +17,7 @@ Call = Callable[[], Tree]  # computes the answer once
 
 @dataclass(frozen=True)
 class Job:
-    """One way with one workload, as a process of its own is told.
+    """One way with one workload, as a process of its own gets it.
 
     Attributes:
       case: letter.
