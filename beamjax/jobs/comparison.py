@@ -29,7 +29,7 @@ class Difference:
       values: the two values there, as text; or the types of the leaves, where these differ.
       ulp: how many representable numbers lie between two floats; None for others.
       count: how many values of this leaf differ.
-      step: the first step in a round of a loop whose values differ, as `scan_0[3]/map_rows_0`; ""
+      step: the first step in a round of a loop whose values differ, as `loop_0[3]/map_rows_0`; ""
         if they differ in no round, or that is not known.
       reasons: what may make bits differ and is not the same in both jobs: of the plan, the machines
         and the dropped members. If all of that is the same, it is the inputs.

@@ -104,7 +104,7 @@ class Checksums:
         self.found: dict[str, int] = {}
 
     def add(self, step: str, value: str, checksum: int) -> None:
-        """Adds the value of a step, whose name has the round, as `scan_0[3]/map_rows_0`."""
+        """Adds the value of a step, whose name has the round, as `loop_0[3]/map_rows_0`."""
         self.found[f"{step}:{value}"] = checksum
         # The first difference of two runs matters: later values need no place.
         self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS

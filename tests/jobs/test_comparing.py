@@ -80,7 +80,7 @@ def test_the_first_round_that_differs(runners, tmp_path):
         folders.append(str(tmp_path / str(len(folders))))
         bj.run(rounds, values, X, runner=runner, options={"job_folder": folders[-1]})
     found = bj.diff(*folders)
-    assert re.fullmatch(r"scan_\w*\[3\]/\w+", found.step)
+    assert re.fullmatch(r"loop_\d+\[3\]/\w+", found.step)
     assert f"first in the step {found.step}" in str(found)
     assert found.where == "result[0]"
 
