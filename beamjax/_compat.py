@@ -45,7 +45,7 @@ CALLING_CONVENTIONS = (
     export.minimum_supported_calling_convention_version,
     export.maximum_supported_calling_convention_version,
 )
-"""Of exported functions that this JAX can call: the first and the last."""
+"""The first and the last calling convention of exported functions that this JAX can call."""
 
 
 def versions() -> dict[str, str]:

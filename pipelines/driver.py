@@ -71,9 +71,9 @@ class Driver(ControlFlow[Value]):
 
     # ------------------------------------------------------------------------------- values
 
-    def scalar(self, value: Value) -> int:
+    def array(self, value: Value) -> np.ndarray:
         assert isinstance(value, Served)
-        return int(value.array())
+        return value.array()
 
     def entry(self, name: str, whole: Value, index: int) -> Value:
         return whole.entry(index)

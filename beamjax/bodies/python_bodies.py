@@ -45,7 +45,7 @@ SETTINGS = (
 """The settings of JAX that decide what a function is traced to."""
 
 DEBUGGING = ("debug_nans", "debug_infs")
-"""Those that decide what a compiled function checks when it is called."""
+"""Settings of JAX that decide what a compiled function checks when it is called."""
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

@@ -24,7 +24,7 @@ _LIBRARY_CALLS = frozenset(
     "cholesky custom_linear_solve eig eigh fft geqrf householder_product lu qr scatter scatter-add "
     "sort svd triangular_solve tridiagonal_solve".split()
 )
-"""Those that copy what they read, or have room of their own."""
+"""Primitives that copy their operands or need buffers of their own."""
 
 
 def working_bytes(closed: Any) -> int:

@@ -29,7 +29,7 @@ from beamjax.options import XLA_THREADS
 from beamjax.plan.cost import USUAL, Cost, Rates
 
 MAX_UNUSUAL = 10.0
-"""How far from the usual a machine may be."""
+"""Measured rates are clipped to within this factor of the default: a busy machine misleads."""
 _RUNS = 5
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 from beamjax.bodies.export import unwrap
 from beamjax.errors import JobError
 from beamjax.jobs.job import Job, JobState, open_job
-from beamjax.jobs.report import Report
+from beamjax.jobs.report import CHECKSUMS, Report
 from beamjax.numerics.ulp import ulp_distance
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
+from beamjax.telemetry.job_folder import JobFolder
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Difference:
       values: the two values there, as text; or the types of the leaves, where these differ.
       ulp: how many representable numbers lie between two floats; None for others.
       count: how many values of this leaf differ.
+      step: the first step in a round of a loop whose values differ, as `loop_0[3]/map_rows_0`; ""
+        if they differ in no round, or that is not known.
       reasons: what may make bits differ and is not the same in both jobs: of the plan, the machines
         and the dropped members. If all of that is the same, it is the inputs.
     """
@@ -36,6 +39,7 @@ class Difference:
     values: tuple[str, str] = ("", "")
     ulp: int | None = None
     count: int = 0
+    step: str = ""
     reasons: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -47,6 +51,7 @@ class Difference:
         distance = "" if self.ulp is None else f", {self.ulp} ULP apart"
         more = f"; {self.count} values of it differ" if self.count > 1 else ""
         lines = [f"{self.where}: {self.values[0]} and {self.values[1]}{distance}{more}"]
+        lines += [f"  first in the step {self.step}"] * bool(self.step)
         return "\n".join([*lines, *(f"  because of {reason}" for reason in self.reasons)])
 
 
@@ -85,8 +90,23 @@ def diff(
         found = _compared(path, left, right)
         if found is not None:
             reports = jobs[0].report(), jobs[1].report()
-            return replace(found, reasons=tuple(_reasons(*reports)))
+            step = _first_step(*(_checksums(job) for job in jobs))
+            return replace(found, step=step, reasons=tuple(_reasons(*reports)))
     return Difference("")
+
+
+def _checksums(job: Job) -> dict[str, Any]:
+    """Checksums of values in rounds, by step and value, in the order of the run."""
+    record = JobFolder(job.folder).read(CHECKSUMS) or {}
+    found = record.get("values")
+    return found if isinstance(found, dict) else {}
+
+
+def _first_step(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The first step of which both runs have a value, and not the same."""
+    # Runners join steps in other ways, so that one run may have values that the other has not.
+    differing = (name for name in a if name in b and a[name] != b[name])
+    return next(differing, "").rpartition(":")[0]
 
 
 def _leaves(result: Any) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,15 @@ import numpy as np
 
 from beamjax._version import __version__
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
-from beamjax.jobs.report import ABOUT, COURSE, Curve, curve_to_json, plain_plan, read_report
+from beamjax.jobs.report import (
+    ABOUT,
+    CHECKSUMS,
+    COURSE,
+    Curve,
+    curve_to_json,
+    plain_plan,
+    read_report,
+)
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan
 from beamjax.runtime.fingerprints import Fingerprint, plan_fingerprint
@@ -80,6 +88,9 @@ class Recording:
             logger.removeHandler(self._heard)
             with contextlib.suppress(Exception):
                 self._write()
+            if checksums := self._monitor.checksums.found:
+                with contextlib.suppress(Exception):
+                    self._folder.write(CHECKSUMS, {"values": checksums}, make=False)
 
     def look(self, progress: Progress) -> None:
         """Takes a sample, and writes all samples if the last record is old enough."""

@@ -26,7 +26,7 @@ from beamjax.telemetry.timeline import Samples, numbers, samples_from_json
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.shell import Page
 
-ABOUT, COURSE = "about", "course"
+ABOUT, COURSE, CHECKSUMS = "about", "course", "checksums"
 """Names of the records in a folder: facts that do not change during a run, and those that do."""
 
 

@@ -24,7 +24,7 @@ MAX_HELD = 128 + 64
 """The same of float32."""
 
 HELD = -1
-"""In the place of the key of a digit: float64 numbers."""
+"""Marks float64 numbers, in the place of the key of a digit."""
 
 _NO_SIGN = np.uint64((1 << 63) - 1)
 

@@ -47,7 +47,7 @@ from beamjax.ops.weights import refuse_weights
 __all__ = ["Codes", "Mean", "decompress", "int8", "nbytes", "reduce_mean", "ternary"]
 
 INT8_LEVELS = 127
-"""On each side of zero."""
+"""Levels on each side of zero."""
 _TERNARY_BITS = 2
 
 

@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "on_nonfinite": ("keep", "raise", "drop"),
     "keep": ("placed", None),
 }
-"""What the options may be that are one of a few; with None those that may be left open."""
+"""The allowed values of options with few of them; None means that beamjax chooses."""
 
 
 def check_options(options: Options) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from beamjax.errors import OptionsError
 
 MEMBER_LOOPS = ("vmap", "batches", "loop")
-"""How a shard is computed: all members at once, some at once, or one after the other."""
+"""How a shard is computed: all members at once, some at once, or sequentially."""
 RECOMPUTE = ("elementwise", "nothing", "everything")
-"""Which placed values later passes make again."""
+"""Which placed values later passes rematerialize."""
 FORMAT = 1
 MULTIPLE = 8
 """Members that are computed at once have the same bits in any place if they come in eights."""

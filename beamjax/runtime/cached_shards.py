@@ -22,7 +22,7 @@ from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.storage.partial_cache import PartialCache
 
 _FORM = "1"
-"""Of addresses and files; a change of either makes it another number."""
+"""Version of addresses and files. Increase it when either changes: old entries are then ignored."""
 _log = logging.getLogger(__name__)
 
 

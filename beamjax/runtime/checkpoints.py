@@ -24,7 +24,7 @@ from beamjax.storage.dtypes import dtype_from_name
 KIND = "beamjax checkpoint"
 FORMAT = 1
 MAX_BYTES = 2**26
-"""Of a manifest. Values of more than 64 KiB are not in it."""
+"""Largest size of a manifest that is read. Values of more than 64 KiB are not in manifests."""
 KEPT = 2
 """Checkpoints that a run leaves: if the last one is damaged there is one before it."""
 

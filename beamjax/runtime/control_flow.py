@@ -6,8 +6,11 @@ import abc
 import contextlib
 import itertools
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from beamjax.numerics.provenance import Provenance
 from beamjax.plan.liveness import Position, made, used, used_by_rounds
@@ -15,6 +18,8 @@ from beamjax.plan.steps import Block, Branch, Loop, Plan, Step, is_straight
 from beamjax.telemetry.monitor import Monitor
 
 V = TypeVar("V")
+MAX_RECORDED = 1 << 20
+"""Largest size in bytes of a value whose checksum is recorded: a round must not take longer."""
 
 
 class Checkpointer(Protocol):
@@ -106,8 +111,8 @@ class ControlFlow(abc.ABC, Generic[V]):
         """
 
     @abc.abstractmethod
-    def scalar(self, value: V) -> int:
-        """A server value that decides: of a bool or an integer."""
+    def array(self, value: V) -> np.ndarray:
+        """A server value in memory."""
 
     @abc.abstractmethod
     def entry(self, name: str, whole: V, index: int) -> V:
@@ -176,12 +181,24 @@ class ControlFlow(abc.ABC, Generic[V]):
                     self._branch(branch, prefix, at)
                 case _:
                     self.segment(steps, prefix, later)
+                    self._record(steps, prefix)
             at = ()
             own.update(name for step in steps for name in made(step))
             self.drop(own - later)
         outputs = [self.value(name) for name in block.outputs]
         self.drop(own)
         return outputs
+
+    def _record(self, steps: Iterable[Step], prefix: str) -> None:
+        """Notes checksums of small server values of rounds, for `beamjax.diff`."""
+        if not prefix or not self.monitor.checksums.enabled:
+            return
+        for step in steps:
+            for name in made(step):
+                value = self.plan.values[name]
+                if value.placement is None and value.nbytes <= MAX_RECORDED and name in self.values:
+                    array = np.ascontiguousarray(self.array(self.values[name]))
+                    self.monitor.checksums.add(f"{prefix}{step.name}", name, zlib.crc32(array))
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets values."""
@@ -192,7 +209,7 @@ class ControlFlow(abc.ABC, Generic[V]):
 
     def _branch(self, branch: Branch, prefix: str, at: Position) -> None:
         """Runs one of several blocks; from a position in it on, if one is given."""
-        index = at[0][1] if at else self.scalar(self.value(branch.index))
+        index = at[0][1] if at else int(self.array(self.value(branch.index)))
         index = min(max(index, 0), len(branch.blocks) - 1)
         with self._within(branch.name, index):
             where = f"{prefix}{branch.name}({index})/"
@@ -254,7 +271,7 @@ class ControlFlow(abc.ABC, Generic[V]):
             (value,) = self.block(loop.condition, prefix)
         finally:
             self._deciding -= 1
-        return bool(self.scalar(value))
+        return bool(self.array(value))
 
     # --------------------------------------------------------------------------- checkpoints
 

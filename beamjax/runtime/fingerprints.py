@@ -25,7 +25,7 @@ from beamjax.sources.arrays.file_hashes import FileHashes
 from beamjax.sources.streams.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
-"""What is compared, by names for people; short texts or hashes."""
+"""Facts that are compared, as short texts or hashes, by names for messages."""
 
 _FOR_PEOPLE = ("line", "lines", "reason", "functions", "loop_reason", "vectorization", "saved")
 _LOCATION = re.compile(r'^#loc.*\n?| loc\((?:"(?:[^"\\]|\\.)*"|[#\w]+)\)', re.M)

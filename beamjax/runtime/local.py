@@ -176,8 +176,8 @@ class _Evaluation(ControlFlow[np.ndarray]):
             return self.values[name][start:stop]
         return self.reader.read([name], start, stop)[name]
 
-    def scalar(self, value: np.ndarray) -> int:
-        return int(value)
+    def array(self, value: np.ndarray) -> np.ndarray:
+        return value
 
     def entry(self, name: str, whole: np.ndarray, index: int) -> np.ndarray:
         return whole[index] if self.is_served(name) else whole[:, index]

@@ -27,7 +27,7 @@ from beamjax.storage.allocation import allocate
 
 VERSION = 1
 HANDED_BYTES = 1 << 24
-"""Of placed values that passes hand on in memory; more of them go through files."""
+"""Bytes of placed values that passes hand on in memory at most; larger ones go through files."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ AHEAD = 1
 LOOK = 0.2
 """Seconds between two looks whether results are still needed."""
 SECONDS_TO_END = 20.0
-"""For threads to finish their jobs when the results are no longer needed."""
+"""Seconds that threads have to finish their jobs when the results are no longer needed."""
 
 T = TypeVar("T")
 _Outcome = tuple[int, BaseException | None, Any]

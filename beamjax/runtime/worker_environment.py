@@ -26,7 +26,7 @@ from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, XLA_THREADS, Options
 
 PROCESS = uuid.uuid4().hex
-"""Of this process, to know it again."""
+"""Identifies this process: process ids are used again."""
 
 _log = logging.getLogger("beamjax")
 

@@ -15,7 +15,7 @@ from beamjax.sources.source_base import MAX_VALUES
 from beamjax.sources.streams.one_member import MemberType, shown
 
 INLINE_BYTES = 1 << 18
-"""Of a small block, which travels as an element of Beam until it is merged with others."""
+"""Largest size of a block that travels as an element of Beam until it is merged with others."""
 
 
 @dataclass(frozen=True)

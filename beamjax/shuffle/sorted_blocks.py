@@ -31,9 +31,9 @@ from beamjax.sources.source_base import LeafSpec
 from beamjax.sources.streams.spool import GrowingFile
 
 BLOCK_BYTES = 1 << 24
-"""Of the rows of a block, which a worker sorts in memory."""
+"""Bytes of the rows of a block, which a worker sorts in memory."""
 PART_BYTES = 1 << 25
-"""Of the rows of a part, about. A worker has a leaf of them in memory at most."""
+"""Approximate bytes of the rows of a part, of which a worker has one leaf in memory at most."""
 MAX_PARTS = 4096
 """Each part reads the keys of all blocks, so more of them cost more than they save."""
 LIST = "blocks.json"

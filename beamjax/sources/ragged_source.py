@@ -23,13 +23,13 @@ from beamjax.sources.source_base import (
 MASK = "mask"
 """The name of the leaf that marks rows, as opposed to padding."""
 MAX_BUCKETS = 8
-"""That are chosen for a source; each costs a compilation of each body that reads it."""
+"""Largest number of buckets by default; each costs a compilation of each body that reads it."""
 MULTIPLE = 8
-"""Of which buckets are that are chosen: finer ones save next to nothing, and 8 suits devices."""
+"""Default buckets are multiples of it: finer ones save next to nothing, and 8 suits devices."""
 
 
 ANY_ROWS = 1 << 16
-"""That a bucket may have, however few there are."""
+"""Rows that a bucket may always have, even if the members have fewer."""
 
 
 class RaggedSource(HoldsLeaves, kind="ragged"):

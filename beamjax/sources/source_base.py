@@ -28,9 +28,9 @@ PyTreeDef: TypeAlias = Any
 T = TypeVar("T")
 
 MAX_VALUES = 2**48
-"""Of a member, and of anything that a spec counts: numbers from there on are no real ones."""
+"""Limit of the values of a member and of all counts in a spec: larger numbers are damage."""
 MAX_NDIM = 62
-"""Of a member: arrays of NumPy have 64 axes at most, and members are stacked twice."""
+"""Largest rank of a member: NumPy allows 64 axes, and members are stacked twice."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@
     progress.record   written about every second while the job runs
     about.record      the plan, the options and the machine, for reports
     course.record     how the run went over time, for reports
+    checksums.record  checksums of values in rounds, for `diff`
     dropped.arrays    the members that were dropped so far
     cancel.record     its presence asks the job to end
     records/          what the workers of the pipeline under way have done
@@ -41,7 +42,7 @@ SILENCE = 60.0
 _RECORDS = "records"
 _DROPPED = "dropped.arrays"
 _OWN = re.compile(
-    r"(job|command|state|progress|about|course|cancel|result)\.record|(result-\d+|dropped)\.arrays"
+    r"(job|command|state|progress|about|course|checksums|cancel|result)\.record|(result-\d+|dropped)\.arrays"
 )
 
 

@@ -18,7 +18,7 @@ from beamjax.telemetry.events import MOST_EVENTS, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.meters import Reports, shard_event
 from beamjax.telemetry.progress import Progress, Tally, WorkerRecord, expected, step_name, tallies
-from beamjax.telemetry.timeline import Moments
+from beamjax.telemetry.timeline import Checksums, Moments
 
 _log = logging.getLogger("beamjax")
 HERE = "launching process"
@@ -44,6 +44,7 @@ class Monitor:
       round_ends: when rounds were over, in seconds since the job began.
       checkpoints: when checkpoints were saved, likewise.
       events: the shards that were computed, in this process and in pipelines that are over.
+      checksums: those of server values in rounds.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Monitor:
         self.round_ends: Moments[float] = Moments()
         self.checkpoints: Moments[float] = Moments()
         self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
+        self.checksums = Checksums(enabled=folder is not None)
         self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
         self._began = time.monotonic()
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 SECONDS_TO_CANCEL = 20.0
-"""That launched jobs have to end. Kubernetes kills a process after 30 seconds."""
+"""Seconds that launched jobs have to end. Kubernetes kills a process after 30."""
 
 Outcome = concurrent.futures.Future[Any]
 

@@ -11,6 +11,7 @@ from beamjax.telemetry.progress import SECONDS, Progress
 
 MOST = 400
 """Largest number of samples of a run."""
+MOST_CHECKSUMS = 10_000
 COLUMNS = (
     "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
     *SECONDS,
@@ -89,6 +90,24 @@ class Moments(Generic[T]):
     def times(self) -> tuple[T, ...]:
         """The entries of the list, in order."""
         return tuple(self._kept)
+
+
+class Checksums:
+    """Checksums of the first server values that a run computes, in their order.
+
+    Args:
+      enabled: whether a later reader needs them.
+    """
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self.found: dict[str, int] = {}
+
+    def add(self, step: str, value: str, checksum: int) -> None:
+        """Adds the value of a step, whose name has the round, as `loop_0[3]/map_rows_0`."""
+        self.found[f"{step}:{value}"] = checksum
+        # The first difference of two runs matters: later values need no place.
+        self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS
 
 
 def samples_from_json(record: Any, path: str) -> dict[str, tuple[float, ...]]:

@@ -23,7 +23,7 @@ PREFIX = "working-"
 SLOTS = 64
 """The number of threads that one file can record; further threads are not recorded."""
 DOING = ("", "reading", "computing", "merging")
-"""What a thread may do, by its number in the file; 0 stands for nothing."""
+"""Activities of a thread, by their numbers in the file; 0 is none."""
 
 _MARK = "workers-wanted"
 _HEADER_BYTES = 1024

@@ -23,7 +23,7 @@ JAVA_OPTIONS = (
 """What Flink 1.16 and Spark 3.2 need of Java 17, and times in their logs."""
 
 SOURCES = Path(__file__).parent / "java"
-"""What is given to Maven, to Java's compiler, and to Flink."""
+"""Files for Maven, Java's compiler and Flink."""
 _LOG = logging.getLogger("beamjax")
 
 

@@ -45,7 +45,7 @@ CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
     FlinkRunner: flink.connected,
     SparkRunner: spark.connected,
 }
-"""How options for a runner come to say where its job server is."""
+"""Functions that add the address of its job server to the options of a runner."""
 
 IN_PROCESS = (EmbeddedPythonEnvironment, EmbeddedPythonGrpcEnvironment)
 

@@ -20,7 +20,7 @@ from beamjax.pipelines.clusters.processes import LOOPBACK
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
 """One address, not a name that has two: a free port of the first may be taken at the second."""
 _MODULES = server_modules()
-"""Where Beam makes these servers."""
+"""Modules in which Beam makes these servers."""
 _lock = threading.Lock()
 _users = 0
 

@@ -25,7 +25,7 @@ Partial = tuple[str, bytes]
 """FusedBuffer (reduction, leaf and piece, as text) and encoded accumulator."""
 
 MAX_ELEMENT_BYTES = 2**31 - 2**20
-"""What gRPC and protobuf can carry at all, with room for their own headers."""
+"""Largest element that gRPC and protobuf can carry, less their own headers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

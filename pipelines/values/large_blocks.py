@@ -13,7 +13,7 @@ from beamjax.pipelines.values.elements import Block
 from beamjax.pipelines.values.store import Store
 
 LIMIT_BYTES = (64 << 20) - (64 << 10)
-"""Of the values in a block; an element of 64 MiB has a header too."""
+"""Largest size of the values in a block: an element has 64 MiB with its header."""
 
 
 def whole(block: Block, store: Store) -> Block:

@@ -24,7 +24,7 @@ Uploads = OrderedDict[str, list[dict[str, Any]]]
 with which those of its files begin."""
 
 FILE_BYTES = 16 * 2**20
-"""Of one file: what a worker reads for a shard, at least."""
+"""Bytes of one file. A worker reads whole files for a shard."""
 
 
 def stays_here(source: Source, store: Store) -> bool:

@@ -1,5 +1,8 @@
 """`diff`: where two jobs differ, and why."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +20,15 @@ def totals(x):
 @bj.program(placements={"rows": None})
 def other(x):
     return {"n": jnp.int32(x.shape[0]), "sum": bj.reduce_sum(bj.map_fn(lambda v: v**3, x))}
+
+
+@bj.program(placements={"rows": None})
+def rounds(scales, x):
+    def one_round(w, scale):
+        w = w + scale * bj.reduce_mean(bj.map_fn(lambda v: jnp.sum(v) - w, x))
+        return w, w
+
+    return jax.lax.scan(one_round, jnp.float32(0), scales)
 
 
 def run(tmp_path, fn=totals, x=X, runner="local", **options):
@@ -57,6 +69,20 @@ def test_where_and_why(tmp_path):
     assert "the size of placement 'rows': 100 and 99" in str(found)
     found = bj.diff(first, run(tmp_path, x=X.astype(np.int32)))
     assert found.values == ("float32[3]", "int32[3]")
+
+
+@pytest.mark.parametrize("runners", [("local", "local"), ("local", "DirectRunner")], ids=str)
+def test_the_first_round_that_differs(runners, tmp_path):
+    scales = np.full(6, 0.5, np.float32)
+    changed = np.where(np.arange(6) < 3, scales, np.float32(0.25))
+    folders = []
+    for runner, values in zip(runners, (scales, changed), strict=True):
+        folders.append(str(tmp_path / str(len(folders))))
+        bj.run(rounds, values, X, runner=runner, options={"job_folder": folders[-1]})
+    found = bj.diff(*folders)
+    assert re.fullmatch(r"loop_\d+\[3\]/\w+", found.step)
+    assert f"first in the step {found.step}" in str(found)
+    assert found.where == "result[0]"
 
 
 def test_a_job_without_a_result(tmp_path):

@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 
 HEADER_ERRORS = (OSError, ValueError, EOFError, tokenize.TokenError)
-"""What a file raises that is none: headers are Python, which Python parses."""
+"""Errors from a file that is no .npy file: headers are Python, which Python parses."""
 _HEADER_BYTES = 1 << 20
 
 

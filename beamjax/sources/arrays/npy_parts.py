@@ -26,7 +26,7 @@ from beamjax.sources.source_base import (
 )
 
 CHUNK_BYTES = 1 << 22
-"""Of a file, read at once."""
+"""Bytes of a file that are read at once."""
 
 
 class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):

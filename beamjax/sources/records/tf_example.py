@@ -22,7 +22,7 @@ from beamjax.sources.source_base import LeafSpec, PyTreeDef
 FLOATS, INTS, BYTES = "float_list", "int64_list", "bytes_list"
 
 Where = Callable[[int], str]
-"""From the place of a record among those that are parsed to what it is called in messages."""
+"""The name of a parsed record for messages, from its position."""
 
 
 def feature_leaves(features: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:

@@ -49,7 +49,7 @@ from beamjax.sources.source_base import (
 
 WHO = "from_tfrecord"
 MARK_BYTES = 1 << 20
-"""At least, between two records whose places a source knows; it finds the others when it reads."""
+"""Bytes, at least, between the records whose positions a source stores; it searches for others."""
 MAX_MARKS = 1 << 13
 
 Mark = tuple[int, int]

@@ -22,7 +22,7 @@ from beamjax.sources.streams.chunks import check_count, checked_chunks
 from beamjax.storage.dtypes import FLOAT0
 
 BLOCK_BYTES = 1 << 22
-"""Of members that are read together."""
+"""Bytes of members that are read together."""
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 from beamjax.errors import SourceError, StructureError
 
 Shape = tuple[int | None, ...]
-"""Of one row; None where the lists of a column may have any length."""
+"""The shape of one row; None where the lists of a column may have any length."""
 
 _NUMBERS = (
     "expected bool, integers, floats, fixed-size binary, tensors of a fixed shape, or lists of "

@@ -18,9 +18,9 @@ from beamjax.sources.tables.table_source import Rows, TableFile, TableSource, fr
 from beamjax.storage.shared_cache import SharedCache
 
 PIECE_BYTES = 2**26
-"""Of decoded members; row groups of more than twice as much are decoded by pieces."""
+"""Bytes of decoded members in a piece. Row groups of more than twice as many are cut in pieces."""
 BATCH_BYTES = 2**22
-"""Of a row group that is decoded at once: Arrow needs several times as much memory meanwhile."""
+"""Bytes of a row group that are decoded at once: Arrow needs several times as much memory."""
 _KEPT_PIECES = 3
 
 
@@ -161,7 +161,7 @@ class _Footer:
 
 
 _FOOTERS: SharedCache[_Footer] = SharedCache(2**26, lambda footer: footer.metadata.serialized_size)
-"""Of the files that this process reads, up to 64 MiB as they are in the files."""
+"""Footers of the files that this process reads, up to 64 MiB as serialized."""
 
 
 def _footer(file: DataFile) -> _Footer:
