@@ -60,4 +60,4 @@ def test_the_version_is_that_of_the_package_and_extras_of_pages_exist():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = re.findall(r"beamjax\[([\w,-]+)\]", "".join(p.read_text("utf-8") for p in pages))
     assert {extra for names in named for extra in names.split(",")} <= extras
-    assert {"flink", "dataflow", "parquet", "zarr", "docs"} <= extras
+    assert {"dataflow", "zarr", "docs"} <= extras

@@ -1,7 +1,7 @@
 """Files at s3:// and gs://, on servers of the test: by name, and as folders of runs.
 
 The servers and the packages that Beam needs are not among those of other tests:
-`pip install -e '.[object-stores]'`.
+`uv pip install -e '.[test]' --group object-stores`.
 """
 
 import uuid
