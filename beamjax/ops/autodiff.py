@@ -151,7 +151,7 @@ def _jvp_jaxpr(
 
     tangent_avals = [aval.to_tangent_aval() for aval in _take(jaxpr.in_avals, moving)]
     closed, consts = trace_body(tangent, _put(tangent_avals, is_tangent, jaxpr.in_avals))
-    # What the body prints, it has printed when it was run for its results.
+    # The body has already printed what it prints, when it ran for its results.
     return _compat.without_side_effects(closed), consts
 
 
@@ -332,7 +332,7 @@ def _define_extremum_jvp(primitive: jex.Primitive, name: str) -> None:
         best = primitive.bind(x, placement=placement)
         if type(t) is ad.Zero:
             return best, ad.Zero(jax.typeof(best).to_tangent_aval())
-        # Members that tie for the extremum share the tangent, as in jnp.max.
+        # Members that tie share the tangent, as in jnp.max.
         is_best = _map(lambda b, v: (v == b).astype(v.dtype), [best], [x], placement, f"is_{name}")
         count = reduce_sum_p.bind(is_best, placement=placement)
         total = _weighted_sum(is_best, t, placement, f"jvp_{name}")

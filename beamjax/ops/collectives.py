@@ -3,7 +3,7 @@
 `lax.psum(v, "clients")` in a body is a reduction over the members. JAX would batch it when the map
 is computed, but then all members must be in one place. So a body with collectives becomes several
 maps: the equations between two collectives are a map, a collective is a reduction of beamjax, and
-what is computed of reduced values alone is computed once, outside of the maps. A `lax.scan` around
+what depends on reduced values alone is computed once, outside of the maps. A `lax.scan` around
 collectives, such as rounds of training, becomes a scan over placed and server values.
 """
 
@@ -54,7 +54,7 @@ def bind_map(
 
 
 def any_of(jaxpr: jex.ClosedJaxpr, placement: str) -> bool:
-    """Whether a body holds collectives over its placement."""
+    """Returns whether a body holds collectives over its placement."""
     return any(_uses(eqn, placement) for eqn in jaxpr.jaxpr.eqns)
 
 
@@ -119,7 +119,7 @@ class _Body:
     def map(
         self, jaxpr: Any, eqns: Sequence[Any], env: dict[Any, _Value], later: Sequence[Any]
     ) -> dict[Any, _Value]:
-        """Maps some equations: what equations, or the results of a jaxpr, read `later`."""
+        """Maps some equations; the map returns the values that `later` reads."""
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars) if v not in made)
         outs = dict.fromkeys(v for each in later for v in _read_by(each) if v in made)
@@ -215,7 +215,7 @@ class _Body:
         return outs
 
     def placed_carries(self, eqn: Any, marks: Sequence[bool]) -> list[bool]:
-        """Which carried values of a scan differ by member, given which operands do."""
+        """Returns which carried values of a scan differ by member, given which operands do."""
         constants, carried = _compat.scan_counts(eqn)
         last = constants + carried
         found = list(marks[constants:last])
@@ -275,5 +275,5 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _read_by(each: Any) -> list[Any]:
-    """What an equation reads, or the results of a jaxpr."""
+    """Returns the variables that an equation, or the results of a jaxpr, read."""
     return _variables(each.outvars if isinstance(each, jex.Jaxpr) else each.invars)

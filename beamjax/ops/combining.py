@@ -1,4 +1,4 @@
-"""`bj_reduce`: the members of a placement brought to one value by a function of the user.
+"""`bj_reduce`: reduces the members of a placement by a function of the user.
 
 Its operands are `[*served, *leaves]`: server values that the function closes over, then the leaves
 of a placed tree. It has a result for each leaf. Its parameters are

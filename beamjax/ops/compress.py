@@ -1,4 +1,4 @@
-"""Compressed values: integers of a few levels and a scale in the place of floats.
+"""Compressed values: integers of a few levels and a scale in place of floats.
 
 `int8` and `ternary` compress a tree of arrays to `Codes`, `decompress` undoes it. `reduce_mean` is
 `beamjax.reduce_mean` of compressed members. Rounding is one of two:
@@ -8,12 +8,12 @@
   Communication in Distributed Deep Learning", NeurIPS 2017, section 3.1, equations 1 to 3) with
   one level, and QSGD (D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
   Quantization and Encoding", NeurIPS 2017, section 3.1) with `levels` of them, with the largest
-  magnitude as the scale in the place of its 2-norm. With `step = scale / levels` and `f` the
+  magnitude as the scale in place of its 2-norm. With `step = scale / levels` and `f` the
   fraction of `|x| / step`, the variance of a value is `step ** 2 * f * (1 - f)`; with one level
   this is `|x| * scale - x ** 2`.
-* to the nearest, without a key: biased, and at most half a step away. Means of it want error
-  feedback: what was lost is added to the next value (F. Seide et al., "1-Bit Stochastic Gradient
-  Descent and Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014;
+* to the nearest, without a key: biased, and at most half a step away. Means of such values
+  need error feedback: what was lost is added to the next value (F. Seide et al., "1-Bit Stochastic
+  Gradient Descent and Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014;
   EF-SGD of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
   Schemes", ICML 2019). No unbiasedness is needed then, but a rounding that brings the value
   nearer to what it was, which stochastic rounding to one level does not: there the error grows.
@@ -81,12 +81,12 @@ class Codes:
 
 
 class Mean(NamedTuple):
-    """What `reduce_mean` gives.
+    """The result of `reduce_mean`.
 
     Attributes:
       mean: a tree like `x` without the first axis.
-      error: a placed tree like `x`, float32 or float64: what the codes lack of the members. With
-        error feedback it is the `error` of the next call.
+      error: a placed tree like `x`, float32 or float64: the members minus their codes. With error
+        feedback it is the `error` of the next call.
       scale: a tree of server values: the largest magnitude of each leaf, of all members. It may be
         the `scale` of the next call.
     """
@@ -162,7 +162,7 @@ def reduce_mean(
     scale: Any = None,
     placement: str | None = None,
 ) -> Mean:
-    """Averages compressed members: of integers that share one scale a leaf, so sums are exact.
+    """Averages compressed members: integers with one scale per leaf, so that sums are exact.
 
     Each member is brought to integers, those of several values are put into one word, and words are
     summed. What leaves a shard is so many bits a value as the sum of all members needs, instead of
@@ -172,12 +172,12 @@ def reduce_mean(
     Args:
       x: a tree of placed arrays of floats, `(n, ...)`.
       keys: placed keys `(n,)` of `jax.random`, for stochastic rounding: the expectation of the mean
-        is then that of `x`. Without them members are rounded to the nearest, which is biased, and
-        wants `error`.
+        is then that of `x`. Without them members are rounded to the nearest, which is biased and
+        needs `error`.
       method: "int8" for 127 levels on each side of zero, "ternary" for one.
       levels: another number of levels, from 1 to 127; the fewer, the more values fit in a word.
-      error: what the last call lacked (`Mean.error`), a placed tree like `x`, zeros at first. It is
-        added to the members.
+      error: the error of the last call (`Mean.error`), a placed tree like `x`, zeros at first. It
+        is added to the members.
       scale: the largest magnitudes to distinguish (`Mean.scale` of the last call), a tree like `x`
         of server values; larger ones are cut, and what is cut is in the error. Without it the scale
         is found first, by a pass of its own, between whose passes the members are handed on.

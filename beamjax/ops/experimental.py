@@ -1,4 +1,4 @@
-"""Rules of the transformations of `jax.experimental`: `checkify` and `jet`.
+"""Rules for two transformations of `jax.experimental`: `checkify` and `jet`.
 
 `checkify` finds the errors, and `jet` the Taylor series, that they give with `jax.vmap`.
 """
@@ -44,7 +44,7 @@ def _checked_map(
 def _of_members(
     failed: jax.Array, codes: jax.Array, payload: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """One error of those of all members, as if they had gone through each check together.
+    """Returns one error for the errors of all members, as if they had passed each check together.
 
     The earliest check counts that failed at any member; its message shows the last such member.
 
@@ -63,7 +63,7 @@ def _of_members(
 def _checked_as_arrays(
     function: Callable[..., Any], errors: Any, *operands: Any, **params: Any
 ) -> tuple[checkify.Error, Any]:
-    """Checks a reduction as the function of arrays that it is without beamjax."""
+    """Checks a reduction as an ordinary function of arrays."""
     return checkify.checkify(functools.partial(function, **params), errors=errors)(*operands)
 
 
@@ -82,7 +82,7 @@ Series = Sequence[Sequence[Any]]
 def _series_of(
     function: Callable[..., Any], primals: Sequence[Any], series: Series
 ) -> tuple[Any, Any]:
-    """The value and the terms of a function of arrays; those that are not floats do not change."""
+    """Returns the value and the terms of a function of arrays; only floats change."""
     changes = [jnp.issubdtype(x.dtype, np.inexact) for x in primals]
     moving = [x for x, change in zip(primals, changes, strict=True) if change]
     terms = [list(x) for x, change in zip(series, changes, strict=True) if change]
@@ -128,7 +128,7 @@ def _series_of_map(
 def _series_of_arrays(
     function: Callable[..., Any], primals: Sequence[Any], series: Series, **params: Any
 ) -> tuple[Any, Any]:
-    """The series of a reduction as of the function of arrays that it is without beamjax."""
+    """Returns the series of a reduction as an ordinary function of arrays."""
     return _series_of(functools.partial(function, **params), primals, series)
 
 

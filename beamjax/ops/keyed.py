@@ -1,4 +1,4 @@
-"""Members with keys that are not known beforehand, and how those of a key are reduced.
+"""Members with keys that are not known beforehand, and the reduction of each key.
 
 Rows are reduced in their order: those of a block of rows first, and then what blocks gave. Floats
 are added and multiplied in float64. So what comes out depends on the rows alone.
@@ -27,7 +27,7 @@ _ROUNDS = ("sum", "mean", "prod")
 
 @jax.tree_util.register_pytree_with_keys_class
 class Keyed:
-    """What `reduce_by_key` without a number of keys gives: members, each with its key.
+    """The result of `reduce_by_key` without a number of keys: members, each with its key.
 
     The number of keys is no shape that JAX could know, so it stays like this inside of a program,
     and can only be returned. `beamjax.run` gives a `KeyedTable` in its place. `reduced()` gives the
@@ -73,7 +73,7 @@ class Keyed:
 
 
 def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
-    """Values in the dtype in which they are reduced; `result` is that of what comes out."""
+    """Casts values to the dtype in which they are reduced; `result` is the dtype of the result."""
     if op in ("any", "all"):
         return values != 0
     if values.dtype.kind == "c":
@@ -86,13 +86,13 @@ def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
 
 
 def folded(op: str, values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The reduction of each run of rows; `first` are the first rows of the runs."""
+    """Reduces each run of rows; `first` has the first row of each run."""
     with np.errstate(all="ignore"):
         return _FOLDS[op].reduceat(values, first, axis=0, dtype=values.dtype)
 
 
 def finished(op: str, totals: np.ndarray, counts: np.ndarray, result: np.dtype) -> np.ndarray:
-    """What reductions are, of all members of each key, of which there are `counts`."""
+    """Makes the results from the reductions of each key, which has `counts` members."""
     with np.errstate(all="ignore"):
         if op == "mean":
             totals = totals / counts.reshape(-1, *[1] * (totals.ndim - 1))

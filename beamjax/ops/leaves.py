@@ -1,4 +1,4 @@
-"""Checks of what a user hands to an operator, leaf by leaf."""
+"""Checks the arguments of an operator, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def hint_for_list(path: Sequence[Any], shape: Sequence[Any]) -> str:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The name of a function, for people."""
+    """Returns the name of a function for messages."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)

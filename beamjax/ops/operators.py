@@ -234,7 +234,7 @@ def reduce_prod(x: Any, *, placement: str | None = None) -> Any:
 
 
 def reduce_any(x: Any, *, placement: str | None = None) -> Any:
-    """Tells whether any member of a placement is true, as `jnp.any` does over axis 0.
+    """Tests whether any member of a placement is true, as `jnp.any` does over axis 0.
 
     Arguments and errors are those of `reduce_sum`. Leaves of any dtype give bools.
     """
@@ -242,7 +242,7 @@ def reduce_any(x: Any, *, placement: str | None = None) -> Any:
 
 
 def reduce_all(x: Any, *, placement: str | None = None) -> Any:
-    """Tells whether all members of a placement are true, as `jnp.all` does over axis 0.
+    """Tests whether all members of a placement are true, as `jnp.all` does over axis 0.
 
     Arguments and errors are those of `reduce_sum`. Leaves of any dtype give bools.
     """

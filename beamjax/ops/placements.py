@@ -29,7 +29,7 @@ _active = jax.make_user_context(())
 
 
 def check_placements(placements: Mapping[str, Any]) -> Placements:
-    """Checks what a user gave as placements.
+    """Checks the placements that a user gave.
 
     Args:
       placements: the number of members for each name.
@@ -122,7 +122,7 @@ def known_size(placement: str) -> Size | None:
 
 
 class SizeFound(BaseException):
-    """A value with members was given to an operator of a placement whose size was looked for.
+    """Ends a trace that looks for the size of a placement, with the size that an operator found.
 
     It does not derive from `Exception`, so that no handler in the user's function takes it.
     """
@@ -156,7 +156,7 @@ def resolve(name: str, placement: str | None) -> tuple[str, Size]:
 
     Args:
       name: the operator, for messages.
-      placement: what the user gave; None means the only placement of the innermost program.
+      placement: the user's argument; None means the only placement of the innermost program.
 
     Returns:
       The placement and its number of members.

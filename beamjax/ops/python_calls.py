@@ -64,7 +64,7 @@ class PythonCall:
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """While functions are staged whose bodies are to be called as Python."""
+    """A context in which staged bodies stay calls of the user's Python function."""
     token = _KEEPING.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Reductions that take more than a placed value: by key, and by a function of the user."""
+"""Reductions by key, and by a function of the user."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _segment_prod(x: jax.Array, keys: jax.Array, num_keys: int) -> jax.Array:
 def _segment_prod_jvp(
     num_keys: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The derivative by a member is the product of the others with its key, zeros or not.
+    """The derivative by a member is the product of the other members with its key, zeros or not.
 
     JAX has none. This is that of `bj_reduce_prod`, key by key: see `beamjax.ops.autodiff`.
     """
@@ -159,7 +159,7 @@ class _Members:
     def reduced(
         self, op: str, values: Sequence[jax.Array], tree: Any, dtypes: Sequence[Any] | None = None
     ) -> Any:
-        """A tree of what the members of each key come to, or `Keyed`; see `reduce_by_key`."""
+        """Reduces a tree of members by key; see `reduce_by_key` for the result."""
         prepared = [_result_dtype(op, value.dtype) for value in values]
         results = prepared if dtypes is None else dtypes
         if self.num_keys is None:

@@ -1,4 +1,4 @@
-"""How placed values lie on a mesh: their member axis along the mesh axis named like the placement.
+"""Lays out placed values on a mesh: the member axis along the mesh axis with the placement's name.
 
 Where a mesh axis has type Auto, placed values get sharding constraints that leave the other axes
 to the compiler. Where it has type Explicit, the layout is part of the type of a placed value.
@@ -27,8 +27,8 @@ def mesh_for(name: str, placement: str, n: Any, mesh: AnyMesh | None) -> AnyMesh
       mesh: the user's mesh; None means the one set by `jax.set_mesh`, if any.
 
     Returns:
-      The mesh if it has the axis, as type Auto or Explicit; otherwise None, and members are laid
-      out as the compiler likes.
+      The mesh if it has the axis, as type Auto or Explicit; otherwise None, and the compiler
+      chooses the layout of members.
 
     Raises:
       PlacementError: the mesh has Explicit axes, but none named like the placement, or one that

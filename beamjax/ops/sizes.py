@@ -162,7 +162,7 @@ def _find_in_use(
 
 
 def _trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Traces a function; what is no array among its arguments stays as it is."""
+    """Traces a function; arguments that are not arrays stay as they are."""
     leaves, tree = tree_util.tree_flatten((args, kwargs))
 
     # Messages of JAX then name the user's function and its parameters instead of this one.

@@ -33,7 +33,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-# --- the weights in force
+# --- the active weights
 
 
 @dataclass(eq=False)
@@ -338,8 +338,9 @@ def reweight(
     Raises:
       PlacementError: there are not n weights, or it is not clear which placement has them. A call
         raises it.
-      StructureError: the weights are no real numbers, `fn` uses no weight, or it calls
-        `beamjax.reduce` or `beamjax.compress.reduce_mean`, which take no weights. A call raises it.
+      StructureError: the weights are no real numbers, `fn` uses no weights, or it calls
+        `beamjax.reduce` or `beamjax.compress.reduce_mean`, which do not support weights. A
+        call raises it.
 
     Example:
       The mean without the first member::
@@ -417,9 +418,9 @@ def influence(
     """Transforms a function to one that gives the influence of each member on its result.
 
     The influence of member i is the derivative of the result by the weight of the member, where all
-    members have weight 1. The result without member i is, to first order, the result less its
-    influence. One reverse pass computes the influence of all members, through rounds of training,
-    too; it takes as many as the result has numbers.
+    members have weight 1. To first order, the result without member i is the result minus the
+    influence of i. One reverse pass computes the influence of all members, through rounds of
+    training, too; a result of several numbers takes one pass for each.
 
     Args:
       fn: a program, or any function of programs.
