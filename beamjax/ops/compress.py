@@ -13,9 +13,9 @@
   this is `|x| * scale - x ** 2`.
 * to the nearest, without a key: biased, and at most half a step away. Means of such values
   need error feedback: what was lost is added to the next value (F. Seide et al., "1-Bit Stochastic
-  Gradient Descent and Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014;
-  EF-SGD of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-  Schemes", ICML 2019). No unbiasedness is needed then, but a rounding that brings the value
+  Gradient Descent and Application to Data-Parallel Distributed Training of Speech DNNs",
+  Interspeech 2014; EF-SGD of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
+  Gradient Compression Schemes", ICML 2019). No unbiasedness is needed then, but a rounding that brings the value
   nearer to what it was, which stochastic rounding to one level does not: there the error grows.
 
 A leaf of zeros is compressed to zeros, and so is one whose magnitudes are all below the smallest
