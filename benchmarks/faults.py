@@ -10,6 +10,12 @@ random moment of a random kind of process:
     taskmanager   one of Flink, which comes back the same way
     launcher      the process that called beamjax.run, with checkpoints; it is called again
 
+    python benchmarks/faults.py --session --kills=20 --rounds=500
+
+Calls the round of the same training from this process, in one session, with kills of the first
+three kinds at random moments. Compares the bits of each round with `runner="local"`, and prints the
+seconds of each round with a kill.
+
 Exits with 1 if a run gave other bits, did not end, or ended with an error that is not beamjax's, or
 if something is left of a run that ended by itself.
 """
@@ -22,6 +28,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -286,6 +293,107 @@ def draws(rng: random.Random, flags: argparse.Namespace, usual: dict[bool, float
     ]
 
 
+# --- kills in a session
+
+
+@dataclass
+class Delay:
+    """A kill in a session: what was killed in which round, and the seconds of that round."""
+
+    kind: str
+    round: int
+    struck: str
+    seconds: float
+
+
+def session_rounds(flags: argparse.Namespace, cluster: Cluster) -> tuple[list[float], list[Delay]]:
+    """Rounds in one session on Flink, some of them with a kill.
+
+    A round with a kill lasts until the first round after the kill ends, since a kill may come when
+    the results of a round are already there.
+
+    Returns:
+      The seconds of rounds without kills, and the kills.
+
+    Raises:
+      SystemExit: a round has other bits than with `runner="local"`.
+    """
+    import faults_job
+    import numpy as np
+
+    import beamjax as bj
+
+    one_round = faults_job.training_round(flags.steps)
+    w, momentum, x, y = faults_job.arguments()
+    rng = random.Random(flags.seed)
+    every = flags.rounds // flags.kills
+    kinds = [kind for kind in flags.kinds if kind != "launcher"]
+    at = {number * every + rng.randrange(every): rng.choice(kinds) for number in range(flags.kills)}
+    usual: list[float] = []
+    delays: list[Delay] = []
+    restarts: list[threading.Timer] = []
+    options = {"shard_size": faults_job.SHARD}
+
+    def strike(kind: str, number: int, struck: list[str]) -> None:
+        struck.append(cluster.strike(kind, number))
+        if kind != "worker":
+            restarts.append(threading.Timer(rng.uniform(*AWAY), cluster.up))
+            restarts[-1].start()
+
+    with bj.session("FlinkRunner", options=cluster.flags | options) as session:
+        for number in range(-2, flags.rounds):  # two rounds start the job and compile
+            expected = bj.run(one_round, w, momentum, x, y, runner="local", options=options)
+            kind = at.get(number)
+            struck: list[str] = []
+            if kind is not None:
+                while restarts:
+                    restarts.pop().join()
+                moment = rng.uniform(0, 2 * statistics.median(usual or [0.02]))
+                killer = threading.Timer(moment, strike, (kind, rng.randrange(2), struck))
+                killer.start()
+            begun = time.monotonic()
+            found = session.run(one_round, w, momentum, x, y)
+            if kind is not None and not struck:
+                killer.join()
+                found = session.run(one_round, w, momentum, x, y)
+            seconds = time.monotonic() - begun
+            pairs = zip(jax_leaves(found), jax_leaves(expected), strict=True)
+            if not all(np.array_equal(one, other) for one, other in pairs):
+                sys.exit(f"round {number} has other bits than with runner='local', after {struck}")
+            w, momentum = expected[:2]
+            if kind is not None:
+                delays.append(Delay(kind, number, struck[0], seconds))
+                print(f"{number:5}  {kind:12} {seconds:8.3f}   {struck[0]}", flush=True)
+            elif number >= 0:
+                usual.append(seconds)
+    for restart in restarts:
+        restart.join()
+    return usual, delays
+
+
+def jax_leaves(tree: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def session_soak(flags: argparse.Namespace, folder: Path) -> None:
+    """Prints the delays of kills in a session; stops the cluster in any case."""
+    cluster = Cluster(folder / "cluster", flags.slots, flags.attempts or flags.kills * 8)
+    try:
+        cluster.up()
+        print(f"{'round':>5}  {'kind':12} {'took, s':>8}   killed", flush=True)
+        usual, delays = session_rounds(flags, cluster)
+    finally:
+        cluster.down()
+    print(f"{flags.rounds} rounds with the bits of runner='local', {len(delays)} kills")
+    middle, longest = statistics.median(usual), max(usual)
+    print(f"rounds without a kill: median {middle:.3f} s, longest {longest:.3f} s")
+    for kind in sorted({delay.kind for delay in delays}):
+        took = [delay.seconds for delay in delays if delay.kind == kind]
+        print(f"{kind}: median {statistics.median(took):.3f} s, longest {max(took):.3f} s")
+
+
 # --- what is left
 
 
@@ -330,10 +438,15 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(kinds), help="separated by commas")
     parser.add_argument("--attempts", type=int, help="of Flink (default: as beamjax flink up)")
     parser.add_argument("--slots", type=int, default=1, help="of each of two task managers")
-    parser.add_argument("--steps", type=int, default=1500, help="of each client in a round")
+    parser.add_argument("--session", action="store_true", help="rounds of one session")
+    parser.add_argument("--rounds", type=int, default=500, help="of the session")
+    parser.add_argument(
+        "--steps", type=int, help="of each client in a round (1500; 5 in a session)"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds until a run is hung")
     flags = parser.parse_args(argv)
     flags.kinds = flags.kinds.split(",")
+    flags.steps = flags.steps or (5 if flags.session else 1500)
     if not set(flags.kinds) <= set(kinds):
         parser.error(f"--kinds: found {flags.kinds}, expected some of {kinds}")
     if min(flags.kills, flags.kills_per_run) < 1:
@@ -376,6 +489,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "tmp").mkdir()
         os.environ["TMPDIR"] = str(folder / "tmp")
         start = time.monotonic()
+        if flags.session:
+            session_soak(flags, folder)
+            return 0
         attempts = soaked(flags, folder)
         found = lasting_strays(folder)
         print(f"\nprocesses left: {found or 'none'}")

@@ -12,8 +12,8 @@ import numpy as np
 MEMBERS, FEATURES, ROWS, ROUNDS, SHARD = 64, 128, 256, 6, 8
 
 
-def training(steps: int) -> Any:
-    """Rounds of local SGD as one function: server state, state of each client, exact reductions."""
+def training_round(steps: int) -> Any:
+    """A round of local SGD: server state, state of each client, exact reductions."""
     import jax
     import jax.numpy as jnp
 
@@ -31,13 +31,22 @@ def training(steps: int) -> Any:
     @bj.program(placements={"clients": MEMBERS})
     def one_round(w: Any, momentum: Any, x: Any, y: Any) -> Any:
         moves, momentum, loss = bj.map_fn(train, (bj.broadcast(w), momentum, x, y))
-        told = bj.reduce_mean(loss), bj.reduce_max(loss)
-        return w + bj.reduce_mean(moves), momentum, told
+        losses = bj.reduce_mean(loss), bj.reduce_max(loss)
+        return w + bj.reduce_mean(moves), momentum, losses
+
+    return one_round
+
+
+def training(steps: int) -> Any:
+    """Rounds of local SGD as one function."""
+    import jax
+
+    one_round = training_round(steps)
 
     def rounds(w: Any, momentum: Any, x: Any, y: Any) -> Any:
         def body(state: Any, _: Any) -> Any:
-            w, momentum, told = one_round(*state, x, y)
-            return (w, momentum), told
+            w, momentum, losses = one_round(*state, x, y)
+            return (w, momentum), losses
 
         return jax.lax.scan(body, (w, momentum), None, length=ROUNDS)
 

@@ -15,8 +15,9 @@
   need error feedback: what was lost is added to the next value (F. Seide et al., "1-Bit Stochastic
   Gradient Descent and Application to Data-Parallel Distributed Training of Speech DNNs",
   Interspeech 2014; EF-SGD of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
-  Gradient Compression Schemes", ICML 2019). No unbiasedness is needed then, but a rounding that brings the value
-  nearer to what it was, which stochastic rounding to one level does not: there the error grows.
+  Gradient Compression Schemes", ICML 2019). Error feedback needs no unbiased rounding, but one
+  that brings the value nearer to what it was. Stochastic rounding to one level does not do that:
+  there the error grows.
 
 A leaf of zeros is compressed to zeros, and so is one whose magnitudes are all below the smallest
 normal number. A leaf with an inf or a NaN is compressed to NaN, in all of its values: its scale is.
