@@ -17,6 +17,7 @@ from beamjax.jobs.report import CHECKSUMS, Report
 from beamjax.numerics.ulp import ulp_distance
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
+from beamjax.telemetry.events import NOT_CHECKED, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 
 
@@ -29,8 +30,11 @@ class Difference:
       values: the two values there, as text; or the types of the leaves, where these differ.
       ulp: how many representable numbers lie between two floats; None for others.
       count: how many values of this leaf differ.
-      step: the first step in a round of a loop whose values differ, as `loop_0[3]/map_rows_0`; ""
-        if they differ in no round, or that is not known.
+      step: the first step whose values differ, with its round, as `loop_0[3]/map_rows_0`; "" if
+        that is not known.
+      shard: the number of the first shard in which this step gave other bits; None if it is not
+        known. The jobs record the shards of a pass that give up to 64 KiB, 1,000 in all.
+      members: the first member of this shard, and the one after its last.
       reasons: what may make bits differ and is not the same in both jobs: of the plan, the machines
         and the dropped members. If all of that is the same, it is the inputs.
     """
@@ -40,6 +44,8 @@ class Difference:
     ulp: int | None = None
     count: int = 0
     step: str = ""
+    shard: int | None = None
+    members: tuple[int, int] | None = None
     reasons: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -51,7 +57,12 @@ class Difference:
         distance = "" if self.ulp is None else f", {self.ulp} ULP apart"
         more = f"; {self.count} values of it differ" if self.count > 1 else ""
         lines = [f"{self.where}: {self.values[0]} and {self.values[1]}{distance}{more}"]
-        lines += [f"  first in the step {self.step}"] * bool(self.step)
+        if self.step:
+            shard = ""
+            if self.members is not None:
+                first, end = self.members
+                shard = f", shard {self.shard} (members {first} to {end - 1})"
+            lines.append(f"  first in the step {self.step}{shard}")
         return "\n".join([*lines, *(f"  because of {reason}" for reason in self.reasons)])
 
 
@@ -91,7 +102,8 @@ def diff(
         if found is not None:
             reports = jobs[0].report(), jobs[1].report()
             step = _first_step(*(_checksums(job) for job in jobs))
-            return replace(found, step=step, reasons=tuple(_reasons(*reports)))
+            found = replace(found, step=step, reasons=tuple(_reasons(*reports)))
+            return _with_shard(found, *reports)
     return Difference("")
 
 
@@ -107,6 +119,29 @@ def _first_step(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     # Runners join steps in other ways, so that one run may have values that the other has not.
     differing = (name for name in a if name in b and a[name] != b[name])
     return next(differing, "").rpartition(":")[0]
+
+
+def _with_shard(found: Difference, a: Report, b: Report) -> Difference:
+    """The difference with the first shard, of those that both jobs have recorded, that differs."""
+    others = {_shard_of(event): event.checksum for event in b.events}
+    differing = [
+        event
+        for event in sorted(a.events, key=lambda event: event.time)
+        if event.step.endswith(found.step)
+        and NOT_CHECKED not in (event.checksum, others.get(_shard_of(event), NOT_CHECKED))
+        and event.checksum != others[_shard_of(event)]
+    ]
+    if not differing:
+        return found
+    step = differing[0].step
+    first = min((e for e in differing if e.step == step), key=lambda event: event.start)
+    size = max(event.count for event in a.events if event.step == step)
+    members = first.start, first.start + first.count
+    return replace(found, step=step, shard=first.start // size, members=members)
+
+
+def _shard_of(event: ShardEvent) -> tuple[str, int, int]:
+    return event.step, event.start, event.count
 
 
 def _leaves(result: Any) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from beamjax.telemetry.progress import step_name
+
 if TYPE_CHECKING:
     from beamjax.jobs.report import Report
 
@@ -59,7 +61,7 @@ def _shards(report: Report) -> Iterator[dict[str, Any]]:
             track = next(free, len(ends))
             ends[track : track + 1] = [start + event.seconds]
             yield {
-                "ph": "X", "name": event.step, "cat": "shard", "pid": pid, "tid": track,
+                "ph": "X", "name": step_name(event.step), "cat": "shard", "pid": pid, "tid": track,
                 "ts": _micro(start), "dur": _micro(event.seconds),
                 "args": {"first member": event.start, "members": event.count},
             }  # fmt: skip

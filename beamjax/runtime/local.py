@@ -292,7 +292,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             with self.at_work("merging", step, shard):
                 sums.add(shard, done.found)
             meter.lap("merge")
-            meter.shard(shard.start, shard.count)
+            meter.shard(shard.start, shard.count, done.found.checksum())
         self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:
             self.values[name] = self.values[name][: self.plan.sizes[step.placement]]

@@ -11,6 +11,9 @@ from beamjax.errors import ArrayFormatError
 MOST_EVENTS = 1000
 """Largest number of events of a process and of a run, about 80 kB of JSON."""
 
+NOT_CHECKED = -1
+"""The checksum of a shard of which none was taken."""
+
 
 @dataclass(frozen=True)
 class ShardEvent:
@@ -18,11 +21,12 @@ class ShardEvent:
 
     Attributes:
       worker: the name of the process.
-      step: the name of the step in the plan.
+      step: the name of the step in the plan, with the round, as `loop_0[3]/map_rows_0`.
       start: the first member of the shard.
       count: the number of its members.
       time: seconds since the epoch at which the shard was done, by the clock of the worker.
       seconds: the measured time of the shard, from reading to merging.
+      checksum: the CRC-32 of what came out of the shard; `NOT_CHECKED` if that is large.
     """
 
     worker: str
@@ -31,6 +35,7 @@ class ShardEvent:
     count: int
     time: float
     seconds: float
+    checksum: int = NOT_CHECKED
 
     def to_json(self) -> list[Any]:
         """The fields, in order."""
@@ -50,7 +55,10 @@ def events_from_json(record: Any, path: str) -> tuple[ShardEvent, ...]:
     return tuple(ShardEvent(*row) for row in record)
 
 
-_KINDS: tuple[tuple[type, ...], ...] = ((str,), (str,), (int,), (int,), (int, float), (int, float))
+_NUMBER = int, float
+_KINDS: tuple[tuple[type, ...], ...] = (
+    (str,), (str,), (int,), (int,), _NUMBER, _NUMBER, (int,)
+)  # fmt: skip
 
 
 def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:

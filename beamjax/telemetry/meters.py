@@ -18,7 +18,7 @@ from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.sources.padded_bytes import padding_bytes
-from beamjax.telemetry.events import MOST_EVENTS, ShardEvent
+from beamjax.telemetry.events import MOST_EVENTS, NOT_CHECKED, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
     SECONDS,
@@ -27,7 +27,6 @@ from beamjax.telemetry.progress import (
     Tally,
     WorkerRecord,
     merged,
-    step_name,
 )
 from beamjax.telemetry.timeline import Moments
 
@@ -52,8 +51,25 @@ class Reports:
 class Listener(Protocol):
     """Receives the shards that are done."""
 
-    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
-        """Adds a shard of a step: its first member, its number of members, and what it took."""
+    def add(
+        self,
+        step: str,
+        size: int,
+        start: int,
+        count: int,
+        spent: Tally,
+        checksum: int = NOT_CHECKED,
+    ) -> None:
+        """Adds a shard of a step.
+
+        Args:
+          step: the name of the step.
+          size: the number of members in a full shard.
+          start: the first member.
+          count: the number of members.
+          spent: what it took.
+          checksum: of what came out; see `ShardEvent`.
+        """
 
     def spend(self, step: str, spent: Tally) -> None:
         """Adds seconds of a step that belong to no shard."""
@@ -128,8 +144,8 @@ class Meter:
         """Seconds of compilation in all laps since the start."""
         return float(self._laps["compile"])
 
-    def shard(self, start: int, count: int) -> None:
-        """Adds the shard that starts at a member.
+    def shard(self, start: int, count: int, checksum: int = NOT_CHECKED) -> None:
+        """Adds the shard that starts at a member; `checksum` is that of what came out.
 
         Raises:
           JobCancelledError: the job was cancelled.
@@ -137,7 +153,7 @@ class Meter:
         spent = Tally(count, 1, **self._laps, **self.sends)
         self.total = spent if self.total is _NONE else self.total + spent
         if self.listener is not None:
-            self.listener.add(self.step, self.size, start, count, spent)
+            self.listener.add(self.step, self.size, start, count, spent, checksum)
             self.listener.tick()
 
     def apart(self) -> None:
@@ -191,7 +207,15 @@ class Recorder:
         self._every = EVERY * self._folder.slowness
         self._written = time.monotonic()
 
-    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+    def add(
+        self,
+        step: str,
+        size: int,
+        start: int,
+        count: int,
+        spent: Tally,
+        checksum: int = NOT_CHECKED,
+    ) -> None:
         """Adds a shard that is done."""
         with self._lock:
             ranges = self._ranges.setdefault(step, [])
@@ -201,7 +225,7 @@ class Recorder:
                 ranges.append((start, start + count, 1))
             self._sizes[step] = size
             self._spent[step] = self._spent.get(step, Tally()) + spent
-            self._events.add(shard_event(self._worker, step, start, count, spent))
+            self._events.add(shard_event(self._worker, step, start, count, spent, checksum))
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:
@@ -242,11 +266,13 @@ class Recorder:
             return WorkerRecord(self._worker, time.time(), self._step, counts, self._events.times)
 
 
-def shard_event(worker: str, step: str, start: int, count: int, spent: Tally) -> ShardEvent:
+def shard_event(
+    worker: str, step: str, start: int, count: int, spent: Tally, checksum: int
+) -> ShardEvent:
     """The event of a shard that is done now."""
     seconds = sum(getattr(spent, kind) for kind in SECONDS)
     now = round(time.time(), 6)
-    return ShardEvent(worker, step_name(step), start, count, now, round(seconds, 6))
+    return ShardEvent(worker, step, start, count, now, round(seconds, 6), checksum)
 
 
 _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict()
@@ -274,11 +300,19 @@ class Collector:
         self._worker: str = _collectors.worker
         self._lock = threading.Lock()
 
-    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+    def add(
+        self,
+        step: str,
+        size: int,
+        start: int,
+        count: int,
+        spent: Tally,
+        checksum: int = NOT_CHECKED,
+    ) -> None:
         """Adds a shard that is done."""
         self.spend(step, spent)
         with self._lock:
-            self.events.add(shard_event(self._worker, step, start, count, spent))
+            self.events.add(shard_event(self._worker, step, start, count, spent, checksum))
 
     def spend(self, step: str, spent: Tally) -> None:
         """Adds seconds of a step that belong to no shard."""

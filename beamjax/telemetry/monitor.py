@@ -14,7 +14,7 @@ from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan
-from beamjax.telemetry.events import MOST_EVENTS, ShardEvent
+from beamjax.telemetry.events import MOST_EVENTS, NOT_CHECKED, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.meters import Reports, shard_event
 from beamjax.telemetry.progress import Progress, Tally, WorkerRecord, expected, step_name, tallies
@@ -78,11 +78,19 @@ class Monitor:
 
     # --- work in this process
 
-    def add(self, step: str, size: int, start: int, count: int, spent: Tally) -> None:
+    def add(
+        self,
+        step: str,
+        size: int,
+        start: int,
+        count: int,
+        spent: Tally,
+        checksum: int = NOT_CHECKED,
+    ) -> None:
         """A shard is done in this process."""
         with self._lock:
             self._count({step: spent})
-            self.events.add(shard_event(HERE, step, start, count, spent))
+            self.events.add(shard_event(HERE, step, start, count, spent, checksum))
             self._step = step
 
     def spend(self, step: str, spent: Tally) -> None:

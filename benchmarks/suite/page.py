@@ -103,13 +103,14 @@ def _results(
 
 def _summary(found: Mapping[str, Any]) -> Iterator[str]:
     """Seconds of beamjax and of the shard loop."""
-    yield "| | seconds of the loop | `local` | DirectRunner |"
+    yield "Seconds of the shard loop, and those of beamjax over them; below 1, beamjax is faster.\n"
+    yield "| | loop | local | Direct |"
     yield "| --- |" + " ---: |" * 3
     for case, measured in found["cases"].items():
         rows = {row["way"]: row for row in measured["rows"]}
         loop = rows.get(LOOP, {}).get("seconds")
         ratios = (rows.get(way, {}).get("x_loop") for way in (LOCAL, DIRECT))
-        cells = ("" if ratio is None else f"x {ratio:.2f}" for ratio in ratios)
+        cells = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         title = measured["title"].partition(":")[0].partition(", ")[0].partition(" at ")[0]
         yield f"| {case}: {title} | {_seconds(loop, False)} | {' | '.join(cells)} |"
     yield ""

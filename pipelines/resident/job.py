@@ -34,6 +34,13 @@ no worker is without one. An element that waits behind another one does so until
 MAX_STARTS = 4
 """Times that the job is started in a row without a task done, before its error counts."""
 
+ALONE_SECONDS = 40.0
+"""Seconds without a worker, after all have died, until the job is started again; twice as many at
+each further start. Flink takes half of it to notice a death and to start a worker. It can fail to:
+where a pool is away for a moment, Beam leaks a reference to the environment (in
+`ReferenceCountingExecutableStageContextFactory`), and the task manager then uses dead workers for
+the rest of the job."""
+
 SECONDS_TO_END = 15.0
 """Seconds for the job to end by itself when it is asked to; then it is cancelled."""
 
@@ -47,11 +54,15 @@ class _Attempt:
     Attributes:
       abort: ends it, if set.
       failure: why it ended.
+      had_workers: whether it has had a worker that lived.
+      alone_since: the time since when it has none, if all have died.
       thread: waits for it.
     """
 
     abort: BeamjaxError | None = None
     failure: BaseException | None = None
+    had_workers: bool = False
+    alone_since: float | None = None
     thread: threading.Thread = field(init=False)
 
 
@@ -82,18 +93,20 @@ class ResidentJob:
         self._start()
 
     def check(self, died: bool) -> None:
-        """Starts the job again if it has ended.
+        """Starts the job again if it has ended, or if its runner starts no other workers.
 
         Args:
-          died: whether all its workers have died, which some runners wait for without an end.
+          died: whether all workers have died and none has joined since.
 
         Raises:
           WorkerError: it has ended too often.
         """
         attempt = self._attempt
-        if died and isinstance(self._runner, KEEP_WORKERS):
+        if died and self._is_abandoned(attempt):
             attempt.failure = attempt.abort = WorkerError("all its workers died")
         elif attempt.thread.is_alive():
+            if not died:
+                attempt.had_workers, attempt.alone_since = True, None
             return
         if self._starts >= MAX_STARTS:
             raise WorkerError(
@@ -103,6 +116,15 @@ class ResidentJob:
         reason = attempt.failure or "it had ended"
         _log.warning("beamjax: starting the job of the resident workers again: %s", reason)
         self._start()
+
+    def _is_abandoned(self, attempt: _Attempt) -> bool:
+        """Whether to expect no other workers of the runner, now that all have died."""
+        now = time.monotonic()
+        if attempt.alone_since is None:
+            attempt.alone_since = now
+        if attempt.had_workers and isinstance(self._runner, KEEP_WORKERS):
+            return True
+        return now - attempt.alone_since > ALONE_SECONDS * 2 ** (self._starts - 1)
 
     def close(self) -> None:
         """Ends the workers and the job."""

@@ -54,8 +54,8 @@ class Pool:
 
     Attributes:
       mailbox: the launcher's end.
-      check: looks at the job, given whether all its workers have died; raises an error if
-        it can't go on.
+      check: looks at the job, given whether all workers have died and none has joined since; raises
+        an error if it can't go on.
     """
 
     mailbox: Mailbox
@@ -109,17 +109,11 @@ class Pool:
                 looked = now
                 look()
                 left.extend(self._lost(number, done))
-                self._check_job()
+                self.check(self._died and not self._peers)
             self.mailbox.wait(since)
         spent = sum(reply.seconds for reply in done.values())
         self._seconds[program.name] = spent / max(len(elements), 1)
         return [output for _, reply in sorted(done.items()) for output in reply.outputs]
-
-    def _check_job(self) -> None:
-        have_all_died = self._died and not self._peers
-        self.check(have_all_died)
-        if have_all_died:  # The workers of the new attempt take a while to join.
-            self._died = False
 
     def _tasks(self, program: str, current: Pass, elements: Sequence[Any]) -> list[WorkerTask]:
         """Cuts the elements of a pass into tasks of about the same length."""

@@ -83,6 +83,23 @@ def test_the_first_round_that_differs(runners, tmp_path):
     assert re.fullmatch(r"loop_\d+\[3\]/\w+", found.step)
     assert f"first in the step {found.step}" in str(found)
     assert found.where == "result[0]"
+    assert found.shard is None  # it is a step of the server
+
+
+@pytest.mark.parametrize("runners", [("local", "local"), ("DirectRunner", "local")], ids=str)
+def test_the_first_shard_that_differs(runners, tmp_path):
+    changed = X.copy()
+    changed[17, 2] += 1
+    changed[90, 0] += 1
+    folders = [
+        run(tmp_path, x=x, runner=name) for x, name in zip((X, changed), runners, strict=True)
+    ]
+    found = bj.diff(*folders)
+    assert (found.shard, found.members) == (2, (16, 24))
+    assert f"first in the step {found.step}, shard 2 (members 16 to 23)" in str(found)
+    changed = bj.diff(folders[0], run(tmp_path, other))
+    assert changed.shard == 0
+    assert not bj.diff(folders[0], run(tmp_path, runner=runners[1]))
 
 
 def test_a_job_without_a_result(tmp_path):
