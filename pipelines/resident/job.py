@@ -34,9 +34,9 @@ no worker is without one. An element that waits behind another one does so until
 MAX_STARTS = 4
 """Times that the job is started in a row without a task done, before its error counts."""
 
-ALONE_SECONDS = 40.0
+ALONE_SECONDS = 30.0
 """Seconds without a worker, after all have died, until the job is started again; twice as many at
-each further start. Flink takes half of it to notice a death and to start a worker. It can fail to:
+each further start. Flink takes up to 25 s to notice a death and to start a worker. It can fail to:
 where a pool is away for a moment, Beam leaks a reference to the environment (in
 `ReferenceCountingExecutableStageContextFactory`), and the task manager then uses dead workers for
 the rest of the job."""
