@@ -41,7 +41,7 @@ from beamjax.telemetry.monitor import Monitor
 if TYPE_CHECKING:
     import apache_beam as beam
 
-    from beamjax.pipelines.session_workers import Workers
+    from beamjax.pipelines.session_workers import SessionWorkers
 
 LOCAL = "local"
 
@@ -166,7 +166,7 @@ class PreparedRun:
     files: contextlib.ExitStack
     fn: Callable[..., Any] | None
     restore: Callable[..., Any]
-    workers: Workers | None = None
+    workers: SessionWorkers | None = None
 
     @property
     def runner(self) -> str:
@@ -236,7 +236,7 @@ def prepare(
     runner: Any,
     options: Options,
     snapshot: bool = False,
-    workers: Workers | None = None,
+    workers: SessionWorkers | None = None,
 ) -> PreparedRun:
     """Stages and plans a call, chooses where it runs, and checks that it can.
 

@@ -31,10 +31,10 @@ class Session:
             )
         self._workers = None
         if runner != LOCAL:
-            from beamjax.pipelines.session_workers import Workers
+            from beamjax.pipelines.session_workers import SessionWorkers
 
             idle = min(float(idle_seconds), threading.TIMEOUT_MAX)
-            self._workers = Workers(runner, self._options, idle)
+            self._workers = SessionWorkers(runner, self._options, idle)
 
     def run(
         self, fn: Callable[..., Any], *args: Any, options: Any = None, keep: str | None = None

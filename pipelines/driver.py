@@ -22,7 +22,7 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import BeamjaxError
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.values.values import Served, Value, scattered, stacked
+from beamjax.pipelines.values.values import ServerValue, Value, scattered, stacked
 from beamjax.pipelines.worker.tasks import Sources
 from beamjax.plan.liveness import made, used
 from beamjax.plan.steps import (
@@ -38,7 +38,7 @@ from beamjax.runtime.control_flow import Checkpointer, ControlFlow
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import HANDED_BYTES
 from beamjax.telemetry.meters import Meter
-from beamjax.telemetry.watchdog import Table, bounded
+from beamjax.telemetry.watchdog import WorkTable, bounded
 
 
 class Driver(ControlFlow[Value]):
@@ -72,7 +72,7 @@ class Driver(ControlFlow[Value]):
     # ------------------------------------------------------------------------------- values
 
     def array(self, value: Value) -> np.ndarray:
-        assert isinstance(value, Served)
+        assert isinstance(value, ServerValue)
         return value.array()
 
     def entry(self, name: str, whole: Value, index: int) -> Value:
@@ -81,10 +81,10 @@ class Driver(ControlFlow[Value]):
     def stacked(self, name: str, entries: Sequence[Value]) -> Value:
         return stacked(name, entries, self.plan, self.store)
 
-    def served(self, name: str) -> Served:
+    def served(self, name: str) -> ServerValue:
         """A server value that is known."""
         value = self.values[name]
-        assert isinstance(value, Served), name
+        assert isinstance(value, ServerValue), name
         return value
 
     # ----------------------------------------------------------------------------- segments
@@ -109,7 +109,7 @@ class Driver(ControlFlow[Value]):
                 found = self._run_server(step, known)
                 meter.lap("compute")
                 meter.apart()
-                self.values |= {name: Served(self.store, out) for name, out in found.items()}
+                self.values |= {name: ServerValue(self.store, out) for name, out in found.items()}
             elif isinstance(step, Scatter) and step.result in needed:
                 operand = self.served(step.operand)
                 self.values[step.result] = scattered(operand, step.name, step.axis, self.store)
@@ -139,7 +139,7 @@ class Driver(ControlFlow[Value]):
         limit, device = options.shard_timeout, compute_device(options.xla_threads)
         if limit is None:
             return run_server(self.plan, step, known, device)
-        table = Table()
+        table = WorkTable()
 
         def run() -> dict[str, np.ndarray]:
             with table.at("computing", step, None, limit):
@@ -174,19 +174,19 @@ class Driver(ControlFlow[Value]):
         stem = f"segment-{next(self.segments)}"
         self.values |= self.launcher.run(plan, inputs, stem)
 
-    def _inputs(self, names: Iterable[str]) -> build.Inputs:
+    def _inputs(self, names: Iterable[str]) -> build.GraphInputs:
         static = {}
         specs: dict[str, dict[str, Any]] = {}
         where = {}
         for name in names:
             value = self.values[name]
-            if isinstance(value, Served):
+            if isinstance(value, ServerValue):
                 static[name] = value.ref(name)
                 continue
             key = json.dumps(value.spec, sort_keys=True)
             specs.setdefault(key, value.spec)
             where[name] = list(specs).index(key), value.leaf
-        return build.Inputs(static, Sources(tuple(specs.values()), where, self.plan.x64))
+        return build.GraphInputs(static, Sources(tuple(specs.values()), where, self.plan.x64))
 
     def _sweep(self) -> None:
         """Removes what earlier pipelines left in the store and no step needs."""

@@ -62,7 +62,7 @@ class _Translated(Exception):
 class DryLauncher(Launcher):
     """Makes a job of the first graph it is given."""
 
-    def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
+    def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
         """Raises `_Translated`."""
         with new_pipeline(self.connection) as pipeline:
             self.outputs(pipeline, plan, inputs, stem, self.store)

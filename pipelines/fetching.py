@@ -9,7 +9,7 @@ import numpy as np
 
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.values.values import Placed, Served, Value
+from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value
 from beamjax.pipelines.worker.tasks import Sources
 from beamjax.plan.steps import Output, Plan
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
@@ -35,7 +35,7 @@ def fetched(
     """
     found: dict[str, np.ndarray | kept_sources.Placed] = {}
     for name, value in values.items():
-        if isinstance(value, Served):
+        if isinstance(value, ServerValue):
             found[name] = value.array()
         elif name in results.folders:
             found[name] = results.finish(_kept(name, value, plan, launcher, results))
@@ -45,7 +45,7 @@ def fetched(
 
 
 def _kept(
-    name: str, value: Placed, plan: Plan, launcher: Launcher, results: MaterializedOutputs
+    name: str, value: PlacedValue, plan: Plan, launcher: Launcher, results: MaterializedOutputs
 ) -> kept_sources.Placed:
     source = open_spec(value.spec)
     if isinstance(source, kept_sources.Placed) and source.stem == results.stem:
@@ -53,8 +53,8 @@ def _kept(
     plan = replace(
         plan, inputs=(), steps=(), outputs=(Output(value=name),), constants=(), bodies={}
     )
-    inputs = build.Inputs({}, Sources((value.spec,), {name: (0, value.leaf)}, plan.x64))
+    inputs = build.GraphInputs({}, Sources((value.spec,), {name: (0, value.leaf)}, plan.x64))
     writer = replace(launcher, results=results)
     made = writer.run(plan, inputs, f"keep-{name}")[name]
-    assert isinstance(made, Placed)
+    assert isinstance(made, PlacedValue)
     return kept_sources.Placed.from_spec(made.spec)

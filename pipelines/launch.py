@@ -56,7 +56,7 @@ class Launcher:
         """The names of the files in the store that runs of further plans need."""
         return files_of(self.bodies, self.program)
 
-    def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
+    def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
 
         Args:
@@ -74,7 +74,9 @@ class Launcher:
         with self.monitor.pipeline(stem) as reports:
             return self._run(plan, inputs, stem, replace(self.store, reports=reports))
 
-    def _run(self, plan: Plan, inputs: build.Inputs, stem: str, store: Store) -> dict[str, Value]:
+    def _run(
+        self, plan: Plan, inputs: build.GraphInputs, stem: str, store: Store
+    ) -> dict[str, Value]:
         connection = self.connection
         with new_pipeline(connection) as pipeline:
             outputs = self.outputs(pipeline, plan, inputs, stem, store)
@@ -106,7 +108,12 @@ class Launcher:
                 waiting.run_apart(pipeline, look, None if shared else end)
 
     def outputs(
-        self, pipeline: beam.Pipeline, plan: Plan, inputs: build.Inputs, stem: str, store: Store
+        self,
+        pipeline: beam.Pipeline,
+        plan: Plan,
+        inputs: build.GraphInputs,
+        stem: str,
+        store: Store,
     ) -> Outputs:
         """Adds the steps of a plan to a pipeline, which writes their outputs."""
         inputs = replace(inputs, program=self.program)

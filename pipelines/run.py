@@ -25,7 +25,7 @@ from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values import uploads
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Served, Value, placed
+from beamjax.pipelines.values.values import ServerValue, Value, placed
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.one_pass import open_placements
@@ -106,7 +106,7 @@ def drive(
         name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
     }
     store = launcher.store
-    values |= {name: Served(store, array) for name, array in inputs.server().items()}
+    values |= {name: ServerValue(store, array) for name, array in inputs.server().items()}
     options = launcher.connection.options
     checkpointer = (
         DriverCheckpointer(plan, inputs, options, store, values) if options.checkpoint else None
@@ -137,7 +137,7 @@ def _run_one_pass(
     assert streams is not None
     with opened_streams(streams.sources, launcher.connection.shared) as specs:
         read = Sources(specs, dict(streams.where), plan.x64)
-        bound = build.Inputs(static, sources, streams=read)
+        bound = build.GraphInputs(static, sources, streams=read)
         return fetched(launcher.run(plan, bound, "result"), plan, launcher, results)
 
 

@@ -57,7 +57,7 @@ class _Known:
         return files_of(self.bodies, self.pickled)
 
 
-class Workers:
+class SessionWorkers:
     """A Beam job whose workers run plan after plan; it starts with the first one.
 
     Args:

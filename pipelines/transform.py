@@ -21,7 +21,7 @@ from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.counting import count_members
 from beamjax.pipelines.run import remove_store, source_specs, store_program, stream_specs
 from beamjax.pipelines.runners.connect import Connection, connection_of
-from beamjax.pipelines.values.elements import Block
+from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.large_blocks import whole
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
@@ -87,7 +87,7 @@ class PlanTransform(beam.PTransform):
         for token in tokens:
             weakref.finalize(pipeline, release, token)
         static = {name: store.put([a], name) for name, a in self.given.server().items()}
-        bound = build.Inputs(static, sources, program=store_program(self.plan, store, shared))
+        bound = build.GraphInputs(static, sources, program=store_program(self.plan, store, shared))
         if self.abstract:
             self._form_blocks(input_or_inputs, bound, store)
         streams = self.given.streams()
@@ -133,7 +133,9 @@ class PlanTransform(beam.PTransform):
                 "counts members first where it has to"
             )
 
-    def _form_blocks(self, members: beam.PCollection, bound: build.Inputs, store: Store) -> None:
+    def _form_blocks(
+        self, members: beam.PCollection, bound: build.GraphInputs, store: Store
+    ) -> None:
         specs = [self.plan.inputs[i] for i in self.abstract]
         for spec in specs:
             if spec.views:
@@ -297,7 +299,7 @@ class FormBlocks(StepFn):
       size: members in a shard.
     """
 
-    yields = Block
+    yields = MemberBlock
 
     def __init__(self, store: Store, names: tuple[str, ...], n: int | None, size: int):
         self.store = store
@@ -305,7 +307,7 @@ class FormBlocks(StepFn):
         self.n = n
         self.size = size
 
-    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[Block]:
+    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[MemberBlock]:
         shard, encoded = element
         start = shard * self.size
         members: dict[int, list[np.ndarray]] = {}
@@ -326,7 +328,7 @@ class FormBlocks(StepFn):
             )
         columns = zip(*(members[i] for i in range(start, start + count)), strict=True)
         values = dict(zip(self.names, map(np.stack, columns), strict=True))
-        yield whole(Block(start, count, self.size, values), self.store)
+        yield whole(MemberBlock(start, count, self.size, values), self.store)
 
 
 class Members(StepFn):
@@ -338,7 +340,7 @@ class Members(StepFn):
         self.store = store
         self.name = name
 
-    def process(self, block: Block) -> Iterator[tuple[int, np.ndarray]]:
+    def process(self, block: MemberBlock) -> Iterator[tuple[int, np.ndarray]]:
         for i, member in enumerate(block.array(self.name, self.store)):
             yield block.start + i, member
 

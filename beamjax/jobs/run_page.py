@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from beamjax._text import human_bytes
-from beamjax.diagnostics.pages.charts import Line, chart, shares_bar, shares_legend, stacked_chart
+from beamjax.diagnostics.pages.charts import (
+    PlotLine,
+    chart,
+    shares_bar,
+    shares_legend,
+    stacked_chart,
+)
 from beamjax.diagnostics.pages.markup import Markup, joined, table, tag
 from beamjax.diagnostics.pages.plan_page import graph_section, tile
 from beamjax.diagnostics.pages.shell import Page
@@ -158,7 +164,7 @@ def _over_time(report: Report) -> Markup:
     total = report.progress.members
     charts = [
         chart(
-            Line(
+            PlotLine(
                 "Members done", x, samples["members"], unit, "members", goal=total, marks=marks,
                 saved=saved, area=True, whole=True,
             )
@@ -166,17 +172,19 @@ def _over_time(report: Report) -> Markup:
     ]  # fmt: skip
     middles, speeds = speed(samples["seconds"], samples["members"])
     at = [middle / scale for middle in middles]
-    charts.append(chart(Line("Members a second", at, speeds, unit, "members/s", area=True)))
+    charts.append(chart(PlotLine("Members a second", at, speeds, unit, "members/s", area=True)))
     charts.append(_kinds_over_time(samples, unit, scale))
     if any(samples["rounds"]):
-        rounds = Line(
+        rounds = PlotLine(
             "Rounds done", x, samples["rounds"], unit, "rounds", goal=report.progress.rounds_total,
             saved=saved, area=True, whole=True,
         )  # fmt: skip
         charts.append(chart(rounds))
     for name, title in (("retries", "Shards again"), ("dropped", "Members dropped")):
         if any(samples[name]):
-            charts.append(chart(Line(title, x, samples[name], unit, name, area=True, whole=True)))
+            charts.append(
+                chart(PlotLine(title, x, samples[name], unit, name, area=True, whole=True))
+            )
     notes = []
     notes += ["Small lines at the bottom are ends of rounds."] * bool(marks)
     notes += ["Diamonds are checkpoints."] * bool(saved)
@@ -242,7 +250,7 @@ def _curves(report: Report) -> Markup | None:
     charts = []
     for curve in report.curves:
         title = tag("code", curve.path)
-        line = Line(curve.path, curve.rounds, curve.values, "round", curve.path, wide=True)
+        line = PlotLine(curve.path, curve.rounds, curve.values, "round", curve.path, wide=True)
         charts.append(chart(line, title))
     texts = [_not_shown(curve) for curve in report.curves if len(curve.rounds) < curve.of]
     notes = [tag("p", text, class_="under") for text in texts]

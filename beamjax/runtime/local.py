@@ -46,7 +46,7 @@ from beamjax.storage.block_cache import block_budget
 from beamjax.storage.scratch import file_array
 from beamjax.telemetry.meters import Meter
 from beamjax.telemetry.monitor import Monitor
-from beamjax.telemetry.watchdog import Table, bounded
+from beamjax.telemetry.watchdog import WorkTable, bounded
 
 
 def evaluate(
@@ -146,7 +146,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         self.reader = inputs.reader()
         self.streams = inputs.streams()
         self.results = results
-        self.table = Table()
+        self.table = WorkTable()
         self.threads = computing_threads(options)
         self.device = compute_device(options.xla_threads)
         self.outputs = {out.value for out in plan.outputs if out.value is not None}

@@ -20,7 +20,7 @@ BLOCKS = BlockCache()
 """The blocks that this process has decoded and keeps."""
 
 
-class Block(NamedTuple):
+class SourceBlock(NamedTuple):
     """Members that are decoded together.
 
     Attributes:
@@ -52,11 +52,11 @@ class BlockSource(HoldsLeaves):
         self._ends = ends_of(counts)
 
     @abc.abstractmethod
-    def _key(self, block: Block) -> Hashable:
+    def _key(self, block: SourceBlock) -> Hashable:
         """What identifies the data of a block in this process."""
 
     @abc.abstractmethod
-    def _decode(self, block: Block) -> Arrays:
+    def _decode(self, block: SourceBlock) -> Arrays:
         """All members of a block: for each leaf an array, read-only.
 
         Raises:
@@ -70,20 +70,20 @@ class BlockSource(HoldsLeaves):
         self.check_range(start, stop)
         return read_blocks(self._leaves, self._blocks(start, stop), self._block, start, stop)
 
-    def _blocks(self, start: int, stop: int) -> Iterator[Block]:
+    def _blocks(self, start: int, stop: int) -> Iterator[SourceBlock]:
         """The blocks that have members of a range, in their order."""
         return blocks_of(self._ends, start, stop)
 
-    def _block(self, block: Block) -> Arrays:
+    def _block(self, block: SourceBlock) -> Arrays:
         key = self.kind, self._leaves, self._key(block)
         return BLOCKS.get(key, lambda: self._checked(block), self._reader)
 
     @functools.cached_property
     def _reader(self) -> Hashable:
         """What identifies this source among those that a thread reads."""
-        return self.kind, self._leaves, self._key(Block(0, 0, 0, 0))
+        return self.kind, self._leaves, self._key(SourceBlock(0, 0, 0, 0))
 
-    def _checked(self, block: Block) -> Arrays:
+    def _checked(self, block: SourceBlock) -> Arrays:
         """A block that is what the spec says of it."""
         arrays, count = self._decode(block), block.last - block.first
         for array, leaf in zip(arrays, self._leaves, strict=True):
@@ -101,20 +101,20 @@ def ends_of(counts: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
 
 
-def blocks_of(ends: np.ndarray, start: int, stop: int) -> Iterator[Block]:
+def blocks_of(ends: np.ndarray, start: int, stop: int) -> Iterator[SourceBlock]:
     """The blocks that have members of a range, from where all blocks end."""
     if start == stop:
         return
     begin = int(np.searchsorted(ends, start, side="right")) - 1
     for number in range(begin, int(np.searchsorted(ends, stop, side="left"))):
         if ends[number] < ends[number + 1]:
-            yield Block(number, 0, int(ends[number]), int(ends[number + 1]))
+            yield SourceBlock(number, 0, int(ends[number]), int(ends[number + 1]))
 
 
 def read_blocks(
     leaves: Sequence[LeafSpec],
-    blocks: Iterable[Block],
-    load: Callable[[Block], Arrays],
+    blocks: Iterable[SourceBlock],
+    load: Callable[[SourceBlock], Arrays],
     start: int,
     stop: int,
 ) -> Arrays:

@@ -27,7 +27,7 @@ from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Server
-from beamjax.telemetry.working_files import Entry, WorkingFile
+from beamjax.telemetry.working_files import WorkEntry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
 """Seconds that a thread of this process has to stop after it was asked to."""
@@ -36,7 +36,7 @@ _NOBODY_LOOKS = contextlib.nullcontext()
 T = TypeVar("T")
 
 
-class Table:
+class WorkTable:
     """What the threads of this process do for one run.
 
     Args:
@@ -106,7 +106,9 @@ class Table:
             return None
         shard = work.shard
         members = (shard.start, shard.start + shard.count - 1) if shard else None
-        entry = Entry(work.doing, work.thread, time.time(), work.step.name, work.number, members)
+        entry = WorkEntry(
+            work.doing, work.thread, time.time(), work.step.name, work.number, members
+        )
         return self._file.begin(entry)
 
     def end(self, slot: int | None) -> None:
@@ -119,7 +121,7 @@ class AtWork:
     """One thing that a thread does, see `Table.at`."""
 
     def __init__(
-        self, table: Table, doing: str, step: Map | Server, shard: Shard | None,
+        self, table: WorkTable, doing: str, step: Map | Server, shard: Shard | None,
         limit: float | None,
     ):  # fmt: skip
         self.table = table
@@ -207,7 +209,7 @@ def placed_error(step: Map | Server, shard: Shard | None, error: BeamjaxError) -
     return located
 
 
-def bounded(function: Callable[[], T], table: Table) -> T:
+def bounded(function: Callable[[], T], table: WorkTable) -> T:
     """Calls a function in a thread, and gives up when work of its table takes too long.
 
     Args:

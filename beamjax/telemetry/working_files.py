@@ -36,7 +36,7 @@ _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT.size
 
 
 @dataclass(frozen=True)
-class Entry:
+class WorkEntry:
     """What a thread did last, as its process recorded it.
 
     Attributes:
@@ -70,7 +70,7 @@ class WorkingFile:
         self._memory = _make(folder)
         self._free = collections.deque(range(SLOTS))
 
-    def begin(self, entry: Entry) -> int | None:
+    def begin(self, entry: WorkEntry) -> int | None:
         """Records what a thread begins; returns the slot, or None if all are taken."""
         try:
             slot = self._free.popleft()
@@ -109,7 +109,7 @@ class WorkingProcess:
 
     process: dict[str, Any]
     left: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[WorkEntry, ...]
 
 
 def read_file(path: str) -> WorkingProcess | None:
@@ -135,7 +135,7 @@ def _is_process(found: Any) -> bool:
     )
 
 
-def _read_slot(data: bytes, at: int) -> Entry | None:
+def _read_slot(data: bytes, at: int) -> WorkEntry | None:
     doing, thread, since, shard, first, last, length = _SLOT.unpack_from(data, at)
     (name,) = _NAME.unpack_from(data, at + _NAME_AT)
     text = name[:length].decode(errors="replace")
@@ -144,7 +144,7 @@ def _read_slot(data: bytes, at: int) -> Entry | None:
     if not plain or not 0 < since < 1e11 or shard < -1 or (shard >= 0 and not 0 <= first <= last):
         return None
     members = (first, last) if shard >= 0 else None
-    return Entry(DOING[doing], thread, since, text, shard if shard >= 0 else None, members)
+    return WorkEntry(DOING[doing], thread, since, text, shard if shard >= 0 else None, members)
 
 
 def invite(folder: str) -> None:

@@ -44,7 +44,7 @@ def map_body(
         would keep XLA from making one matrix product of a sum of products.
     """
 
-    def emit(shard: rules.Shard, raw: Sequence[Any]) -> list[jax.Array]:
+    def emit(shard: rules.TracedShard, raw: Sequence[Any]) -> list[jax.Array]:
         wrapped = list(map(wrap, raw, impls))
         served = dict(zip(stage.broadcasts, wrapped[: len(stage.broadcasts)], strict=True))
         placed: dict[tuple[Var, int], Any] = {}
@@ -82,13 +82,17 @@ def map_body(
 
     everybody = functools.partial(jnp.ones, size, np.bool_)
     if guard is not None and full:
-        return lambda _, members, kept, *raw: emit(rules.Shard(members[0], size, everybody()), raw)
+        return lambda _, members, kept, *raw: emit(
+            rules.TracedShard(members[0], size, everybody()), raw
+        )
     if guard is not None:
-        return lambda start, members, kept, *raw: emit(rules.Shard(start, size, kept, members), raw)
+        return lambda start, members, kept, *raw: emit(
+            rules.TracedShard(start, size, kept, members), raw
+        )
 
     def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
         mask = everybody() if full else lax.iota(np.dtype("int32"), size) < count
-        return emit(rules.Shard(start, size, mask), raw)
+        return emit(rules.TracedShard(start, size, mask), raw)
 
     return body
 
@@ -193,7 +197,7 @@ def _places(program: PlacedProgram, stage: MapStage) -> list[tuple[Var, int]]:
 
 
 def _combined(
-    eqn: Eqn, rule: FunctionReductionRule, args: Sequence[Any], shard: rules.Shard
+    eqn: Eqn, rule: FunctionReductionRule, args: Sequence[Any], shard: rules.TracedShard
 ) -> Any:
     shard, args = shard.in_front(args, rule.in_axes)
     return rule.partial(eqn, args, shard)

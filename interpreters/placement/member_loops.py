@@ -26,7 +26,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Emit,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     bind,
 )
 
@@ -134,7 +134,7 @@ class _Check:
 def _emission(
     program: PlacedProgram, structure: LoopEqn | BranchEqn, operands: Sequence[tuple[Var, Place]]
 ) -> Emit:
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         outside = dict(zip(operands, args, strict=True))
         return _Emitter(program, shard, outside).control(structure, {})
 
@@ -151,7 +151,7 @@ class _Emitter:
     """
 
     def __init__(
-        self, program: PlacedProgram, shard: Shard, outside: Mapping[tuple[Var, Place], Any]
+        self, program: PlacedProgram, shard: TracedShard, outside: Mapping[tuple[Var, Place], Any]
     ):
         self.program = program
         self.shard = shard

@@ -31,7 +31,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     bind,
     replaced,
     shape_of,
@@ -57,9 +57,9 @@ class Slice:
         """Whether all members may be computed for it."""
         return MIN_SHARE * self.n <= self.count < self.n
 
-    def all_members(self) -> Shard:
+    def all_members(self) -> TracedShard:
         """All n members as one shard, where index 0 is the first member of the slice."""
-        return Shard(jnp.int32(-self.start), self.n, jnp.ones(self.n, bool))
+        return TracedShard(jnp.int32(-self.start), self.n, jnp.ones(self.n, bool))
 
     def masked(self, x: Any, axis: int, fill: Any) -> Any:
         """`x`, which holds all members, with `fill` for those outside of the slice."""

@@ -23,7 +23,7 @@ from jax import lax
 from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import Atom, Eqn, FlatProgram, Var, aval_of
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, Shard
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, TracedShard
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops import primitives
 from beamjax.plan.steps import MAX_MEMBERS
@@ -211,7 +211,7 @@ class _Rows:
         def fn(*values: Any) -> list[jax.Array]:
             served = dict(zip(self.served, values, strict=False))
             index, *groups = values[len(served) :]
-            shard = Shard(index * np.int32(rows), rows, jnp.ones(rows, bool))
+            shard = TracedShard(index * np.int32(rows), rows, jnp.ones(rows, bool))
             env: dict[Var, Any] = dict(zip(self.inputs, groups, strict=True))
             for eqn, rule in self.eqns.items():
                 axes = zip(eqn.inputs, rule.in_axes, strict=True)

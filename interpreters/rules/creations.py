@@ -17,7 +17,7 @@ from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.memberwise import at_shard_size
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
-    Shard,
+    TracedShard,
     bind,
     is_threefry,
     replaced,
@@ -50,7 +50,7 @@ def _stack(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if eqn.params["axis"] != axis or any(atom is not eqn.inputs[0] for atom in eqn.inputs):
         return None
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         return bind(eqn, [args[0]] * shard.size)
 
     return MemberwiseRule((None,) * n, (axis,), emit)
@@ -60,7 +60,7 @@ def _iota(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if eqn.inputs or eqn.params["shape"][axis] != n:
         return None
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         shape = replaced(eqn.params["shape"], axis, shard.size)
         if eqn.params["dimension"] != axis:
             return bind(eqn, args, shape=shape)
@@ -77,7 +77,7 @@ def _pad(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if (low, high, interior) == (0, 0, 0) or count == 0:
         return None
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         place = shard.indices() - low
         row = jnp.clip(place // step, 0, count - 1)
         config = replaced(eqn.params["padding_config"], axis, (0, 0, 0))
@@ -96,7 +96,7 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
         return None
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         words = _hashed(args[0], shard, math.prod(shape[1:]))
         keys = jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
         return [keys.reshape(shard.size, *shape[1:])]
@@ -114,7 +114,7 @@ def _random_bits(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if inner >= 2**32:
         return None
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         high, low = _hashed(args[0], shard, inner)
         if width == 64:
             wide = np.dtype("uint64")
@@ -126,14 +126,14 @@ def _random_bits(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     return MemberwiseRule((None,), (0,), emit)
 
 
-def _hashed(key: Any, shard: Shard, inner: int) -> list[jax.Array]:
+def _hashed(key: Any, shard: TracedShard, inner: int) -> list[jax.Array]:
     """Threefry of a key and the index of each element: two words, each uint32[size, inner]."""
     first, second = jax.random.key_data(key)
     words = _element_numbers(shard, inner)
     return threefry2x32_p.bind(*jnp.broadcast_arrays(first, second, *words))
 
 
-def _element_numbers(shard: Shard, inner: int) -> tuple[jax.Array, jax.Array]:
+def _element_numbers(shard: TracedShard, inner: int) -> tuple[jax.Array, jax.Array]:
     """High and low word of the index `row * inner + column` of each element: uint32[size, inner].
 
     The product is computed from halves of 16 bits, because JAX has no uint64 without x64.

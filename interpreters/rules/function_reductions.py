@@ -21,7 +21,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     FunctionReductionRule,
     MemberwiseRule,
-    Shard,
+    TracedShard,
     as_is,
     bind,
     draw_by_batch,
@@ -45,7 +45,7 @@ def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule |
         return None
     size = len(eqn.outputs)
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         combine = combine_of(jaxpr, args[:num_served])
         return fold_members(combine, args[num_served:], shard.count())
 
@@ -84,7 +84,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionR
         outs = jax.vmap(function)(*(x.reshape(-1) for x in (*left, *right)))
         return [out.reshape(shape) for out in outs]
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         rows = [jnp.moveaxis(x, [axis, *others], range(1 + len(others))) for x in args[:size]]
         inner = math.prod(entries)
         leaves = [x.reshape(-1, *x.shape[1 + len(others) :]) for x in rows]
@@ -123,7 +123,7 @@ def _place_of_extreme(
         # Too narrow indices wrap around in XLA, which then takes the smallest of equal extremes.
         return None
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         # Padding is at the end of a shard, so it is never the first of equal extremes.
         x = shard.masked(args[0], axis, lowest_value(reducer, operand.dtype))
         place = function(x, axis, result.dtype)
@@ -166,7 +166,7 @@ def _top_k(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRu
         found = [values, jnp.take_along_axis(places, chosen, -1)]
         return [jnp.moveaxis(each, -1, axis) for each in found]
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         x = jnp.moveaxis(shard.masked(args[0], axis, lowest), axis, -1)
         places = jnp.broadcast_to(jnp.where(shard.mask, shard.indices(), NOWHERE), x.shape)
         missing = [(0, 0)] * (x.ndim - 1) + [(0, max(0, k - shard.size))]
@@ -206,7 +206,7 @@ def reduce_bits(eqn: Eqn, axis: int) -> FunctionReductionRule:
     result = aval_of(eqn.outputs[0])
     zero = np.zeros((), result.dtype)
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         return bind(eqn, [shard.masked(args[0], axis, ~zero if bit else zero)])
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     as_is,
     resizing,
     rule,
@@ -117,7 +117,7 @@ def _scatter_fold(
         return None
     position, p, reducer = positions[index], eqn.params, REDUCERS[name]
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         table, where, rows = args
         dtype = reducer.partial_dtype(table.dtype)
         neutral = jnp.asarray(reducer.identity(dtype))

@@ -19,7 +19,13 @@ from beamjax.bodies.export import unwrap, value_type
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded
-from beamjax.interpreters.rules.sharding_rules import ReductionRule, Shard, bind, replaced, shape_of
+from beamjax.interpreters.rules.sharding_rules import (
+    ReductionRule,
+    TracedShard,
+    bind,
+    replaced,
+    shape_of,
+)
 from beamjax.numerics.reducers import PICK
 from beamjax.plan.dropping import hole_of
 
@@ -42,7 +48,7 @@ def read_rows(
     if not _is_worth(eqn, taken, n):
         return None
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         put = lambda param, value: replaced(eqn.params[param], axis, value)
         if eqn.primitive.name == "slice":
             changes = {"start_indices": put("start_indices", 0)}
@@ -81,7 +87,7 @@ def read_gathered(eqn: Eqn, axis: int, n: Any) -> ReductionRule | None:
     lasts = [shape[k] - sizes[k] for k in d.start_index_map]
     fills = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         operand, indices = args
         if fills:  # JAX casts indices of this mode to int32 before it checks bounds, even int64.
             indices = indices.astype(np.int32)

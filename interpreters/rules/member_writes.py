@@ -17,7 +17,7 @@ from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.member_indices import OUTSIDE, bounded, clamped
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
-    Shard,
+    TracedShard,
     bind,
     replaced,
     shape_of,
@@ -37,7 +37,7 @@ def write_rows(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if is_unknown(n):  # XLA clamps the start to n - count, which must be known.
         return None
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         operand, update, *starts = args
         if count == 0:
             return [operand]
@@ -69,7 +69,7 @@ def write_scattered(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
             return None
         lasts[column] = MAX_MEMBERS - 1  # Rows after the last member are padding.
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         operand, indices, updates = args
         indices, numbers = bounded(indices, lasts, clamps), dims
         index = indices[..., column]

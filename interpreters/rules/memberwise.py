@@ -17,7 +17,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     any_placed,
     as_is,
     bind,
@@ -44,7 +44,7 @@ def _bj_map(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     return MemberwiseRule(in_axes, (0,) * len(eqn.outputs), _mapped)
 
 
-def _mapped(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+def _mapped(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     """Emits a map, without vmap if there is one member.
 
     XLA computes that faster: vmap evaluates both sides of a cond, turns convolutions into grouped
@@ -73,7 +73,7 @@ def _bj_broadcast(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule:
     return MemberwiseRule((None,), (0,), at_shard_size)
 
 
-def at_shard_size(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+def at_shard_size(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     """Emits a placed operator with the size of the shard as its number of members."""
     return bind(eqn, args, n=shard.size)
 

@@ -25,7 +25,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     all_members,
     define,
     rule,
@@ -61,7 +61,7 @@ def two_passes(scan: str, x: jax.Array, *, axis: int, reverse: bool, block: int)
     return scan_p.bind(before_p.bind(wide, **params), wide, **params).astype(x.dtype)
 
 
-def _before(x: jax.Array, shard: Shard, p: dict[str, Any], n: int) -> jax.Array:
+def _before(x: jax.Array, shard: TracedShard, p: dict[str, Any], n: int) -> jax.Array:
     reducer = REDUCERS[SCANS[p["scan"]][0]]
     total = reducer.partial(jnp.moveaxis(x, p["axis"], 0), shard.mask)
     rows = lax.iota(np.dtype("int32"), -(-n // p["block"]))
@@ -71,7 +71,7 @@ def _before(x: jax.Array, shard: Shard, p: dict[str, Any], n: int) -> jax.Array:
     return jnp.where(later, total, jnp.asarray(reducer.identity(total.dtype)))
 
 
-def _scanned(before: jax.Array, x: jax.Array, shard: Shard, p: dict[str, Any]) -> jax.Array:
+def _scanned(before: jax.Array, x: jax.Array, shard: TracedShard, p: dict[str, Any]) -> jax.Array:
     reduction, scan, join = SCANS[p["scan"]]
     x = shard.masked(x, p["axis"], REDUCERS[reduction].identity(x.dtype))
     own = scan(x, axis=p["axis"], reverse=p["reverse"])
@@ -81,7 +81,7 @@ def _scanned(before: jax.Array, x: jax.Array, shard: Shard, p: dict[str, Any]) -
 
 @rule("before_shards")
 def _before_rule(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         return _before(args[0], shard, eqn.params, aval_of(eqn.inputs[0]).shape[axis])
 
     axis, reducer = eqn.params["axis"], SCANS[eqn.params["scan"]][0]
@@ -92,7 +92,7 @@ def _before_rule(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
 
 @rule("scan_shards")
 def _scan_rule(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         before, x = args
         return [_scanned(before, x, shard, eqn.params)]
 

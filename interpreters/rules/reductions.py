@@ -16,7 +16,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     ReductionRule,
     Rule,
-    Shard,
+    TracedShard,
     as_is,
     bind,
     dropping,
@@ -51,7 +51,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | No
         return reduce_bits(eqn, axis)
     others = tuple(a for a in reduced if a != axis)
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         (x,) = args
         if name in ("sum", "prod"):
             x = x.astype(REDUCERS[name].partial_dtype(x.dtype))
@@ -63,7 +63,7 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | No
 
 
 def _placed_reduction(name: str) -> Rule:
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         return REDUCERS[name].partial(args[0], shard.mask)
 
     return lambda eqn, axes, n: ReductionRule((0,), name, partial)
@@ -76,10 +76,10 @@ for _name in REDUCERS:
 # --- products
 
 
-def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], Shard], Any]:
+def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], TracedShard], Any]:
     """The partial of a product that contracts axis `lhs` with `rhs`, those of the members."""
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         # Masking one side is not enough: padding repeats a member, and 0 * inf is nan.
         operands = [shard.masked(args[0], lhs), shard.masked(args[1], rhs)]
         result = eqn.outputs[0].aval.dtype

@@ -23,7 +23,7 @@ Axes = Sequence[int | None]
 
 
 @dataclass(frozen=True)
-class Shard:
+class TracedShard:
     """The shard that an equation is emitted for.
 
     Attributes:
@@ -60,7 +60,7 @@ class Shard:
             return jnp.zeros(rows.shape, np.bool_)
         return (rows != OUTSIDE) & ~jnp.take(self.mask, rows, mode="clip")
 
-    def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[Shard, list[Any]]:
+    def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[TracedShard, list[Any]]:
         """The same shard and values (with members along `axes`), reordered: padding last."""
         if self.members is None:
             return self, list(args)
@@ -70,7 +70,7 @@ class Shard:
             for x, axis in zip(args, axes, strict=True)
         ]
         mask = lax.iota(np.dtype("int32"), self.size) < self.count()
-        return Shard(self.start, self.size, mask, self.members[order]), moved
+        return TracedShard(self.start, self.size, mask, self.members[order]), moved
 
     def count(self) -> jax.Array:
         """An int32 scalar: the number of members without padding."""
@@ -82,12 +82,12 @@ class Shard:
         return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
 
 
-def all_members(n: int) -> Shard:
+def all_members(n: int) -> TracedShard:
     """One shard of all members of a placement."""
-    return Shard(jnp.int32(0), n, jnp.ones(n, np.bool_))
+    return TracedShard(jnp.int32(0), n, jnp.ones(n, np.bool_))
 
 
-Emit = Callable[[Eqn, Sequence[Any], Shard], list[Any]]
+Emit = Callable[[Eqn, Sequence[Any], TracedShard], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ReductionRule:
 
     in_axes: tuple[int | None, ...]
     reducer: str
-    partial: Callable[[Eqn, Sequence[Any], Shard], Any]
+    partial: Callable[[Eqn, Sequence[Any], TracedShard], Any]
     selects_members: bool = field(default=False, kw_only=True)
     by_shard: bool = field(default=False, kw_only=True)
 
@@ -170,7 +170,7 @@ def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
     return _compat.bind(eqn.primitive, args, eqn.params | off | changes)
 
 
-def as_is(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+def as_is(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     """Emits the equation unchanged."""
     return bind(eqn, args)
 
@@ -178,7 +178,7 @@ def as_is(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
 def resizing(param: str, axis: int) -> Emit:
     """Emits the equation with entry `axis` of a shape-like parameter set to the shard's size."""
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
 
     return emit

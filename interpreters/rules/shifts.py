@@ -21,7 +21,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     define,
     rule,
 )
@@ -59,7 +59,7 @@ def _at_borders(n: int, k: int, block: int) -> np.ndarray:
 
 @rule("borders_of_shards")
 def _borders(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
-    def partial(eqn: Eqn, args: Sequence[Any], shard: Shard) -> Any:
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         members = _at_borders(aval_of(eqn.inputs[0]).shape[0], **eqn.params)
         rows = shard.rows(jnp.asarray(members))
         return PICK.partial(jnp.take(args[0], rows, axis=0, mode="clip"), shard.has(rows))
@@ -71,7 +71,7 @@ def _borders(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
 def _shift(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     k, block = eqn.params["k"], eqn.params["block"]
 
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         borders, x = args
         size, count = shard.size, aval_of(eqn.inputs[1]).shape[0]
         row = lax.iota(np.dtype("int32"), size) + np.int32(k)

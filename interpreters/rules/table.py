@@ -36,7 +36,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     bind,
     shape_of,
 )
@@ -48,7 +48,7 @@ __all__ = [
     "FunctionReductionRule",
     "MemberwiseRule",
     "ReductionRule",
-    "Shard",
+    "TracedShard",
     "bind",
     "classify",
     "create",

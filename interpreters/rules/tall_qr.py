@@ -26,7 +26,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
-    Shard,
+    TracedShard,
     all_members,
     define,
     rule,
@@ -83,26 +83,28 @@ def _signs(q: jax.Array, r: jax.Array) -> jax.Array:
     return lax.fori_loop(0, k, eliminate, (q, jnp.ones(k, q.dtype)))[1]
 
 
-def _decomposed(x: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
+def _decomposed(x: jax.Array, shard: TracedShard) -> tuple[jax.Array, jax.Array]:
     return jnp.linalg.qr(shard.masked(x, 0))
 
 
-def _factors(x: jax.Array, shard: Shard, block: int, n: int) -> tuple[jax.Array, jax.Array]:
+def _factors(x: jax.Array, shard: TracedShard, block: int, n: int) -> tuple[jax.Array, jax.Array]:
     """The rows of all ranges, of which this shard holds one, and which that is."""
     own = lax.iota(np.dtype("int32"), -(-n // block)) == shard.start // block
     r = _decomposed(x, shard)[1]
     return jnp.broadcast_to(r, (*own.shape, *r.shape)), own
 
 
-def _first(x: jax.Array, shard: Shard) -> jax.Array:
+def _first(x: jax.Array, shard: TracedShard) -> jax.Array:
     return _decomposed(x, shard)[0][: x.shape[1]]
 
 
-def _applied(matrices: jax.Array, x: jax.Array, shard: Shard, block: int) -> jax.Array:
+def _applied(matrices: jax.Array, x: jax.Array, shard: TracedShard, block: int) -> jax.Array:
     return _decomposed(x, shard)[0] @ matrices[shard.start // block]
 
 
-def _selecting(partial: Callable[[Eqn, Any, Shard], Any]) -> Callable[..., ReductionRule | None]:
+def _selecting(
+    partial: Callable[[Eqn, Any, TracedShard], Any],
+) -> Callable[..., ReductionRule | None]:
     def found(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
         if axes[0] != 0:
             return None
@@ -114,21 +116,21 @@ def _selecting(partial: Callable[[Eqn, Any, Shard], Any]) -> Callable[..., Reduc
 
 @rule("qr_of_shards")
 @_selecting
-def _factors_rule(eqn: Eqn, x: Any, shard: Shard) -> Any:
+def _factors_rule(eqn: Eqn, x: Any, shard: TracedShard) -> Any:
     rows = aval_of(eqn.inputs[0]).shape[0]
     return PICK.partial(*_factors(x, shard, eqn.params["block"], rows))
 
 
 @rule("first_q_of_shards")
 @_selecting
-def _first_rule(eqn: Eqn, x: Any, shard: Shard) -> Any:
+def _first_rule(eqn: Eqn, x: Any, shard: TracedShard) -> Any:
     first = _first(x, shard)
     return PICK.partial(first, jnp.broadcast_to(shard.start == 0, first.shape[:1]))
 
 
 @rule("apply_q_of_shards")
 def _apply_rule(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
-    def emit(eqn: Eqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         matrices, x = args
         return [_applied(matrices, x, shard, eqn.params["block"])]
 

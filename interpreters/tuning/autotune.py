@@ -217,7 +217,7 @@ def _probed(
     rule: Choices,
     program: PlacedProgram,
     stages: Sequence[Stage],
-    passes: Sequence[planner.Pass],
+    passes: Sequence[planner.SearchedPass],
     options: Options,
     budget: float,
 ) -> Choices:

@@ -45,7 +45,7 @@ memory otherwise."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class SearchedPass:
     """What the search knows about a pass.
 
     Attributes:
@@ -67,7 +67,7 @@ class Pass:
     seconds: float
 
 
-def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[Pass]:
+def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[SearchedPass]:
     """The passes of a plan over placements of known size.
 
     Args:
@@ -89,7 +89,9 @@ def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[P
         largest = max(shard_size.largest_size(stage, n, limit), size)
         loops = can_run_sequentially(stage, step.buffers)
         found.append(
-            Pass(name, stage.placement, rounds, size, step.vectorization, loops, largest, seconds)
+            SearchedPass(
+                name, stage.placement, rounds, size, step.vectorization, loops, largest, seconds
+            )
         )
     return found
 
@@ -227,7 +229,7 @@ class Search:
 
     def __init__(
         self,
-        passes: Sequence[Pass],
+        passes: Sequence[SearchedPass],
         measure: Measure,
         left: Callable[[], float],
         size: int | None = None,
@@ -301,7 +303,7 @@ class Search:
                 return
             size = other
 
-    def _is_close(self, a_pass: Pass, size: int) -> bool:
+    def _is_close(self, a_pass: SearchedPass, size: int) -> bool:
         """Whether vmap over the whole shard is slower at this size, but close to the best."""
         together = self.times.get((a_pass.name, size, Vectorization()))
         best, way = self._best(a_pass, size)
@@ -325,7 +327,7 @@ class Search:
             self.times[name, size, vectorizations[name]] = seconds
         self.last, self.last_size = before - self.left(), size
 
-    def _best(self, a_pass: Pass, size: int) -> tuple[float, Vectorization]:
+    def _best(self, a_pass: SearchedPass, size: int) -> tuple[float, Vectorization]:
         """The best time of a pass at this shard size, and its vectorization."""
         ways = [
             (t, w) for (name, s, w), t in self.times.items() if (name, s) == (a_pass.name, size)

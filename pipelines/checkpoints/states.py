@@ -25,7 +25,7 @@ from beamjax.pipelines.checkpoints.folder import held
 from beamjax.pipelines.checkpoints.records import check_kind, entry_type, record_of, ref_of
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Placed, Served, Value, scattered, stack_of
+from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, scattered, stack_of
 from beamjax.plan.steps import Plan, ValueType
 from beamjax.runtime.checkpoints import (
     Array,
@@ -72,7 +72,7 @@ class DriverCheckpointer(BaseCheckpointer[Value]):
         self._placed = {
             _key(value.spec, value.leaf): name
             for name, value in values.items()
-            if isinstance(value, Placed)
+            if isinstance(value, PlacedValue)
         }
         self._token = uuid.uuid4().hex[:16]
         self.restore()
@@ -80,13 +80,13 @@ class DriverCheckpointer(BaseCheckpointer[Value]):
     def is_given(self, name: str) -> bool:
         return name in self._given
 
-    def row(self, array: np.ndarray) -> Served:
-        return Served(self.run_store, array)
+    def row(self, array: np.ndarray) -> ServerValue:
+        return ServerValue(self.run_store, array)
 
     def record(self, name: str, value: Value) -> Record:
         if id(value) in self._names:
             return Given(self._names[id(value)])
-        if isinstance(value, Served):
+        if isinstance(value, ServerValue):
             return self._served(value.ref(name))
         if value.entries is not None:
             return Stack(tuple(self.record(name, entry) for entry in value.entries))
@@ -100,7 +100,7 @@ class DriverCheckpointer(BaseCheckpointer[Value]):
             return self._restored(record, spec)
         match record:
             case Members():
-                return Placed(self.source(record, spec).to_spec())
+                return PlacedValue(self.source(record, spec).to_spec())
             case Scattered(of=of, axis=axis):
                 whole = uncut(spec, axis, self.plan.sizes[spec.placement])
                 return scattered(self._restored(of, whole), "scattered", axis, self.run_store)
@@ -153,22 +153,22 @@ class DriverCheckpointer(BaseCheckpointer[Value]):
         check_given(self.plan, name, spec)
         return self._given[name]
 
-    def _restored(self, record: Record, spec: ValueType) -> Served:
+    def _restored(self, record: Record, spec: ValueType) -> ServerValue:
         if isinstance(record, Stored):
             if (record.dtype, record.shape) != (spec.dtype, spec.shape):
                 raise ArrayFormatError(f"found {record.dtype}{list(record.shape)} for {spec}")
             self.check_files(record)
             for name, _ in record.files:
                 files.link(self.folder.join(name), files.join(self.run_store.root, name))
-            return Served(self.run_store, ref=ref_of(record))
-        return Served(self.run_store, self.array(record, spec))
+            return ServerValue(self.run_store, ref=ref_of(record))
+        return ServerValue(self.run_store, self.array(record, spec))
 
-    def _stacked(self, of: tuple[Record, ...], spec: ValueType) -> Placed:
+    def _stacked(self, of: tuple[Record, ...], spec: ValueType) -> PlacedValue:
         if len(of) != spec.shape[:1][0]:
             raise ArrayFormatError(f"found a stack of {len(of)} for {spec}")
         entries = [self.value(part, entry_type(spec)) for part in of]
         n = self.plan.sizes[spec.placement or ""]
-        return stack_of(spec, [e for e in entries if isinstance(e, Placed)], n, self.run_store)
+        return stack_of(spec, [e for e in entries if isinstance(e, PlacedValue)], n, self.run_store)
 
 
 class LocalCheckpointer(BaseCheckpointer[np.ndarray]):

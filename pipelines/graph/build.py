@@ -1,7 +1,7 @@
 """A plan as a Beam graph. With `outputs` the only file that composes transforms.
 
 Server values travel as references (`Environment`), as elements or singleton side inputs, placed
-values of earlier passes as `Block`s. Labels are the names of the plan's steps.
+values of earlier passes as `MemberBlock`s. Labels are the names of the plan's steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from apache_beam import typehints
 from beamjax.pipelines.graph.counting import count_members
 from beamjax.pipelines.graph.results import ReadMembers
 from beamjax.pipelines.graph.step_tasks import StepTasks
-from beamjax.pipelines.graph.streaming import LoadBlocks, ReadStreams, WriteBlocks
+from beamjax.pipelines.graph.streaming import LoadBlocks, ReadStreams, WriteMemberBlocks
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
@@ -49,7 +49,7 @@ MAX_RANGES = 256
 
 
 @dataclass
-class Inputs:
+class GraphInputs:
     """A plan's inputs as a graph takes them.
 
     Attributes:
@@ -95,7 +95,7 @@ class Graph:
         self,
         root: Any,
         plan: Plan,
-        inputs: Inputs,
+        inputs: GraphInputs,
         store: Store,
         connection: Connection,
         bodies: dict[str, StoredBody] | None = None,
@@ -304,7 +304,7 @@ class Graph:
         if self.spread and names:
             blocks = (
                 blocks
-                | f"{label}/Write" >> beam.ParDo(WriteBlocks(self.store, names))
+                | f"{label}/Write" >> beam.ParDo(WriteMemberBlocks(self.store, names))
                 | f"{label}/Deal" >> beam.Reshuffle()
                 | f"{label}/Load" >> beam.ParDo(LoadBlocks(self.store, names, size))
             )

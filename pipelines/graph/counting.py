@@ -11,7 +11,7 @@ from apache_beam import typehints
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.errors import SourceError
-from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.plan.steps import size_name
@@ -41,7 +41,7 @@ class RangeOfBlock(StepFn):
 
     yields = typehints.Tuple[int, int]
 
-    def process(self, block: Block) -> Iterator[Range]:
+    def process(self, block: MemberBlock) -> Iterator[Range]:
         yield block.start, block.start + block.count
 
 

@@ -22,7 +22,7 @@ from beamjax.pipelines.graph.results import (
     find_provenance,
     read_served,
 )
-from beamjax.pipelines.values.values import Placed, Served, members
+from beamjax.pipelines.values.values import PlacedValue, ServerValue, members
 from beamjax.plan.dropping import Dropped
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import size_name
@@ -74,24 +74,24 @@ class Outputs:
             lines = keyed | "Dropped/Together" >> beam.GroupByKey()
             lines | "Write dropped" >> beam.ParDo(WriteDropped(graph.store, stem))
 
-    def find(self) -> dict[str, Served | Placed]:
+    def find(self) -> dict[str, ServerValue | PlacedValue]:
         """What was written, by name, once the pipeline is through.
 
         Raises:
           WorkerError: something is missing.
         """
-        store, found = self.graph.store, dict[str, Served | Placed]()
+        store, found = self.graph.store, dict[str, ServerValue | PlacedValue]()
         for number, _ in enumerate(self._served):
             environment = read_served(store, f"{self.stem}-served-{number}")
             self.provenance |= environment.provenance
-            found |= {name: Served(store, ref=ref) for name, ref in environment.values.items()}
+            found |= {name: ServerValue(store, ref=ref) for name, ref in environment.values.items()}
         written = files.names(store.root) if self._placed else []
         plan = replace(self.graph.plan, sizes=self.sizes(found))
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
             self.provenance |= find_provenance(store, stem, written)
             if name in self.results.folders:
-                found[name] = Placed(self.results.find(plan, name).to_spec())
+                found[name] = PlacedValue(self.results.find(plan, name).to_spec())
                 continue
             found[name] = members(find_placed(store, plan, name, stem, written))
         return found
@@ -100,12 +100,12 @@ class Outputs:
         """The members that the graph has dropped, once the pipeline is through."""
         return find_dropped(self.graph.store, self.stem) if self.graph.dropped else []
 
-    def sizes(self, found: Mapping[str, Served | Placed]) -> dict[str, int]:
+    def sizes(self, found: Mapping[str, ServerValue | PlacedValue]) -> dict[str, int]:
         """The numbers of members, those that were found in the pipeline included."""
         plan = self.graph.plan
         sizes = dict(plan.sizes)
         for placement in open_placements(plan):
             n = found[size_name(placement)]
-            assert isinstance(n, Served)
+            assert isinstance(n, ServerValue)
             sizes[placement] = int(n.array())
         return sizes

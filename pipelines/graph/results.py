@@ -10,7 +10,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
-from beamjax.pipelines.values.elements import Block, Environment, EnvironmentCoder
+from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, MemberBlock
 from beamjax.pipelines.values.large_blocks import cut
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.store import Store
@@ -61,7 +61,7 @@ class ReadMembers(StepFn):
       store: for errors.
     """
 
-    yields = Block
+    yields = MemberBlock
 
     def __init__(self, sources: Sources, name: str, n: int, size: int, store: Store):
         self.store = store
@@ -74,10 +74,10 @@ class ReadMembers(StepFn):
         """Opens the source."""
         self.reader = self.sources.open()
 
-    def process(self, element: tuple[int, int]) -> Iterator[Block]:
+    def process(self, element: tuple[int, int]) -> Iterator[MemberBlock]:
         for shard in shards(self.n, self.size, *element):
             values = self.reader.read([self.name], shard.start, shard.start + shard.count)
-            yield from cut(Block(shard.start, shard.count, self.size, values), self.store)
+            yield from cut(MemberBlock(shard.start, shard.count, self.size, values), self.store)
 
 
 class WritePlaced(StepFn):
@@ -106,7 +106,7 @@ class WritePlaced(StepFn):
         self.nbytes = 0
         self.provenance = UNKNOWN
 
-    def process(self, block: Block) -> None:
+    def process(self, block: MemberBlock) -> None:
         self.provenance |= block.provenance
         with self.times.measured():
             members = block.array(self.name, self.store)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from apache_beam.transforms.window import GlobalWindows
 
-from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.large_blocks import whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn
@@ -32,21 +32,21 @@ class ReadStreams(StepFn):
       store: for errors.
     """
 
-    yields = Block
+    yields = MemberBlock
 
     def __init__(self, sources: Sources, size: int, store: Store):
         self.store = store
         self.sources = sources
         self.size = size
 
-    def process(self, element: Any) -> Iterator[Block]:
+    def process(self, element: Any) -> Iterator[MemberBlock]:
         reader = self.sources.open()
         streams = tuple(source for source in reader.sources if isinstance(source, StreamSource))
         for block in Streams(streams, reader.where, reader.x64).blocks(self.size):
-            yield whole(Block(block.start, block.count, self.size, block.values), self.store)
+            yield whole(MemberBlock(block.start, block.count, self.size, block.values), self.store)
 
 
-class WriteBlocks(StepFn):
+class WriteMemberBlocks(StepFn):
     """Consecutive blocks to references to them in the store by their first member, many in each.
 
     Args:
@@ -65,7 +65,7 @@ class WriteBlocks(StepFn):
         self.blocks: list[dict[str, np.ndarray]] = []
         self.nbytes = 0
 
-    def process(self, block: Block) -> Iterator[Environment]:
+    def process(self, block: MemberBlock) -> Iterator[Environment]:
         if not self.blocks:
             self.start = block.start
         self.blocks.append(block.arrays(self.store))
@@ -86,7 +86,7 @@ class WriteBlocks(StepFn):
 
 
 class LoadBlocks(StepFn):
-    """Files of the store to the blocks in them, as `WriteBlocks` wrote them.
+    """Files of the store to the blocks in them, as `WriteMemberBlocks` wrote them.
 
     Args:
       store: where to read.
@@ -94,14 +94,14 @@ class LoadBlocks(StepFn):
       size: members in a shard.
     """
 
-    yields = Block
+    yields = MemberBlock
 
     def __init__(self, store: Store, names: tuple[str, ...], size: int):
         self.store = store
         self.names = names
         self.size = size
 
-    def process(self, element: Environment) -> Iterator[Block]:
+    def process(self, element: Environment) -> Iterator[MemberBlock]:
         ((start, ref),) = element.values.items()
         columns = self.store.get(ref, cache=False)
         for first in range(0, len(columns[0]), self.size):
@@ -110,4 +110,4 @@ class LoadBlocks(StepFn):
                 for name, column in zip(self.names, columns, strict=True)
             }
             count = len(values[self.names[0]])
-            yield whole(Block(int(start) + first, count, self.size, values), self.store)
+            yield whole(MemberBlock(int(start) + first, count, self.size, values), self.store)

@@ -21,7 +21,14 @@ from beamjax.pipelines.resident.messages import Output, Pass, Program
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Placed, Served, Value, members, placed, scattered
+from beamjax.pipelines.values.values import (
+    PlacedValue,
+    ServerValue,
+    Value,
+    members,
+    placed,
+    scattered,
+)
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.errors import own_errors
 from beamjax.pipelines.worker.map_shards import (
@@ -70,11 +77,13 @@ class ResidentLauncher(Launcher):
         """See `Launcher.files`."""
         return super().files() | self.lasting
 
-    def run(self, plan: Plan, inputs: build.Inputs, stem: str) -> dict[str, Value]:
+    def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
         """See `Launcher.run`; workers report in their replies, and not in the folder of the job."""
         return self._run(plan, inputs, stem, self.store)
 
-    def _run(self, plan: Plan, inputs: build.Inputs, stem: str, store: Store) -> dict[str, Value]:
+    def _run(
+        self, plan: Plan, inputs: build.GraphInputs, stem: str, store: Store
+    ) -> dict[str, Value]:
         if not any(isinstance(step, Map | Gather) for step in plan.steps):
             return super()._run(plan, inputs, stem, store)
         names = [step.name for step in plan.steps]
@@ -99,7 +108,12 @@ class _Segment:
     """
 
     def __init__(
-        self, launcher: ResidentLauncher, plan: Plan, inputs: build.Inputs, stem: str, store: Store
+        self,
+        launcher: ResidentLauncher,
+        plan: Plan,
+        inputs: build.GraphInputs,
+        stem: str,
+        store: Store,
     ):
         self._launcher = launcher
         self._plan = plan
@@ -107,7 +121,7 @@ class _Segment:
         self._store = store
         self._options = launcher.connection.options
         self._refs: dict[str, Ref] = dict(inputs.static)
-        self._placed: dict[str, Placed] = {
+        self._placed: dict[str, PlacedValue] = {
             name: placed(inputs.sources.specs[source], leaf)
             for name, (source, leaf) in inputs.sources.where.items()
         }
@@ -129,7 +143,7 @@ class _Segment:
             case Gather():
                 self._gather(step)
             case Scatter():
-                operand = Served(self._store, ref=self._refs[step.operand])
+                operand = ServerValue(self._store, ref=self._refs[step.operand])
                 self._placed[step.result] = scattered(operand, step.name, step.axis, self._store)
 
     def outputs(self) -> dict[str, Value]:
@@ -139,7 +153,7 @@ class _Segment:
         found: dict[str, Value] = {}
         for name in dict.fromkeys(out.value for out in self._plan.outputs):
             if name in self._refs:
-                found[name] = Served(self._store, ref=self._refs[name])
+                found[name] = ServerValue(self._store, ref=self._refs[name])
             elif name is not None:
                 found[name] = self._placed[name]
         return found
@@ -364,7 +378,7 @@ class _Segment:
             stem = f"{self._stem_of_pass}-placed-{number}"
             provenance |= find_provenance(store, stem, listed)
             if name in results.folders:
-                self._placed[name] = Placed(results.find(self._plan, name).to_spec())
+                self._placed[name] = PlacedValue(results.find(self._plan, name).to_spec())
             else:
                 self._placed[name] = members(find_placed(store, self._plan, name, stem, listed))
         self._launcher.monitor.computed(provenance)

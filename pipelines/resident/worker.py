@@ -13,7 +13,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.pipelines.graph.results import WritePlaced
 from beamjax.pipelines.resident.mailbox import WorkerEnd, join
 from beamjax.pipelines.resident.messages import Output, Pass, Program, Reply, WorkerTask
-from beamjax.pipelines.values.elements import Block
+from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.telemetry.meters import collecting
 
 
@@ -90,7 +90,7 @@ class _Bench:
                 tag, value = value.tag, value.value
             if isinstance(value, WindowedValue):
                 value = value.value
-            if isinstance(value, Block):
+            if isinstance(value, MemberBlock):
                 for writer in self._writers:
                     writer.process(value)
             else:

@@ -68,7 +68,7 @@ class _Collect(beam.PTransform):
         begin = input_or_inputs.pipeline | "Impulse" >> beam.Impulse()
         blocks = (
             input_or_inputs
-            | BLOCKS >> beam.ParDo(WriteBlocks(store, shuffle, self.index))
+            | BLOCKS >> beam.ParDo(WriteElementBlocks(store, shuffle, self.index))
             | "Small blocks together" >> beam.GroupByKey()
             | MERGE >> beam.ParDo(MergeBlocks(store, shuffle))
         )
@@ -119,7 +119,7 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
     return found
 
 
-class WriteBlocks(ShuffleFn):
+class WriteElementBlocks(ShuffleFn):
     """Elements to (merger, block): a block in files, or a small one itself.
 
     Args:

@@ -1,8 +1,9 @@
 """What travels between the steps of a pipeline, and the coders that turn it to bytes.
 
 The coders are deterministic, and nothing in an element is pickled: arrays and names go through
-`beamjax.storage.arrays`. Importing this file registers them for `Block`, `Environment` and `Ref`. A
-partial result is a plain `tuple[str, bytes]` (buffer, encoded accumulator); Beam has coders for it.
+`beamjax.storage.arrays`. Importing this file registers them for `MemberBlock`, `Environment` and
+`Ref`. A partial result is a plain `tuple[str, bytes]` (buffer, encoded accumulator), for which Beam
+has coders.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_ELEMENT_BYTES = 2**31 - 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Block:
+class MemberBlock:
     """Consecutive members, with the placed values of theirs that later steps need.
 
     Attributes:
@@ -175,12 +176,12 @@ def _made_by(provenance: Provenance) -> dict[str, Any]:
     return {"provenance": provenance.to_json()} if provenance else {}
 
 
-class BlockCoder(_Coder[Block]):
-    """Coder of `Block`."""
+class MemberBlockCoder(_Coder[MemberBlock]):
+    """Coder of `MemberBlock`."""
 
-    element = Block
+    element = MemberBlock
 
-    def pack(self, value: Block) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def pack(self, value: MemberBlock) -> tuple[list[np.ndarray], dict[str, Any]]:
         names = sorted(value.values)
         block = [int(value.start), int(value.count), int(value.shard_size)]
         meta: dict[str, Any] = {"block": block, "names": names}
@@ -190,7 +191,7 @@ class BlockCoder(_Coder[Block]):
             arrays, meta["refs"] = [*arrays, *refs[0]], refs[1]
         return arrays, meta | _made_by(value.provenance)
 
-    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Block:
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> MemberBlock:
         start, count, shard_size = meta["block"]
         if not all(type(number) is int for number in meta["block"]):
             raise TypeError("the block is not in numbers")
@@ -201,7 +202,7 @@ class BlockCoder(_Coder[Block]):
             arrays = arrays[: len(names)]
         values = dict(zip(names, arrays, strict=True))
         provenance = Provenance.from_json(meta.get("provenance"))
-        return Block(start, count, shard_size, values, refs, provenance)
+        return MemberBlock(start, count, shard_size, values, refs, provenance)
 
 
 class RefCoder(_Coder[Ref]):
@@ -260,6 +261,6 @@ def register_array_coder() -> None:
     registry.register_coder(np.ndarray, ArrayCoder)
 
 
-registry.register_coder(Block, BlockCoder)
+registry.register_coder(MemberBlock, MemberBlockCoder)
 registry.register_coder(Ref, RefCoder)
 registry.register_coder(Environment, EnvironmentCoder)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from beamjax.pipelines.values.elements import Block
+from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.store import Store
 
 LIMIT_BYTES = (64 << 20) - (64 << 10)
 """Largest size of the values in a block: an element has 64 MiB with its header."""
 
 
-def whole(block: Block, store: Store) -> Block:
+def whole(block: MemberBlock, store: Store) -> MemberBlock:
     """A block as one element: the values of a large one go to the store.
 
     Raises:
@@ -28,7 +28,7 @@ def whole(block: Block, store: Store) -> Block:
     return replace(block, values={}, refs=refs)
 
 
-def cut(block: Block, store: Store) -> Iterator[Block]:
+def cut(block: MemberBlock, store: Store) -> Iterator[MemberBlock]:
     """A block as elements with as many members as fit; a member that is large alone, as `whole`."""
     most = max(LIMIT_BYTES * block.count // max(block.nbytes, 1), 1)
     for first in range(0, block.count, most):

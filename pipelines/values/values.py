@@ -21,7 +21,7 @@ from beamjax.sources.source_base import LeafSpec, open_spec
 from beamjax.storage import files
 
 
-class Served:
+class ServerValue:
     """A server value: in the memory of this process, in the store, or both.
 
     Args:
@@ -49,9 +49,9 @@ class Served:
             self._ref = self._store.hold([self._array], hint)
         return self._ref
 
-    def entry(self, index: int) -> Served:
+    def entry(self, index: int) -> ServerValue:
         """The entry of this index along the first axis."""
-        return Served(self._store, np.asarray(self.array()[index]))
+        return ServerValue(self._store, np.asarray(self.array()[index]))
 
     @property
     def files(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedValue:
     """A placed value, read on the workers; never in the memory of this process.
 
     Attributes:
@@ -73,14 +73,14 @@ class Placed:
     spec: dict[str, Any]
     leaf: int = 0
     files: frozenset[str] = field(default=frozenset(), repr=False)
-    entries: tuple[Placed, ...] | None = field(default=None, repr=False)
+    entries: tuple[PlacedValue, ...] | None = field(default=None, repr=False)
 
-    def entry(self, index: int) -> Placed:
+    def entry(self, index: int) -> PlacedValue:
         """The entry of this index along the first axis of each member."""
         if self.entries is not None:
             return self.entries[index]
         spec = EntrySource(self.spec, index).to_spec()
-        return Placed(spec, self.leaf, self.files)
+        return PlacedValue(spec, self.leaf, self.files)
 
     def whole(self) -> np.ndarray:
         """All members, along axis 0."""
@@ -88,7 +88,7 @@ class Placed:
         return source.read(0, len(source))[self.leaf]
 
 
-Value: TypeAlias = Served | Placed
+Value: TypeAlias = ServerValue | PlacedValue
 
 
 def leaf_spec(value: ValueType) -> LeafSpec:
@@ -96,22 +96,22 @@ def leaf_spec(value: ValueType) -> LeafSpec:
     return LeafSpec(value.shape, np.dtype(value.dtype))
 
 
-def placed(spec: dict[str, Any], leaf: int) -> Placed:
+def placed(spec: dict[str, Any], leaf: int) -> PlacedValue:
     """A leaf of a source of this spec."""
     kept = spec["kind"] == MembersSource.kind
     held = frozenset(MembersSource.from_spec(spec).files) if kept else frozenset()
-    return Placed(spec, leaf, held)
+    return PlacedValue(spec, leaf, held)
 
 
-def members(source: MembersSource) -> Placed:
+def members(source: MembersSource) -> PlacedValue:
     """The placed value that a source has in files of the store."""
-    return Placed(source.to_spec(), 0, frozenset(source.files))
+    return PlacedValue(source.to_spec(), 0, frozenset(source.files))
 
 
-def scattered(value: Served, hint: str, axis: int, store: Store) -> Placed:
+def scattered(value: ServerValue, hint: str, axis: int, store: Store) -> PlacedValue:
     """A server value cut into members along an axis."""
     ref = value.ref(hint)
-    return Placed(ScatteredSource(store, ref, axis).to_spec(), 0, value.files)
+    return PlacedValue(ScatteredSource(store, ref, axis).to_spec(), 0, value.files)
 
 
 def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Value:
@@ -123,16 +123,16 @@ def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Va
     """
     value = plan.values[name]
     if value.placement is None:
-        arrays = [entry.array() for entry in entries if isinstance(entry, Served)]
+        arrays = [entry.array() for entry in entries if isinstance(entry, ServerValue)]
         whole = np.stack(arrays) if arrays else np.empty(value.shape)
-        return Served(store, whole.astype(value.dtype, copy=False))
-    placed = [entry for entry in entries if isinstance(entry, Placed)]
+        return ServerValue(store, whole.astype(value.dtype, copy=False))
+    placed = [entry for entry in entries if isinstance(entry, PlacedValue)]
     return stack_of(value, placed, plan.sizes[value.placement], store)
 
 
-def stack_of(value: ValueType, entries: Sequence[Placed], n: int, store: Store) -> Placed:
+def stack_of(value: ValueType, entries: Sequence[PlacedValue], n: int, store: Store) -> PlacedValue:
     """Placed values as one of this type, along the first axis of each of n members."""
     file = StackedSource.write(store.root, [(entry.spec, entry.leaf) for entry in entries])
     source = StackedSource(files.join(store.root, file), leaf_spec(value), n)
     held = frozenset({file}).union(*(entry.files for entry in entries))
-    return Placed(source.to_spec(), 0, held, tuple(entries))
+    return PlacedValue(source.to_spec(), 0, held, tuple(entries))

@@ -21,8 +21,8 @@ from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
 from beamjax.storage import files
 from beamjax.telemetry import process_ids, working_files
-from beamjax.telemetry.watchdog import Table, placed_error
-from beamjax.telemetry.working_files import Entry, WorkingProcess
+from beamjax.telemetry.watchdog import WorkTable, placed_error
+from beamjax.telemetry.working_files import WorkEntry, WorkingProcess
 
 MAX_TABLES = 64
 MAX_TRACE = 16_000
@@ -30,14 +30,14 @@ MAX_TRACE = 16_000
 _TRACE_LINES = 8
 _CRASH = "crash-"
 
-_tables: collections.OrderedDict[str, Table] = collections.OrderedDict()
+_tables: collections.OrderedDict[str, WorkTable] = collections.OrderedDict()
 _lock = threading.Lock()
 
 
 # --- on workers
 
 
-def table_of(store: Store, here: bool) -> Table:
+def table_of(store: Store, here: bool) -> WorkTable:
     """The table of this process for the run with this store.
 
     Args:
@@ -53,16 +53,16 @@ def table_of(store: Store, here: bool) -> Table:
         return _tables[store.root]
 
 
-def _make_table(store: Store, here: bool) -> Table:
+def _make_table(store: Store, here: bool) -> WorkTable:
     if here:
-        return Table(on_late=lambda error: record_error(store, error))
+        return WorkTable(on_late=lambda error: record_error(store, error))
     folder = None if files.is_url(store.root) else store.root
 
     def end_process(error: BeamjaxError) -> None:
         record_error(store, error)
         os._exit(1)  # The runner sees a dead worker, and retries if it is one that does.
 
-    table = Table(folder, end_process)
+    table = WorkTable(folder, end_process)
     if table.has_file:
         _trace_crashes(store.root)
     return table
@@ -240,7 +240,7 @@ def _error_of(working: WorkingProcess, trace: str, steps: Sequence[Step]) -> Bea
     return _placed(entry, steps, WorkerError(f"while {entry.doing}, {text}"))
 
 
-def _placed(entry: Entry, steps: Sequence[Step], error: WorkerError) -> BeamjaxError:
+def _placed(entry: WorkEntry, steps: Sequence[Step], error: WorkerError) -> BeamjaxError:
     for step in steps:
         if step.name == entry.step and isinstance(step, Map) and entry.members is not None:
             first, last = entry.members
@@ -264,7 +264,7 @@ def _crashed_thread(trace: str) -> str:
     return trace if found is None else f"{found[1] or 'a fatal error'}\n{found[3]}"
 
 
-def _culprit(entries: Sequence[Entry], trace: str) -> Entry | None:
+def _culprit(entries: Sequence[WorkEntry], trace: str) -> WorkEntry | None:
     """The work of the thread that crashed, or else the work that was begun first."""
     found = _CURRENT.search(trace)
     if found is not None:

@@ -17,7 +17,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies.export import run_server
 from beamjax.bodies.python_bodies import with_settings
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.large_blocks import cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, Dealer
 from beamjax.pipelines.worker.merge import partials_of_tree
@@ -63,7 +63,7 @@ class Ranges(StepFn):
 class MapShards(ComputeFn):
     """One pass over shards: reads, computes, and reduces what one bundle holds.
 
-    Elements are pairs (first, last) of shard numbers, or `Block`s that carry placed values of
+    Elements are pairs (first, last) of shard numbers, or `MemberBlock`s that carry placed values of
     earlier passes. Blocks with the results go out as the main output, partials of buffers as
     `PARTIALS`, those of combine number i as `combined(i)`, and members that are dropped as
     `DROPPED`. A worker with several devices distributes shards over them; what comes out, and in
@@ -79,7 +79,7 @@ class MapShards(ComputeFn):
       whole: whether each shard is one block, as a later pass needs it.
     """
 
-    yields = Block
+    yields = MemberBlock
 
     def __init__(
         self,
@@ -125,14 +125,16 @@ class MapShards(ComputeFn):
         self.spent = Tally()
         self.moving.take()
 
-    def process(self, element: tuple[int, int] | Block, *served: Environment) -> Iterator[Block]:
+    def process(
+        self, element: tuple[int, int] | MemberBlock, *served: Environment
+    ) -> Iterator[MemberBlock]:
         if self.dealer is None:
             with self.moving.measured():
                 self.execute = self._prepare(served)
             self.trees = self.execute[0].trees()
             self.provenance = self.task.provenance(served)
             self.dealer = Dealer(_turns(self.execute))
-        if isinstance(element, Block):
+        if isinstance(element, MemberBlock):
             self.provenance |= element.provenance
         step = self.task.step
         sends = step.partial_bytes, step.saved
@@ -218,7 +220,7 @@ class MapShards(ComputeFn):
             self.letters.add(done.found.dropped, self.task.plan.sizes)
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
         if values:
-            block = Block(
+            block = MemberBlock(
                 done.shard.start, done.shard.count, self.execute[0].size, values,
                 provenance=self.provenance,
             )  # fmt: skip
@@ -238,7 +240,7 @@ class MapShards(ComputeFn):
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
         plan, placement = self.task.plan, self.task.step.placement
         size = plan.shard_sizes[placement]
-        if isinstance(element, Block):
+        if isinstance(element, MemberBlock):
             with self.moving.measured():
                 live = element.arrays(self.task.store)
             yield Shard(element.start // size, element.start, element.count), live

@@ -17,7 +17,7 @@ from beamjax.bodies.transfer_time import transferring
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.reducers import decode_accumulator
-from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.metrics import StepTimes
@@ -306,7 +306,7 @@ class PartsOfBlocks(StepFn):
         self.step = step
         self.times = StepTimes(step.name, "transfer", store.reports)
 
-    def process(self, block: Block) -> Iterator[Environment]:
+    def process(self, block: MemberBlock) -> Iterator[Environment]:
         with self.times.measured():
             members = block.array(self.step.operand, self.store)
             ref = self.store.put([members], self.step.result)

@@ -16,7 +16,12 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
 from beamjax.numerics.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
-from beamjax.pipelines.values.elements import Block, BlockCoder, Environment, EnvironmentCoder
+from beamjax.pipelines.values.elements import (
+    Environment,
+    EnvironmentCoder,
+    MemberBlock,
+    MemberBlockCoder,
+)
 from beamjax.runtime.large_reductions import Terms, decoded_terms, encoded_terms
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
@@ -162,8 +167,8 @@ def test_provenance_travels_with_partials_and_values():
     terms = Terms(provenance=A)
     terms += Terms(provenance=B)
     assert decoded_terms(encoded_terms(terms, str), str).provenance == A | B
-    block = Block(0, 2, 8, {"x": np.arange(2)}, provenance=A | C)
-    assert BlockCoder().decode(BlockCoder().encode(block)).provenance == A | C
+    block = MemberBlock(0, 2, 8, {"x": np.arange(2)}, provenance=A | C)
+    assert MemberBlockCoder().decode(MemberBlockCoder().encode(block)).provenance == A | C
     environment = Environment({}, B)
     assert EnvironmentCoder().decode(EnvironmentCoder().encode(environment)) == environment
 

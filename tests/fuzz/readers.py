@@ -136,7 +136,7 @@ def _ref(folder: Path, inline: bool) -> tuple[Store, Ref]:
 def _element_seeds(folder: Path) -> list[bytes]:
     refs = {"a": _ref(folder, True)[1], "b": _ref(folder, False)[1]}
     return [
-        elements.BlockCoder().encode(elements.Block(8, 6, 8, {"x": X, "y": X[:, 0]})),
+        elements.MemberBlockCoder().encode(elements.MemberBlock(8, 6, 8, {"x": X, "y": X[:, 0]})),
         elements.EnvironmentCoder().encode(elements.Environment(refs)),
         elements.RefCoder().encode(refs["b"]),
         elements.ArrayCoder().encode(X),
@@ -147,7 +147,7 @@ def _element(data: bytes, _: Path) -> None:
     """Any of the coders; the one that fits its name goes all the way."""
     refusals = []
     for coder in (
-        elements.BlockCoder(),
+        elements.MemberBlockCoder(),
         elements.EnvironmentCoder(),
         elements.RefCoder(),
         elements.ArrayCoder(),

@@ -12,7 +12,7 @@ from helpers import assert_close, assert_same_bits, planned
 
 import beamjax as bj
 from beamjax.interpreters.rules import creations
-from beamjax.interpreters.rules.sharding_rules import Shard
+from beamjax.interpreters.rules.sharding_rules import TracedShard
 
 N, B = 20, 3
 OPTIONS = {"shard_size": 8}
@@ -412,7 +412,7 @@ def test_members_draw_for_themselves():
 @pytest.mark.parametrize("inner", [1, 3, 2**16 - 1, 2**16, 70_001])
 @pytest.mark.parametrize("start", [0, 61_356, 2**31 - 4])
 def test_numbers_of_elements_have_64_bits(start, inner):
-    shard = Shard(jnp.int32(start), 3, jnp.ones(3, bool))
+    shard = TracedShard(jnp.int32(start), 3, jnp.ones(3, bool))
     high, low = (np.asarray(x, "uint64") for x in creations._element_numbers(shard, inner))
     rows = np.arange(start, start + 3, dtype="uint64")[:, None]
     want = rows * np.uint64(inner) + np.arange(inner, dtype="uint64")

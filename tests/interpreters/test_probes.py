@@ -23,7 +23,7 @@ from beamjax.interpreters.tuning.probe import (
     run_with_limit,
     shard_seconds,
 )
-from beamjax.interpreters.tuning.search import Pass, Search, passes_of, program_text
+from beamjax.interpreters.tuning.search import Search, SearchedPass, passes_of, program_text
 from beamjax.options import parse_options
 from beamjax.options.choices import Vectorization
 from beamjax.plan.steps import ValueType
@@ -34,7 +34,7 @@ LOOP, VMAP = Vectorization("loop"), Vectorization()
 
 
 def a_pass(name="map_clients_0", size=32, vectorization=VMAP, loops=True, largest=4096, rounds=1.0):
-    return Pass(name, "clients", rounds, size, vectorization, loops, largest, 1e-6)
+    return SearchedPass(name, "clients", rounds, size, vectorization, loops, largest, 1e-6)
 
 
 class Machine:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax.diagnostics.pages.charts import (
     DECADES,
-    Line,
+    PlotLine,
     chart,
     decades,
     plain,
@@ -408,7 +408,7 @@ FLOATS = st.floats() | st.sampled_from((math.inf, -math.inf, math.nan))
 @given(st.lists(st.one_of(FLOATS, st.integers(-9, 9)), min_size=1, max_size=300))
 def test_any_line_is_a_chart(values):
     for wide in (False, True):
-        line = Line("t", range(len(values)), values, "round", "y", wide=wide)
+        line = PlotLine("t", range(len(values)), values, "round", "y", wide=wide)
         found = html_checks.parsed(chart(line))
         assert len(found.all("rect")) <= 120
         assert not {"nan", "inf"} & set(re.split(r"[^a-z]+", str(found.all("path"))))
@@ -430,7 +430,7 @@ def test_decades_are_powers_of_ten_around(low, ratio):
 
 def test_a_loss_that_falls_by_decades_has_a_logarithmic_axis():
     def heights(values):
-        line = Line("loss", range(len(values)), values, "round", "loss", wide=True)
+        line = PlotLine("loss", range(len(values)), values, "round", "loss", wide=True)
         dots = html_checks.parsed(chart(line)).all("circle")
         return [float(dot["cy"]) for dot in dots]
 

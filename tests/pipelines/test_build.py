@@ -14,7 +14,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner, execution
 from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.elements import Environment, MemberBlock
 
 N = 40
 THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
@@ -107,12 +107,12 @@ def test_elements_have_coders_of_our_own(width, seen):
         found = bj.run(everything, w, x, options=["--shard_size=8", *flags])
         assert_close(found, expected, 1e-3, 1e-3)
     assert {"map_clients_", "server_", "gather_"} <= seen.labels
-    assert set(seen.types.values()) >= {Block, Environment}
+    assert set(seen.types.values()) >= {MemberBlock, Environment}
     plain = re.compile(r"(Tuple\[)?<class '(str|bytes|int)'>(, .*\])?")
     for label, kind in seen.types.items():
-        if not label.startswith("Write") and kind not in (Block, Environment):
+        if not label.startswith("Write") and kind not in (MemberBlock, Environment):
             assert plain.fullmatch(str(kind)), label
-    for ours in (Block, Environment):
+    for ours in (MemberBlock, Environment):
         assert type(coders.registry.get_coder(ours)).__module__.startswith("beamjax.")
 
 

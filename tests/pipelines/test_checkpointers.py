@@ -239,7 +239,7 @@ def test_the_folder_holds_two_checkpoints_and_their_files(tmp_path, all_as_files
     save, wrote, link = CheckpointFolder.save, CheckpointFolder.wrote, files.link
     monkeypatch.setattr(files, "link", lambda a, b: linked.append(b) or link(a, b))
     monkeypatch.setattr(
-        "beamjax.pipelines.values.values.Placed.whole", None
+        "beamjax.pipelines.values.values.PlacedValue.whole", None
     )  # They are linked unread.
     monkeypatch.setattr(
         CheckpointFolder, "wrote", lambda self, name: (written.append(name), wrote(self, name))

@@ -20,10 +20,10 @@ from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.pipelines.values import elements
 from beamjax.pipelines.values.elements import (
     ArrayCoder,
-    Block,
-    BlockCoder,
     Environment,
     EnvironmentCoder,
+    MemberBlock,
+    MemberBlockCoder,
     RefCoder,
 )
 from beamjax.pipelines.values.refs import Ref
@@ -31,7 +31,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.storage import arrays as wire
 from beamjax.storage.dtypes import _DTYPES
 
-CODERS = {Block: BlockCoder(), Ref: RefCoder(), Environment: EnvironmentCoder()}
+CODERS = {MemberBlock: MemberBlockCoder(), Ref: RefCoder(), Environment: EnvironmentCoder()}
 FILE_REF = Ref("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))
 
 
@@ -42,7 +42,7 @@ def block(index=0):
         "b": rng.normal(size=4).astype(ml_dtypes.bfloat16),
         "none": np.zeros((4, 0)),
     }
-    return Block(index * 4, 4, 4, values)
+    return MemberBlock(index * 4, 4, 4, values)
 
 
 def inline_ref(index=0):
@@ -57,7 +57,7 @@ SAMPLES = [block(), inline_ref(), FILE_REF, environment()]
 
 
 def assert_same(found, expected):
-    if isinstance(found, Block):
+    if isinstance(found, MemberBlock):
         head = lambda block: (block.start, block.count, block.shard_size)
         assert head(found) == head(expected)
         assert_same_bits(found.values, expected.values)
@@ -112,19 +112,19 @@ def test_any_block_comes_back(count, specs):
         empty = np.empty((count, *shape), dtype)
         data = rng.integers(0, 256, empty.nbytes, np.uint8)
         values[name] = data.view(dtype).reshape(empty.shape) if empty.nbytes else empty
-    before = Block(8, count, 8, values)
-    after = BlockCoder().decode(BlockCoder().encode(before))
+    before = MemberBlock(8, count, 8, values)
+    after = MemberBlockCoder().decode(MemberBlockCoder().encode(before))
     assert_same(after, before)
     assert not any(value.flags.writeable for value in after.values.values())
 
 
 def test_blocks():
-    data = BlockCoder().encode(block())
-    decoded = BlockCoder().decode(data)
+    data = MemberBlockCoder().encode(block())
+    decoded = MemberBlockCoder().decode(data)
     assert np.shares_memory(decoded.values["x"], np.frombuffer(data, np.uint8))
-    plain = Block(0, 2, 2, {"x": np.zeros((2, 3), np.float32)})
-    other = Block(np.int64(0), np.int32(2), np.uint8(2), {"x": jnp.zeros((2, 3))})
-    assert BlockCoder().encode(plain) == BlockCoder().encode(other)
+    plain = MemberBlock(0, 2, 2, {"x": np.zeros((2, 3), np.float32)})
+    other = MemberBlock(np.int64(0), np.int32(2), np.uint8(2), {"x": jnp.zeros((2, 3))})
+    assert MemberBlockCoder().encode(plain) == MemberBlockCoder().encode(other)
     assert block().nbytes == 4 * 6 * 4 + 4 * 2
 
 
@@ -140,26 +140,38 @@ def test_blocks():
 )
 def test_block_refuses(arguments, message):
     with pytest.raises(StructureError, match=message):
-        Block(*arguments)
+        MemberBlock(*arguments)
 
 
 def test_what_no_runner_carries():
-    huge = Block(0, 4, 4, {"x": np.broadcast_to(np.int8(0), (4, 2**30))})
-    with pytest.raises(StructureError, match=r"Block of 4294\d+ bytes, .*make the shards small"):
-        BlockCoder().encode(huge)
+    huge = MemberBlock(0, 4, 4, {"x": np.broadcast_to(np.int8(0), (4, 2**30))})
+    with pytest.raises(
+        StructureError, match=r"MemberBlock of 4294\d+ bytes, .*make the shards small"
+    ):
+        MemberBlockCoder().encode(huge)
     with pytest.raises(StructureError, match="array 0: dtype <U1 cannot be stored"):
         ArrayCoder().encode(np.array(["a"]))
 
 
 def test_decode_refuses():
-    head = {"element": "Block", "block": [0, 1, 1], "names": ["x"]}
+    head = {"element": "MemberBlock", "block": [0, 1, 1], "names": ["x"]}
     for coder, arrays, meta, message in (
-        (BlockCoder(), [], {}, "BlockCoder: found an element None, expected 'Block'"),
-        (BlockCoder(), [], {"element": "Ref"}, "found an element 'Ref', expected 'Block'"),
-        (BlockCoder(), [], {"element": "Block"}, "which is no Block"),
-        (BlockCoder(), [], head, "which is no Block"),
-        (BlockCoder(), [np.zeros(2)], head, "no Block .*block at member 0, value 'x'"),
-        (BlockCoder(), [], {**head, "block": ["a", 1, 1], "names": []}, "no Block"),
+        (
+            MemberBlockCoder(),
+            [],
+            {},
+            "MemberBlockCoder: found an element None, expected 'MemberBlock'",
+        ),
+        (
+            MemberBlockCoder(),
+            [],
+            {"element": "Ref"},
+            "found an element 'Ref', expected 'MemberBlock'",
+        ),
+        (MemberBlockCoder(), [], {"element": "MemberBlock"}, "which is no MemberBlock"),
+        (MemberBlockCoder(), [], head, "which is no MemberBlock"),
+        (MemberBlockCoder(), [np.zeros(2)], head, "no MemberBlock .*block at member 0, value 'x'"),
+        (MemberBlockCoder(), [], {**head, "block": ["a", 1, 1], "names": []}, "no MemberBlock"),
         (RefCoder(), [], {"element": "Ref", "ref": {}}, "which is no Ref"),
         (RefCoder(), [np.zeros(0, np.uint8)], {"element": "Ref", "ref": {}}, "RefCoder: "),
         (EnvironmentCoder(), [], {"element": "Environment"}, "no Environment"),

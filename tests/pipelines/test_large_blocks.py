@@ -15,7 +15,7 @@ from beamjax.pipelines import transform as transforms
 from beamjax.pipelines.graph import results, streaming
 from beamjax.pipelines.runners.connect import make_runner
 from beamjax.pipelines.values import large_blocks
-from beamjax.pipelines.values.elements import Block, BlockCoder
+from beamjax.pipelines.values.elements import MemberBlock, MemberBlockCoder
 from beamjax.pipelines.values.large_blocks import cut, whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import map_shards as workers
@@ -42,8 +42,10 @@ def sizes(monkeypatch):
         def process(self, *args):
             for element in method(self, *args) or ():
                 value = getattr(element, "value", element)
-                if isinstance(value, Block):
-                    found.append((len(BlockCoder().encode(value)), value.count, bool(value.refs)))
+                if isinstance(value, MemberBlock):
+                    found.append(
+                        (len(MemberBlockCoder().encode(value)), value.count, bool(value.refs))
+                    )
                 yield element
 
         # Beam reads what arguments it takes.
@@ -61,7 +63,7 @@ def sizes(monkeypatch):
 
 def test_blocks_are_cut_or_in_files(tmp_path, monkeypatch):
     store = Store(str(tmp_path))
-    block = Block(16, 8, 8, {"x": X[:8], "k": np.arange(8)})
+    block = MemberBlock(16, 8, 8, {"x": X[:8], "k": np.arange(8)})
     assert whole(block, store) is block
     assert [list(part.values) for part in cut(block, store)] == [["x", "k"]]
     for limit, counts in (
@@ -82,9 +84,9 @@ def test_blocks_are_cut_or_in_files(tmp_path, monkeypatch):
     found = whole(block, store)
     assert not found.values
     assert found.nbytes == block.nbytes
-    encoded = BlockCoder().encode(found)
+    encoded = MemberBlockCoder().encode(found)
     assert len(encoded) < 2 * KIB
-    again = BlockCoder().decode(encoded)
+    again = MemberBlockCoder().decode(encoded)
     assert again.refs == found.refs
     assert (again.start, again.count, again.shard_size) == (16, 8, 8)
     assert_same_bits(dict(again.arrays(store)), block.values)
@@ -179,7 +181,7 @@ def test_blocks_of_72_mib(monkeypatch):
 
     def watched(self, done):
         for element in finish(self, done):
-            if isinstance(element, Block):
+            if isinstance(element, MemberBlock):
                 seen.append((sum(v.nbytes for v in element.values.values()), element.count))
             yield element
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines.graph import results
-from beamjax.pipelines.values.elements import Block
+from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.members import (
     EntrySource,
     MembersSource,
@@ -47,7 +47,7 @@ def test_files_hold_consecutive_members(tmp_path, monkeypatch):
         step = results.WritePlaced(store, "x", "v")
         step.start_bundle()
         for start, count in blocks:
-            step.process(Block(start, count, 8, {"x": X[start : start + count]}))
+            step.process(MemberBlock(start, count, 8, {"x": X[start : start + count]}))
         step.finish_bundle()
         assert {Path(name).stem for name in files.names(str(tmp_path))} == names
         parts = sorted(tuple(map(int, name.split("-")[1:])) for name in names)

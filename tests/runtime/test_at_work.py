@@ -13,7 +13,7 @@ from beamjax.errors import Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server
 from beamjax.telemetry import watchdog as at_work
-from beamjax.telemetry.watchdog import Table, bounded
+from beamjax.telemetry.watchdog import WorkTable, bounded
 
 SERVER = Server("server_0", "key", (), ())
 MAP = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
@@ -34,7 +34,7 @@ def started(target):
 
 
 def test_work_in_time_is_left_alone():
-    table = Table()
+    table = WorkTable()
     with table.at("computing", MAP, SHARD, 60.0):
         assert len(at_work._watched) == 1
     with table.at("computing", MAP, SHARD):
@@ -55,7 +55,7 @@ def test_work_in_time_is_left_alone():
 def test_work_that_ends_late_fails_where_it_ends(step, shard, message, failure):
     with (
         pytest.raises(WorkerError, match=message) as caught,
-        Table().at("computing", step, shard, 1e-3),
+        WorkTable().at("computing", step, shard, 1e-3),
     ):
         time.sleep(0.002)
     found = caught.value.failure
@@ -67,7 +67,7 @@ def test_work_that_ends_late_fails_where_it_ends(step, shard, message, failure):
 
 def test_work_that_hangs_is_reported_while_it_hangs():
     errors = []
-    table = Table(on_late=errors.append)
+    table = WorkTable(on_late=errors.append)
 
     def work():
         with pytest.raises(JobCancelledError), table.at("reading", MAP, SHARD, 0.1):
@@ -87,7 +87,7 @@ def test_work_that_hangs_is_reported_while_it_hangs():
 
 def test_work_that_waits_for_the_work_that_hangs_is_not_blamed(monkeypatch):
     errors, over = [], threading.Event()
-    table = Table(on_late=errors.append)
+    table = WorkTable(on_late=errors.append)
 
     def waiting():  # As in JAX, where another shard may hold the threads.
         with pytest.raises(JobCancelledError), table.at("computing", MAP, Shard(0, 0, 8), 0.3):
@@ -113,7 +113,7 @@ def test_seconds_of_compiling_do_not_count():
     slow = jax.jit(lambda x: jnp.linalg.eigh(jnp.linalg.inv(x) @ x + jnp.tanh(x))[0] * 3.25)
     x = np.eye(7, dtype=np.float32)
     before = compile_time.compile_seconds()
-    with Table().at("computing", MAP, SHARD, 60.0):
+    with WorkTable().at("computing", MAP, SHARD, 60.0):
         (work,) = at_work._watched.values()
         began = time.monotonic()
         jax.block_until_ready(slow(x))
@@ -123,7 +123,7 @@ def test_seconds_of_compiling_do_not_count():
         work.limit = spent - compiling / 2
         assert work._clock.since is None
         assert not work.is_late()
-    with Table().at("computing", MAP, SHARD, 0.01):  # Nor while JAX still compiles.
+    with WorkTable().at("computing", MAP, SHARD, 0.01):  # Nor while JAX still compiles.
         (work,) = at_work._watched.values()
         compile_time._listen(compile_time._LOWERED, 0.0)
         time.sleep(0.05)
@@ -134,10 +134,10 @@ def test_seconds_of_compiling_do_not_count():
 
 def test_calls_in_a_thread():
     with jax.enable_x64(True):
-        assert bounded(lambda: jnp.ones(3).dtype, Table()) == jnp.float64
+        assert bounded(lambda: jnp.ones(3).dtype, WorkTable()) == jnp.float64
     with pytest.raises(KeyError, match="x"):
-        bounded(lambda: {}["x"], Table())
-    table, ended = Table(), threading.Event()
+        bounded(lambda: {}["x"], WorkTable())
+    table, ended = WorkTable(), threading.Event()
 
     def hang():
         try:

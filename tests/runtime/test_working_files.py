@@ -13,7 +13,7 @@ from beamjax.telemetry.working_files import (
     DOING,
     PREFIX,
     SLOTS,
-    Entry,
+    WorkEntry,
     WorkingFile,
     invite,
     read_file,
@@ -32,7 +32,7 @@ def read(folder):
 
 
 def entry(shard=3, members=(24, 31), step="map_clients_0", doing="computing", since=5.0):
-    return Entry(doing, threading.get_ident(), since, step, shard, members)
+    return WorkEntry(doing, threading.get_ident(), since, step, shard, members)
 
 
 def test_an_entry_is_there_until_it_ends(folder):

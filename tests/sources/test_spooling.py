@@ -23,7 +23,7 @@ from beamjax.pipelines.graph import results
 from beamjax.pipelines.graph.results import WritePlaced, WriteServed, find_placed, read_served
 from beamjax.pipelines.run import source_specs
 from beamjax.pipelines.tables.spool import SpooledSource, spooled
-from beamjax.pipelines.values.elements import Block, Environment
+from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Input, Plan, ValueType
 from beamjax.runtime.inputs import Inputs
@@ -121,7 +121,7 @@ def write(store, *bundles, name="x", stem="result-3"):
         fn.start_bundle()
         for start in bundle:
             values = X[start : start + 8]
-            fn.process(Block(start, len(values), 8, {"x": values, "other": values * 2}))
+            fn.process(MemberBlock(start, len(values), 8, {"x": values, "other": values * 2}))
         fn.finish_bundle()
 
 

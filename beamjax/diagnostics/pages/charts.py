@@ -53,7 +53,7 @@ def shares_legend() -> Markup:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """A curve of y over x.
 
     Attributes:
@@ -81,7 +81,7 @@ class Line:
     wide: bool = False
 
 
-def chart(line: Line, title: Markup | None = None) -> Markup:
+def chart(line: PlotLine, title: Markup | None = None) -> Markup:
     """Makes a chart of one line, with the numbers under the pointer; `title` replaces its title."""
     finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
     if not finite:
@@ -120,7 +120,7 @@ class _Scale:
     log: bool = False
 
     @classmethod
-    def of(cls, line: Line, finite: Sequence[tuple[float, float]]) -> _Scale:
+    def of(cls, line: PlotLine, finite: Sequence[tuple[float, float]]) -> _Scale:
         xs = [x for x, _ in finite] + list(line.x)
         ys = [y for _, y in finite]
         if line.goal is not None:
@@ -191,7 +191,7 @@ def plain(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _grid(scale: _Scale, line: Line) -> Iterable[Markup]:
+def _grid(scale: _Scale, line: PlotLine) -> Iterable[Markup]:
     for tick in scale.y_ticks:
         y = scale.y(tick)
         yield tag("path", class_="grid", d=f"M{number(LEFT)} {number(y)}H{number(WIDTH - RIGHT)}")
@@ -208,7 +208,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> Markup:
     return tag("text", text, x=x, y=y, text_anchor=anchor, fill="currentColor", stroke="none")
 
 
-def _marks(scale: _Scale, line: Line) -> Iterable[Markup]:
+def _marks(scale: _Scale, line: PlotLine) -> Iterable[Markup]:
     for x in line.marks:
         place = number(scale.x(x))
         yield tag(
@@ -240,14 +240,14 @@ def _curve(
             yield from (tag("circle", class_="dot", cx=x, cy=y, r=2.6) for x, y in run)
 
 
-def _point_text(line: Line, x: float, y: float) -> str:
+def _point_text(line: PlotLine, x: float, y: float) -> str:
     """Returns a point in words."""
     if line.x_name == "round":
         return f"round {plain(x)}: {plain(y)}"
     return f"{plain(y)} {line.y_name} at {plain(x)} {line.x_name}"
 
 
-def _strips(scale: _Scale, line: Line) -> Iterable[Markup]:
+def _strips(scale: _Scale, line: PlotLine) -> Iterable[Markup]:
     """Makes invisible strips that show the numbers of a point under the pointer."""
     step = max(1, math.ceil(len(line.x) / STRIPS))
     chosen = list(zip(line.x, line.y, strict=True))[::step]
@@ -285,7 +285,7 @@ def stacked_chart(
             path = "L".join([*there, *reversed(back)])
             bands.append(tag("path", tag("title", kind), class_=kind, d=f"M{path}z", stroke="none"))
         below = above
-    line = Line(title, x, below, x_name, "share")
+    line = PlotLine(title, x, below, x_name, "share")
     totals = {kind: sum(values) for kind, values in shares.items()}
     names = ", ".join(kind for kind in sorted(totals, key=lambda k: -totals[k]) if totals[kind])
     svg = _svg([*bands, *_grid(scale, line)], f"{title}; most first: {names}")

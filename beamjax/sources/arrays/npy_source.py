@@ -16,7 +16,7 @@ import numpy as np
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
-from beamjax.sources.block_source import Block, blocks_of, ends_of, read_blocks
+from beamjax.sources.block_source import SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -162,7 +162,9 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         found = []
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
 
-            def load(block: Block, files: Any = files, leaf: LeafSpec = leaf) -> list[np.ndarray]:
+            def load(
+                block: SourceBlock, files: Any = files, leaf: LeafSpec = leaf
+            ) -> list[np.ndarray]:
                 stamp = self._known.get(files[block.number][0])
                 _check(None if stamp is None else [stamp])
                 array = _open_checked(files[block.number][0], leaf, block.last - block.first)

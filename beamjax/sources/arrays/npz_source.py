@@ -39,7 +39,7 @@ _MAPS: SharedCache[np.memmap] = SharedCache(128, lambda _: 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredMember:
     """Where an array is in the file.
 
     Attributes:
@@ -57,7 +57,7 @@ class Stored:
         return [self.offset, self.dtype.str, self.in_columns]
 
     @classmethod
-    def from_json(cls, record: Any) -> Stored:
+    def from_json(cls, record: Any) -> StoredMember:
         """Undoes `to_json`; TypeError or ValueError for anything else."""
         offset, dtype, in_columns = record
         if type(dtype) is not str or type(in_columns) is not bool:
@@ -71,7 +71,7 @@ class NpzSource(HoldsLeaves, kind="npz"):
     def __init__(
         self,
         file: DataFile,
-        arrays: Sequence[Stored],
+        arrays: Sequence[StoredMember],
         leaves: Sequence[LeafSpec],
         size: int,
         treedef: PyTreeDef | None = None,
@@ -104,7 +104,7 @@ class NpzSource(HoldsLeaves, kind="npz"):
         pairs = zip(self._arrays, self._leaves, strict=True)
         return [native_view(self._whole(data, *pair)[start:stop]) for pair in pairs]
 
-    def _whole(self, data: np.ndarray, array: Stored, leaf: LeafSpec) -> np.ndarray:
+    def _whole(self, data: np.ndarray, array: StoredMember, leaf: LeafSpec) -> np.ndarray:
         shape = (self._size, *leaf.shape)
         if array.offset + math.prod(shape) * array.dtype.itemsize > data.nbytes:
             raise SourceError(
@@ -136,7 +136,7 @@ class NpzSource(HoldsLeaves, kind="npz"):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> NpzSource:
         leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
-        arrays = [Stored.from_json(record) for record in field(spec, "arrays", list)]
+        arrays = [StoredMember.from_json(record) for record in field(spec, "arrays", list)]
         for array, leaf in zip(arrays, leaves, strict=True):
             if array.dtype.newbyteorder("=") != leaf.dtype:
                 raise TypeError(f"found an array of {array.dtype} for a leaf of {leaf.dtype}")
@@ -193,9 +193,9 @@ def from_npz(path: str | os.PathLike[str]) -> NpzSource:
     return NpzSource(file, stored, leaves, sizes[0], treedef)
 
 
-def _arrays(file: DataFile) -> dict[str, tuple[tuple[int, ...], Stored]]:
+def _arrays(file: DataFile) -> dict[str, tuple[tuple[int, ...], StoredMember]]:
     """Shape and place of each array of a file, by name."""
-    found: dict[str, tuple[tuple[int, ...], Stored]] = {}
+    found: dict[str, tuple[tuple[int, ...], StoredMember]] = {}
     with readable(file.path, _EXPECTED), open(file.path, "rb") as opened:
         try:
             entries = zipfile.ZipFile(opened).infolist()
@@ -218,7 +218,7 @@ def _arrays(file: DataFile) -> dict[str, tuple[tuple[int, ...], Stored]]:
     return found
 
 
-def _array(opened: BinaryIO, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], Stored]:
+def _array(opened: BinaryIO, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], StoredMember]:
     opened.seek(entry.header_offset)
     data = opened.read(_LOCAL_HEADER.size)
     if len(data) < _LOCAL_HEADER.size or data[:4] != b"PK\x03\x04":
@@ -234,4 +234,4 @@ def _array(opened: BinaryIO, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], S
         raise ValueError(f"{entry.file_size} bytes, expected {dtype}{list(shape)} after a header")
     if offset + nbytes > opened.seek(0, os.SEEK_END):
         raise ValueError("the file ends before it")
-    return shape, Stored(offset, dtype, in_columns)
+    return shape, StoredMember(offset, dtype, in_columns)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file, readable
-from beamjax.sources.block_source import Arrays, Block
+from beamjax.sources.block_source import Arrays, SourceBlock
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.tables.arrow_footer import BatchHeader, batch_headers
-from beamjax.sources.tables.table_source import Rows, TableFile, TableSource, from_tables
+from beamjax.sources.tables.table_source import RowRange, TableFile, TableSource, from_tables
 from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "a file of Arrow (IPC with a footer, or Feather of version 2)"
@@ -35,7 +35,7 @@ class ArrowSource(TableSource, kind="arrow"):
             return TableFile(file, checked_rows(rows)), _opened(file).schema
 
     @classmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
         file.file.check()
         whole = _opened(file.file)
         found = file.rows if whole.count == len(file.rows) else (0,) * whole.count
@@ -45,7 +45,7 @@ class ArrowSource(TableSource, kind="arrow"):
         requested = [whole.schema.get_field_index(name) for name in columns]
         return _opened(file.file, requested).batch(number)
 
-    def _block(self, block: Block) -> Arrays:
+    def _block(self, block: SourceBlock) -> Arrays:
         file = self._place(block)[0].file
         if not is_url(file.path):
             file.check()  # A map shows what is written to the file later.

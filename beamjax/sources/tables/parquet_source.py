@@ -14,7 +14,7 @@ from typing import Any
 
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.tables.table_source import Rows, TableFile, TableSource, from_tables
+from beamjax.sources.tables.table_source import RowRange, TableFile, TableSource, from_tables
 from beamjax.storage.shared_cache import SharedCache
 
 PIECE_BYTES = 2**26
@@ -40,7 +40,7 @@ class ParquetSource(TableSource, kind="parquet"):
         return max(PIECE_BYTES // max(sum(leaf.nbytes for leaf in self._leaves), 1), 1)
 
     @classmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
         file.file.check()
         footer = _footer(file.file)
         cls._check(file, footer.rows, footer.schema, columns)

@@ -13,7 +13,7 @@ import numpy as np
 
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.arrays.data_files import DataFile, find_files, is_url
-from beamjax.sources.block_source import Arrays, Block, BlockSource
+from beamjax.sources.block_source import Arrays, BlockSource, SourceBlock
 from beamjax.sources.source_base import (
     MAX_VALUES,
     LeafSpec,
@@ -41,7 +41,7 @@ class TableFile:
     rows: tuple[int, ...]
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of a row group.
 
     Attributes:
@@ -92,7 +92,7 @@ class TableSource(BlockSource):
 
     @classmethod
     @abc.abstractmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: Rows) -> Any:
+    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
         """Columns of a row group, as a Table or a RecordBatch of Arrow.
 
         Args:
@@ -142,7 +142,7 @@ class TableSource(BlockSource):
             )
         chosen(schema, list(columns), path, cls.kind)
 
-    def _blocks(self, start: int, stop: int) -> Iterator[Block]:
+    def _blocks(self, start: int, stop: int) -> Iterator[SourceBlock]:
         most = self._most_rows()
         for group in super()._blocks(start, stop):
             if group.last - group.first <= 2 * most:
@@ -151,14 +151,14 @@ class TableSource(BlockSource):
             begin = max(start - group.first, 0) // most * most
             for row in range(begin, min(stop, group.last) - group.first, most):
                 first = group.first + row
-                yield Block(group.number, row, first, min(first + most, group.last))
+                yield SourceBlock(group.number, row, first, min(first + most, group.last))
 
-    def _place(self, block: Block) -> tuple[TableFile, int]:
+    def _place(self, block: SourceBlock) -> tuple[TableFile, int]:
         """The file of a block, and the number of its row group there."""
         file = int(np.searchsorted(self._numbers, block.number, side="right")) - 1
         return self._files[file], block.number - int(self._numbers[file])
 
-    def _key(self, block: Block) -> Hashable:
+    def _key(self, block: SourceBlock) -> Hashable:
         file, number = self._place(block)
         return file.file, number, block.start, self._columns
 
@@ -190,10 +190,10 @@ class TableSource(BlockSource):
         item = f", at {rest} of it" if rest else ""
         return f"{batch.at(self._columns[leaf], member - start)}{item}"
 
-    def _decode(self, block: Block, start: int = 0, stop: int = MAX_VALUES) -> Arrays:
+    def _decode(self, block: SourceBlock, start: int = 0, stop: int = MAX_VALUES) -> Arrays:
         """The members of a block that are in a range, all by default."""
         file, number = self._place(block)
-        rows = Rows(block.start, block.last - block.first, self._most_rows())
+        rows = RowRange(block.start, block.last - block.first, self._most_rows())
         low, high = (min(max(at, block.first), block.last) - block.first for at in (start, stop))
         names = [name for name, leaf in self._stored()]
         table = self._table(file, number, names, rows)
@@ -402,7 +402,7 @@ def _known_shapes(
     open_ones = [name for name, (shape, _) in types.items() if None in shape]
     shapes = {name: cast(tuple[int, ...], shape) for name, (shape, _) in types.items()}
     if open_ones:
-        table = cls._table(file, number, open_ones, Rows(0, 1, 1))
+        table = cls._table(file, number, open_ones, RowRange(0, 1, 1))
         batch = Batch(file.file.path, cls.batch_kind, number, 0, 0)  # no rows are before the first
         for name in open_ones:
             chunks = table.column(name)
