@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import work_folder
 from beamjax.pipelines.checkpoints.states import DriverCheckpointer, folder_of
 from beamjax.pipelines.driver import Driver
-from beamjax.pipelines.fetching import fetched
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.job import resident_job
@@ -25,7 +24,7 @@ from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values import uploads
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import ServerValue, Value, placed
+from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, placed
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.one_pass import open_placements
@@ -36,7 +35,7 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.sources import live_spec, register, release
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import StreamSource
+from beamjax.sources.source_base import StreamSource, open_spec
 from beamjax.storage import files
 from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
@@ -139,6 +138,50 @@ def _run_one_pass(
         read = Sources(specs, dict(streams.where), plan.x64)
         bound = build.GraphInputs(static, sources, streams=read)
         return fetched(launcher.run(plan, bound, "result"), plan, launcher, results)
+
+
+def fetched(
+    values: Mapping[str, Value], plan: Plan, launcher: Launcher, results: MaterializedOutputs
+) -> dict[str, np.ndarray | Placed]:
+    """The raw array of each value, or the handle to its files.
+
+    Args:
+      values: the outputs of a plan, by name.
+      plan: that they are of, with the numbers of members.
+      launcher: of pipelines that write what is kept and not where it belongs, such as the state of
+        a loop.
+      results: what is kept.
+
+    Raises:
+      SourceError: something can't be read or written.
+      WorkerError: a pipeline failed.
+    """
+    found: dict[str, np.ndarray | Placed] = {}
+    for name, value in values.items():
+        if isinstance(value, ServerValue):
+            found[name] = value.array()
+        elif name in results.folders:
+            found[name] = results.finish(_materialized(name, value, plan, launcher, results))
+        else:
+            found[name] = value.whole()
+    return found
+
+
+def _materialized(
+    name: str, value: PlacedValue, plan: Plan, launcher: Launcher, results: MaterializedOutputs
+) -> Placed:
+    """The handle to a placed result in the files where it belongs."""
+    source = open_spec(value.spec)
+    if isinstance(source, Placed) and source.stem == results.stem:
+        return source
+    plan = replace(
+        plan, inputs=(), steps=(), outputs=(Output(value=name),), constants=(), bodies={}
+    )
+    inputs = build.GraphInputs({}, Sources((value.spec,), {name: (0, value.leaf)}, plan.x64))
+    writer = replace(launcher, results=results)
+    made = writer.run(plan, inputs, f"keep-{name}")[name]
+    assert isinstance(made, PlacedValue)
+    return Placed.from_spec(made.spec)
 
 
 def stream_specs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,35 @@ from beamjax.shuffle import elements, sorted_blocks
 from beamjax.shuffle.elements import ElementShuffle
 from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.part_files import written_parts
+from beamjax.sources.arrays.part_files import Part, PartFiles, written_parts
 from beamjax.sources.leaf_checks import member_leaves
-from beamjax.sources.source_base import PyTreeDef, natural
-from beamjax.sources.streams.collected_source import CollectedMembers
+from beamjax.sources.source_base import LeafSpec, PyTreeDef, natural
 from beamjax.sources.streams.one_member import MemberType
 from beamjax.storage.treedefs import tree_to_json
 
 VERSION = 1
 MANIFEST = "members.json"
+
+
+class CollectedMembers(PartFiles):
+    """Members in files, made from the elements of a PCollection; see `beamjax.from_beam`.
+
+    Attributes:
+      folder: of the files.
+      dropped: elements that were left out, with `on_error="drop"`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        parts: Sequence[Part],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef,
+        dropped: Sequence[Dropped],
+    ) -> None:
+        """Use `beamjax.from_beam`."""
+        super().__init__(folder, parts, leaves, treedef)
+        self.dropped = tuple(dropped)
 
 
 def from_beam(
