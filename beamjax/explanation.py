@@ -21,6 +21,7 @@ from beamjax.diagnostics.facts import facts_of
 from beamjax.diagnostics.mermaid import plan_mermaid
 from beamjax.diagnostics.text import graph_text, plan_text
 from beamjax.errors import OptionsError
+from beamjax.execution import bind_inputs
 from beamjax.interpreters import planning
 from beamjax.interpreters.cutting import cut as _split
 from beamjax.interpreters.cutting.remat import Decisions
@@ -199,7 +200,9 @@ def explain(
         return Explanation(stage, _stage_text(fn, arguments, restore, stage, parsed))
     planned, notes = _planned(fn, arguments, key, restore, parsed)
     name = runner if isinstance(runner, str) else type(runner).__name__
-    facts = facts_of(planned, arguments, parsed, notes, name)
+    given = all(argument.value is not None for argument in arguments)
+    inputs = bind_inputs(planned.plan, arguments) if given else None
+    facts = facts_of(planned, arguments, parsed, notes, name, inputs)
     return Explanation(stage, plan_text(facts), facts, planned.plan.choices)
 
 

@@ -52,7 +52,8 @@ from beamjax.plan.steps import (
     size_name,
     walk,
 )
-from beamjax.runtime.cached_shards import uncached_reason
+from beamjax.runtime.cached_shards import count_cached, uncached_reason
+from beamjax.runtime.inputs import Inputs
 from beamjax.storage.dtypes import dtype_name
 
 
@@ -62,6 +63,7 @@ def facts_of(
     options: Options,
     notes: tuple[str, ...],
     runner: str,
+    inputs: Inputs | None = None,
 ) -> PlanFacts:
     """Returns all facts of a plan.
 
@@ -71,6 +73,7 @@ def facts_of(
       options: the options of the run.
       notes: notes of how the arguments are read.
       runner: the name of the runner.
+      inputs: the values of the inputs, to count the shards that the cache has; None not to.
     """
     plan, tree = planned.plan, planned.staged.out_tree
     leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
@@ -90,7 +93,7 @@ def facts_of(
     known = all(n is not None for n in plan.sizes.values())
     return dataclasses.replace(
         facts,
-        notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options),
+        notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
         memory=memory,
         choices=tuple(choice_facts(plan, facts.steps, options, runner, crossed)),
         tried=tried_facts(plan),
@@ -98,15 +101,23 @@ def facts_of(
     )
 
 
-def _cache_notes(plan: Plan, options: Options) -> tuple[str, ...]:
-    """Returns which passes the option `cache` is of no use for, and why."""
+def _cache_notes(plan: Plan, options: Options, inputs: Inputs | None) -> tuple[str, ...]:
+    """Returns for each pass how many shards the cache has, or why it is not cached."""
     if options.cache is None:
         return ()
-    reasons = {s.name: uncached_reason(plan, s) for s in walk(plan.steps) if isinstance(s, Map)}
     return tuple(
-        f"the shards of {name} are {f'not cached: {why}' if why else 'looked up in the cache'}"
-        for name, why in reasons.items()
+        f"the shards of {step.name} are {_cached_text(plan, step, options, inputs)}"
+        for step in walk(plan.steps)
+        if isinstance(step, Map)
     )
+
+
+def _cached_text(plan: Plan, step: Map, options: Options, inputs: Inputs | None) -> str:
+    if why := uncached_reason(plan, step):
+        return f"not cached: {why}"
+    known = None if inputs is None else count_cached(inputs, step, options)
+    more = "" if known is None else f", which has {known} of {plan.shards(step.placement)}"
+    return f"looked up in the cache{more}"
 
 
 def plan_facts(

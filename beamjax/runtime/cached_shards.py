@@ -13,12 +13,15 @@ import numpy as np
 from jax import export
 
 from beamjax.bodies.counts import counts
-from beamjax.plan.shard import Shard
+from beamjax.bodies.xla_threads import with_lapack_threads
+from beamjax.options import Options
+from beamjax.plan.shard import Shard, shards
 from beamjax.plan.steps import Body, Map, Plan
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint
-from beamjax.runtime.inputs import Reader
+from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.sources.array_source import ArraySource
 from beamjax.storage.partial_cache import PartialCache
 
 _FORM = "1"
@@ -129,6 +132,24 @@ class CachedShards:
         self._notes[shard.index] = note
         return None
 
+    def is_known(self, shard: Shard, reader: Reader) -> bool:
+        """Whether the cache has a shard; it reads no members but those in memory.
+
+        Args:
+          shard: which.
+          reader: of all operands of the step, which are in memory or have content marks.
+        """
+        operands, stop = self._step.operands, shard.start + shard.count
+        marks = reader.content_marks(operands, shard.start, stop)
+        if marks is None:
+            found = reader.read(operands, shard.start, stop)
+            contents = [array_fingerprint(found[name]) for name in operands]
+        else:
+            note = _digest(_FORM, "content of files", *marks)
+            _, meta = self._cache.find(note) or ([], {})
+            contents = list(map(str, meta.get("contents", ())))
+        return self._cache.find(self._address(shard, contents)) is not None
+
     def _address(self, shard: Shard, contents: Sequence[str]) -> str:
         start = str(shard.start) if self._reads_start else ""
         return _digest(self._head, start, str(shard.count), *contents)
@@ -156,6 +177,47 @@ class CachedShards:
         leaves = [leaf for combine in self._step.combines for leaf in combine.leaves]
         buffers = [((buffer.size,), buffer.dtype) for buffer in self._step.buffers]
         return [*buffers, *((leaf.shape, leaf.dtype) for leaf in leaves)]
+
+
+MOST_COUNTED = 10_000
+"""Largest number of shards of a pass that `count_cached` looks for, each of which takes 0.1 ms."""
+
+MOST_COUNTED_BYTES = 1 << 28
+"""Largest number of bytes of arrays in memory that it hashes."""
+
+
+def count_cached(inputs: Inputs, step: Map, options: Options) -> int | None:
+    """The number of shards of a pass that a run on this machine would find in the cache.
+
+    None where that takes reading or computing: where the pass reads results of other steps, members
+    that are neither in memory nor in files that tell of changes, or too much.
+
+    Args:
+      inputs: the values of the plan's inputs.
+      step: a pass without an `uncached_reason`.
+      options: of the run, with a cache.
+    """
+    plan, reader = inputs.plan, inputs.reader()
+    n = plan.sizes[step.placement]
+    served = {spec.server: i for i, spec in enumerate(plan.inputs) if spec.server is not None}
+    if n is None or plan.shards(step.placement) > MOST_COUNTED:
+        return None
+    if not (served.keys() >= set(step.broadcasts) and reader.where.keys() >= set(step.operands)):
+        return None
+    if any(isinstance(inputs.values[served[name]], tuple) for name in step.broadcasts):
+        return None  # It would have to be read as a whole.
+    sources = [reader.sources[reader.where[name][0]] for name in step.operands]
+    if all(isinstance(source, ArraySource) for source in sources):
+        if sum(source.nbytes for source in sources) > MOST_COUNTED_BYTES:
+            return None
+    elif reader.content_marks(step.operands, 0, min(n, 1)) is None:
+        return None
+    broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
+    with with_lapack_threads():  # as in a run, whose number is part of the addresses
+        cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
+    assert cached is not None
+    every = shards(n, plan.shard_sizes[step.placement])
+    return sum(cached.is_known(shard, reader) for shard in every)
 
 
 def cached_shards(

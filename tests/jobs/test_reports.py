@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import plan_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import beamjax as bj
@@ -406,6 +406,7 @@ FLOATS = st.floats() | st.sampled_from((math.inf, -math.inf, math.nan))
 
 
 @given(st.lists(st.one_of(FLOATS, st.integers(-9, 9)), min_size=1, max_size=300))
+@example([1.2e308])
 def test_any_line_is_a_chart(values):
     for wide in (False, True):
         line = PlotLine("t", range(len(values)), values, "round", "y", wide=wide)

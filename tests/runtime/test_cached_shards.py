@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -164,6 +165,16 @@ def test_explain_and_the_command_tell_of_the_cache(tmp_path, capsys):
     text = str(bj.explain(bj.program(clients=N)(kept), W, X, options={"cache": str(tmp_path)}))
     assert "not cached: it makes placed values" in text
     run(smallest, str(tmp_path), W, X)
+    changed = X.copy()
+    changed[33] += 1
+    for x, known in (
+        (X, SHARDS),
+        (changed, SHARDS - 1),
+        (jax.ShapeDtypeStruct(X.shape, X.dtype), None),
+    ):
+        text = str(bj.explain(bj.program(clients=N)(smallest), W, x,
+                              options={"cache": str(tmp_path), "shard_size": SIZE}))  # fmt: skip
+        assert (f"which has {known} of {SHARDS}" in text) == (known is not None)
     for action, said in (
         ("info", "10 files, "),
         ("clear", "removed 10 files, "),
@@ -219,14 +230,24 @@ def test_files_that_are_unchanged_are_not_read(tmp_path, runner):
         assert np.asarray(result).tobytes() == np.asarray(expected).tobytes()
         assert (done.shards_cached, done.bytes_read // (4 * SIZE)) == (cached, read)
 
+    def known():
+        """How many shards `explain` finds, without reading a member."""
+        rows = bj.from_parquet(str(folder), columns="x")
+        with settled(), mock.patch.object(type(rows), "read", side_effect=AssertionError):
+            text = str(bj.explain(total, rows, options={"shard_size": SIZE, "cache": cache}))
+        return int(re.search(r"which has (\d+) of \d+", text)[1])
+
     for i in range(6):
         write(f"f{i}", 10 * i)
     write("f9", 900, rows=3)
+    assert known() == 0
     check(0, 6)
+    assert known() == 7
     check(7, 0)
     write("f2", 500)  # changed
     write("f3a", 600)  # inserted
     (folder / "f0.parquet").unlink()
+    assert known() == 5
     check(5, 2)
     os.utime(folder / "f4.parquet")  # of the same content, which is known only when it is read
     check(7, 1)

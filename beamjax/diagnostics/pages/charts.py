@@ -154,7 +154,9 @@ def ticks(low: float, high: float, about: int, whole: bool) -> tuple[float, ...]
     """Returns round numbers from below one value to above another, at least two."""
     if high - low < 1e-12 * max(abs(low), abs(high), 1e-280):  # no finer than doubles are
         pad = abs(low) / 2 or 1.0
-        low, high = (low - pad, high + pad) if not whole else (low, low + 1)
+        is_count = whole and abs(low) < 2**53
+        low, high = (low, low + 1) if is_count else (low - pad, high + pad)
+        low, high = max(low, -sys.float_info.max), min(high, sys.float_info.max)
     rough = high / about - low / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step for m in (1, 2, 2.5, 5, 10) if (step := m * power) >= rough * 0.999)
