@@ -7,11 +7,11 @@ only on the members that are left.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
 import jax
 import numpy as np
 
@@ -46,13 +46,13 @@ class Computed:
     dropped: tuple[Dropped, ...] = ()
 
     def checksum(self) -> int:
-        """The CRC-32 of the results and the partials, for `beamjax.diff`; -1 if they are large."""
+        """The CRC-32C of the results and the partials, for `beamjax.diff`; -1 if they are large."""
         arrays = jax.tree.leaves([self.results, self.partials])
         if sum(array.nbytes for array in arrays) > MOST_CHECKED_BYTES:
             return NOT_CHECKED
         crc = 0
         for array in arrays:
-            crc = zlib.crc32(np.ascontiguousarray(array).view(np.uint8), crc)
+            crc = google_crc32c.extend(crc, array.tobytes())
         return crc
 
 

@@ -26,7 +26,7 @@ class ShardEvent:
       count: the number of its members.
       time: seconds since the epoch at which the shard was done, by the clock of the worker.
       seconds: the measured time of the shard, from reading to merging.
-      checksum: the CRC-32 of what came out of the shard; `NOT_CHECKED` if that is large.
+      checksum: the CRC-32C of what came out of the shard; `NOT_CHECKED` if that is large.
     """
 
     worker: str

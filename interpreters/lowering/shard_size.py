@@ -9,6 +9,7 @@ or all at once if little is computed per byte read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,8 +49,9 @@ MOST_BATCHES, FEWEST_SHARDS = 256, 16
 """Largest number of batches per shard, and the fewest such shards of a placement."""
 MAX_BATCHED_BYTES = 8 << 20
 """Largest size of what a shard of several batches reads and returns, in bytes."""
-PRODUCT_MEMBERS = 128
-"""Fewest members that a product contracts over: with fewer, to write its result takes longer."""
+PRODUCT_MEMBERS = 512
+"""Members that a product contracts over, if a placement has twice as many. Each shard writes the
+result of the product and adds it up: of 128 members that takes longer than the product itself."""
 MERGED_BYTES = 2e9
 """Bytes of partials that are added up exactly in a second, about."""
 MERGE_SHARE = 8
@@ -164,6 +166,7 @@ def cost_of_member(stage: MapStage, n: Any) -> Cost:
 
 def best_shard_size(stage: MapStage, n: Any) -> int:
     """The number of members per shard at which a pass over n members should be fastest."""
+    several = math.inf if is_unknown(n) else n / 2
     n = _counted(n)
     moved = _moved(stage, n)
     used = _read(stage, n) + _used(stage, n)
@@ -172,7 +175,7 @@ def best_shard_size(stage: MapStage, n: Any) -> int:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
     if _contracts(stage):
-        size = max(size, min(PRODUCT_MEMBERS, MAX_SHARD_BYTES / max(used, 1)))
+        size = max(size, min(PRODUCT_MEMBERS, several, MAX_SHARD_BYTES / max(used, 1)))
     return max(MULTIPLE, power_of_two(size))
 
 
@@ -224,9 +227,8 @@ def _reduced(stage: MapStage) -> int:
 
 
 def _contracts(stage: MapStage) -> bool:
-    """Whether a pass contracts over its members to results that fill much of the cache."""
-    results = (eqn.outputs[0] for eqn in stage.reductions if eqn.primitive.name == "dot_general")
-    return 4 * sum(_nbytes(var.aval) for var in results) > CACHE_BYTES
+    """Whether a pass has a product that contracts over its members."""
+    return any(eqn.primitive.name == "dot_general" for eqn in stage.reductions)
 
 
 def _used(stage: MapStage, n: int) -> float:
