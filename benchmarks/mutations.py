@@ -3,6 +3,8 @@
     python -m benchmarks.mutations record             # all tests once: which functions each calls
     python -m benchmarks.mutations run --mutants=100 --seed=0 --jobs=2
     python -m benchmarks.mutations show 17 --seed=0   # the change that mutant 17 makes
+    python -m benchmarks.mutations record tests/sources             # of one package
+    python -m benchmarks.mutations run --only 'beamjax/sources/**/*.py'
 
 A mutant is beamjax with one operator, comparison, number, condition or loop changed, by the
 operators of cosmic-ray. An equal number of them is drawn from the functions of the analysis, the
@@ -154,14 +156,15 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 occurrence += 1
 
 
-def draw(count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """`count` mutants, each with its group."""
+def draw(count: int, seed: int, only: Sequence[str] = ()) -> list[tuple[str, Mutant]]:
+    """`count` mutants, each with its group; those of the files `only`, if it names some."""
     rng = random.Random(seed)
+    groups = {"files": only} if only else GROUPS
     drawn = []
-    for number, (group, patterns) in enumerate(GROUPS.items()):
-        paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    for number, (group, patterns) in enumerate(groups.items()):
+        paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
         pool = [mutant for path in paths for mutant in mutants_of(path)]
-        share = count * (number + 1) // len(GROUPS) - count * number // len(GROUPS)
+        share = count * (number + 1) // len(groups) - count * number // len(groups)
         drawn += [(group, mutant) for mutant in rng.sample(pool, share)]
     return drawn
 
@@ -332,36 +335,37 @@ def test_mutants(mutants: Sequence[tuple[str, Mutant]], jobs: int) -> list[str]:
 
 def summary(mutants: Sequence[tuple[str, Mutant]], results: Sequence[str]) -> str:
     lines = []
-    for group in [*GROUPS, "all"]:
+    for group in [*dict.fromkeys(group for group, _ in mutants), "all"]:
         of_group = [r for (g, _), r in zip(mutants, results, strict=True) if group in (g, "all")]
         killed = sum(result != "survived" for result in of_group)
         lines.append(f"{group:14} {killed:3} of {len(of_group):3} killed")
     return "\n".join(lines)
 
 
-def record() -> int:
-    """Runs the tests once and records which functions each calls."""
+def record(tests: Sequence[str]) -> int:
+    """Runs the tests, or some of them, once and records which functions each calls."""
     shutil.rmtree(RECORD, ignore_errors=True)
     RECORD.mkdir()
     args = "-m pytest -q -p benchmarks.reached --hypothesis-profile=ci"
     env = os.environ | {"REACHED": str(RECORD), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([sys.executable, *args.split()], cwd=ROOT, env=env).returncode
+    return subprocess.run([sys.executable, *args.split(), *tests], cwd=ROOT, env=env).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("record")
+    commands.add_parser("record").add_argument("tests", nargs="*", help="all of the gate if none")
     run, show = commands.add_parser("run"), commands.add_parser("show")
     show.add_argument("numbers", type=int, nargs="*")
     for command in (run, show):
         command.add_argument("--mutants", type=int, default=100)
         command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--only", nargs="*", default=[], metavar="PATTERN", help="files")
     run.add_argument("--jobs", type=int, default=2, help="mutants tested at once")
     args = parser.parse_args()
     if args.command == "record":
-        return record()
-    mutants = draw(args.mutants, args.seed)
+        return record(args.tests)
+    mutants = draw(args.mutants, args.seed, args.only)
     if args.command == "show":
         for number in args.numbers or range(len(mutants)):
             group, mutant = mutants[number]
