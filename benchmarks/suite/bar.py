@@ -17,6 +17,7 @@ LONG = 10.0
 """Seconds of the shard loop past which beamjax shall be ahead of every peer."""
 BATCH_FACTOR = 2.0
 EXACT_FACTOR = 1.3
+GRADIENT_FACTOR, GRADIENT_SECONDS = 1.3, 0.15
 
 
 def lines(cases: Mapping[str, Any]) -> list[Line]:
@@ -56,6 +57,11 @@ def _of_case(case: str, seconds: Mapping[str, float]) -> Iterator[Line]:
         if has(way, PLAIN[way]):
             ask = f"{runner}: exact sums at most {EXACT_FACTOR} x plain adds"
             yield line(key, ask, way, EXACT_FACTOR * seconds[PLAIN[way]], "limit")
+    if case == "M" and has(JIT, LOCAL, DIRECT):
+        limit = GRADIENT_FACTOR * seconds[JIT]
+        yield line("jit", f"local at most {GRADIENT_FACTOR} x jit", LOCAL, limit, "limit")
+        ask = f"DirectRunner at most {GRADIENT_FACTOR} x jit + {GRADIENT_SECONDS} s"
+        yield line("jit-direct", ask, DIRECT, limit + GRADIENT_SECONDS, "limit")
     if case == "B" and has(BATCH, DIRECT):
         ask = f"DirectRunner at least {BATCH_FACTOR:.0f} x as fast as BatchElements"
         yield line("batch", ask, DIRECT, seconds[BATCH] / BATCH_FACTOR, "half of its")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CASES = "ABCDEFGH"
+CASES = "ABCDEFGHM"
 WAYS = ["loop", "local", "direct", "local-plain", "direct-plain", "element", "batch", "drjax"]
 IN_THE_GATE = {("A", "loop"), ("A", "local"), ("A", "batch")}
 EACH = [

@@ -117,4 +117,11 @@ CASES = {
         small=SMALL_REGRESSION,
         ways=("loop", "local", "direct", "local-plain", "direct-plain", "batch", "dask-2", "ray-2"),
     ),
+    "M": Case(
+        "Gradient of a perceptron with {width} hidden units, shared by {n} examples of {features}",
+        "gradient:Gradient",
+        full={"n": 20_000, "features": 784, "width": 256},
+        small={"n": 40, "features": 8, "width": 4},
+        limits={"element": {"n": 400}},
+    ),
 }
