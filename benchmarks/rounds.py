@@ -124,7 +124,6 @@ def main() -> None:
         "local: while_loop": lambda: run(loop, "local"),
         "local: a run a round": lambda: python_loop("local"),
         "DirectRunner: scan": lambda: run(scan, "DirectRunner"),
-        "DirectRunner: scan, a pipeline a round": lambda: run(scan, "DirectRunner", resident=False),
         "DirectRunner: scan, a checkpoint a round": lambda: saved(scan, "DirectRunner", 1),
         "DirectRunner: scan, a checkpoint every 8": lambda: saved(scan, "DirectRunner", 8),
         "DirectRunner: while_loop": lambda: run(loop, "DirectRunner"),

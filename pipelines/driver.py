@@ -1,17 +1,18 @@
-"""The driver: runs a plan from the launching process, a segment at a time.
+"""The driver: runs the loops and branches of a plan on the resident workers of one Beam job.
 
-A segment is one pipeline, or one round of resident workers. Between segments server values are
-references into the store, and placed values are sources, which the workers of the next segment read
-by shards. A plan without control flow is one segment.
+Between passes server values are references into the store, and placed values are sources, which
+the workers of the next pass read by shards. Steps that are computed once run in this process.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import itertools
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,34 +21,64 @@ import numpy as np
 from beamjax.bodies.export import default_platform, run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import BeamjaxError
+from beamjax.numerics.provenance import UNKNOWN
 from beamjax.pipelines.graph import build
+from beamjax.pipelines.graph.results import find_placed, find_provenance
+from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.values.values import ServerValue, Value, scattered, stacked
-from beamjax.pipelines.worker.tasks import Sources
-from beamjax.plan.liveness import made, used
-from beamjax.plan.steps import (
-    Map,
-    Output,
-    Plan,
-    Scatter,
-    Server,
-    Step,
-    is_straight,
+from beamjax.pipelines.resident.job import ResidentJob
+from beamjax.pipelines.resident.messages import Output, Pass, Program
+from beamjax.pipelines.values.elements import Environment
+from beamjax.pipelines.values.values import (
+    PlacedValue,
+    ServerValue,
+    Value,
+    members,
+    scattered,
+    stacked,
 )
+from beamjax.pipelines.worker import lost_workers
+from beamjax.pipelines.worker.errors import own_errors
+from beamjax.pipelines.worker.map_shards import (
+    DROPPED,
+    PARTIALS,
+    MapShards,
+    Ranges,
+    RunServer,
+    combined,
+)
+from beamjax.pipelines.worker.merge import (
+    Assemble,
+    FinishCombine,
+    FinishPieces,
+    MergeAccumulators,
+    MergeGroup,
+    PartsOfSource,
+)
+from beamjax.pipelines.worker.merge_in_files import FinishSections
+from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.plan.dropping import decode_file, encode_file
+from beamjax.plan.liveness import used
+from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, Step
 from beamjax.runtime.control_flow import Checkpointer, ControlFlow
 from beamjax.runtime.machine_provenance import provenance_here
-from beamjax.runtime.materialized_outputs import HANDED_BYTES
-from beamjax.telemetry.meters import Meter
+from beamjax.storage import files
+from beamjax.telemetry.meters import Meter, collecting
+from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.watchdog import WorkTable, bounded
+
+WORKER_MERGE_BYTES = 8 << 20
+"""Total bytes of the partials of a pass from which workers merge them, and not this process."""
 
 
 class Driver(ControlFlow[Value]):
-    """Runs a plan on Beam.
+    """Runs a plan on resident workers.
 
     Args:
       plan: what to run.
       values: its inputs, by name.
-      launcher: of pipelines.
+      launcher: the connection, the store and the monitor of the run.
+      job: with the workers; it starts at the first pass.
       checkpointer: saves the run as it goes on; None saves nothing.
     """
 
@@ -56,13 +87,19 @@ class Driver(ControlFlow[Value]):
         plan: Plan,
         values: dict[str, Value],
         launcher: Launcher,
+        job: ResidentJob,
         checkpointer: Checkpointer | None = None,
     ):
         super().__init__(plan, values, launcher.monitor, checkpointer)
         self.launcher = launcher
+        self.job = job
         self.store = launcher.store
-        self.segments = itertools.count()
-        self.straight = is_straight(plan.steps)
+        self._options = launcher.connection.options
+        self._nothing = Sources((), {}, plan.x64)
+        self._tasks = StepTasks(
+            plan, {}, self._nothing, launcher.program, self.store, launcher.connection,
+            launcher.bodies,
+        )  # fmt: skip
 
     def run(self) -> dict[str, Value]:
         """Runs all steps; see `ControlFlow.run`."""
@@ -81,61 +118,89 @@ class Driver(ControlFlow[Value]):
     def stacked(self, name: str, entries: Sequence[Value]) -> Value:
         return stacked(name, entries, self.plan, self.store)
 
-    def served(self, name: str) -> ServerValue:
-        """A server value that is known."""
+    def _served(self, name: str) -> ServerValue:
         value = self.values[name]
         assert isinstance(value, ServerValue), name
         return value
 
-    # ----------------------------------------------------------------------------- segments
+    def _environment(self, names: Iterable[str]) -> Environment | None:
+        refs = {name: self._served(name).ref(name) for name in names}
+        return Environment(refs) if refs else None
+
+    def _take(self, environment: Environment) -> None:
+        """Adds server values that a step has computed."""
+        self.values |= {
+            name: ServerValue(self.store, ref=ref) for name, ref in environment.values.items()
+        }
+        self.monitor.computed(environment.provenance)
+
+    def _sources(self, names: Iterable[str]) -> Sources:
+        """The specs of placed values."""
+        specs: list[dict[str, Any]] = []
+        where = {}
+        for name in names:
+            found = self.values[name]
+            assert isinstance(found, PlacedValue), name
+            if found.spec not in specs:
+                specs.append(found.spec)
+            where[name] = specs.index(found.spec), found.leaf
+        return Sources(tuple(specs), where, self.plan.x64)
+
+    def _sweep(self) -> None:
+        """Removes what earlier passes left in the store and no step needs."""
+        held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
+        self.store.sweep(self.launcher.files().union(*(value.files for value in held)))
+
+    # -------------------------------------------------------------------------------- steps
 
     def segment(self, steps: Sequence[Step], prefix: str, needed: set[str]) -> None:
-        if prefix:
-            steps = [replace(step, name=prefix + step.name) for step in steps]
-        parts = self._parts(steps)
-        for number, part in enumerate(parts):
-            later = (used(step) for others in parts[number + 1 :] for step in others)
-            self._run(part, needed.union(*later))
+        if any(isinstance(step, Map | Gather) for step in steps):
+            self._sweep()
+        for number, step in enumerate(steps):
+            self.monitor.tick()
+            named = replace(step, name=prefix + step.name)
+            match named:
+                case Server() if self._runs_here(named):
+                    self._server_here(named)
+                case Server():
+                    with self._errors_of(named):
+                        self._server_there(named)
+                case Map():
+                    later = needed.union(*map(used, steps[number + 1 :]))
+                    with self._errors_of(named):
+                        self._map(named, [name for name in named.results if name in later])
+                case Gather():
+                    with self._errors_of(named):
+                        self._gather(named)
+                case Scatter(operand=operand, result=result, axis=axis):
+                    cut = scattered(self._served(operand), named.name, axis, self.store)
+                    self.values[result] = cut
 
-    def _run(self, steps: Sequence[Step], needed: set[str]) -> None:
-        cuts = {step.result: step for step in steps if isinstance(step, Scatter)}
-        if not self._runs_here(steps):
-            requested = {cuts[name].operand if name in cuts else name for name in needed}
-            self._launch(steps, requested)
-        for step in steps:
-            if isinstance(step, Server) and self._runs_here(steps):
-                known = {name: self.served(name).array() for name in step.inputs}
-                meter = Meter(step.name, 1, self.launcher.monitor)
-                found = self._run_server(step, known)
-                meter.lap("compute")
-                meter.apart()
-                self.values |= {name: ServerValue(self.store, out) for name, out in found.items()}
-            elif isinstance(step, Scatter) and step.result in needed:
-                operand = self.served(step.operand)
-                self.values[step.result] = scattered(operand, step.name, step.axis, self.store)
+    @contextlib.contextmanager
+    def _errors_of(self, step: Server | Map | Gather) -> Iterator[None]:
+        """Turns errors of workers into those that they have recorded in the store."""
+        connection = self.launcher.connection
+        self._look = lost_workers.Look(self.store, [step], keeps=False)
+        lost = functools.partial(lost_workers.lost_worker, self.store, [step])
+        name = type(connection.runner).__name__
+        with own_errors(self.store, name, [step.name], connection.shared, lost):
+            yield
 
-    def _parts(self, steps: Sequence[Step]) -> list[Sequence[Step]]:
-        """Steps cut where a pass reads large values of another one, if Beam had them in memory."""
-        if not self.launcher.connection.holds_elements:
-            return [steps]
-        parts: list[list[Step]] = [[]]
-        large: set[str] = set()
-        for step in steps:
-            if isinstance(step, Map) and not large.isdisjoint(step.operands):
-                parts.append([])
-                large.clear()
-            parts[-1].append(step)
-            if isinstance(step, Map):
-                values = [self.plan.values[name] for name in step.results]
-                n = self.plan.sizes[step.placement]
-                if n * sum(value.nbytes for value in values) > HANDED_BYTES:
-                    large.update(step.results)
-        return [*parts]
+    def _runs_here(self, step: Server) -> bool:
+        return default_platform() in self.plan.bodies[step.body].artefacts
 
-    def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _server_here(self, step: Server) -> None:
+        known = {name: self._served(name).array() for name in step.inputs}
+        meter = Meter(step.name, 1, self.monitor)
+        found = self._bounded(step, known)
+        meter.lap("compute")
+        meter.apart()
+        self.values |= {name: ServerValue(self.store, out) for name, out in found.items()}
+
+    def _bounded(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Runs a step in this process, in the time that a shard may take."""
-        options = self.launcher.connection.options
-        self.launcher.monitor.computed(provenance_here(options.xla_threads))
+        options = self._options
+        self.monitor.computed(provenance_here(options.xla_threads))
         limit, device = options.shard_timeout, compute_device(options.xla_threads)
         if limit is None:
             return run_server(self.plan, step, known, device)
@@ -147,52 +212,180 @@ class Driver(ControlFlow[Value]):
 
         return bounded(run, table)
 
-    def _runs_here(self, steps: Sequence[Step]) -> bool:
-        """Whether steps of a plan with control flow need no worker."""
-        return all(
-            isinstance(step, Scatter)
-            or (
-                isinstance(step, Server)
-                and not self.straight
-                and default_platform() in self.plan.bodies[step.body].artefacts
+    def _server_there(self, step: Server) -> None:
+        program = self._program(step, lambda plain: RunServer(self._tasks.task(plain, plain.inputs)))
+        for _, environment in self._there(program, step, [self._environment(step.inputs)]):
+            self._take(environment)
+
+    def _map(self, step: Map, written: Sequence[str]) -> None:
+        """Runs a pass; workers write the placed results that a later step reads."""
+
+        def make(plain: Map) -> StepFn:
+            limit = self._options.drop_limit
+            task = self._tasks.task(plain, step.broadcasts)
+            mode = self._options.reduction
+            return MapShards(task, self._nothing, {}, (), mode, limit, whole=False)
+
+        program = self._program(step, make, written)
+        served, sources = self._environment(step.broadcasts), self._sources(step.operands)
+        by_tag: dict[str | None, list[Any]] = collections.defaultdict(list)
+        ranges = self._ranges(step.placement)
+        for tag, element in self._there(program, step, ranges, served, sources, written):
+            by_tag[tag].append(element)
+        if by_tag[DROPPED]:
+            lines = b"".join(sorted(by_tag[DROPPED]))
+            self.monitor.drop(decode_file(encode_file(lines), step.name), self.plan.sizes)
+        if step.buffers:
+            self._reduce(step, by_tag[PARTIALS])
+        for number, _ in enumerate(step.combines):
+            self._combine(step, number, by_tag[combined(number)])
+
+    def _reduce(self, step: Map, partials: Iterable[tuple[str, bytes]]) -> None:
+        """Merges the partials of each piece, and makes results of what is merged."""
+        pieces: dict[str, list[bytes]] = collections.defaultdict(list)
+        for key, data in partials:
+            pieces[key].append(data)
+        fan = self._tasks.fan_out(step)
+        many = fan.nbytes * max(map(len, pieces.values()), default=0) > WORKER_MERGE_BYTES
+        run = self._there if many and not self.launcher.connection.shared else self._here
+        elements: list[Any] = list(pieces.items())
+        if fan.in_files:
+            finish = self._program(
+                step,
+                lambda plain: FinishSections(self._tasks.task(plain), self._options.reduction),
+                use="finish",
             )
-            for step in steps
+        else:
+            # The keys of groups end in their number.
+            groups = [(f"{key}|0", parts) for key, parts in elements]
+            merge = self._program(step, self._merging, use="merge")
+            elements = [element for _, element in run(merge, step, groups)]
+            finish = self._program(
+                step, lambda plain: FinishPieces(self._tasks.task(plain)), use="finish"
+            )
+        made = [environment for _, environment in run(finish, step, elements)]
+        if finish.fn.whole:  # type: ignore[attr-defined]
+            for environment in made:
+                self._take(environment)
+            return
+        results = [r.result for buffer in step.buffers for r in buffer.reductions]
+        self._assemble(made, results)
+
+    def _merging(self, step: Map) -> StepFn:
+        merge = MergeGroup(MergeAccumulators(step.name, self.store.reports, self.store))
+        merge.store = self.store  # type: ignore[attr-defined]
+        return merge
+
+    def _combine(self, step: Map, number: int, partials: Sequence[Environment]) -> None:
+        inputs = step.combines[number].inputs
+        program = self._program(
+            step, lambda plain: FinishCombine(self._tasks.task(plain, inputs), number),
+            use=combined(number),
+        )  # fmt: skip
+        served = self._environment(inputs)
+        for _, environment in self._here(program, step, [(b"", partials)], served):
+            self._take(environment)
+
+    def _gather(self, step: Gather) -> None:
+        placement = self.plan.values[step.operand].placement or ""
+        n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
+        assert n is not None
+        program = self._program(
+            step, lambda plain: PartsOfSource(self.store, self._nothing, plain, n, size)
         )
+        sources = self._sources([step.operand])
+        outputs = self._there(program, step, self._ranges(placement), None, sources)
+        parts = [environment for _, environment in outputs]
+        self._assemble(parts, [step.result], {step.result: step.axis})
 
-    def _launch(self, steps: Sequence[Step], requested: set[str]) -> None:
-        self._sweep()
-        own = dict.fromkeys(name for step in steps for name in made(step))
-        plan = replace(
-            self.plan,
-            inputs=(),
-            steps=tuple(steps),
-            outputs=tuple(Output(value=name) for name in own if name in requested),
-            constants=(),
-        )
-        read = dict.fromkeys(name for step in steps for name in sorted(used(step)))
-        inputs = self._inputs(name for name in read if name not in own)
-        stem = f"segment-{next(self.segments)}"
-        self.values |= self.launcher.run(plan, inputs, stem)
+    def _ranges(self, placement: str) -> list[tuple[int, int]]:
+        """Ranges of shards, as a pass in a pipeline starts from them."""
+        count = self.plan.shards(placement)
+        return list(Ranges(count, -(-count // build.MAX_RANGES)).process(None))
 
-    def _inputs(self, names: Iterable[str]) -> build.GraphInputs:
-        static = {}
-        specs: dict[str, dict[str, Any]] = {}
-        where = {}
-        for name in names:
-            value = self.values[name]
-            if isinstance(value, ServerValue):
-                static[name] = value.ref(name)
-                continue
-            key = json.dumps(value.spec, sort_keys=True)
-            specs.setdefault(key, value.spec)
-            where[name] = list(specs).index(key), value.leaf
-        return build.GraphInputs(static, Sources(tuple(specs.values()), where, self.plan.x64))
+    def _assemble(
+        self, parts: list[Environment], names: Iterable[str], axes: dict[str, int] | None = None
+    ) -> None:
+        types = {name: self.plan.values[name] for name in names}
+        for environment in Assemble(self.store, types, axes or {}).process((b"", parts)):
+            self._take(environment)
 
-    def _sweep(self) -> None:
-        """Removes what earlier pipelines left in the store and no step needs."""
-        held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
-        live = self.launcher.files().union(*(value.files for value in held))
-        self.store.sweep(live)
+    # ------------------------------------------------------------------------------ programs
+
+    def _program(
+        self,
+        step: Any,
+        make: Callable[[Any], StepFn],
+        written: Sequence[str] = (),
+        use: str = "",
+    ) -> Program:
+        """The program of a step, which is the same in each round but for the step's name."""
+        plain = replace(step, name=step_name(step.name))
+        key = plain, tuple(written), use
+        programs = self.launcher.programs
+        if key not in programs:
+            results = self.launcher.results
+            programs[key] = Program(uuid.uuid4().hex, make(plain), tuple(written), results)
+        return programs[key]
+
+    def _there(
+        self,
+        program: Program,
+        step: Any,
+        elements: Sequence[Any],
+        served: Environment | None = None,
+        sources: Sources | None = None,
+        written: Sequence[str] = (),
+    ) -> list[Output]:
+        """Runs a program on the workers."""
+        stem = ""
+
+        def current(number: int) -> Pass:
+            nonlocal stem
+            stem = f"pass-{number}"
+            return Pass(number, program.name, step.name, stem, served, sources)
+
+        outputs = self.job.run(program, current, elements, self._check, self.monitor)
+        self._find_written(stem, written)
+        return outputs
+
+    def _here(
+        self,
+        program: Program,
+        step: Any,
+        elements: Iterable[Any],
+        served: Environment | None = None,
+    ) -> list[Output]:
+        """Runs a program in this process."""
+        fn: Any = program.fn
+        arguments = () if served is None else (served,)
+        with collecting() as done:
+            fn.start_bundle()
+            found = [out for element in elements for out in fn.process(element, *arguments)]
+            fn.finish_bundle()
+        self.monitor.reported("launcher", done.spent)
+        return [(None, element) for element in found]
+
+    def _check(self) -> None:
+        self.monitor.tick()
+        error = self._look()
+        if error is not None:
+            raise error
+
+    def _find_written(self, stem: str, names: Sequence[str]) -> None:
+        """Finds the placed values that workers have written in a pass."""
+        if not names:
+            return
+        store, results, listed = self.store, self.launcher.results, files.names(self.store.root)
+        provenance = UNKNOWN
+        for number, name in enumerate(names):
+            own = f"{stem}-placed-{number}"
+            provenance |= find_provenance(store, own, listed)
+            if name in results.folders:
+                self.values[name] = PlacedValue(results.find(self.plan, name).to_spec())
+            else:
+                self.values[name] = members(find_placed(store, self.plan, name, own, listed))
+        self.monitor.computed(provenance)
 
 
 _WHERE = re.compile(r"step '((?:[^\s'/]+[\[(]\d+[\])]/)+)")

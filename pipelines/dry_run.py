@@ -13,16 +13,19 @@ from apache_beam.options.pipeline_options import GoogleCloudOptions, TestOptions
 from beamjax import _beam_compat
 from beamjax.errors import OptionsError
 from beamjax.options import Options
-from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher, new_pipeline
 from beamjax.pipelines.resident.job import add_workers
 from beamjax.pipelines.resident.worker import ServeTasks
-from beamjax.pipelines.run import drive, sources_for, store_program
+from beamjax.pipelines.run import (
+    as_one_pipeline,
+    is_one_pipeline,
+    pipeline_inputs,
+    source_specs,
+    store_program,
+)
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Value
-from beamjax.plan.rounds import is_resident
-from beamjax.plan.steps import Plan
+from beamjax.plan.steps import Gather, Map, Plan, Server, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
@@ -51,25 +54,6 @@ class DryStore(Store):
         return Store, (self.root, self.piece_bytes, self.persistent)
 
 
-class _Translated(Exception):
-    """The first pipeline of a run, which ends a dry run."""
-
-    def __init__(self, job: Any):
-        super().__init__("a dry run ends with its first pipeline")
-        self.job = job
-
-
-class DryLauncher(Launcher):
-    """Makes a job of the first graph it is given."""
-
-    def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
-        """Raises `_Translated`."""
-        with new_pipeline(self.connection) as pipeline:
-            self.outputs(pipeline, plan, inputs, stem, self.store)
-            result: Any = pipeline.run()
-            raise _Translated(result.job)
-
-
 def described(job: Any) -> dict[str, Any]:
     """What Dataflow is sent of a job, besides its pipeline."""
     staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
@@ -96,15 +80,16 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
     connection.flags.view_as(GoogleCloudOptions).no_auth = True
     folder = str(connection.options.work_folder)
     store = DryStore(files.join(folder, "beamjax-dry-run"), persistent=False)
-    if is_resident(plan, connection.options):
-        with new_pipeline(connection) as pipeline:
+    if not any(isinstance(step, Map | Gather | Server) for step in walk(plan.steps)):
+        raise OptionsError(f"{plan.name}: nothing in it is computed on workers, so there is no job")
+    with new_pipeline(connection) as pipeline:
+        if not is_one_pipeline(plan, connection):
             add_workers(pipeline, connection, ServeTasks(store.root, b""))
-            resident: Any = pipeline.run()
-            return resident.job, store.written
-    with sources_for(inputs, store, connection.shared) as sources:
-        program = store_program(plan, store, connection.shared)
-        try:
-            drive(plan, inputs, sources, DryLauncher(connection, store, Monitor(plan), program))
-        except _Translated as done:
-            return done.job, store.written
-    raise OptionsError(f"{plan.name}: nothing in it is computed on workers, so there is no job")
+        else:
+            sources = source_specs(inputs, store, connection.shared)[0]
+            program = store_program(plan, store, connection.shared)
+            launcher = Launcher(connection, store, Monitor(plan), program)
+            with pipeline_inputs(inputs, sources, launcher) as bound:
+                launcher.outputs(pipeline, as_one_pipeline(plan), bound, "result", store)
+        result: Any = pipeline.run()
+    return result.job, store.written

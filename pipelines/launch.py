@@ -15,6 +15,7 @@ from beamjax._beam_compat import FnApiRunner, PrismRunner, SparkRunner, temporar
 from beamjax.pipelines import waiting
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.outputs import Outputs
+from beamjax.pipelines.resident.messages import Program
 from beamjax.pipelines.runners import submission_files
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.runners.loopback import loopback_only
@@ -43,6 +44,8 @@ class Launcher:
       results: placed values that go where the results of the run are kept.
       program: what workers make the bodies from that run as Python.
       bodies: those that are in the store.
+      programs: those that resident workers have of this run, by what they do.
+      lasting: names of the files in the store that outlive the run.
     """
 
     connection: Connection
@@ -51,10 +54,12 @@ class Launcher:
     program: Ref | None = None
     results: MaterializedOutputs = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
+    programs: dict[Any, Program] = field(default_factory=dict)
+    lasting: frozenset[str] = frozenset()
 
     def files(self) -> set[str]:
-        """The names of the files in the store that runs of further plans need."""
-        return files_of(self.bodies, self.program)
+        """The names of the files in the store that further passes need."""
+        return files_of(self.bodies, self.program) | self.lasting
 
     def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
@@ -71,14 +76,9 @@ class Launcher:
           WorkerError: a body failed, or the runner did.
           JobCancelledError: the job was cancelled.
         """
-        with self.monitor.pipeline(stem) as reports:
-            return self._run(plan, inputs, stem, replace(self.store, reports=reports))
-
-    def _run(
-        self, plan: Plan, inputs: build.GraphInputs, stem: str, store: Store
-    ) -> dict[str, Value]:
         connection = self.connection
-        with new_pipeline(connection) as pipeline:
+        with self.monitor.pipeline(stem) as reports, new_pipeline(connection) as pipeline:
+            store = replace(self.store, reports=reports)
             outputs = self.outputs(pipeline, plan, inputs, stem, store)
             names = [step.name for step in plan.steps]
             lost = functools.partial(lost_workers.lost_worker, store, plan.steps)

@@ -17,8 +17,7 @@ from beamjax.pipelines.checkpoints.states import DriverCheckpointer, folder_of
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.resident.job import resident_job
-from beamjax.pipelines.resident.launcher import ResidentLauncher
+from beamjax.pipelines.resident.job import ResidentJob, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values import in_memory as in_process
 from beamjax.pipelines.values import uploads
@@ -27,12 +26,13 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, placed
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
+from beamjax.plan.liveness import made
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.rounds import is_resident
-from beamjax.plan.steps import Output, Plan, ValueType, size_name
+from beamjax.plan.steps import Map, Output, Plan, Scatter, ValueType, size_name
 from beamjax.runtime.control_flow import starts_anew
 from beamjax.runtime.inputs import Inputs
-from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.sources import live_spec, register, release
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource, open_spec
@@ -73,21 +73,75 @@ def run_plan(
     folder = monitor.folder.path if monitor.folder else None
     with (
         folder_of(connection.options),
-        temporary_store(connection.options, folder) as store,
-        in_memory(store, connection),
-        caching_for(store),
+        run_store(connection, folder) as store,
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
-        arguments = (connection, store, monitor, program, at_once)
-        if not is_resident(plan, options):
-            return drive(plan, inputs, sources, Launcher(*arguments), results)
-        with resident_job(connection, store.root) as job:
-            lost_workers.begin_pipeline(store, connection.shared)
-            launcher = ResidentLauncher(*arguments, job=job)
-            return drive(plan, inputs, sources, launcher, results)
+        launcher = Launcher(connection, store, monitor, program, at_once)
+        if not is_one_pipeline(plan, connection):
+            with resident_job(connection, store.root) as job:
+                return drive(plan, inputs, sources, launcher, job, results)
+        monitor.letters.begin(anew=True)
+        with pipeline_inputs(inputs, sources, launcher) as bound:
+            found = launcher.run(as_one_pipeline(plan), bound, "result")
+        return fetched(found, plan, launcher, results)
+
+
+def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
+    """Whether a plan runs as one pipeline, and not on resident workers.
+
+    It must have no rounds and branches, and nothing that a run could go on from. Runners that hold
+    in memory what one step hands to the next would run out of it where that is large.
+    """
+    if open_placements(plan):
+        return True
+    made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in made(step)}
+    outputs = {out.value for out in plan.outputs if out.value is not None}
+    if is_resident(plan, connection.options) or not outputs <= made_there:
+        return False
+    return not connection.holds_elements or not _hands_on_much(plan)
+
+
+def _hands_on_much(plan: Plan) -> bool:
+    """Whether a pass reads large results of another one."""
+    passes = [step for step in plan.steps if isinstance(step, Map)]
+    read = {name for step in passes for name in step.operands}
+    return any(
+        (plan.sizes[step.placement] or 0) * sum(plan.values[name].nbytes for name in step.results)
+        > HANDED_BYTES
+        for step in passes
+        if not read.isdisjoint(step.results)
+    )
+
+
+def as_one_pipeline(plan: Plan) -> Plan:
+    """The plan as a pipeline runs it: its outputs are values, the numbers of members included."""
+    number = [size_name(placement) for placement in open_placements(plan)]
+    names = (*number, *(out.value for out in plan.outputs if out.value is not None))
+    return replace(
+        plan,
+        values={**plan.values, **dict.fromkeys(number, ValueType((), "int32"))},
+        inputs=(),
+        outputs=tuple(Output(value=name) for name in names),
+        constants=(),
+    )
+
+
+@contextlib.contextmanager
+def pipeline_inputs(
+    inputs: Inputs, sources: Sources, launcher: Launcher
+) -> Iterator[build.GraphInputs]:
+    """The inputs of a plan that runs as one pipeline, while it does."""
+    static = {name: launcher.store.hold([a], name) for name, a in inputs.server().items()}
+    streams = inputs.streams()
+    if streams is None:
+        yield build.GraphInputs(static, sources)
+        return
+    with opened_streams(streams.sources, launcher.connection.shared) as specs:
+        read = Sources(specs, dict(streams.where), sources.x64)
+        yield build.GraphInputs(static, sources, streams=read)
 
 
 def drive(
@@ -95,49 +149,22 @@ def drive(
     inputs: Inputs,
     sources: Sources,
     launcher: Launcher,
+    job: ResidentJob,
     results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan with its inputs; see `run_plan`."""
-    if open_placements(plan):
-        launcher.monitor.letters.begin(anew=True)
-        return _run_one_pass(plan, inputs, launcher, sources, results)
+    """Runs a plan on resident workers; see `run_plan`."""
+    store, options = launcher.store, launcher.connection.options
     values: dict[str, Value] = {
         name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
     }
-    store = launcher.store
     values |= {name: ServerValue(store, array) for name, array in inputs.server().items()}
-    options = launcher.connection.options
     checkpointer = (
         DriverCheckpointer(plan, inputs, options, store, values) if options.checkpoint else None
     )
     launcher.monitor.letters.begin(anew=starts_anew(checkpointer))
-    found = Driver(plan, values, launcher, checkpointer).run()
+    lost_workers.begin_pipeline(store, launcher.connection.shared)
+    found = Driver(plan, values, launcher, job, checkpointer).run()
     return fetched(found, plan, launcher, results)
-
-
-def _run_one_pass(
-    plan: Plan, inputs: Inputs, launcher: Launcher, sources: Sources, results: MaterializedOutputs
-) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan without control flow over sources of unknown length, as one pipeline."""
-    static = {name: launcher.store.hold([a], name) for name, a in inputs.server().items()}
-    number = [size_name(placement) for placement in open_placements(plan)]
-    plan = replace(
-        plan,
-        values={**plan.values, **dict.fromkeys(number, ValueType((), "int32"))},
-        inputs=(),
-        outputs=tuple(
-            Output(value=name)
-            for name in (*number, *(out.value for out in plan.outputs))
-            if name is not None
-        ),
-        constants=(),
-    )
-    streams = inputs.streams()
-    assert streams is not None
-    with opened_streams(streams.sources, launcher.connection.shared) as specs:
-        read = Sources(specs, dict(streams.where), plan.x64)
-        bound = build.GraphInputs(static, sources, streams=read)
-        return fetched(launcher.run(plan, bound, "result"), plan, launcher, results)
 
 
 def fetched(
@@ -232,6 +259,17 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
         raise
     if not keep:
         remove_store(store)
+
+
+@contextlib.contextmanager
+def run_store(connection: Connection, job_folder: str | None = None) -> Iterator[Store]:
+    """A temporary store, and what processes and threads keep for its run, until that ends."""
+    with (
+        temporary_store(connection.options, job_folder) as store,
+        in_memory(store, connection),
+        caching_for(store),
+    ):
+        yield store
 
 
 @contextlib.contextmanager

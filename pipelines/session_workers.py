@@ -12,17 +12,14 @@ import numpy as np
 
 from beamjax.errors import OptionsError
 from beamjax.options import Options
-from beamjax.pipelines.launch import files_of
+from beamjax.pipelines.launch import Launcher, files_of
 from beamjax.pipelines.resident.job import resident_job
-from beamjax.pipelines.resident.launcher import ResidentLauncher
-from beamjax.pipelines.run import drive, in_memory, source_specs, store_program, temporary_store
+from beamjax.pipelines.run import drive, run_store, source_specs, store_program
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values import uploads
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.uploads import Uploads
-from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.tasks import caching_for
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
@@ -43,7 +40,7 @@ class _Known:
 
     Attributes:
       plan: the plan; holding it keeps its identity.
-      bodies, programs: see `Launcher` and `ResidentLauncher`.
+      bodies, programs: see `Launcher`.
       pickled: the pickled program, for bodies that run as Python.
     """
 
@@ -110,9 +107,7 @@ class SessionWorkers:
 
     def _start(self) -> None:
         with contextlib.ExitStack() as stack:
-            self._store: Store = stack.enter_context(temporary_store(self._options))
-            stack.enter_context(in_memory(self._store, self.connection))
-            stack.enter_context(caching_for(self._store))
+            self._store: Store = stack.enter_context(run_store(self.connection))
             self._job = stack.enter_context(resident_job(self.connection, self._store.root))
             self._known: collections.OrderedDict[Any, _Known] = collections.OrderedDict()
             self._uploads: Uploads = collections.OrderedDict()
@@ -147,15 +142,13 @@ class SessionWorkers:
         # A checkpoint links what is in the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
         lasting = frozenset[str]().union(*(other.files() for other in self._known.values()))
-        launcher = ResidentLauncher(
+        launcher = Launcher(
             replace(self.connection, options=replace(options, beam=self._options.beam)),
-            store, monitor, known.pickled, at_once, known.bodies,
-            job=self._job, programs=known.programs, lasting=lasting,
+            store, monitor, known.pickled, at_once, known.bodies, known.programs, lasting,
         )  # fmt: skip
-        lost_workers.begin_pipeline(store, shared)
         sources, tokens = source_specs(inputs, store, shared, self._uploads)
         try:
-            return drive(plan, inputs, sources, launcher, results)
+            return drive(plan, inputs, sources, launcher, self._job, results)
         finally:
             for token in tokens:
                 release(token)

@@ -10,7 +10,6 @@ from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.cutting.remat import Crossing
 from beamjax.options import Options
 from beamjax.plan.merging import MERGE_RATE, FanOut
-from beamjax.plan.rounds import is_resident
 from beamjax.plan.steps import Loop, Map, Plan, walk
 
 
@@ -108,11 +107,8 @@ def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
         what = f"rounds of {loop.name}"
         if not is_beam:
             yield ChoiceFact(what, "in this process", "there is no pipeline", "")
-        elif is_resident(plan, options):
-            yield ChoiceFact(what, "on resident workers", "one job serves all rounds", "resident")
         else:
-            why = "the option resident" if not options.resident else "no round has a pass"
-            yield ChoiceFact(what, "1 a pipeline", why, "resident")
+            yield ChoiceFact(what, "on resident workers", "one job serves all rounds", "")
 
 
 def tried_facts(plan: Plan) -> tuple[TriedFact, ...]:

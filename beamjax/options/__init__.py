@@ -45,8 +45,6 @@ class Options:
         member, but again if Beam retries a bundle.
       work_folder: where values too big for a Beam element live while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
-      resident: whether the workers of one Beam job serve all rounds of loops around placed
-        operators, each for the price of a few messages. False starts a pipeline for each round.
       recompute: which placed values a later pass makes again, and which are kept for it:
         "elementwise" makes again what elementwise operations give, "nothing" keeps all,
         "everything" stores none that can be rematerialized, bodies of `map_fn` included. None is
@@ -138,7 +136,6 @@ class Options:
     platforms: tuple[str, ...] | None = None
     work_folder: str | None = None
     callbacks: bool = True
-    resident: bool = True
     gather_limit: int | None = None
     job_folder: str | None = None
     overwrite: bool = False

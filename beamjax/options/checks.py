@@ -15,7 +15,6 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "member_loop": (*MEMBER_LOOPS, None),
     "probe": (True, False, None),
     "recompute": (*RECOMPUTE, None),
-    "resident": (True, False),
     "strict": (True, False),
     "small_work": ("runner", "here"),
     "reduction": ("exact", "fast"),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import apache_beam as beam
 
@@ -20,6 +21,7 @@ from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
 from beamjax.pipelines import waiting
 from beamjax.pipelines.launch import KEEP_WORKERS, new_pipeline
 from beamjax.pipelines.resident.mailbox import close_mailbox, open_mailbox
+from beamjax.pipelines.resident.messages import Output, Program
 from beamjax.pipelines.resident.pool import Pool
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
@@ -67,14 +69,11 @@ class _Attempt:
 
 
 class ResidentJob:
-    """A Beam job with workers that stay, until `close`.
+    """A Beam job with workers that stay, from the first pass until `close`.
 
     Args:
       connection: to the runner.
       parent: folder or URL for the messages, which the launcher and all workers reach.
-
-    Attributes:
-      pool: the workers.
     """
 
     def __init__(self, connection: Connection, parent: str):
@@ -84,13 +83,25 @@ class ResidentJob:
             runner = copy.copy(runner)
         self.connection = connection
         self.folder = files.join(parent, f"rounds-{secrets.token_hex(8)}")
-        files.make_folder(self.folder)
         self._runner = runner
         self._secret = secrets.token_bytes(32)
-        self._mailbox = open_mailbox(self.folder, self._secret, connection.shared)
-        self.pool = Pool(self._mailbox, self.check)
+        self._pool: Pool | None = None
         self._starts = 0
+
+    def run(self, program: Program, *arguments: Any) -> list[Output]:
+        """Runs a program on the workers; see `Pool.run`."""
+        pool = self._pool or self.start()
+        outputs = pool.run(program, *arguments)
+        self._starts = 1
+        return outputs
+
+    def start(self) -> Pool:
+        """Starts the job, and returns its workers."""
+        files.make_folder(self.folder)
+        self._mailbox = open_mailbox(self.folder, self._secret, self.connection.shared)
+        self._pool = Pool(self._mailbox, self.check)
         self._start()
+        return self._pool
 
     def check(self, died: bool) -> None:
         """Starts the job again if it has ended, or if its runner starts no other workers.
@@ -128,6 +139,8 @@ class ResidentJob:
 
     def close(self) -> None:
         """Ends the workers and the job."""
+        if self._pool is None:
+            return
         self._mailbox.stop()
         attempt = self._attempt
         attempt.thread.join(SECONDS_TO_END)
@@ -137,10 +150,6 @@ class ResidentJob:
         close_mailbox(self.folder)
         with contextlib.suppress(Exception):
             remove_folder(self.folder)
-
-    def progressed(self) -> None:
-        """Work was done since the job was started."""
-        self._starts = 1
 
     def _start(self) -> None:
         self._starts += 1

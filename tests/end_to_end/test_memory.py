@@ -365,17 +365,17 @@ def test_explain_shows_memory():
     assert "memory up to" in explanation.to_mermaid()
 
 
-@pytest.mark.parametrize(("limit", "pipelines"), [(0, 2), (10**9, 1)])
-def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, pipelines, monkeypatch):
-    from beamjax.pipelines import driver
-    from beamjax.pipelines.launch import Launcher
+@pytest.mark.parametrize(("limit", "passes"), [(0, 2), (10**9, 0)])
+def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, passes, monkeypatch):
+    from beamjax.pipelines import run as pipelines
+    from beamjax.pipelines.resident.job import ResidentJob
     from beamjax.runtime import local as evaluate
 
-    started, original = [], Launcher.run
+    started, original = [], ResidentJob.run
     monkeypatch.setattr(
-        Launcher, "run", lambda self, *args: started.append(1) or original(self, *args)
+        ResidentJob, "run", lambda self, *args: started.append(1) or original(self, *args)
     )
-    for module in (evaluate, driver):
+    for module in (evaluate, pipelines):
         monkeypatch.setattr(module, "HANDED_BYTES", limit)
     x = np.random.default_rng(0).normal(size=(100, 16)).astype(np.float32)
     w = np.eye(16, 4, dtype=np.float32)
@@ -384,4 +384,4 @@ def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, pipeline
     )
     np.testing.assert_array_equal(here, on_beam)
     np.testing.assert_allclose(here, x[:, :4].var(axis=0), rtol=1e-5)
-    assert len(started) == pipelines
+    assert len(started) == passes

@@ -81,12 +81,11 @@ def test_each_choice_has_its_option_and_its_reason():
     assert {what: (found[what].chosen, found[what].why) for what in expected} == expected
 
 
-def test_rounds_depend_on_the_runner_and_the_option():
+def test_rounds_depend_on_the_runner():
     until = lambda w, x: jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: w + spread(x), w)
     chosen = lambda **kwargs: explained(until, W, X, **kwargs)["rounds of loop_0"].chosen
     assert chosen(runner="local") == "in this process"
     assert chosen() == "on resident workers"
-    assert chosen(options={"resident": False}) == "1 a pipeline"
 
 
 def test_groups_are_merged_side_by_side_where_there_are_many_shards():

@@ -26,8 +26,8 @@ READ = [
     ({"shard_size": 64, "platforms": ["cpu", "cuda"]}, CPU_CUDA),
     (["--shard_size=64", "--platforms=cpu,cuda"], CPU_CUDA),
     (["--shard_size", "64", "--platforms", "cpu,cuda"], CPU_CUDA),
-    (["--resident=false", "--small_work=here", "--probe=true"],
-     Options(resident=False, small_work="here", probe=True)),
+    (["--callbacks=false", "--small_work=here", "--probe=true"],
+     Options(callbacks=False, small_work="here", probe=True)),
     (["--member_loop=batches", "--member_batch=8", "--shard_size=16"],
      Options(member_loop="batches", member_batch=8, shard_size=16)),
     (["--checkpoint=gs://b/c", "--checkpoint_every=1"],
@@ -87,7 +87,6 @@ LIMITS = {
     "gather_limit": ([0, 1, None], [-1, 1.0, True]),
     "local_devices": ([1, None], [0, 1.0, True]),
     "local_threads": ([1, None], [0, 1.0, True]),
-    "resident": ([True, False], [1, 0, None]),
     "shard_timeout": ([0.1, 60, None], [0, -1, inf, nan, True]),
     "strict": ([True, False], [1, 0, None]),
     "xla_threads": ([1, 2], [0, 1.0, True, None]),
@@ -124,7 +123,7 @@ def test_a_plan_depends_on_what_shapes_its_bodies():
     assert "beam" not in OWN
     assert Options(shard_size=8).planning != plain.planning
     assert Options(platforms=("cuda",)).planning != plain.planning
-    same = Options(reduction="fast", work_folder="x", resident=False, beam=("--y",))
+    same = Options(reduction="fast", work_folder="x", beam=("--y",))
     assert same.planning == plain.planning
 
 

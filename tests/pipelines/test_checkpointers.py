@@ -207,11 +207,9 @@ def test_a_finished_run_is_not_run_again(runner, tmp_path, monkeypatch):
         assert go_on(history, (W, X), expected, reader, checkpoint=folder) == 0
 
 
-@pytest.mark.parametrize(
-    ("every", "resident", "saved"), [(1, True, 4), (1, False, 4), (3, True, 1), (9, False, 0)]
-)
-def test_rounds_between_checkpoints(every, resident, saved, tmp_path):
-    options = {"checkpoint": str(tmp_path), "checkpoint_every": every, "resident": resident}
+@pytest.mark.parametrize(("every", "saved"), [(1, 4), (3, 1), (9, 0)])
+def test_rounds_between_checkpoints(every, saved, tmp_path):
+    options = {"checkpoint": str(tmp_path), "checkpoint_every": every}
     with stopped(0) as done:
         run(descent, (W, X), "DirectRunner", **options)
     assert len(done) == saved + 1

@@ -331,9 +331,6 @@ def test_one_job_serves_all_rounds(offline):
 
     job = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE})
     assert "ServeTasks" in str(job.steps)
-    apart = dataflow.dry_run(rounds, W, X, options={**PLACE, **IMAGE, "resident": False})
-    assert any("[0]/map_clients" in name for name in apart.steps)
-    assert not any("[1]/map_clients" in name for name in apart.steps)
 
 
 @with_dataflow

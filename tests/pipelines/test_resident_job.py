@@ -28,6 +28,7 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
     monkeypatch.setattr(job.ResidentJob, "_run", run)
     connection = SimpleNamespace(runner=object(), shared=True)
     with job.resident_job(connection, str(tmp_path)) as found:
+        found.start()
 
         def starts_after(seconds):
             clock.now += seconds
@@ -45,7 +46,7 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
         assert starts_after(2 * job.ALONE_SECONDS - 1) == 2
         assert starts_after(2) == 3
         found.check(False)
-        found.progressed()
+        found._starts = 1  # a pass is done
         for starts in range(2, job.MAX_STARTS + 1):
             starts_after(0)
             assert starts_after(1000) == starts
@@ -58,6 +59,7 @@ def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, t
     monkeypatch.setattr(job, "KEEP_WORKERS", (object,))
     monkeypatch.setattr(job.ResidentJob, "_run", lambda self, attempt: self._mailbox.stopped.wait())
     with job.resident_job(SimpleNamespace(runner=object(), shared=True), str(tmp_path)) as found:
+        found.start()
         found.check(False)
         found.check(True)
         assert found._starts == 2

@@ -102,7 +102,7 @@ def test_what_a_plan_depends_on():
     small, _ = prints(mean, W, X, shard_size=8)
     for fn, options, expected in (
         (mean, {}, []),
-        (mean, {"resident": False, "work_folder": "/x", "checkpoint_every": 2}, []),
+        (mean, {"work_folder": "/x", "checkpoint_every": 2}, []),
         (mean, {"reduction": "fast"}, ["the option reduction (exact there, fast now)"]),
         (mean, {"shard_size": 16}, ["the shard size of 'clients' (8 there, 16 now)"]),
         (mean_and_one, {}, ["what its steps compute"]),
