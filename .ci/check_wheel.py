@@ -8,7 +8,8 @@ import zipfile
 names = zipfile.ZipFile(sys.argv[1]).namelist()
 assert "beamjax/py.typed" in names, names
 pages = "beamjax/diagnostics/pages"
-assert {f"{pages}/style.css", f"{pages}/page.js"} <= set(names), names
+bundled = ("style.css", "page.js", "templates/plan.html", "vendor/dagre.min.js", "vendor/README.md")
+assert {f"{pages}/{name}" for name in bundled} <= set(names), names
 tops = {name.split("/")[0] for name in names}
 assert all(top.startswith("beamjax") for top in tops), f"the wheel fills site-packages with {tops}"
 

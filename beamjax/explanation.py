@@ -34,7 +34,7 @@ from beamjax.options import Options
 from beamjax.options.choices import Choices, write_json
 
 if TYPE_CHECKING:
-    from beamjax.diagnostics.pages.shell import Page
+    from beamjax.diagnostics.pages.page import Page
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
 
@@ -87,7 +87,7 @@ class Explanation:
         return self.text
 
     def _repr_html_(self) -> str:
-        from beamjax.diagnostics.pages.shell import fragment
+        from beamjax.diagnostics.pages.page import fragment
 
         return fragment(self._page(None))
 
@@ -101,7 +101,7 @@ class Explanation:
           run: a job, or the report of one, of the same plan; the page shows its measured seconds
             beside the predicted ones.
         """
-        from beamjax.diagnostics.pages.shell import document
+        from beamjax.diagnostics.pages.page import document
 
         return document(self._page(run))
 
@@ -115,7 +115,7 @@ class Explanation:
         Raises:
           SourceError: the file cannot be written.
         """
-        from beamjax.diagnostics.pages.shell import write
+        from beamjax.diagnostics.pages.page import write
 
         write(path, self.to_html(run))
 

@@ -6,7 +6,6 @@ import re
 import html_checks
 
 from beamjax.diagnostics.fact_types import walk_facts
-from beamjax.diagnostics.pages import graph
 
 LABEL = r'"(?:[^"<>\[\](){}|`]|<br/>)*"'
 NODE = re.compile(rf" +(n\d+)(?:\[{LABEL}\]|\(\[{LABEL}\]\)|{{{{{LABEL}}}}}|{{{LABEL}}})")
@@ -38,23 +37,17 @@ def check_mermaid(text):
     assert depth == 0
 
 
-def boxes_of(area):
-    for item in area.items:
-        yield item
-        for inner in item.areas:
-            yield from boxes_of(inner)
-
-
-def lines_of(area):
-    yield from area.lines
-    for item in area.items:
-        for inner in item.areas:
-            yield from lines_of(inner)
+def areas_of(area):
+    """An area of the graph of a page, and all those in it."""
+    yield area
+    for node in area["nodes"]:
+        for block in node["blocks"]:
+            yield from areas_of(block)
 
 
 def check_explanation(explanation):
     """Steps, edges and totals agree, and the text, flowchart and page hold each step once."""
-    facts, text, area = explanation.facts, str(explanation), graph.plan_area(explanation.facts)
+    facts, text = explanation.facts, str(explanation)
     steps = list(walk_facts(facts.steps))
     names = [step.name for step in steps]
     assert len(set(names)) == len(names)
@@ -72,8 +65,13 @@ def check_explanation(explanation):
     check_mermaid(mermaid)
     blocks = [block for step in steps for block in step.blocks if block.steps]
     assert mermaid.count("subgraph ") == len(blocks) + sum(bool(step.blocks) for step in steps)
-    assert sorted(box.names[0] for box in boxes_of(area) if box.kind in KINDS) == sorted(names)
-    drawn = {value for line in lines_of(area) for value in line.values}
-    assert drawn == {edge.value for edge in facts.edges}
     page = html_checks.parsed(explanation.to_html())
     assert page.data["plan"] == json.loads(json.dumps(explanation.to_json()))
+    areas = list(areas_of(page.data["graph"]))
+    boxes = [node for area in areas for node in area["nodes"] if node["kind"] in KINDS]
+    assert sorted(box["key"] for box in boxes) == sorted(names)
+    drawn = {value for area in areas for edge in area["edges"] for value in edge["values"]}
+    assert drawn == {edge.value for edge in facts.edges}
+    for area in areas:  # `page.js` needs each line to lead to a later box.
+        place = {node["key"]: i for i, node in enumerate(area["nodes"])}
+        assert all(place[edge["source"]] < place[edge["target"]] for edge in area["edges"])

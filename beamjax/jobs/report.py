@@ -24,7 +24,7 @@ from beamjax.telemetry.progress import Progress
 from beamjax.telemetry.timeline import Samples, numbers, samples_from_json
 
 if TYPE_CHECKING:
-    from beamjax.diagnostics.pages.shell import Page
+    from beamjax.diagnostics.pages.page import Page
 
 ABOUT, COURSE, CHECKSUMS = "about", "course", "checksums"
 """Names of the records in a folder: facts that do not change during a run, and those that do."""
@@ -127,7 +127,7 @@ class Report:
 
         The page is a single file of HTML that needs no network. It contains its data as JSON.
         """
-        from beamjax.diagnostics.pages.shell import document
+        from beamjax.diagnostics.pages.page import document
 
         return document(self._page())
 
@@ -142,14 +142,14 @@ class Report:
         Raises:
           SourceError: the file cannot be written.
         """
-        from beamjax.diagnostics.pages.shell import write
+        from beamjax.diagnostics.pages.page import write
         from beamjax.jobs.trace import chrome_trace
 
         is_trace = os.fspath(path).lower().endswith(".json")
         write(path, json.dumps(chrome_trace(self)) if is_trace else self.to_html())
 
     def _repr_html_(self) -> str:
-        from beamjax.diagnostics.pages.shell import fragment
+        from beamjax.diagnostics.pages.page import fragment
 
         return fragment(self._page())
 

@@ -4,6 +4,7 @@ The variable BEAMJAX_SCREENSHOTS names a folder for pictures of all of them.
 """
 
 import functools
+import math
 import os
 import re
 
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.diagnostics.pages.shell import document
+from beamjax.diagnostics.pages.page import document
+from beamjax.jobs.report import Curve
 from beamjax.jobs.run_page import run_page
 from beamjax.plan.dropping import Dropped
 from tests.jobs.test_reports import EVIL, example_report
@@ -89,17 +91,17 @@ MISPLACED = """(() => {
     a.x + a.width <= b.x + b.width + slack && a.y + a.height <= b.y + b.height + slack;
   const apart = (a, b) => a.x + a.width <= b.x + 1 || b.x + b.width <= a.x + 1 ||
     a.y + a.height <= b.y + 1 || b.y + b.height <= a.y + 1;
-  const things = [];
+  const at = e => e.getBoundingClientRect(), things = [];
   for (const box of document.querySelectorAll('.graph .box')) {
-    const shape = box.querySelector('.shape').getBBox();
+    const shape = at(box.querySelector('.shape'));
     things.push([box, shape]);
     for (const text of box.querySelectorAll('text'))
-      if (!inside(text.getBBox(), shape, 1)) found.push('out of its box: ' + text.textContent);
+      if (!inside(at(text), shape, 1)) found.push('out of its box: ' + text.textContent);
   }
   for (const under of document.querySelectorAll('.graph .under-label')) {
-    things.push([under, under.getBBox()]);
+    things.push([under, at(under)]);
     for (const text of under.parentNode.querySelectorAll('text'))
-      if (!inside(text.getBBox(), under.getBBox(), 1)) found.push('label: ' + text.textContent);
+      if (!inside(at(text), at(under), 1)) found.push('label: ' + text.textContent);
   }
   for (let i = 0; i < things.length; i++) for (let j = i + 1; j < things.length; j++) {
     const [[a, first], [b, second]] = [things[i], things[j]];
@@ -138,7 +140,7 @@ const fetched = performance.getEntriesByType('resource').map(e => e.name);
 const wrong = [{OVERFLOWING}, {MISPLACED}, {FAINT}].flat();
 for (const {{ media }} of [...document.styleSheets].flatMap(s => [...s.cssRules]))
   if (media) media.mediaText = {{ print: 'all', all: 'all' }}[media.mediaText] ?? 'not all';
-const controls = [...document.querySelectorAll('.tools, .readout')];
+const controls = [...document.querySelectorAll('.tools, .u-legend')];
 const paper = getComputedStyle(document.querySelector('.bjx')).backgroundColor;
 return [scrollWidth, ground, fetched, wrong, paper,
   controls.filter(e => getComputedStyle(e).display != 'none').length];
@@ -169,7 +171,6 @@ WHITE = "rgb(255, 255, 255)"
 # Helpers for scripts that act as a user does.
 USER = """
 const $ = s => document.querySelector(s), svg = $('svg.graph'), box = $('.graph-box');
-Element.prototype.setPointerCapture = () => {};
 const scale = () => Number(svg.dataset.scale);
 const view = () => svg.getAttribute('viewBox').split(' ').map(Number);
 const middle = e => { const r = e.getBoundingClientRect();
@@ -242,3 +243,39 @@ def test_choosing_a_step():
     assert keys == [True, True]
     assert escaped is None
     assert any(label.startswith("gather_0, GATHERS") for label in labels)
+
+
+def test_a_loop_folds():
+    script = """
+    const blocks = () => [document.querySelectorAll('.graph .block').length,
+      $('.fold').getAttribute('aria-expanded'), document.querySelectorAll('a.box').length];
+    const found = [blocks()];
+    click($('.fold')); found.push(blocks());
+    key('Enter'); found.push(blocks());
+    return found;
+    """
+    open_, folded, again = act(html_of("rounds"), script)
+    assert open_ == again == [1, "true", 7]
+    assert folded == [0, "false", 5]
+
+
+def test_charts_are_drawn_and_losses_have_a_logarithmic_axis():
+    losses = [
+        (1e3, 1e1, 1e-1),
+        (3.0, 2.0, 1.0),
+        (1e3, 0.0, 1.0),
+        (math.nan, 1.0, 1e-9),
+        (math.nan,),
+    ]
+    curves = tuple(Curve(str(i), range(len(y)), y, len(y)) for i, y in enumerate(losses))
+    script = """
+    const inked = canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height)
+      .data.some((value, i) => i % 4 == 3 && value);
+    const canvases = [...document.querySelectorAll('.plot canvas')];
+    return [canvases.length, canvases.every(inked),
+      [...document.querySelectorAll('.plot')].map(e => e.dataset.log ?? null)];
+    """
+    page = document(run_page(example_report(curves=curves)))
+    count, drawn, log = browser.look(page, script)[0]
+    assert (count, drawn) == (10, True)
+    assert log == ["false"] * 6 + ["true", "false", "false", "true", None]

@@ -1,19 +1,16 @@
-"""The graph of a plan: its boxes and lines, their texts and positions.
+"""The graph of a plan as JSON values: boxes and the lines between them, which `page.js` draws.
 
-Loops and branches are boxes that contain a box for each of their blocks. A line that enters or
-leaves a block ends at its border: a bar at the top stands for all that the block reads, and a bar
-at the bottom for what it gives.
+Loops and branches are boxes that contain an area for each of their blocks. A line that enters or
+leaves a block ends at its border: the box "in" stands for all that the block reads, and the box
+"out" for what it gives.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from beamjax._text import Bytes, MemberBytes, human_bytes
 from beamjax.diagnostics.fact_types import (
@@ -26,295 +23,193 @@ from beamjax.diagnostics.fact_types import (
     ValueFact,
     walk_facts,
 )
-from beamjax.diagnostics.pages.layout import Box, Layout, Link, layered
-from beamjax.diagnostics.text import human_seconds, rounds_text
+from beamjax.diagnostics.text import human_seconds, step_title
 
 GROUPED = 4
 """Largest number of inputs of an argument, or outputs of a step, that have a box each."""
-TITLE, SMALL = 13.0, 11.0
-"""Font sizes in pixels. All letters of the font are 0.61 of its size wide."""
-LINE, PAD = 15.0, 9.0
-MOST = 44
-"""Largest number of letters of a line in a box."""
 
-
-@dataclass(frozen=True)
-class Words:
-    """A line of text in a box; `kind` is its CSS class."""
-
-    text: str
-    kind: str = ""
-
-
-@dataclass(frozen=True)
-class Item:
-    """A box of the drawing.
-
-    Attributes:
-      key: the name of the box in its area.
-      kind: "input", "output", "server", "map", "gather", "scatter", "loop", "branch", "in", "out".
-      words: the lines of text in it; of a loop or a branch, at the top.
-      names: the name of its step, or the names of its inputs or outputs.
-      areas: the blocks in it, side by side.
-      title: the complete text, which a browser shows under the pointer.
-    """
-
-    key: str
-    kind: str
-    words: tuple[Words, ...]
-    names: tuple[str, ...] = ()
-    areas: tuple[Area, ...] = ()
-    title: str = ""
-
-    @property
-    def head(self) -> float:
-        """The height of the words, with the space around them."""
-        return PAD * 2 + LINE * len(self.words) if self.words else 0.0
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """The width and height."""
-        width = max((text_width(w) for w in self.words), default=0.0) + 2 * PAD + 6
-        if not self.areas:
-            return max(width, 60.0), self.head
-        inside = sum(area.layout.width + 2 * PAD for area in self.areas)
-        inside += PAD * (len(self.areas) + 1)
-        tallest = max(area.layout.height for area in self.areas)
-        return max(width, inside), self.head + tallest + 3 * PAD
-
-
-@dataclass(frozen=True)
-class Line:
-    """One or more values that pass from one box to another; `title` is the complete text."""
-
-    source: str
-    target: str
-    values: tuple[str, ...]
-    words: tuple[str, ...]
-    kind: str
-    nbytes: int
-    title: str
-
-
-@dataclass(frozen=True)
-class Area:
-    """Boxes and the lines between them: the whole drawing, or a block."""
-
-    title: str
-    items: tuple[Item, ...]
-    lines: tuple[Line, ...]
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """The predicted and measured seconds of a step, and its share; None if unknown."""
-
-    predicted: float | None = None
-    measured: float | None = None
-    share: float | None = None
-
-    @property
-    def words(self) -> tuple[Words, ...]:
-        """The lines of text in the box of the step."""
-        found = []
-        if self.predicted is not None:
-            found.append(Words(f"predicted {human_seconds(self.predicted)}", "time"))
-        if self.measured is not None:
-            part = f", {self.share:.0%}" if self.share is not None else ""
-            found.append(Words(f"measured {human_seconds(self.measured)}{part}", "time"))
-        return tuple(found)
-
-
-# --- boxes and lines
-
-
-def plan_area(
-    facts: PlanFacts,
-    seconds: Mapping[str, Seconds] | None = None,
-    sources: Mapping[str, str] | None = None,
-) -> Area:
-    """Lays out the drawing of a plan.
-
-    Args:
-      facts: the facts of the plan.
-      seconds: the times of steps, by their names.
-      sources: the text of the user's lines, by `file:line (function)`.
-    """
-    return _Drawing(facts, seconds or {}, sources or {}).area()
-
-
-class _Drawing:
-    def __init__(
-        self, facts: PlanFacts, seconds: Mapping[str, Seconds], sources: Mapping[str, str]
-    ):
-        self.facts = facts
-        self.seconds = seconds
-        self.sources = sources
-        self.values = {value.name: value for value in _values(facts)}
-        self.homes = dict(_homes(facts.steps, (), ()))
-        self.inputs = _groups(_used_inputs(facts), self._readers)
-        self.outputs = _groups([o for o in facts.outputs if o.value], lambda o: o.source)
-        self.homes |= {fact.path: (((), k),) for k, group in self.inputs.items() for fact in group}
-        self.homes |= {fact.path: (((), k),) for k, group in self.outputs.items() for fact in group}
-
-    def _readers(self, fact: InputFact) -> str:
-        """Returns the boxes of the outermost area that read an input, as a key."""
-        readers = (e.target for e in self.facts.edges if e.source == fact.path)
-        return " ".join(sorted({_within(self.homes.get(name, ()), ()) or name for name in readers}))
-
-    def area(self) -> Area:
-        """Lays out the outermost area."""
-        items = [self.ends("input", key, group) for key, group in self.inputs.items()]
-        items += [self.step(step, ()) for step in self.facts.steps]
-        items += [self.ends("output", key, group) for key, group in self.outputs.items()]
-        return self.laid_out("", items, ())
-
-    def ends(self, kind: str, key: str, group: Sequence[InputFact | OutputFact]) -> Item:
-        """Makes the box of some inputs, or of some outputs."""
-        names = tuple(fact.path for fact in group)
-        if len(group) == 1:
-            (fact,) = group
-            words = [Words(shortened(fact.path), "name"), Words(shortened(fact.type))]
-            words.append(Words(human_bytes(fact.nbytes)))
-        else:
-            words = [Words(shortened(f"{_root(names[0])}…"), "name")]
-            words.append(Words(f"{len(group)} arrays, {human_bytes(_total(group))}"))
-        title = "\n".join(f"{f.path}: {f.type}, {human_bytes(f.nbytes)}" for f in group)
-        return Item(key, kind, tuple(words), names, title=title)
-
-    def step(self, step: StepFact, home: Home) -> Item:
-        """Makes the box of a step."""
-        words = [Words(shortened(step.name), "name"), *self._words(step)]
-        words += self.seconds.get(step.name, Seconds()).words
-        areas = tuple(
-            self.block(step, number, block, (*home, (step.name, number)))
-            for number, block in enumerate(step.blocks)
-        )
-        title = [step.name, *step.functions, step.reason, *step.lines]
-        kind = step.kind.lower()
-        return Item(
-            step.name, kind, tuple(words), (step.name,), areas, "\n".join(filter(None, title))
-        )
-
-    def _words(self, step: StepFact) -> Iterator[Words]:
-        moved = human_bytes(_total([*step.served, *step.placed]))
-        match step.kind:
-            case "Map":
-                yield Words(shortened(f"Map over {step.placement}, {_shards(step, self.facts)}"))
-                if step.functions:
-                    where = "".join(f" at {place_of(line)}" for line in step.lines[:1] if line)
-                    yield Words(shortened(", ".join(step.functions) + where), "code")
-                if step.partial_bytes:
-                    yield Words(f"reduces to {human_bytes(step.partial_bytes)} a shard")
-                if step.python:
-                    yield Words("runs as Python")
-            case "Gather":
-                yield Words(f"GATHERS {moved} to the server", "loud")
-            case "Scatter":
-                yield Words(f"scatters {moved} over {shortened(str(step.placement), 20)}")
-            case "Loop":
-                yield Words(f"Loop, {rounds_text(step)}")
-            case "Branch":
-                yield Words(f"Branch, one of {len(step.blocks)} blocks")
-            case _:
-                where = "".join(f" at {place_of(line)}" for line in step.lines[:1] if line)
-                yield Words(shortened(f"Server{where}"))
-        if step.kind in ("Gather", "Scatter"):
-            yield Words(shortened(f"because {step.reason}"))
-            for line in filter(None, step.lines[:1]):
-                yield Words(shortened(f"at {place_of(line)}"))
-                if line in self.sources:
-                    yield Words(shortened(self.sources[line]), "code")
-
-    def block(self, step: StepFact, number: int, block: BlockFact, home: Home) -> Area:
-        """Lays out a block."""
-        read, given = _handed_words(step, block)
-        items = [Item("in", "in", tuple(Words(shortened(word, 60)) for word in read))]
-        items += [self.step(inner, home) for inner in block.steps]
-        items.append(Item("out", "out", tuple(Words(shortened(word, 60)) for word in given)))
-        return self.laid_out(block.title, items, home)
-
-    def laid_out(self, title: str, items: Sequence[Item], home: Home) -> Area:
-        """Lays out an area with these boxes."""
-        boxes = [Box(i.key, *i.size, {"in": "top", "out": "bottom"}.get(i.kind, "")) for i in items]
-        order = {box.key: i for i, box in enumerate(boxes)}
-        lines = [x for x in self.lines(home) if order[x.source] < order[x.target]]
-        links = [Link(x.source, x.target, *label_size(x.words)) for x in lines]
-        return Area(title, tuple(items), tuple(lines), layered(boxes, links))
-
-    def lines(self, home: Home) -> list[Line]:
-        """Returns the lines of an area."""
-        found: dict[tuple[str, str], list[Edge]] = {}
-        for edge in self.facts.edges:
-            ends = self._ends(edge, home)
-            if ends is not None:
-                found.setdefault(ends, []).append(edge)
-        return [self.line(*ends, edges) for ends, edges in found.items()]
-
-    def _ends(self, edge: Edge, home: Home) -> tuple[str, str] | None:
-        """Returns the boxes of an area between which a value passes, if it does."""
-        source = _within(self.homes.get(edge.source, ()), home)
-        target = _within(self.homes.get(edge.target, ()), home)
-        if home and target is not None:
-            source = source or "in"  # from outside, or from the step of the block
-        elif home and edge.target == home[-1][0]:
-            target = "out"
-        if source is None or target is None or source == target:
-            return None
-        return source, target
-
-    def line(self, source: str, target: str, edges: Sequence[Edge]) -> Line:
-        """Makes one line for these values."""
-        distinct = {edge.value: edge for edge in edges}
-        total = _total(distinct.values())
-        members = [self._each(name) for name in distinct]
-        title = [
-            f"{name}: {self._type(name)}, {human_bytes(edge.nbytes)}"
-            + (f", {human_bytes(each)} a member" if each is not None else "")
-            for (name, edge), each in zip(distinct.items(), members, strict=True)
-        ]
-        first = (
-            shortened(next(iter(distinct)), 28) if len(distinct) == 1 else f"{len(distinct)} values"
-        )
-        words = [f"{first}, {human_bytes(total)}"]
-        known = [each for each in members if each is not None]
-        if known and not isinstance(total, MemberBytes):
-            words.append(f"{human_bytes(sum(known))} a member")
-        kinds = {self.kinds[key] for edge in edges for key in (edge.source, edge.target)}
-        kind = "gathered" if "Gather" in kinds and known else "placed" if known else "served"
-        size = total.each if isinstance(total, MemberBytes) else total
-        return Line(source, target, tuple(distinct), tuple(words), kind, size, "\n".join(title))
-
-    @cached_property
-    def kinds(self) -> Mapping[str, str]:
-        found = dict.fromkeys(self.homes, "")
-        return found | {step.name: step.kind for step in walk_facts(self.facts.steps)}
-
-    def _type(self, name: str) -> str:
-        value = self.values.get(name)
-        return value.type if value is not None else ""
-
-    def _each(self, name: str) -> int | None:
-        value = self.values.get(name)
-        return value.member_bytes if value is not None else None
-
+Json = dict[str, Any]
 
 Home = tuple[tuple[str, int], ...]
 """The blocks around an area, from the outside: a step, and the number of its block."""
-
 
 Path = tuple[tuple[Home, str], ...]
 """The areas around something, from the outside, with its box in each."""
 
 
-def _homes(steps: Sequence[StepFact], home: Home, path: Path) -> Iterator[tuple[str, Path]]:
+def plan_graph(
+    facts: PlanFacts, seconds: Mapping[str, Mapping[str, Any]], sources: Mapping[str, str]
+) -> Json:
+    """Returns the outermost area of the graph of a plan.
+
+    An area has a `title`, `nodes` and `edges`. A node has a `key`, which edges name as `source` and
+    `target`; a `kind`, which is a class of the style sheet; `words`, the lines of text in its box,
+    each with a class; the `names` of its step, inputs or outputs; a `title` for the pointer; and
+    `blocks`, which are areas. An edge has the `words` of its label, a `kind`, a `title`, its
+    `values`, and its `nbytes`.
+
+    Args:
+      facts: the facts of the plan.
+      seconds: the `predicted` and `measured` seconds and the `share` of steps, by their names.
+      sources: the text of the user's lines, by `file:line (function)`.
+    """
+    return _Graph(facts, seconds, sources).outermost()
+
+
+class _Graph:
+    def __init__(
+        self,
+        facts: PlanFacts,
+        seconds: Mapping[str, Mapping[str, Any]],
+        sources: Mapping[str, str],
+    ):
+        self.facts = facts
+        self.seconds = seconds
+        self.sources = sources
+        self.values = {value.name: value for value in _values(facts)}
+        self.kinds = {step.name: step.kind for step in walk_facts(facts.steps)}
+        self.paths = dict(_paths(facts.steps, (), ()))
+        read = {edge.source for edge in facts.edges}
+        self.inputs = _groups([i for i in facts.inputs if i.path in read], self._readers)
+        self.outputs = _groups([o for o in facts.outputs if o.value], lambda o: o.source)
+        for key, group in [*self.inputs.items(), *self.outputs.items()]:
+            self.paths |= {fact.path: (((), key),) for fact in group}
+
+    def _readers(self, fact: InputFact) -> str:
+        """Returns the boxes of the outermost area that read an input, as a key."""
+        readers = (edge.target for edge in self.facts.edges if edge.source == fact.path)
+        return " ".join(sorted({_within(self.paths.get(name, ()), ()) or name for name in readers}))
+
+    def outermost(self) -> Json:
+        nodes = [_ends("input", key, group) for key, group in self.inputs.items()]
+        nodes += [self.step(step, ()) for step in self.facts.steps]
+        nodes += [_ends("output", key, group) for key, group in self.outputs.items()]
+        return {"title": "", "nodes": nodes, "edges": self.edges(())}
+
+    def step(self, step: StepFact, home: Home) -> Json:
+        """Returns the box of a step."""
+        words = [[step.name, "name"], *self._words(step)]
+        times = self.seconds.get(step.name, {})
+        for kind in ("predicted", "measured"):
+            if times.get(kind) is not None:
+                share = times["share"] if kind == "measured" else None
+                part = "" if share is None else f", {share:.0%}"
+                words.append([f"{kind} {human_seconds(times[kind])}{part}", "time"])
+        blocks = [
+            self.block(step, block, (*home, (step.name, i))) for i, block in enumerate(step.blocks)
+        ]
+        title = "\n".join(filter(None, [step.name, *step.functions, step.reason, *step.lines]))
+        return _node(step.name, step.kind.lower(), words, [step.name], title, blocks)
+
+    def _words(self, step: StepFact) -> Iterator[list[str]]:
+        moved = human_bytes(_total([*step.served, *step.placed]))
+        where = "".join(f" at {place_of(line)}" for line in step.lines[:1] if line)
+        match step.kind:
+            case "Map":
+                yield [step_title(step, self.facts), ""]
+                if step.functions:
+                    yield [", ".join(step.functions) + where, "code"]
+                if step.partial_bytes:
+                    yield [f"reduces to {human_bytes(step.partial_bytes)} a shard", ""]
+                if step.python:
+                    yield ["runs as Python", ""]
+            case "Gather":
+                yield [f"GATHERS {moved} to the server", "loud"]
+            case "Scatter":
+                yield [f"scatters {moved} over {step.placement}", ""]
+            case "Loop" | "Branch":
+                yield [step_title(step, self.facts), ""]
+            case _:
+                yield [f"Server{where}", ""]
+        if step.kind in ("Gather", "Scatter"):
+            yield [f"because {step.reason}", ""]
+            for line in filter(None, step.lines[:1]):
+                yield [where.strip(), ""]
+                if line in self.sources:
+                    yield [self.sources[line], "code"]
+
+    def block(self, step: StepFact, block: BlockFact, home: Home) -> Json:
+        """Returns the area of a block."""
+        read, given = _handed_words(step, block)
+        nodes = [_node("in", "in", [[word, ""] for word in read])]
+        nodes += [self.step(inner, home) for inner in block.steps]
+        nodes.append(_node("out", "out", [[word, ""] for word in given]))
+        return {"title": block.title, "nodes": nodes, "edges": self.edges(home)}
+
+    def edges(self, home: Home) -> list[Json]:
+        """Returns the lines of an area: one for each pair of boxes between which values pass."""
+        found: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.facts.edges:
+            source = _within(self.paths.get(edge.source, ()), home)
+            target = _within(self.paths.get(edge.target, ()), home)
+            if home and target is not None:
+                source = source or "in"  # from outside, or from the step of the block
+            elif home and edge.target == home[-1][0]:
+                target = "out"
+            if source is not None and target is not None and source != target:
+                found.setdefault((source, target), []).append(edge)
+        return [self.edge(*ends, edges) for ends, edges in found.items()]
+
+    def edge(self, source: str, target: str, edges: Sequence[Edge]) -> Json:
+        """Returns one line for these values."""
+        distinct = {edge.value: edge for edge in edges}
+        total = _total(distinct.values())
+        title, members = [], 0
+        for name, edge in distinct.items():
+            value = self.values.get(name)
+            each = value.member_bytes if value is not None else None
+            members += each or 0
+            kind = value.type if value is not None else ""
+            more = f", {human_bytes(each)} a member" if each is not None else ""
+            title.append(f"{name}: {kind}, {human_bytes(edge.nbytes)}{more}")
+        first = next(iter(distinct)) if len(distinct) == 1 else f"{len(distinct)} values"
+        words = [first, human_bytes(total)]
+        if members and not isinstance(total, MemberBytes):
+            words.append(f"{human_bytes(members)} a member")
+        ends = {self.kinds.get(end) for edge in edges for end in (edge.source, edge.target)}
+        is_gathered = "Gather" in ends and members
+        return {
+            "source": source, "target": target, "values": list(distinct), "words": words,
+            "kind": "gathered" if is_gathered else "placed" if members else "served",
+            "title": "\n".join(title),
+            "nbytes": total.each if isinstance(total, MemberBytes) else total,
+        }  # fmt: skip
+
+
+def _node(
+    key: str,
+    kind: str,
+    words: Sequence[Sequence[str]],
+    names: Sequence[str] = (),
+    title: str = "",
+    blocks: Sequence[Json] = (),
+) -> Json:
+    return {
+        "key": key, "kind": kind, "words": list(words), "names": list(names), "title": title,
+        "blocks": list(blocks),
+    }  # fmt: skip
+
+
+def _ends(kind: str, key: str, group: Sequence[InputFact | OutputFact]) -> Json:
+    """Returns the box of some inputs, or of some outputs."""
+    names = [fact.path for fact in group]
+    if len(group) == 1:
+        (fact,) = group
+        words = [[fact.path, "name"], [fact.type, ""], [human_bytes(fact.nbytes), ""]]
+    else:
+        arrays = f"{len(group)} arrays, {human_bytes(_total(group))}"
+        words = [[f"{_root(names[0])}…", "name"], [arrays, ""]]
+    title = "\n".join(f"{f.path}: {f.type}, {human_bytes(f.nbytes)}" for f in group)
+    return _node(key, kind, words, names, title)
+
+
+def _paths(steps: Sequence[StepFact], home: Home, path: Path) -> Iterator[tuple[str, Path]]:
     """Yields the names of steps with their paths."""
     for step in steps:
         here = (*path, (home, step.name))
         yield step.name, here
         for number, block in enumerate(step.blocks):
-            yield from _homes(block.steps, (*home, (step.name, number)), here)
+            yield from _paths(block.steps, (*home, (step.name, number)), here)
 
 
 def _within(path: Path, home: Home) -> str | None:
@@ -322,68 +217,27 @@ def _within(path: Path, home: Home) -> str | None:
     return next((key for area, key in path if area == home), None)
 
 
-# --- texts
-
-
-def letters(text: str) -> int:
-    """Returns the columns of a text in a monospaced font."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
-
-
-def text_width(words: Words) -> float:
-    """Returns the width of a line of text in pixels."""
-    return letters(words.text) * 0.61 * (TITLE if words.kind == "name" else SMALL)
-
-
-def shortened(text: str, most: int = MOST) -> str:
-    """Returns a line with at most so many letters."""
-    text = " ".join(text.split())
-    if letters(text) <= most:
-        return text
-    short = ""
-    for character in text:
-        if letters(short + character) > most - 1:
-            break
-        short += character
-    return short.rstrip() + "…"
-
-
 def place_of(line: str) -> str:
     """Returns `file.py:3` of a line of the user, without the folder and the function."""
     return os.path.basename(line.partition(" (")[0])
 
 
-def label_size(words: Sequence[str]) -> tuple[float, float]:
-    """Returns the width and height of the label of a line."""
-    widest = max(text_width(Words(word)) for word in words)
-    return widest + 8, LINE * len(words) + 4
-
-
-def _shards(step: StepFact, facts: PlanFacts) -> str:
-    found = next((p for p in facts.placements if p.name == step.placement), None)
-    if found is None or found.shards is None:
-        return "shards of " + (str(found.shard_size) if found else "members")
-    return f"{found.shards} shards of {found.shard_size}" if found.shards > 1 else "1 shard"
-
-
 def _handed_words(step: StepFact, block: BlockFact) -> tuple[list[str], list[str]]:
-    """Returns the texts of the bars above and below a block."""
+    """Returns the texts of the boxes "in" and "out" of a block."""
     if step.kind == "Branch":
         return [block.title], [f"gives {_sized(block.outputs)}"]
     by: dict[str, list[ValueFact]] = {"carries": [], "slices": [], "stacks": []}
     for fact in step.handed:
         by[fact.how].append(fact.inside)
-    read = [(f"carried: {_sized(by['carries'])}", by["carries"])]
-    read.append((f"an entry of: {_sized(by['slices'])}", by["slices"]))
-    given = [(f"carries {_sized(by['carries'])}", by["carries"])]
-    given.append((f"stacks {_sized(by['stacks'])}", by["stacks"]))
-    below = [text for text, values in given if values] or ["gives nothing"]
-    return [block.title, *(text for text, values in read if values)], (
-        ["goes on?"] if block.title == "condition" else below
+    read = {"carried:": by["carries"], "an entry of:": by["slices"]}
+    given = {"carries": by["carries"], "stacks": by["stacks"]}
+    above, below = (
+        [f"{how} {_sized(values)}" for how, values in each.items() if values]
+        for each in (read, given)
     )
+    if block.title == "condition":
+        below = ["goes on?"]
+    return [block.title, *above], below or ["gives nothing"]
 
 
 def _sized(values: Sequence[ValueFact]) -> str:
@@ -409,13 +263,8 @@ def _values(facts: PlanFacts) -> Iterator[ValueFact]:
             yield from block.outputs
 
 
-def _used_inputs(facts: PlanFacts) -> list[InputFact]:
-    read = {edge.source for edge in facts.edges}
-    return [fact for fact in facts.inputs if fact.path in read]
-
-
 def _root(path: str) -> str:
-    """`args[0]` of `args[0]['w']`, `result` of `result[1]`, `constant` of `constant 3`."""
+    """Returns `args[0]` of `args[0]['w']`, `result` of `result[1]`."""
     found = re.match(r"args\[\d+\]|\w+", path)
     return found[0] if found else path
 

@@ -1,0 +1,124 @@
+"""Pages: HTML from templates of Jinja2, as a document or as the output of a notebook cell.
+
+Both contain their styles, their script and their data, and need no network. Everything that a
+template prints is escaped, except for `Markup`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from beamjax._text import human_bytes
+from beamjax._version import __version__
+from beamjax.diagnostics.text import human_seconds
+from beamjax.errors import SourceError
+
+SHORT = 20
+"""Largest number of letters of a cell that stays on one line."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page.
+
+    Attributes:
+      title: the title of the document.
+      template: the name of the template of its content, without `.html`.
+      values: the values of the template.
+      data: the data of the page, as JSON values; `page.js` draws its "graph" and its "charts".
+    """
+
+    title: str
+    template: str
+    values: Mapping[str, Any]
+    data: Mapping[str, Any]
+
+
+def document(page: Page) -> str:
+    """Returns the page as a document of HTML."""
+    return _rendered("document", page, "bjx")
+
+
+def fragment(page: Page) -> str:
+    """Returns the page as the output of a cell, with unique ids; its styles affect nothing else."""
+    return _rendered("fragment", page, f"bjx-{os.getpid()}-{next(_numbers)}")
+
+
+def _rendered(name: str, page: Page, prefix: str) -> str:
+    html = _templates().get_template(f"{name}.html").render(
+        page=page, prefix=prefix, version=__version__, **page.values
+    )  # fmt: skip
+    return _UNPRINTABLE.sub("\ufffd", html)  # HTML forbids these characters
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Writes text to a file, or to a URL of Beam's FileSystems.
+
+    Raises:
+      SourceError: the file cannot be written.
+    """
+    from beamjax.storage import files  # imports Beam only for URLs
+
+    name = os.fspath(path)
+    try:
+        if files.is_url(name):
+            files.write(name, text.encode())
+        else:
+            Path(name).write_text(text, encoding="utf-8")
+    except Exception as error:  # file systems raise errors of many kinds
+        raise SourceError(f"{name}: cannot write it ({error})") from error
+
+
+def code(text: str) -> Markup:
+    """Returns a text as an element of code, for a cell of a table."""
+    return Markup("<code>{}</code>").format(text)
+
+
+def _cell(value: Any) -> Markup:
+    """Returns a cell of a table: integers are aligned to the right, short texts do not wrap."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Markup('<td class="number">{:,}</td>').format(value)
+    if isinstance(value, Markup):
+        return Markup("<td>{}</td>").format(value)
+    kind = "short" if len(str(value)) <= SHORT else "long"
+    return Markup('<td class="{}">{}</td>').format(kind, value)
+
+
+def _json(data: Any) -> Markup:
+    """Returns JSON that is safe in a script element."""
+    text = json.dumps(data, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("beamjax.diagnostics.pages"),
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters |= {"cell": _cell, "json": _json, "bytes": human_bytes, "seconds": human_seconds}
+    made.globals["bundled"] = _bundled
+    return made
+
+
+@functools.cache
+def _bundled(name: str) -> Markup:
+    """Returns a file of this package, which the template does not escape."""
+    file = resources.files("beamjax.diagnostics.pages").joinpath(name)
+    return Markup(file.read_text(encoding="utf-8").strip())
