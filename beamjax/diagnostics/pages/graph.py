@@ -72,8 +72,8 @@ class _Graph:
         read = {edge.source for edge in facts.edges}
         self.inputs = _groups([i for i in facts.inputs if i.path in read], self._readers)
         self.outputs = _groups([o for o in facts.outputs if o.value], lambda o: o.source)
-        for key, group in [*self.inputs.items(), *self.outputs.items()]:
-            self.paths |= {fact.path: (((), key),) for fact in group}
+        self.paths |= {fact.path: (((), k),) for k, group in self.inputs.items() for fact in group}
+        self.paths |= {fact.path: (((), k),) for k, group in self.outputs.items() for fact in group}
 
     def _readers(self, fact: InputFact) -> str:
         """Returns the boxes of the outermost area that read an input, as a key."""

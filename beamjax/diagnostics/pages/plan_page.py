@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from beamjax._text import human_bytes
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, walk_facts
+from beamjax.diagnostics.fact_types import InputFact, OutputFact, PlanFacts, StepFact, walk_facts
 from beamjax.diagnostics.pages.graph import plan_graph
 from beamjax.diagnostics.pages.page import Page
 from beamjax.diagnostics.text import (
+    Row,
     count,
     human_seconds,
     parts_text,
@@ -79,6 +80,7 @@ def steps_section(
     legend.append(("placed", "flat", "a placed value, one a member"))
     if "Gather" in kinds:
         legend.append(("gather", "flat", "what is gathered"))
+    ends: list[InputFact | OutputFact] = [*facts.inputs, *facts.outputs]
     values = {
         "facts": facts,
         "sources": sources,
@@ -96,9 +98,7 @@ def steps_section(
             }
             for step in every
         ],
-        "ends": [
-            (end.path, end.type, human_bytes(end.nbytes)) for end in (*facts.inputs, *facts.outputs)
-        ],
+        "ends": [(end.path, end.type, human_bytes(end.nbytes)) for end in ends],
     }
     return values, {"graph": plan_graph(facts, seconds, sources), "seconds": seconds}
 
@@ -126,9 +126,7 @@ def seconds_of(
     }
 
 
-def _notes(
-    step: StepFact, facts: PlanFacts, seconds: Mapping[str, float | None]
-) -> Iterator[tuple[str, str]]:
+def _notes(step: StepFact, facts: PlanFacts, seconds: Mapping[str, float | None]) -> Iterator[Row]:
     """Yields rows of the table of a step: a label, and a text."""
     if (predicted := seconds.get("predicted")) is not None:
         yield "predicted", human_seconds(predicted)
