@@ -19,12 +19,9 @@ from beamjax.interpreters.placement.gathers import gather_from_passes, share_gat
 from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
 from beamjax.interpreters.placement.order_statistics import order_statistics
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
-from beamjax.interpreters.placement.prefixes import prefixes
-from beamjax.interpreters.placement.regrouping import Regrouping
+from beamjax.interpreters.placement.regrouping import Regrouping, expansions
 from beamjax.interpreters.placement.reshaped import reshaped
-from beamjax.interpreters.placement.scans import scans
 from beamjax.interpreters.placement.sliced import sliced
-from beamjax.interpreters.placement.tall_matrices import tall_matrices
 from beamjax.interpreters.placement.views import drop_view, make_views
 from beamjax.interpreters.program import (
     Atom,
@@ -91,8 +88,8 @@ def place(
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Eqn] = set()
     # Members that are dropped leave gaps in the order of those of a shard.
-    finds = functools.partial(sliced, moves=not guarded), reshaped, scans
-    ordered = prefixes, order_statistics, tall_matrices
+    finds = functools.partial(sliced, moves=not guarded), reshaped, expansions
+    ordered = functools.partial(expansions, ordered=True), order_statistics
     regrouping = Regrouping(flat, finds if guarded else (*finds, *ordered))
     while True:
         program = PlacedProgram(flat, keys.sizes, {**fixed, **tried}, shard_size=shard_size)

@@ -18,6 +18,7 @@ import jax
 
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
+from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.staging.flatten import flatten
 
 
@@ -154,6 +155,23 @@ def _of_members(program: PlacedProgram, block: FlatBlock, steps: Steps) -> set[V
 
 def _variables(atoms: Iterable[Atom]) -> set[Var]:
     return {atom for atom in atoms if isinstance(atom, Var)}
+
+
+def expansions(program: PlacedProgram, block: FlatBlock, ordered: bool = False) -> Iterator[Steps]:
+    """The rewrites of single equations of a block; see `rules.EXPANSIONS`."""
+    table = rules.ORDERED_EXPANSIONS if ordered else rules.EXPANSIONS
+    for eqn in block.eqns:
+        find, places = table.get(eqn.primitive.name), list(map(program.place, eqn.inputs))
+        names = {along.placement for along in places if along is not None}
+        if find is None or len(names) != 1 or not runs_on_server(program, eqn):
+            continue
+        (key,) = names
+        n = program.sizes[key]
+        name = key.removesuffix(f"[{n}]")  # See `PlacementKeys`.
+        members = rules.Members(name, n, program.shard_size)
+        function = find(eqn, [along.axis if along else None for along in places], members)
+        if function is not None:
+            yield {eqn: Step(eqn.inputs, [False] * len(eqn.inputs), function, is_end=True)}
 
 
 def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:

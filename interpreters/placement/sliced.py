@@ -22,11 +22,12 @@ import numpy as np
 from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.blocks import block_of
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.placement.regrouping import Step, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
 from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.by_shard import range_size
+from beamjax.interpreters.rules.ordered import shifted
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     MemberwiseRule,
@@ -36,7 +37,6 @@ from beamjax.interpreters.rules.sharding_rules import (
     replaced,
     shape_of,
 )
-from beamjax.interpreters.rules.shifts import shifted
 from beamjax.numerics.reducers import PICK, REDUCERS
 
 MIN_SHARE = 0.5
@@ -134,7 +134,7 @@ def _move(
     if k == 0 or not numbers or not PICK.takes(aval.dtype):
         return None if k else lambda x: x
     member = aval.dtype.itemsize * math.prod(aval.shape) // n
-    block = block_of(n, abs(k) * member, member, program.shard_size, fewest=abs(k))
+    block = range_size(n, abs(k) * member, member, program.shard_size, fewest=abs(k))
     return functools.partial(shifted, k=k, axis=axis, block=block) if block else None
 
 

@@ -12,6 +12,7 @@ import pytest
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.interpreters.placement import order_statistics, propagate, sliced, views
+from beamjax.interpreters.rules import table
 from beamjax.interpreters.staging import flatten, simplify
 from tests.helpers import planned
 
@@ -98,12 +99,12 @@ def counted(x):
 
 
 REWRITES = [
-    (decomposed, propagate, "tall_matrices", none_found),
+    (decomposed, table, "ORDERED_EXPANSIONS", {}),
     (counted, propagate, "order_statistics", none_found),
     (differences, sliced, "_meeting", nothing),
     (neighbours, sliced, "_rolls", none_found),
-    (running_sums, propagate, "prefixes", none_found),
-    (maps_and_adds, propagate, "scans", none_found),
+    (running_sums, table, "ORDERED_EXPANSIONS", {}),
+    (maps_and_adds, table, "EXPANSIONS", {}),
     (mean_of_most, propagate, "sliced", none_found),
     (slope_of_most, propagate, "sliced", none_found),
     (largest_of_all, propagate, "reshaped", none_found),
