@@ -12,7 +12,6 @@ worker that starts needs few of them.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import tempfile
@@ -186,15 +185,6 @@ def unused_transform(transform: Any) -> Any:
     if isinstance(own, _ChainedPTransform):
         own._parts = tuple(map(unused_transform, own._parts))
     return own
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of all of Beam's options; without it, the command line can't check them."""
-    from apache_beam.options.pipeline_options import PipelineOptions
-
-    kinds: Any = PipelineOptions.__subclasses__()
-    for kind in kinds:
-        kind._add_argparse_args(parser)
 
 
 def has_file_options() -> bool:

@@ -213,7 +213,9 @@ class Driver(ControlFlow[Value]):
         return bounded(run, table)
 
     def _server_there(self, step: Server) -> None:
-        program = self._program(step, lambda plain: RunServer(self._tasks.task(plain, plain.inputs)))
+        program = self._program(
+            step, lambda plain: RunServer(self._tasks.task(plain, plain.inputs))
+        )
         for _, environment in self._there(program, step, [self._environment(step.inputs)]):
             self._take(environment)
 

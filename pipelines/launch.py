@@ -7,7 +7,7 @@ import functools
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import apache_beam as beam
 
@@ -15,7 +15,6 @@ from beamjax._beam_compat import FnApiRunner, PrismRunner, SparkRunner, temporar
 from beamjax.pipelines import waiting
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.outputs import Outputs
-from beamjax.pipelines.resident.messages import Program
 from beamjax.pipelines.runners import submission_files
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.runners.loopback import loopback_only
@@ -28,6 +27,9 @@ from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.telemetry.monitor import Monitor
+
+if TYPE_CHECKING:
+    from beamjax.pipelines.resident.messages import Program
 
 KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
 """Runners that wait for a worker process that died, and start no other one for it."""

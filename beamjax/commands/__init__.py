@@ -1,1 +1,1 @@
-"""The commands of `beamjax` that work on a function: a file a command, and what they share."""
+"""The command line, `beamjax`."""

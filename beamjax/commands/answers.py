@@ -1,22 +1,26 @@
-"""What a command says at its end: text or JSON on stdout, errors on stderr, an exit status."""
+"""How a command ends: text or JSON on stdout, errors on stderr, an exit status."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import functools
 import json
 import math
 import os
 import sys
+import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import click
 
 from beamjax.errors import BeamjaxError, OptionsError
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses."""
 
 
 @dataclass
@@ -24,7 +28,7 @@ class Answer:
     """What a command found.
 
     Attributes:
-      data: of `--json`, without what is not JSON.
+      data: for `--json`; tuples and numbers that are not finite are converted.
       text: for people.
       status: the exit status.
     """
@@ -34,42 +38,42 @@ class Answer:
     status: int = DONE
 
 
-def give(arguments: argparse.Namespace, work: Callable[[], Answer]) -> int:
-    """Does the work of a command, prints what it found or how it failed.
+def answers(work: Callable[..., Answer]) -> Callable[..., None]:
+    """Makes a function that returns an `Answer` the callback of a command.
 
-    With `--json`, stdout has one JSON object, and what programs print goes to stderr.
-
-    Returns:
-      The exit status.
+    The command gets the flags `--json` and `--traceback`. With `--json`, stdout has one JSON
+    object, and what programs print goes to stderr.
     """
-    warned: list[str] = []
-    try:
-        with _collected(warned):
-            if arguments.json:
-                with _stdout_to_stderr():
-                    answer = work()
-            else:
-                answer = work()
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(arguments, error, warned)
-    if arguments.json:
-        print_json({"ok": answer.status == DONE, **answer.data, "warnings": warned})
-    elif answer.text:
-        print(answer.text)
-    return answer.status
 
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+    @click.option("--traceback", "full", is_flag=True, help="Show all frames of errors.")
+    @functools.wraps(work)
+    def command(as_json: bool, full: bool, **arguments: Any) -> None:
+        collected: list[str] = []
+        try:
+            with _collected_warnings(collected), _stdout_to_stderr(as_json):
+                answer = work(**arguments)
+        except (click.ClickException, BrokenPipeError):  # which click handles
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            click.echo(_error_text(error, full), err=True)
+            answer = Answer({"error": error_data(error)}, "", status_of(error))
+        if as_json:
+            found = {"ok": answer.status == DONE, **answer.data, "warnings": collected}
+            click.echo(json.dumps(_strict(found), indent=1))
+        elif answer.text:
+            click.echo(answer.text)
+        click.get_current_context().exit(answer.status)
 
-def fail(arguments: argparse.Namespace, error: BaseException, warnings: Sequence[str] = ()) -> int:
-    """Prints how a command failed, and returns the exit status; see `give`."""
-    print_error(error, full=getattr(arguments, "traceback", False))
-    if arguments.json:
-        print_json({"ok": False, "error": error_data(error), "warnings": warnings})
-    return status_of(error)
+    return command
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Of this process, and of those that it starts."""
+def _stdout_to_stderr(redirect: bool) -> Iterator[None]:
+    """Redirects what this process and its children print, if `redirect`."""
+    if not redirect:
+        yield
+        return
     before = sys.stdout
     with contextlib.ExitStack() as stack:
         if before is sys.__stdout__ and before is not None:
@@ -83,12 +87,12 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collected(warned: list[str]) -> Iterator[None]:
-    """Keeps the text of warnings, which are shown as ever."""
+def _collected_warnings(collected: list[str]) -> Iterator[None]:
+    """Collects the text of warnings, which are shown as well."""
     show = warnings.showwarning
 
     def collect(message: Any, *rest: Any, **named: Any) -> None:
-        warned.append(str(message))
+        collected.append(str(message))
         show(message, *rest, **named)
 
     warnings.showwarning = collect
@@ -98,12 +102,8 @@ def _collected(warned: list[str]) -> Iterator[None]:
         warnings.showwarning = show
 
 
-def print_json(data: Any) -> None:
-    """Prints strict JSON: numbers that are not finite are text."""
-    print(json.dumps(_strict(data), indent=1))
-
-
 def _strict(value: Any) -> Any:
+    """Strict JSON has no NaN and no infinity: they become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -117,7 +117,7 @@ def _strict(value: Any) -> Any:
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status that an error means."""
+    """The exit status for an error."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return WRONG if isinstance(error, OptionsError) else FAILED
@@ -134,54 +134,40 @@ def error_data(error: BaseException) -> dict[str, Any]:
     }
 
 
-def print_error(error: BaseException, full: bool = False) -> None:
-    """Prints an error on stderr: those of beamjax by their message, others by frames of the user.
-
-    Args:
-      error: while it is caught.
-      full: whether to show all frames.
-    """
+def _error_text(error: BaseException, full: bool) -> str:
+    """The message of an error of beamjax; of any other, the frames of the user's code."""
     if full:
-        traceback.print_exception(error)
-    elif isinstance(error, KeyboardInterrupt):
-        print("beamjax: interrupted", file=sys.stderr)
-    elif isinstance(error, BeamjaxError):
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        print(f"beamjax: {error}{notes}", file=sys.stderr)
-    else:
-        print("".join(users_frames(error)), end="", file=sys.stderr)
-        print("beamjax: only frames of your code; --traceback shows all", file=sys.stderr)
+        return "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, KeyboardInterrupt):
+        return "beamjax: interrupted"
+    if isinstance(error, BeamjaxError):
+        return "\n".join([f"beamjax: {error}", *getattr(error, "__notes__", ())])
+    lines = "".join(user_frames(error))
+    return f"{lines}beamjax: only frames of your code; --traceback shows all"
 
 
-def users_frames(error: BaseException) -> list[str]:
-    """The lines of a traceback without the frames of beamjax, JAX, Beam and Python itself."""
+def user_frames(error: BaseException) -> list[str]:
+    """The lines of a traceback without the frames of beamjax, installed packages and Python."""
     found = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = found
     while part is not None:
-        kept = [frame for frame in part.stack if _is_users(frame.filename)]
-        part.stack = traceback.StackSummary.from_list(kept)
-        # JAX says that it left out frames of its own.
-        part.__notes__ = [note for note in part.__notes__ or () if _REMARK not in note]
+        frames = [frame for frame in part.stack if _is_users(frame.filename)]
+        part.stack = traceback.StackSummary.from_list(frames)
+        # JAX notes that it left out frames of its own.
+        part.__notes__ = [n for n in part.__notes__ or () if "removed its internal frames" not in n]
         part = part.__cause__
     found.__context__ = None
     return list(found.format())
 
 
-_REMARK = "JAX has removed its internal frames"
-
-
 def _is_users(file: str) -> bool:
-    return not file.startswith("<") and not os.path.abspath(file).startswith(_folders())
+    return not file.startswith("<") and not os.path.abspath(file).startswith(_foreign_folders())
 
 
-def _folders() -> tuple[str, ...]:
-    """Where files are that are not the user's."""
-    names = ("beamjax", "beamjax.interpreters", "beamjax.pipelines", "jax", "jaxlib", "apache_beam",
-             "concurrent.futures", "contextlib", "threading", "importlib", "functools")  # fmt: skip
-    found = []
-    for name in names:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None:
-            package = os.path.basename(file) == "__init__.py"
-            found.append(os.path.join(os.path.dirname(file), "") if package else file)
-    return tuple(found)
+def _foreign_folders() -> tuple[str, ...]:
+    """The folders of installed packages, of Python, and of beamjax, which may be a clone."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    names = ("beamjax", "beamjax.interpreters", "beamjax.pipelines")
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    paths += [os.path.dirname(file) for file in files if file]
+    return tuple(os.path.join(path, "") for path in paths)

@@ -1,50 +1,199 @@
-"""`beamjax doctor`: what a machine or an image can run, what is missing, and how to fix it."""
+"""`beamjax doctor`: what a machine or an image can run, what it lacks, and how to fix it."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
-from beamjax.commands import checks
-from beamjax.commands.checks import ABSENT, FAILED, OK, WARNING, Finding
+import click
+
+from beamjax._version import __version__
+from beamjax.commands.answers import DONE, FAILED, Answer, answers
 from beamjax.options import REQUIRED
+
+OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
+"""`MISSING` is what a run needs; `ABSENT` is what only some runs need."""
+PYTHONS = ((3, 11), (3, 13))
+"""The first and the last version of Python that beamjax is tested with."""
+FREE_BYTES = 2**30
+"""Bytes of a folder below which `doctor` warns."""
+RUNNERS = ("PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+      name: what.
+      status: `OK`, `WARNING`, `MISSING` or `ABSENT`.
+      found: there.
+      remedy: what to do about it; "" if nothing is wrong.
+    """
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        mark = {OK: "ok", WARNING: "warning", MISSING: "FAILED", ABSENT: "-"}[self.status]
+        found = self.found.replace("\n", f"\n{'':9}")
+        line = f"{mark:7}  {self.name}: {found}"
+        return f"{line}\n{'':9}-> {self.remedy}" if self.remedy else line
+
+
+@click.command()
+@click.option("--require-platform", type=click.Choice(list(REQUIRED)), help="What JAX must be on.")
+@click.option(
+    "--require-runner", multiple=True, type=click.Choice(RUNNERS, case_sensitive=False),
+    help="Fail if this runner can't be used from here.",
+)  # fmt: skip
+@click.option("--work-folder", help="A folder or URL for the option work_folder.")
+@click.option("--measure", is_flag=True, help="Measure how fast this machine is, and save that.")
+@answers
+def doctor(
+    require_platform: str | None, require_runner: Sequence[str], work_folder: str | None,
+    measure: bool,
+) -> Answer:  # fmt: skip
+    """Say what this machine can run, and what it lacks."""
+    # Not all the memory of a device, which another process may be using.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    findings = []
+    for finding in examine(require_platform, require_runner, work_folder, measure):
+        click.echo(finding)
+        findings.append(finding)
+    missing = [finding.name for finding in findings if finding.status == MISSING]
+    text = f"{len(missing)} to fix: {', '.join(missing)}" if missing else "nothing is missing"
+    data = {"findings": [asdict(finding) for finding in findings]}
+    return Answer(data, f"\n{text}", FAILED if missing else DONE)
 
 
 def examine(
-    require_platform: str | None = None,
-    require_runners: Sequence[str] = (),
-    work_folder: str | None = None,
-    measure: bool = False,
+    platform: str | None, runners: Sequence[str], work_folder: str | None, measure: bool
 ) -> Iterator[Finding]:
-    """Looks at this machine, without opening its devices in this process unless it is measured.
-
-    Args:
-      require_platform: as the option; anything else is a failure.
-      require_runners: names of Beam runners that must be usable.
-      work_folder: the option of a run, also a URL.
-      measure: whether to measure how fast the machine is.
-
-    Yields:
-      What was found, as soon as it is.
-    """
-    yield checks.check_python()
-    yield from checks.check_packages()
-    yield from checks.check_jaxlib()
-    yield from checks.check_environment()
-    yield from checks.check_devices(require_platform)
+    """Looks at this machine; yields what is found, as soon as it is."""
+    yield check_python()
+    yield from check_packages()
+    yield check_platform(platform)
+    yield from map(check_probe, PROBES)
     if measure:
         yield check_speed()
-    yield checks.check_folder(tempfile.gettempdir(), "temporary folder")
+    yield check_folder(tempfile.gettempdir(), "temporary folder")
     if work_folder is not None:
-        yield checks.check_folder(work_folder, "work folder")
-    yield from checks.check_runners(require_runners)
+        yield check_folder(work_folder, "work folder")
+    yield from (check_runner(name, name in runners) for name in RUNNERS)
+
+
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+    """The version of Python."""
+    shown = ".".join(map(str, version))
+    if PYTHONS[0] <= version[:2] <= PYTHONS[1]:
+        return Finding("Python", OK, shown)
+    tested = " to ".join(".".join(map(str, v)) for v in PYTHONS)
+    status = MISSING if version[:2] < PYTHONS[0] else WARNING
+    return Finding("Python", status, shown, f"beamjax is tested with Python {tested}")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Whether what beamjax and JAX require is installed; `pip check` would look at all packages."""
+    from packaging.requirements import Requirement
+
+    installed = {str(d.metadata["Name"]).lower(): d for d in importlib.metadata.distributions()}
+    plugins = [n for n in installed if n.startswith("jax-") and n.endswith("-plugin")]
+    for name in ("beamjax", "jax", *plugins):
+        if name not in installed:
+            remedy = "install it with pip, so that its requirements can be checked"
+            yield Finding(name, WARNING, "found no such package", remedy)
+            continue
+        for requirement in map(Requirement, installed[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                try:
+                    version = importlib.metadata.version(requirement.name)
+                except importlib.metadata.PackageNotFoundError:
+                    version = None
+                if version is None or not requirement.specifier.contains(version, prereleases=True):
+                    found = f"{version or 'not installed'}, {name} needs {requirement}"
+                    remedy = f"pip install '{requirement}'"
+                    yield Finding(requirement.name, MISSING, found, remedy)
+    yield Finding("beamjax", OK, __version__)
+
+
+# --- devices
+
+
+def check_platform(required: str | None) -> Finding:
+    """What JAX computes on, and what JAX reports of this machine."""
+    remedy = (
+        "set or unset JAX_PLATFORMS; pip install 'jax[cuda12]', with a driver that `nvidia-smi` "
+        "shows, in a container with `docker run --gpus all`"
+    )
+    try:
+        import jax
+
+        from beamjax.bodies.export import default_platform
+
+        platform = default_platform()
+        report = f"{platform}\n{jax.print_environment_info(return_string=True)}".rstrip()
+    except Exception as error:  # of many kinds: each plugin has its own
+        return Finding("JAX", MISSING, f"{type(error).__name__}: {error}", remedy)
+    if required is not None and platform not in REQUIRED[required]:
+        return Finding("JAX", MISSING, f"expected {required}, found {report}", remedy)
+    return Finding("JAX", OK, report)
+
+
+def probe_body() -> None:
+    """Exports a body, reads it again and computes it."""
+    import jax
+    import numpy as np
+
+    from beamjax.bodies.export import default_platform, export_body, load_body
+
+    x = jax.ShapeDtypeStruct((8, 8), np.float32)
+    key, exported = export_body("probe", lambda x: [x @ x], [x], [default_platform()])
+    (found,) = load_body(key, exported)(np.ones((8, 8), np.float32))
+    np.testing.assert_array_equal(found, np.full((8, 8), 8, np.float32))
+
+
+def probe_run() -> None:
+    """Runs a program on Beam's runner in this process."""
+    import numpy as np
+
+    import beamjax as bj
+
+    mean = bj.program(members=20)(lambda x: bj.reduce_mean(bj.map_fn(lambda v: v * 2, x)))
+    found = bj.run(mean, np.arange(20, dtype=np.float32), options={"shard_size": 8})
+    np.testing.assert_array_equal(found, 19)
+
+
+PROBES: dict[str, tuple[Callable[[], None], str]] = {
+    "export and compile": (probe_body, "install jax and jaxlib again"),
+    "run on DirectRunner": (probe_run, "install apache-beam again"),
+}
+"""What is tried, and what to do if it fails."""
+
+
+def check_probe(name: str) -> Finding:
+    """Tries one of `PROBES`."""
+    probe, remedy = PROBES[name]
+    start = time.perf_counter()
+    try:
+        probe()
+    except Exception as error:  # whatever is wrong with the installation
+        return Finding(name, MISSING, f"{type(error).__name__}: {error}", remedy)
+    return Finding(name, OK, f"{time.perf_counter() - start:.1f} s")
 
 
 def check_speed() -> Finding:
-    """How fast this machine is; measured if it never was, which opens its devices."""
+    """How fast this machine is; measured if it never was."""
     from beamjax.commands.measure import calibrated
 
     known = calibrated()
@@ -56,50 +205,46 @@ def check_speed() -> Finding:
     return Finding("speed", OK, found)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--require-platform", choices=list(REQUIRED), help="fail if JAX computes on another one"
-    )
-    parser.add_argument(
-        "--require-runner", action="append", default=[], choices=list(checks.RUNNERS),
-        help="fail if this runner can't be used from here",
-    )  # fmt: skip
-    parser.add_argument(
-        "--measure", action="store_true", help="measure how fast this machine is, and keep that"
-    )
-    parser.add_argument("--work-folder", help="a folder or URL for the option work_folder")
+# --- folders and runners
 
 
-def command(arguments: argparse.Namespace) -> int:
-    """Prints what is found; returns 1 if something that is needed is missing."""
-    found = examine(
-        arguments.require_platform,
-        arguments.require_runner,
-        arguments.work_folder,
-        arguments.measure,
-    )
-    findings = []
-    for finding in found:
-        findings.append(finding)
-        if not arguments.json:
-            print(_line(finding), flush=True)
-    failed = [finding.name for finding in findings if finding.status == FAILED]
-    if arguments.json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(f) for f in findings]}, indent=2))
+def check_folder(folder: str, label: str) -> Finding:
+    """Whether a folder can be written, and has room."""
+    from beamjax.storage import files
+
+    base = f"beamjax-doctor-{uuid.uuid4().hex}.tmp"
+    remedy = "give another folder (TMPDIR, or the option work_folder)"
+    try:
+        name = files.join(folder, base)
+        files.write(name, b"doctor", make=False)
+        if bytes(files.read(name)) != b"doctor":
+            raise OSError("it does not read what was written")
+        files.remove_files(folder, [base])
+    except Exception as error:  # of many kinds: each file system has its own
+        return Finding(label, MISSING, f"{folder}: {type(error).__name__}: {error}", remedy)
+    if files.is_url(folder):
+        return Finding(label, OK, f"{folder}, written and read")
+    free = shutil.disk_usage(folder).free
+    shown = f"{folder}, {free / 2**30:.1f} GiB free"
+    if free < FREE_BYTES:
+        return Finding(label, WARNING, shown, f"make room, or {remedy}")
+    return Finding(label, OK, shown)
+
+
+def check_runner(name: str, required: bool) -> Finding:
+    """Whether this machine can start a runner of Beam, or submit to it."""
+    from beamjax.pipelines.clusters import programs
+    from beamjax.storage.cache_folder import cache_folder
+
+    if name == "PrismRunner":
+        built = any(cache_folder("").glob("prism-*-loopback/prism"))
+        missing = [] if built else programs.missing("go")
+    elif name == "DataflowRunner":
+        there = all(map(importlib.util.find_spec, ("apitools", "google.auth")))
+        missing = [] if there else ["the extra: pip install 'beamjax[dataflow]'"]
     else:
-        print(
-            f"\n{len(failed)} to mend: {', '.join(failed)}"
-            if failed
-            else "\nall that is needed is there"
-        )
-    return 1 if failed else 0
-
-
-_MARKS = {OK: "ok     ", WARNING: "warning", FAILED: "FAILED ", ABSENT: "-      "}
-
-
-def _line(finding: Finding) -> str:
-    line = f"{_MARKS[finding.status]}  {finding.name}: {finding.found}"
-    return f"{line}\n{'':9}-> {finding.mend}" if finding.mend else line
+        missing = programs.missing("java", "mvn")
+    if not missing:
+        return Finding(name, OK, "can be used from here")
+    remedy = f"install {' and '.join(missing)}"
+    return Finding(name, MISSING if required else ABSENT, "can't be used from here", remedy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
@@ -36,11 +35,11 @@ def result_data(result: Any) -> list[dict[str, Any]]:
         facts: dict[str, Any] = {"name": name}
         if isinstance(leaf, KeyedTable):
             facts |= {"keys": len(leaf), "folder": leaf.folder}
-        elif isinstance(leaf, Placed):
-            facts |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "folder": leaf.folder}
         else:
             facts |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-            if leaf.size <= SMALL:
+            if isinstance(leaf, Placed):
+                facts["folder"] = leaf.folder
+            elif leaf.size <= SMALL:
                 array = plain(leaf)
                 facts["value"] = (array.astype(str) if array.dtype.kind == "c" else array).tolist()
         found.append(facts)
@@ -49,20 +48,18 @@ def result_data(result: Any) -> list[dict[str, Any]]:
 
 def result_text(result: Any) -> str:
     """A line for each leaf: where, its type, and its elements or their extent."""
-    rows = [(where, _type(leaf), _extent(leaf)) for where, _, leaf in named_leaves(result)]
+    rows = []
+    for where, _, leaf in named_leaves(result):
+        if isinstance(leaf, KeyedTable):
+            rows.append((where, f"{len(leaf)} keys", f"in {leaf.folder}"))
+        else:
+            kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            extent = f"in {leaf.folder}" if isinstance(leaf, Placed) else _extent(plain(leaf))
+            rows.append((where, kind, extent))
     return "\n".join(aligned(rows)) if rows else "the result has no leaves"
 
 
-def _type(leaf: Any) -> str:
-    if isinstance(leaf, KeyedTable):
-        return f"{len(leaf)} keys"
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _extent(leaf: Any) -> str:
-    if isinstance(leaf, Placed | KeyedTable):
-        return f"in {leaf.folder}"
-    array = plain(leaf)
+def _extent(array: np.ndarray) -> str:
     if array.size <= SMALL:
         return np.array2string(array, separator=" ", max_line_width=10_000).replace("\n", "")
     if array.dtype.kind not in "fiu":
@@ -120,52 +117,43 @@ def write_out(result: Any, path: str) -> None:
       OptionsError: several leaves for one .npy file.
       SourceError: it can't be written.
     """
-    leaves = {name: leaf for _, name, leaf in named_leaves(result)}
+    is_folder = not path.endswith((".npz", ".npy"))
+    arrays: dict[str, np.ndarray] = {}
+    for _, name, leaf in named_leaves(result):
+        if isinstance(leaf, KeyedTable) and not is_folder:
+            columns = named_leaves(leaf.arrays())
+            arrays |= {f"{name}/{inner}": plain(array) for _, inner, array in columns}
+        elif not isinstance(leaf, Placed | KeyedTable) or not is_folder:
+            arrays[name] = plain(leaf)
+    if path.endswith(".npy") and len(arrays) != 1:
+        raise OptionsError(
+            f"--out {path}: found {len(arrays)} leaves, expected one; a name that ends in .npz "
+            "takes them all"
+        )
     try:
-        if path.endswith(".npz"):
-            _write(path, lambda file: _save_all(file, _arrays(leaves)))
-        elif path.endswith(".npy"):
-            arrays = _arrays(leaves)
-            if len(arrays) != 1:
-                raise OptionsError(
-                    f"--out {path}: found {len(arrays)} leaves, expected one; a name that ends in "
-                    ".npz takes them all"
-                )
-            (single,) = arrays.values()
-            _write(path, lambda file: np.save(file, single))
+        if is_folder:
+            for name, array in arrays.items():
+                _write(os.path.join(path, f"{name}.npy"), {name: array})
         else:
-            for name, array in _arrays(leaves, skip=(Placed, KeyedTable)).items():
-                to = Path(path, f"{name}.npy")
-                to.parent.mkdir(parents=True, exist_ok=True)
-                _write(str(to), lambda file, array=array: np.save(file, array))
+            _write(path, arrays)
     except OSError as error:
         raise SourceError(f"--out {path}: cannot write the result ({error})") from error
 
 
-def _write(path: str, save: Any) -> None:
+def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
     """Writes a file under another name first, so that it is whole or not there."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as file:
-        save(file)
-    os.replace(temporary, path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.tmp", "wb") as file:
+        if path.endswith(".npz"):
+            _save_all(file, arrays)
+        else:
+            np.save(file, next(iter(arrays.values())))
+    os.replace(f"{path}.tmp", path)
 
 
 def _save_all(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    """The format of `np.savez`, which does not take all names."""
+    """As `np.savez`, which refuses some names, such as `file`."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, array, allow_pickle=False)
-
-
-def _arrays(leaves: dict[str, Any], skip: tuple[type, ...] = ()) -> dict[str, np.ndarray]:
-    found = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, skip):
-            continue
-        if isinstance(leaf, KeyedTable):
-            for _, inner, array in named_leaves(leaf.arrays()):
-                found[f"{name}/{inner}"] = plain(array)
-        else:
-            found[name] = plain(leaf)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ def _error(error: Mapping[str, Any]) -> Json:
 def _chart(
     title: str,
     x: Sequence[float],
-    lines: Mapping[str, Sequence[float | None]],
+    lines: Mapping[str, Sequence[float]],
     x_name: str,
     y_name: str,
     **more: Any,
@@ -122,7 +123,7 @@ def _chart(
     Args:
       title: the title of the chart.
       x: the coordinates of the points.
-      lines: the values of each line by its name; a line is interrupted at None.
+      lines: the values of each line by its name; a line is interrupted where they are not finite.
       x_name, y_name: the names or units of the axes.
       **more: `goal`, a value of y with a horizontal line; `marks`, values of x with a small line;
         `saved`, values of x with a diamond; `area`, whether the area under the line is filled;
@@ -130,11 +131,9 @@ def _chart(
         `stacked`, whether the lines are stacked.
     """
     points = [
-        (at, value)
-        for y in lines.values()
-        for at, value in zip(x, y, strict=True)
-        if value is not None
-    ]
+        (at, value) for y in lines.values() for at, value in zip(x, y, strict=True)
+        if math.isfinite(value)
+    ]  # fmt: skip
     if not points:
         last = "There are no finite values."
     elif more.get("stacked"):
@@ -146,7 +145,7 @@ def _chart(
     series = [
         {
             "name": name,
-            "y": list(y),
+            "y": [value if math.isfinite(value) else None for value in y],
             **({"color": f"--{name}"} if more.get("stacked") else {}),
         }
         for name, y in lines.items()

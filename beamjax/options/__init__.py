@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import fractions
+import functools
+import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from beamjax.errors import OptionsError
-from beamjax.options.checks import CHOICES, check_options
-from beamjax.options.choices import Choices, chosen
+from beamjax.options import rules
+from beamjax.options.choices import MEMBER_LOOPS, RECOMPUTE, Choices
+from beamjax.options.rules import REQUIRED as REQUIRED
+from beamjax.options.rules import Rule
+
+
+def _option(default: Any, rule: Rule, planning: bool = False) -> Any:
+    """A field of `Options`: what it may be, and whether a plan depends on it."""
+    return field(default=default, metadata={"rule": rule, "planning": planning})
+
 
 XLA_THREADS = 16
 """Enough for the shards of most machines to be computed side by side. Idle threads cost nothing;
@@ -124,49 +133,49 @@ class Options:
       beam: what is handed on to Beam: a PipelineOptions, or flags.
     """
 
-    shard_size: int | None = None
-    member_loop: str | None = None
-    member_batch: int | None = None
-    probe: bool | None = None
-    plan: Choices | str | None = None
-    recompute: str | None = None
-    merge_fan_out: int | None = None
-    small_work: str = "runner"
-    reduction: str = "exact"
-    platforms: tuple[str, ...] | None = None
-    work_folder: str | None = None
-    callbacks: bool = True
-    gather_limit: int | None = None
-    job_folder: str | None = None
-    overwrite: bool = False
-    keep_folder: str | None = None
-    progress: bool | None = None
-    report: str | None = None
-    require_platform: str | None = None
-    device_memory_fraction: float | None = None
-    preallocate: bool | None = None
-    local_devices: int | None = None
-    local_threads: int | None = None
-    xla_threads: int = XLA_THREADS
-    strict: bool = False
-    compile_cache: str | None = None
-    cache: str | None = None
-    shard_timeout: float | None = None
-    checkpoint: str | None = None
-    checkpoint_every: int = 1
-    memory: int | str | None = None
-    on_error: str = "raise"
-    on_nonfinite: str = "keep"
-    drop_limit: float = 0.1
-    dead_letters: str | None = None
-    keep: str | None = None
-    results_folder: str | None = None
+    shard_size: int | None = _option(None, rules.eights, planning=True)
+    member_loop: str | None = _option(None, rules.one_of(*MEMBER_LOOPS), planning=True)
+    member_batch: int | None = _option(None, rules.eights, planning=True)
+    probe: bool | None = _option(None, rules.boolean, planning=True)
+    plan: Choices | str | None = _option(None, rules.saved_plan, planning=True)
+    recompute: str | None = _option(None, rules.one_of(*RECOMPUTE), planning=True)
+    merge_fan_out: int | None = _option(None, rules.at_least_1)
+    small_work: str = _option("runner", rules.one_of("runner", "here"))
+    reduction: str = _option("exact", rules.one_of("exact", "fast"))
+    platforms: tuple[str, ...] | None = _option(None, rules.platforms, planning=True)
+    work_folder: str | None = _option(None, rules.path("folder"))
+    callbacks: bool = _option(True, rules.boolean, planning=True)
+    gather_limit: int | None = _option(None, rules.nbytes, planning=True)
+    job_folder: str | None = _option(None, rules.path("folder"))
+    overwrite: bool = _option(False, rules.boolean)
+    keep_folder: str | None = _option(None, rules.one_of("failed", "always"))
+    progress: bool | None = _option(None, rules.boolean)
+    report: str | None = _option(None, rules.path("file"))
+    require_platform: str | None = _option(None, rules.one_of(*REQUIRED))
+    device_memory_fraction: float | None = _option(None, rules.positive_share)
+    preallocate: bool | None = _option(None, rules.boolean)
+    local_devices: int | None = _option(None, rules.at_least_1)
+    local_threads: int | None = _option(None, rules.at_least_1)
+    xla_threads: int = _option(XLA_THREADS, rules.at_least_1)
+    strict: bool = _option(False, rules.boolean)
+    compile_cache: str | None = _option(None, rules.path("folder"))
+    cache: str | None = _option(None, rules.path("folder"))
+    shard_timeout: float | None = _option(None, rules.seconds)
+    checkpoint: str | None = _option(None, rules.path("folder"))
+    checkpoint_every: int = _option(1, rules.at_least_1)
+    memory: int | str | None = _option(None, rules.memory, planning=True)
+    on_error: str = _option("raise", rules.one_of("raise", "drop"), planning=True)
+    on_nonfinite: str = _option("keep", rules.one_of("keep", "raise", "drop"), planning=True)
+    drop_limit: float = _option(0.1, rules.share)
+    dead_letters: str | None = _option(None, rules.path("file"))
+    keep: str | None = _option(None, rules.one_of("placed"))
+    results_folder: str | None = _option(None, rules.path("folder"))
     beam: Any = field(default=(), hash=False)
 
     @property
     def memory_bytes(self) -> int | None:
         """The option `memory` as a number."""
-        return _memory(self.memory)
+        return None if self.memory is None else RULES["memory"].read(self.memory)
 
     @property
     def scratch_folder(self) -> str | None:
@@ -182,27 +191,24 @@ class Options:
     @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
-        return (
-            self.shard_size,
-            self.member_loop,
-            self.member_batch,
-            self.probe,
-            self.plan,
-            self.recompute,
-            self.memory,
-            self.platforms,
-            self.callbacks,
-            self.gather_limit,
-            self.on_error,
-            self.on_nonfinite,
-        )
+        return tuple(getattr(self, name) for name in _PLANNING)
 
 
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
-"""What `require_platform` may be, and which platforms it means."""
+RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if f.metadata}
+"""What each option may be. An option whose default is None may be None as well."""
+OWN = tuple(RULES)
+_PLANNING = [f.name for f in fields(Options) if f.metadata.get("planning")]
 
-OWN = tuple(f.name for f in fields(Options) if f.name != "beam")
+
+@functools.cache
+def summaries() -> dict[str, str]:
+    """The first sentence on each option, from the docstring of `Options`."""
+    _, _, attributes = (inspect.getdoc(Options) or "").partition("Attributes:\n")
+    found = {}
+    for entry in re.split(r"\n  (?=\w)", f"\n{attributes}"):
+        name, _, text = entry.strip().partition(": ")
+        found[name] = re.split(r"(?<=[.;])\s", " ".join(text.split()))[0].rstrip(".;")
+    return found
 
 
 def parse_options(options: Any) -> Options:
@@ -223,31 +229,33 @@ def parse_options(options: Any) -> Options:
     if isinstance(options, Mapping):
         own = {key: value for key, value in options.items() if key in OWN}
         flags = [flag for k, v in options.items() if k not in OWN and (flag := _flag(k, v))]
-        return _from_own(own, flags)
+        return _checked(replace(Options(), **own, beam=tuple(flags)))
     if isinstance(options, Sequence) and not isinstance(options, str):
-        return _from_own(*_split_flags(options))
+        own, flags = _split_own(options)
+        return _checked(replace(Options(), **own, beam=tuple(flags)))
     if hasattr(options, "view_as"):
         found = options.get_all_options(retain_unknown_options=True)
         own = {key: found[key] for key in OWN if found.get(key) is not None}
-        return replace(_from_own(own, []), beam=options)
+        return _checked(replace(Options(), **own, beam=options))
     raise OptionsError(
         f"options: found a {type(options).__name__}, expected a dict, a list of flags or a Beam "
         "PipelineOptions"
     )
 
 
-def _split_flags(options: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+def _split_own(options: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+    """The options of beamjax among flags, and the other flags."""
     for flag in options:
         if not isinstance(flag, str):
             raise OptionsError(f"options: found the flag {flag!r}, expected text like '--name=x'")
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for name in OWN:
-        parser.add_argument(f"--{name}")
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     try:
         found, flags = parser.parse_known_args(list(options))
     except argparse.ArgumentError as error:
         raise OptionsError(f"options: {error}") from error
-    return {key: value for key, value in vars(found).items() if value is not None}, flags
+    return vars(found), flags
 
 
 def _flag(key: str, value: Any) -> str | None:
@@ -256,129 +264,83 @@ def _flag(key: str, value: Any) -> str | None:
     return f"--{key}" if value is True else f"--{key}={value}"
 
 
-_NUMBERS: dict[str, type[int] | type[float]] = {
-    "shard_size": int,
-    "member_batch": int,
-    "merge_fan_out": int,
-    "gather_limit": int,
-    "checkpoint_every": int,
-    "device_memory_fraction": float,
-    "local_devices": int,
-    "local_threads": int,
-    "xla_threads": int,
-    "drop_limit": float,
-    "shard_timeout": float,
-}
-
-
-def _from_own(own: Mapping[str, Any], flags: list[str]) -> Options:
-    values = dict(own)
-    for name, number in _NUMBERS.items():
-        if isinstance(values.get(name), str):
-            try:
-                values[name] = number(values[name])
-            except ValueError:
-                raise OptionsError(f"{name}: found {values[name]!r}, expected a number") from None
-    for name, choices in CHOICES.items():
-        if True not in choices:
-            continue
-        if str(values.get(name)).lower() in ("true", "false"):
-            values[name] = str(values[name]).lower() == "true"
-    if values.get("job_folder") is not None:
-        values["job_folder"] = os.fspath(values["job_folder"])
-    if isinstance(values.get("platforms"), str):
-        values["platforms"] = values["platforms"].split(",")
-    return _checked(replace(Options(), **values, beam=tuple(flags)))
-
-
 def _checked(options: Options) -> Options:
-    paths: dict[str, Any] = {name: _path(name, getattr(options, name)) for name in _PATHS}
-    options = replace(options, **paths)
-    check_options(options)
+    """The same options, with values as their rules read them."""
+    values = {}
+    for each in fields(Options):
+        found, rule = getattr(options, each.name), each.metadata.get("rule")
+        if rule is None or (found is None and each.default is None):
+            continue
+        try:
+            values[each.name] = rule.read(found)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, OptionsError):
+                raise
+            optional = ", or None" if each.default is None else ""
+            raise OptionsError(
+                f"{each.name}: found {found!r}, expected {rule.expected}{optional}"
+            ) from None
     for name in ("cache", "compile_cache"):
-        folder = getattr(options, name)
-        if folder is not None and "://" not in folder:
-            options = replace(options, **{name: os.path.abspath(folder)})
-    return replace(
-        options,
-        plan=chosen(options.plan),
-        platforms=_platforms(options),
-        memory=_memory(options.memory),
-    )
+        if name in values and "://" not in values[name]:
+            values[name] = os.path.abspath(values[name])
+    if (required := values.get("require_platform")) is not None:
+        values.setdefault("platforms", REQUIRED[required][:1])
+    read = replace(options, **values)
+    _check_together(read)
+    return read
 
 
-_PATHS = {
-    "cache": "folder",
-    "checkpoint": "folder",
-    "compile_cache": "folder",
-    "dead_letters": "file",
-    "report": "file",
-    "results_folder": "folder",
-}
+def _check_together(options: Options) -> None:
+    """Raises OptionsError for options that exclude each other."""
+    batch, size = options.member_batch, options.shard_size
+    if batch is not None and options.member_loop != "batches":
+        raise OptionsError(
+            f"member_batch: found {batch}, but members don't come in batches; add "
+            "member_loop='batches'"
+        )
+    if batch is not None and size is not None and (size % batch or size == batch):
+        raise OptionsError(
+            f"member_batch: found {batch} with shard_size={size}, expected several batches in "
+            "a shard, of which it has a whole number"
+        )
+    if options.dead_letters and "drop" not in (options.on_error, options.on_nonfinite):
+        raise OptionsError(
+            "dead_letters: found a file, but no members are dropped; add on_error='drop' or "
+            "on_nonfinite='drop'"
+        )
+    required = options.require_platform
+    if required is not None and not set(options.platforms or ()) & set(REQUIRED[required]):
+        raise OptionsError(
+            f"require_platform: found {required!r}, but platforms={list(options.platforms or ())} "
+            "has nothing for it; leave out platforms"
+        )
 
 
-def _path(name: str, found: Any) -> str | None:
-    """The path or URL of a file or a folder, as text."""
-    if found is not None and (not isinstance(found, str | os.PathLike) or not os.fspath(found)):
-        raise OptionsError(f"{name}: found {found!r}, expected the path or URL of a {_PATHS[name]}")
-    return None if found is None else os.fspath(found)
+# --- flags of Beam
+
+
+def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Splits flags as Beam does: `--name=value`, `--name value`, or `--name` with the value "".
+
+    Yields:
+      Name, value, and the words that they are from. The name of a word without a flag is "".
+    """
+    left = list(words)
+    while left:
+        taken = [left.pop(0)]
+        name, equals, value = taken[0].partition("=")
+        if not name.startswith("--"):
+            yield "", taken[0], taken
+            continue
+        if not equals and left and not re.match(r"-(?!\d)", left[0]):
+            value = left.pop(0)
+            taken.append(value)
+        yield name.removeprefix("--"), value, taken
 
 
 def beam_flags(beam: Any) -> dict[str, Any]:
-    """What is asked of Beam, by name.
-
-    Args:
-      beam: `Options.beam`: a Beam `PipelineOptions`, or flags: `--name=value`, `--name value`, or
-        `--name`, whose value is "" here.
-    """
+    """What is asked of Beam, by name; of `Options.beam`, a `PipelineOptions` or flags."""
     if hasattr(beam, "get_all_options"):
         found: dict[str, Any] = beam.get_all_options(drop_default=True, retain_unknown_options=True)
         return found
-    found = {}
-    words = list(beam)
-    for word, after in zip(words, [*words, "--"][1:], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            # As Beam takes it: `--name value` is `--name=value`, but `--a --b` are two flags.
-            found[name] = value if equals or after.startswith("-") else after
-    return found
-
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("kMGT", 1)}
-_UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
-
-
-def _memory(found: Any) -> int | None:
-    """Bytes of a worker process."""
-    nbytes = found
-    if isinstance(found, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?i?B|)", found)
-        if match is not None and match[2] in _UNITS:
-            nbytes = int(fractions.Fraction(match[1]) * _UNITS[match[2]])
-    if nbytes is None or (type(nbytes) is int and nbytes > 0):
-        return nbytes
-    raise OptionsError(
-        f"memory: found {found!r}, expected a number of bytes, or a text such as '2GiB' or '500MB' "
-        f"with one of {', '.join(filter(None, _UNITS))}"
-    )
-
-
-def _platforms(options: Options) -> tuple[str, ...] | None:
-    """What to export for; None for the platform of this process."""
-    names, required = options.platforms, options.require_platform
-    if required is not None and required not in REQUIRED:
-        raise OptionsError(
-            f"require_platform: found {required!r}, expected one of {', '.join(REQUIRED)}"
-        )
-    if names is None:
-        return None if required is None else REQUIRED[required][:1]
-    listed = isinstance(names, Sequence) and not isinstance(names, str)
-    if not listed or not names or not set(names) <= set(PLATFORMS):
-        raise OptionsError(f"platforms: found {names!r}, expected a list of {', '.join(PLATFORMS)}")
-    if required is not None and not set(names) & set(REQUIRED[required]):
-        raise OptionsError(
-            f"require_platform: found {required!r}, but platforms={list(names)} has nothing for "
-            "it; leave out platforms"
-        )
-    return tuple(names)
+    return {name: value for name, value, _ in split_flags(beam) if name}

@@ -181,47 +181,6 @@ def _looping(name: str, found: Any) -> Vectorization:
     return Vectorization(kind, batch)
 
 
-def check_choices(options: Any) -> None:
-    """Checks the numbers among the options that fix choices, and what goes together.
-
-    Raises:
-      OptionsError: one of them has an impossible value.
-    """
-    loop, batch, groups = options.member_loop, options.member_batch, options.merge_fan_out
-    if batch is not None:
-        if type(batch) is not int or batch < MULTIPLE or batch % MULTIPLE:
-            raise OptionsError(
-                f"member_batch: found {batch!r}, expected a positive multiple of {MULTIPLE}, or "
-                "None"
-            )
-        if loop != "batches":
-            raise OptionsError(
-                f"member_batch: found {batch}, but members don't come in batches; add "
-                "member_loop='batches'"
-            )
-        size = options.shard_size
-        if size is not None and (size % batch or size == batch):
-            raise OptionsError(
-                f"member_batch: found {batch} with shard_size={size}, expected several batches in "
-                "a shard, of which it has a whole number"
-            )
-    if groups is not None and (type(groups) is not int or groups < 1):
-        raise OptionsError(f"merge_fan_out: found {groups!r}, expected a number from 1, or None")
-
-
-def chosen(plan: Any) -> Choices | None:
-    """What the option `plan` says.
-
-    Raises:
-      OptionsError: it is neither None nor a path, or there are no choices in the file.
-    """
-    if plan is None or isinstance(plan, Choices):
-        return plan
-    if not isinstance(plan, str | os.PathLike) or not os.fspath(plan):
-        raise OptionsError(f"plan: found {plan!r}, expected the path of a file")
-    return read_choices(plan)
-
-
 def read_choices(path: str | os.PathLike[str]) -> Choices:
     """The choices in a file of `Explanation.save_choices`.
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax.errors import OptionsError
 from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.stages import Emission, MapStage, Stage, walk
 from beamjax.interpreters.dimensions import is_unknown, known_size
@@ -69,14 +68,7 @@ def shard_sizes(
 
     With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on XLA's
     CPU backend.
-
-    Raises:
-      OptionsError: `options.shard_size` is not a positive multiple of 8.
     """
-    if options.shard_size is not None and (options.shard_size < 1 or options.shard_size % MULTIPLE):
-        raise OptionsError(
-            f"shard_size: found {options.shard_size}, expected a positive multiple of {MULTIPLE}"
-        )
     sizes = {}
     may_batch = _may_batch(stages, options, platforms)
     for placement, n in program.sizes.items():
@@ -94,7 +86,7 @@ def shard_sizes(
 def with_whole_blocks(
     program: PlacedProgram, stages: Sequence[Stage], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Shard sizes such that each shard begins where a range does; see `rules.by_shard`."""
+    """Shard sizes such that each shard begins where a block of an equation does; see `prefixes`."""
     whole = dict(sizes)
     for stage in (stage for stage in walk(stages) if isinstance(stage, MapStage)):
         for emission in (each for each in stage.emissions if each.rule.by_shard):

@@ -23,19 +23,17 @@ from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
     memberwise,
-    ordered,
+    prefixes,
     reductions,
-    scans,
+    shifts,
+    tall_qr,
 )
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE
 from beamjax.interpreters.rules.sharding_rules import (
-    EXPANSIONS,
-    ORDERED_EXPANSIONS,
     RULES,
     Axes,
     FunctionReductionRule,
-    Members,
     MemberwiseRule,
     ReductionRule,
     TracedShard,
@@ -45,12 +43,9 @@ from beamjax.interpreters.rules.sharding_rules import (
 
 __all__ = [
     "ELEMENTWISE",
-    "EXPANSIONS",
-    "ORDERED_EXPANSIONS",
     "RULES",
     "Axes",
     "FunctionReductionRule",
-    "Members",
     "MemberwiseRule",
     "ReductionRule",
     "TracedShard",

@@ -20,7 +20,7 @@ _SLIP = 0.8
 `memory`, while `checkpointing_interval` of Flink is 0.71 like `checkpoint`."""
 
 
-def check_flags(flags: Sequence[str], runner: str) -> None:
+def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -> None:
     """Refuses unknown flags.
 
     Beam's Python has all flags of its in-memory runner and of Dataflow; a run in this process takes
@@ -30,6 +30,7 @@ def check_flags(flags: Sequence[str], runner: str) -> None:
     Args:
       flags: such as `--direct_num_workers=2`; none of beamjax's own.
       runner: its name.
+      others: further names for suggestions.
 
     Raises:
       OptionsError: a flag is unknown, or Beam does not take its value.
@@ -46,13 +47,13 @@ def check_flags(flags: Sequence[str], runner: str) -> None:
         raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
     complete = runner.lower().removesuffix("runner") in _ALL_IN_PYTHON
     for name in found.keys() - known.keys():
-        close = hint(name, [*OWN, *known], 0.6 if complete else _SLIP)
+        close = hint(name, [*OWN, *known, *others], 0.6 if complete else _SLIP)
         if complete or close:
             more = "" if complete else (
                 f" If the job server of {runner} has an option {name!r}, give the flags as a Beam "
                 "PipelineOptions, which is not checked."
             )  # fmt: skip
             raise OptionsError(
-                f"options: found {name!r}, expected an option of beamjax ({', '.join(OWN)}) or one "
-                f"of Beam{close}{more}"
+                f"options: found {name!r}, expected an option of beamjax (see beamjax.Options) or "
+                f"one of Beam{close}{more}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -184,21 +183,3 @@ def _extract(module: Path, folder: Path) -> None:
 def _by_beam(options: PipelineOptions) -> str:
     path: str = PrismJobServer.local_bin(PrismJobServer(options).path_to_binary())
     return path
-
-
-# ----------------------------------------------------------------------------------- command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `beamjax prism`."""
-    parser.add_argument(
-        "action", choices=["install", "where"],
-        help="install: build Prism with Go into beamjax's cache; where: print the path that "
-        "runner='PrismRunner' uses",
-    )  # fmt: skip
-
-
-def command(arguments: argparse.Namespace) -> int:
-    """Runs `beamjax prism`."""
-    print(install() if arguments.action == "install" else locate())
-    return 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.commands import jobs as commands
+from beamjax.commands import cli
 from beamjax.errors import OptionsError
 from beamjax.jobs.display import made_in_words
 from beamjax.options import parse_options
@@ -67,15 +67,16 @@ def in_a_process(way, folder, job):
         pytest.param("workers", marks=pytest.mark.long),
     ],
 )
-def test_a_second_process_compiles_nothing(way, tmp_path):
+def test_a_second_process_compiles_nothing(way, tmp_path, capsys):
     first, second = (in_a_process(way, tmp_path / "cache", tmp_path / name) for name in "ab")
     assert first["cache_misses"] == first["executables"] >= 2
     assert first["cache_hits"] == 0
     assert (second["cache_misses"], second["cache_hits"]) == (0, first["executables"])
     assert second["asked"] == second["hits"]  # whatever JAX compiled besides
     assert second["bits"] == first["bits"]
-    answer = commands._show(type("Arguments", (), {"job": str(tmp_path / "b"), "html": None}))
-    assert f"0 executables compiled, {second['cache_hits']:,} found on disk" in answer.text
+    assert cli.main(["jobs", "show", str(tmp_path / "b")]) == 0
+    shown = capsys.readouterr().out
+    assert f"0 executables compiled, {second['cache_hits']:,} found on disk" in shown
 
 
 @bj.program(clients=N)

@@ -1,60 +1,61 @@
 # ruff: noqa: F811
 """The command `beamjax`: command lines, functions by their names, answers and completion."""
 
-import argparse
 import json
 import math
-import shutil
+import os
 import subprocess
 import sys
 import warnings
 
+import click
 import jax
 import numpy as np
 import pytest
 from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
 from beamjax._text import closest, hint, listed
-from beamjax.commands import answers, cli, completion
-from beamjax.commands.answers import Answer, give
-from beamjax.commands.arguments import flags
-from beamjax.commands.arguments.target import find_target, functions_of
+from beamjax.commands import answers, cli
+from beamjax.commands.answers import Answer
+from beamjax.commands.calls import find_target, functions_of
+from beamjax.commands.functions import run
 from beamjax.errors import Failure, JobCancelledError, OptionsError, WorkerError
 from beamjax.options import OWN, beam_flags
 from beamjax.pipelines.clusters import flink_cluster
+from beamjax.pipelines.runners.options import check_flags
 
 HERE = "programs_here.py:"
 
 # --- command lines
 
 WRONG = [
-    ([], 2, "the following arguments are required: COMMAND"),
-    (["rnu"], 2, "found no command 'rnu'; did you mean 'run'?"),
-    (["flink"], 2, "usage: beamjax"),
-    (["run"], 2, "the following arguments are required: TARGET"),
-    (["jobs"], 2, "the following arguments are required: list|show|cancel|resume"),
-    (["jobs", "list", "--jsn"], 2, "unrecognized arguments: --jsn"),
+    (["rnu"], 2, "No such command 'rnu'. Did you mean 'run'?"),
+    (["flink"], 2, "Usage: beamjax flink"),
+    (["run"], 2, "Missing argument 'TARGET'"),
+    (["jobs", "list", "--jsn"], 2, "No such option '--jsn'. Did you mean '--json'?"),
     (["run", *LOSS, "--runner", "DirctRunner"], 2, "found 'DirctRunner', expected 'local'"),
-    (["run", *LOSS, "--shard_sise=8"], 2, "did you mean --shard_size?"),
-    (["run", *LOSS, "--otu=x.npz"], 2, "did you mean --out?"),
-    (["run", *LOSS, "--qqqqq=8"], 2, "which is no option of beamjax, nor one of Beam\n"),
+    (["run", *LOSS, "--shard_sise=8"], 2, "did you mean 'shard_size'?"),
+    (["run", *LOSS, "--otu=x.npz"], 2, "did you mean 'out'?"),
+    (["run", *LOSS, "--qqqqq=8"], 2, "found 'qqqqq', expected an option of beamjax"),
+    (["run", *LOSS, "--reduction=slow"], 2, "'slow' is not one of 'exact', 'fast'"),
+    (["run", *LOSS, "--shard-size=7"], 2, "shard_size: found '7', expected a positive multiple"),
     (["run", *LOSS, "w.npz"], 2, "found 'w.npz', which belongs to no flag"),
     (["run", *LOSS, "--out=x.txt"], 2, "expected a name that ends in .npz, or in .npy"),
     (["run", *LOSS, "--out=there/x.npz"], 2, "there is no folder"),
     (["run", *LOSS, "--out=x.npz", "--keep=placed"], 2, "with --keep placed it is a folder"),
     (["run", *LOSS, "--out=x.npy", "--runner=local"], 2, "found 2 leaves, expected one"),
     (["run", *LOSS, "--results_folder=x"], 2, "add keep='placed'"),
-    (["run", "--direct_num_workers", "2", *LOSS], 2, "found '2' as TARGET, which comes before"),
-    (["verify", *LOSS, "--out=x.npz"], 2, "found --out, which is no option"),
+    (["run", "--direct_num_workers", "2", *LOSS], 2, "as TARGET, which comes before the flags"),
+    (["verify", *LOSS, "--out=x.npz"], 2, "found 'out', expected an option"),
     (["explain", *LOSS, "--html=there/x.html"], 2, "--html there/x.html: cannot write it"),
-    (["bench", *LOSS, "--repeat=0"], 2, "argument --repeat: found 0, expected a number from 1"),
+    (["bench", *LOSS, "--repeat=0"], 2, "'--repeat': 0 is not in the range x>=1"),
     (["bench", *LOSS, "--checkpoint=c"], 2, "found a folder of a job or of checkpoints"),
     (["jobs", "list", "none"], 2, "none: found no such folder"),
     (["jobs", "list", "gs://bucket/jobs"], 2, "folders at URLs can't be listed"),
     (["run", f"{HERE}broken", "--arg=x=1"], 1, "KeyError: 'nobody'"),
     (["run", f"{HERE}embed", "--arg=w=1", "--arg=x=w.npz"], 1, "beamjax: "),
     (["run", *LOSS[:-1], "y=three.npy"], 1, "beamjax: "),
-    (["run", f"{HERE}prepared", "--row=3"], 2, "found --row, which is no option"),
+    (["run", f"{HERE}prepared", "--row=3"], 2, "found 'row', expected an option"),
     (["run", f"{HERE}nothing"], 2, "called as a job, and it returned 3"),
 ]
 
@@ -79,47 +80,34 @@ def test_errors_as_json_and_help(folder, command, capsys):
     assert "add --arg weights=... --arg x=... --arg y=..." in found["error"]["message"]
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    choices = {"reduction": "exact,fast", "on_error": "raise,drop", "probe": "true,false"}
-    choices |= {"on_nonfinite": "keep,raise,drop", "member_loop": "vmap,batches,loop"}
-    assert [name for name in OWN if f"--{name}" not in text] == []
-    assert [name for name, them in choices.items() if f"--{name} {{{them}}}" not in text] == []
+    assert [name for name in OWN if f"--{name} " not in text] == []
+    for choices in ("reduction [exact|fast]", "on_error [raise|drop]", "probe [true|false]"):
+        assert f"--{choices}" in text
     assert "exit codes: 0 done; 1 a run failed" in text
     assert ".parquet" in text
 
 
 def test_options_with_underscores_or_dashes_and_those_of_beam(folder):
-    def parsed(*argv, after=()):
-        parser = argparse.ArgumentParser()
-        flags.add_call(parser)
-        arguments, left = parser.parse_known_args(["m:f", *argv])
-        arguments.flags, arguments.beam_flags = left, list(after)
-        return flags.options_of(arguments)
+    def parsed(*argv):
+        return run.call_of(["run", *LOSS, *argv]).options
 
     found = parsed("--shard-size", "64", "--callbacks=false", "--direct_num_workers", "2")
     assert (found.shard_size, found.callbacks) == (64, False)
     assert found.beam == ("--direct_num_workers", "2")
-    found = parsed("--shard-size", "64", "--direct_num_workers", "2", after=["--beam_only=1"])
+    found = parsed("--shard-size", "64", "--direct_num_workers", "2", "--", "--beam_only=1")
     assert found.shard_size == 64
     assert beam_flags(found.beam) == {"direct_num_workers": 2, "beam_only": "1"}
     # What comes after two dashes is not looked at.
     assert cli.main(["run", *LOSS, "--runner=local", "--", "--shard_sise=9"]) == 0
-    help_of = flags.option_help()
-    assert set(help_of) == set(OWN)
-    assert all(help_of.values())
-    assert max(map(len, help_of.values())) < 400
 
 
-def test_flags_that_only_a_server_may_know(capsys):
+def test_flags_that_only_a_server_may_know():
     for known in (["--direct_num_workers=2", "--streaming"], ["--experiments", "b"]):
-        flags.check_flags(known, "local")
-        flags.check_flags(known, "FlinkRunner")
-    assert capsys.readouterr().err == ""
-    flags.check_flags(["--qqqqq", "3", "--zzzzz=4"], "FlinkRunner")
-    assert "--qqqqq is handed to FlinkRunner as it is" in capsys.readouterr().err
-    with pytest.raises(OptionsError, match="did you mean --parallelism"):
-        flags.check_flags(["--paralelism=3"], "FlinkRunner")
-    with pytest.raises(OptionsError, match="found '3', which belongs to no flag"):
-        flags.check_flags(["--zzzzz=4", "3"], "FlinkRunner")
+        check_flags(known, "local")
+        check_flags(known, "FlinkRunner")
+    check_flags(["--qqqqq", "3", "--zzzzz=4"], "FlinkRunner")
+    with pytest.raises(OptionsError, match="did you mean 'parallelism'"):
+        check_flags(["--paralelism=3"], "FlinkRunner")
 
 
 def test_a_reader_that_has_enough():
@@ -139,16 +127,16 @@ def test_clusters_where_nothing_runs_or_is_installed(monkeypatch, tmp_path, caps
     assert "not ready" in capsys.readouterr().out
     assert cli.main(["flink", "status", "--json", "--folder", place]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found == {"folder": place, "healthy": False, "processes": {}}
+    assert (found["ok"], found["folder"], found["processes"]) == (False, place, {})
     assert cli.main(["flink", "down", "--folder", place]) == 0
     assert "nothing ran" in capsys.readouterr().out
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    assert cli.main(["flink", "up", "--folder", place]) == 1
+    assert cli.main(["flink", "up", "--folder", place]) == 2
     assert "found no `mvn` on PATH; install Apache Maven" in capsys.readouterr().err
     assert flink_cluster.read(place) is None
-    assert cli.main(["prism", "install"]) == 1
+    assert cli.main(["prism", "install"]) == 2
     assert capsys.readouterr().err.startswith("beamjax: beamjax prism install: found no `go` on")
 
 
@@ -174,16 +162,19 @@ def test_functions_by_their_names(folder):
 
 ABSENT = [
     ("programs_here:los", "did you mean 'loss'?"),
-    ("programs_here:Model.mea", "found no 'mea', expected one of: mean; did you mean 'mean'?"),
-    ("programs_here:NUMBER", "found an int, expected a function; those there: Model, broken"),
-    ("programs_her:loss", "programs_her: found no such module; did you mean 'programs_here'?"),
-    ("nobody_knows:loss", "found no such module, here or among what is installed; files here"),
+    ("programs_here:Model.mea", "functions there: mean; did you mean 'mean'?"),
+    ("programs_here:NUMBER", "found int after the colon"),
+    ("programs_her:loss", "programs_her: found no such module"),
+    ("programs_her:loss", "did you mean 'programs_here'?"),
+    ("nobody_knows:loss", "found no such module, expected module:function or file.py:function"),
     ("programs_her.py:loss", "found no such file; did you mean 'programs_here.py'?"),
-    ("programs_here", "found no function, expected module:function or file.py:function; funct"),
+    ("programs_here", "expected module:function or file.py:function; functions there: Model"),
     ("programs_here.py:", "functions there: Model, broken"),
-    ("2", "2: found no function, expected module:function or file.py:function"),
+    ("x.npy:f", "x.npy: found no such module"),
+    ("./x.npy:f", "./x.npy: found no file of Python"),
+    ("2", "2: found no such module, expected module:function or file.py:function"),
     ("a b:loss", "a b: found no such module"),
-    ("..:loss", "found no name of a module"),
+    ("..:loss", "..: found no such module"),
 ]
 
 
@@ -211,7 +202,15 @@ def test_suggestions():
 
 # --- answers
 
-JSON, TEXT = argparse.Namespace(json=True), argparse.Namespace(json=False)
+
+def ended(work, *flags):
+    """The exit status of a command that does this work."""
+    return click.Command("work", callback=answers.answers(work), params=PARAMS).main(
+        flags, standalone_mode=False
+    )
+
+
+PARAMS = answers.answers(lambda: Answer({})).__click_params__
 
 
 def failing(error):
@@ -228,10 +227,10 @@ def test_an_answer_as_text_or_json(capsys):
         return Answer({"numbers": (1, math.nan, [math.inf])}, "the answer", 1)
 
     with pytest.warns(UserWarning, match="careful"):
-        assert give(TEXT, work) == 1
+        assert ended(work) == 1
     assert capsys.readouterr().out == "by the program\nthe answer\n"
     with pytest.warns(UserWarning, match="careful"):
-        assert give(JSON, work) == 1
+        assert ended(work, "--json") == 1
     captured = capsys.readouterr()
     found = json.loads(captured.out, parse_constant=pytest.fail)
     assert found == {"ok": False, "numbers": [1, "nan", ["inf"]], "warnings": ["careful"]}
@@ -239,30 +238,26 @@ def test_an_answer_as_text_or_json(capsys):
 
 
 def test_errors(capsys):
+    wrong = WorkerError("it broke")
+    wrong.failure = Failure("map_0", 3, (24, 31), "here")
+    wrong.add_note("The folder is kept")
     for error, status, message in (
         (OptionsError("no such option"), 2, "beamjax: no such option\n"),
-        (WorkerError("it broke"), 1, "beamjax: it broke\n"),
+        (wrong, 1, "beamjax: it broke\nThe folder is kept\n"),
         (JobCancelledError("cancelled"), 1, "beamjax: cancelled\n"),
         (KeyboardInterrupt(), 130, "beamjax: interrupted\n"),
         (KeyError("x"), 1, "KeyError: 'x'"),
     ):
-        assert give(TEXT, failing(error)) == status
+        assert ended(failing(error)) == status
         captured = capsys.readouterr()
         assert (message in captured.err, captured.out) == (True, "")
-        assert give(JSON, failing(error)) == status
+        assert ended(failing(error), "--json") == status
         found = json.loads(capsys.readouterr().out)["error"]
         assert (found["type"], found["message"]) == (type(error).__name__, str(error))
-
-    error = WorkerError("it broke")
-    error.failure = Failure("map_0", 3, (24, 31), "here")
-    error.add_note("The folder is kept")
-    give(JSON, failing(error))
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)["error"]
-    assert (found["failure"]["step"], found["failure"]["members"]) == ("map_0", [24, 31])
-    assert found["notes"] == ["The folder is kept"]
-    assert captured.err == "beamjax: it broke\nThe folder is kept\n"
-    assert give(argparse.Namespace(json=False, traceback=True), failing(OptionsError("no"))) == 2
+        if error is wrong:
+            assert (found["failure"]["step"], found["failure"]["members"]) == ("map_0", [24, 31])
+            assert found["notes"] == ["The folder is kept"]
+    assert ended(failing(OptionsError("no")), "--traceback") == 2
     text = capsys.readouterr().err
     assert "answers.py" in text
     assert "beamjax.errors.OptionsError: no" in text
@@ -277,7 +272,7 @@ def test_tracebacks_have_frames_of_the_user_alone():
         try:
             fn()
         except Exception as error:
-            return "".join(answers.users_frames(error))
+            return "".join(answers.user_frames(error))
 
     def caused():
         try:
@@ -297,42 +292,23 @@ def test_tracebacks_have_frames_of_the_user_alone():
 # --- completion
 
 
-def completed(script, *words):
-    """What bash offers for the last of the words of a command line."""
-    code = f"""
-        source {script}
-        name=$(complete -p beamjax | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
-        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${{#COMP_LINE}}
-        compopt() {{ :; }}
-        $name beamjax "${{@: -1}}" "${{@: -2:1}}"
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
+def completed(*words):
+    """What a shell offers for the last of the words of a command line."""
+    env = os.environ | {
+        "_BEAMJAX_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["beamjax", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "from beamjax.commands import cli; cli.main()"
     done = subprocess.run(
-        ["bash", "-c", code, "bash", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
     )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return {line.partition(",")[2] for line in done.stdout.splitlines()}
 
 
-def test_completion(tmp_path, monkeypatch, capsys):
-    for shell in completion.SHELLS:
-        assert cli.main(["completion", shell]) == 0
-        text = capsys.readouterr().out
-        (tmp_path / shell).write_text(text, encoding="utf-8")
-        assert all(name in text for name in cli.COMMANDS)
-        assert "shard-size" not in text  # Not offered in two spellings.
-        if shutil.which(shell):
-            subprocess.run([shell, "-n", tmp_path / shell], check=True)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "clinics.py").touch()
-    if shutil.which("bash"):
-        offers = lambda *words: completed(tmp_path / "bash", "beamjax", *words)
-        assert offers("") >= set(cli.COMMANDS)
-        assert offers("run", "--shard") >= {"--shard_size", "--shard_timeout"}
-        assert offers("run", "--runner", "Pri") == {"PrismRunner"}
-        assert offers("run", "--on_error", "") == {"raise", "drop"}
-        assert offers("jobs", "") >= {"list", "show", "cancel", "resume"}
-        assert "clinics.py" in offers("run", "clin")
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 1
-    assert "pip install 'beamjax[completion]'" in capsys.readouterr().err
+def test_completion():
+    assert completed("") >= {"run", "verify", "explain", "bench", "jobs", "doctor", "flink"}
+    assert completed("run", "--shard") >= {"--shard_size", "--shard_timeout"}
+    assert completed("run", "--runner", "Pri") == {"PrismRunner"}
+    assert completed("run", "--on_error", "") == {"raise", "drop"}
+    assert completed("jobs", "") >= {"list", "show", "cancel", "resume"}

@@ -14,9 +14,8 @@ from helpers import assert_same_bits
 
 import beamjax
 from beamjax import execution
-from beamjax.commands import cli
-from beamjax.commands.arguments import binding as command_arguments
-from beamjax.commands.bench import in_units
+from beamjax.commands import calls, cli
+from beamjax.commands.functions import in_units
 
 
 def call_of_loss():
@@ -98,7 +97,7 @@ def test_arguments_and_jobs(folder, capsys):
 
 def test_workers_read_big_files_by_themselves(folder, capsys, monkeypatch):
     expected = json_of(capsys, "run", *LOSS, "--runner=local")[1]["result"]
-    monkeypatch.setattr(command_arguments, "MAP_BYTES", 1)
+    monkeypatch.setattr(calls, "MAP_BYTES", 1)
     sources = []
     from_npy = beamjax.from_npy
     monkeypatch.setattr(beamjax, "from_npy", lambda path: sources.append(path) or from_npy(path))
@@ -112,9 +111,7 @@ def test_verify(folder, capsys, monkeypatch):
     assert status == 0
     assert [leaf["path"] for leaf in found["leaves"]] == ["['loss']", "['weights']"]
     assert all(leaf["passed"] for leaf in found["leaves"])
-    with monkeypatch.context() as patch:  # As a table in a terminal.
-        patch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        assert cli.main(["verify", *LOSS, "--runner=local"]) == 0
+    assert cli.main(["verify", *LOSS, "--runner=local"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("loss on local against jit: 2 leaves")
     rows = [line.split()[0] for line in text.splitlines()[2:]]

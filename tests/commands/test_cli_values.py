@@ -1,8 +1,6 @@
 # ruff: noqa: F811
 """Values of arguments, by their text, and the parameters that they go to."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +12,10 @@ from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax.commands.arguments.binding import find_call
-from beamjax.commands.arguments.values import json_or_text, nested, read_value
+from beamjax.commands.functions import run
 from beamjax.commands.output import named_leaves, plain, write_out
+from beamjax.commands.values import json_or_text, nested, read_value
 from beamjax.errors import BeamjaxError, OptionsError, SourceError
-from beamjax.options import OWN
 
 
 def test_json():
@@ -57,7 +54,7 @@ NO_VALUES = [
     ("wx.npz", "wx.npz: found no such file; did you mean 'w.npz'?"),
     ("partz/x.npy", "the folder 'partz' is not there"),
     ("programs_here.py", "or a name that ends in .npy, .npz"),
-    ("parts", "found 'parts', expected JSON, a folder of a kept result"),
+    ("parts", "found 'parts', expected JSON, the folder of a result"),
     ("hello", "Write a job for anything else"),
     ('"hello"', "x: found the text 'hello', expected numbers"),
     ('{"a": ["b"]}', "x['a'][0]: found the text 'b'"),
@@ -118,24 +115,21 @@ def test_results_in_files(tmp_path):
 
 
 def call_of(target, *given, flags=()):
-    words = argparse.Namespace(target=target, arg=list(given), flags=list(flags), beam_flags=[])
-    for name in OWN:
-        setattr(words, name, None)
-    return find_call(words)[1]()
+    return run.call_of(["run", target, *(f"--arg={text}" for text in given), *flags]).load()
 
 
 def test_calls(folder):
-    call = call_of("programs_here:embed", "x=three.npy", "w=2")
+    fn, args = call_of("programs_here:embed", "x=three.npy", "w=2")
     import programs_here
 
-    assert call.fn is programs_here.embed
-    assert (call.args[0], call.name) == (2, "embed")
+    assert fn is programs_here.embed
+    assert args[0] == 2
     (folder / "named_here.py").write_text(
         "def fn(a, b=2, c=3, *, d, e=5, **more):\n    return a, b, c, d, e, more\n"
     )
-    call = call_of("named_here.py:fn", "d=40", "a=1", "c=30", "z=7")
-    assert call.name == "fn"
-    assert call.fn(*call.args) == (1, 2, 30, 40, 5, {"z": 7})
+    fn, args = call_of("named_here.py:fn", "d=40", "a=1", "c=30", "z=7")
+    assert fn.__name__ == "fn"
+    assert fn(*args) == (1, 2, 30, 40, 5, {"z": 7})
 
 
 NO_CALLS = [

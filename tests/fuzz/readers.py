@@ -30,7 +30,7 @@ from jax import export
 
 import beamjax as bj
 from beamjax.bodies.export import default_platform, load_body
-from beamjax.commands.arguments import command_lines
+from beamjax.commands.jobs import read_command
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.jobs import results as job_results
 from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
@@ -55,9 +55,9 @@ from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spe
 from beamjax.sources.streams.chunks import members_of
 from beamjax.sources.tables.grouped_source import grouped
 from beamjax.storage import arrays, records
-from beamjax.storage.schema import from_plain, to_plain
+from beamjax.telemetry.events import ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, ShardEvent, StepCount, Tally, WorkerRecord, tally
+from beamjax.telemetry.progress import Progress, StepCount, Tally, WorkerRecord, tally
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -449,7 +449,7 @@ def _checkpoint_seeds(_: Path) -> list[bytes]:
 def _job_seeds(folder: Path) -> list[bytes]:
     job = JobFolder(str(folder / "job"))
     job.begin({"name": "total", "runner": "local"})
-    command_lines.keep_command(job.path, ["run", "programs.py:total", "--arg", "x=x.npy"])
+    job.write("command", {"argv": ["run", "programs.py:total", "--arg", "x=x.npy"], "cwd": "/"})
     done = Tally(members=3, shards=1)
     progress = Progress(done, members=6, shards=2, step="map_clients_0", workers=1, seconds=2.5)
     job.write_progress(progress)
@@ -466,7 +466,7 @@ def _job(data: bytes, folder: Path) -> None:
     """Each record of a job, and the result that one of them describes."""
     job = JobFolder(str(folder / "job"))
     refusals = []
-    command = functools.partial(command_lines.read_command, job)
+    command = functools.partial(read_command, job)
     result = functools.partial(job_results.read_result, job)
     reads = (job.describe, job.state, job.progress, command, result)
     for name, read in zip(_JOB, reads, strict=True):
@@ -502,12 +502,12 @@ def _worker_seeds(_: Path) -> list[bytes]:
     count = StepCount(8, ((0, 16, 1), (24, 30, 2)), Tally(members=22, shards=3, compute=0.5))
     events = (ShardEvent("host-1", "map_clients_0", 0, 8, 4.0, 0.5),)
     record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count}, events)
-    return [records.encode(to_plain(record))]
+    return [records.encode(record.to_json())]
 
 
 def _worker(data: bytes, _: Path) -> None:
     """What a worker tells of itself."""
-    tally([from_plain(WorkerRecord, records.decode(data, "file"), "file")])
+    tally([WorkerRecord.from_json(records.decode(data, "file"), "file")])
 
 
 def _error_seeds(_: Path) -> list[bytes]:

@@ -263,7 +263,7 @@ def test_arguments_that_are_no_data_yet():
 
 OPTIONS = [
     ({"shard_size": 12}, "shard_size: found 12, expected a positive multiple of 8"),
-    (["--shard_size=many"], "shard_size: found 'many', expected a number"),
+    (["--shard_size=many"], "shard_size: found 'many', expected a positive multiple of 8"),
     ("--shard_size=8", "options: found a str, expected a dict"),
 ]
 FLAGS = [

@@ -1,4 +1,4 @@
-"""Rounds and branches on resident workers: which passes run, what is left in the store, and errors."""
+"""Rounds and branches on resident workers: passes that run, what the store holds, and errors."""
 
 import os
 import tempfile

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.suite.problem import Problem, Sums, Tree, opened

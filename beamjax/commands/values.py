@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import beamjax
-from beamjax._text import closest
+from beamjax._text import hint
 from beamjax.errors import OptionsError, SourceError
 from beamjax.sources.arrays.data_files import is_url
 
 
 def read_value(text: str, where: str) -> Any:
-    """The value that a text stands for; see `flags.VALUES`.
+    """The value that a text stands for; see `calls.HELP`.
 
     Args:
       text: as it was typed.
@@ -127,29 +127,27 @@ _OPENERS: dict[str, Callable[[str], Any]] = {
     ".array_record": beamjax.from_array_record,
 }
 """How to open a file, by the ending of its name."""
-_KEPT = {"placed.json": beamjax.open_placed, "keys.json": beamjax.open_keyed}
-"""How to open the folder of a kept result, by a file in it."""
+_RESULTS = {"placed.json": beamjax.open_placed, "keys.json": beamjax.open_keyed}
+"""How to open the folder of a result, by a file in it."""
 
 
 def _opener(text: str, where: str) -> Callable[[str], Any]:
     for ending, opener in _OPENERS.items():
         if text.rstrip("/").endswith(ending):
             return opener
-    for mark, opener in _KEPT.items():
+    for mark, opener in _RESULTS.items():
         if os.path.exists(os.path.join(text, mark)):
             return opener
     raise OptionsError(
-        f"{where}: found {text!r}, expected JSON, a folder of a kept result, or a name that ends "
+        f"{where}: found {text!r}, expected JSON, the folder of a result, or a name that ends "
         f"in {', '.join(_OPENERS)}{_similar(text)}. Write a job for anything else: a function that "
         "returns (fn, *args), as TARGET"
     )
 
 
 def _similar(path: str) -> str:
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path)
     try:
-        names = os.listdir(folder or ".")
+        return hint(path, [os.path.join(folder, other) for other in os.listdir(folder or ".")])
     except OSError:
-        return f"; the folder {folder!r} is not there" if folder else ""
-    found = closest(name, names)
-    return f"; did you mean {os.path.join(folder, found)!r}?" if found else ""
+        return f"; the folder {folder!r} is not there"

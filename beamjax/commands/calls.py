@@ -1,0 +1,378 @@
+"""The call that a command line asks for: a function, its arguments, and the options of the run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+from beamjax._text import hint, listed
+from beamjax.commands.answers import Answer, answers
+from beamjax.errors import OptionsError
+from beamjax.options import OWN, RULES, Options, parse_options, split_flags, summaries
+
+EXPECTED = "module:function or file.py:function"
+MAP_BYTES = 16 * 2**20
+"""Bytes from which workers read an .npy file themselves where the program uses it as placed."""
+RUNNERS = ("local", "DirectRunner", "PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
+
+HELP = """\b
+TARGET and how a VALUE is read:
+  file.py:function --arg x=VALUE   the function is called with these arguments
+  file.py:job --rows=3             the function is called with these flags, JSON
+                                   or else text, and returns (fn, *args): what to
+                                   call. Use it for whatever a VALUE can't say
+  3  0.1  true  null               a number, as in Python
+  [[1, 2], [3, 4]]                 numbers in a list: an array; other JSON: a tree
+  w.npy  w.npz                     an array; a tree: names in an .npz are paths,
+                                   "layers/0/w"
+  'parts/*.npy'                    members in several files, read by the workers;
+                                   as .parquet .arrow .feather .zarr .tfrecord
+                                   .array_record
+  FOLDER                           a result of a run with --keep placed
+
+Beam gets all flags that are not listed below, and what follows a word `--` without a check.
+
+\b
+exit codes: 0 done; 1 a run failed, or a result is past its tolerance;
+2 the command line is wrong; 130 interrupted
+"""
+
+
+class CallCommand(click.Command):
+    """A command on a function: TARGET, its arguments and the options of a run.
+
+    Args:
+      work: gets the `Call` and the command's own parameters. Its docstring is the help.
+    """
+
+    def __init__(self, work: Callable[..., Answer]) -> None:
+        def answer(**params: Any) -> Answer:
+            return work(_call(params), **params)
+
+        self.answer = answer
+        callback: Any = answers(answer)
+        own = [*reversed(getattr(work, "__click_params__", [])), *callback.__click_params__]
+        super().__init__(
+            work.__name__,
+            callback=callback,
+            help=f"{inspect.getdoc(work)}\n\n{HELP}",
+            params=[*_parameters(), *own],
+            # As in `beamjax.Options`: --shard_size and --shard-size are one.
+            context_settings={
+                "ignore_unknown_options": True,
+                "token_normalize_func": lambda name: name.replace("-", "_"),
+            },
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leaves out what follows a word `--`, which Beam gets without a check."""
+        cut = args.index("--") if "--" in args else len(args)
+        ctx.meta["argv"] = [ctx.info_name, *args]
+        ctx.meta["unchecked"] = args[cut + 1 :]
+        return super().parse_args(ctx, args[:cut])
+
+    def answer_to(self, argv: list[str]) -> Answer:
+        """What a command line finds, without its flags --json and --traceback."""
+        context = self.make_context(argv[0], argv[1:])
+        params = {k: v for k, v in context.params.items() if k not in ("as_json", "full")}
+        with context:
+            return self.answer(**params)
+
+    def call_of(self, argv: list[str]) -> Call:
+        """The call of a command line, which is not run."""
+        with self.make_context(argv[0], argv[1:]) as context:
+            return _call(dict(context.params))
+
+
+def _parameters() -> list[click.Parameter]:
+    arg = "An argument of the function, by the name of its parameter."
+    found: list[click.Parameter] = [
+        click.Argument(["target"], type=click.Path()),
+        click.Argument(["rest"], nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF BEAM]..."),
+        click.Option(["--arg"], multiple=True, metavar="NAME=VALUE", help=arg),
+    ]
+    for name, rule in RULES.items():
+        kind: Any = click.Path() if rule.is_path else str
+        settings: dict[str, Any] = {"type": kind, "metavar": "PATH" if rule.is_path else "X"}
+        if rule.choices:
+            settings = {"type": click.Choice(rule.choices)}
+        found.append(click.Option([f"--{name}"], help=summaries()[name], **settings))
+    return found
+
+
+def runner_option(**settings: Any) -> Callable[[Any], Any]:
+    """The flag `--runner`: a name, which completion offers, or that of another runner of Beam."""
+    offered = lambda ctx, param, typed: [name for name in RUNNERS if name.startswith(typed)]
+    return click.option("--runner", metavar="NAME", shell_complete=offered, **settings)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of programs, or a job that makes one, and how to run it.
+
+    Attributes:
+      target: the function that the command line names.
+      texts: of its arguments, by parameter; None for a job.
+      flags: values of the parameters of a job.
+      options: of the run.
+      argv: the command line.
+    """
+
+    target: Callable[..., Any]
+    texts: dict[str, str] | None
+    flags: dict[str, Any]
+    options: Options
+    argv: list[str]
+
+    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Reads the arguments, or calls the job; gives what `beamjax.run` takes.
+
+        Raises:
+          OptionsError: the text of an argument has no value, or a job returns something else.
+          BeamjaxError: a file can't be read.
+          Exception: of the job.
+        """
+        from beamjax.commands.values import read_value
+
+        if self.texts is None:
+            found = self.target(**self.flags)
+            if isinstance(found, tuple) and found and callable(found[0]):
+                return found[0], found[1:]
+            raise OptionsError(
+                f"{_name(self.target)}: found no --arg, so it is called as a job, and it returned "
+                f"{found!r:.80}; expected a tuple of a function and its arguments"
+            )
+        values = {name: read_value(text, f"--arg {name}") for name, text in self.texts.items()}
+        bound = inspect.signature(self.target).bind_partial(**values)
+        fn = self.target
+        if bound.kwargs:
+            fn = _by_position(fn, len(bound.args), list(bound.kwargs))
+        return fn, (*bound.args, *bound.kwargs.values())
+
+    def load_for_workers(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As `load`, with a source for each big .npy file that is used only as a placed value."""
+        import beamjax
+        from beamjax.interpreters.planning import plan_for
+        from beamjax.interpreters.staging.stage import flatten_arguments
+
+        fn, args = self.load()
+        big = {f"args[{i}]": i for i, value in enumerate(args) if _is_big_file(value)}
+        if not big or any(isinstance(value, beamjax.StreamSource) for value in args):
+            return fn, args
+        found = list(args)
+        for spec in plan_for(fn, *flatten_arguments(args), self.options).plan.inputs:
+            placed = spec.placed is not None or spec.views
+            if spec.path in big and placed and spec.server is None and spec.axis == 0:
+                number = big[spec.path]
+                found[number] = beamjax.from_npy(found[number].filename)
+        return fn, tuple(found)
+
+
+def _call(params: dict[str, Any]) -> Call:
+    """Takes the call out of the parameters of a command, and checks it.
+
+    With `--arg`, TARGET is the function of the call. Without, it is a job: a function that returns
+    a function and its arguments, with a flag for each of its parameters.
+
+    Raises:
+      OptionsError: there is no such function, parameter or option, or a parameter has no value.
+      Exception: what the module of TARGET raises.
+    """
+    own = {name: value for name in OWN if (value := params.pop(name)) is not None}
+    target, texts, beam = params.pop("target"), _pairs(params.pop("arg")), params.pop("rest")
+    if target.startswith("-"):
+        raise OptionsError(f"found {target!r} as TARGET, which comes before the flags of Beam")
+    fn = find_target(target)
+    flags, beam = ({}, list(beam)) if texts else _flags_of_job(fn, beam)
+    _check_parameters(fn, texts or flags, is_job=not texts)
+    context = click.get_current_context()
+    names = [str(param.name) for param in context.command.params]
+    # `bench` has several runners: their flags are checked again when they run.
+    runner = params.get("runner") if isinstance(params.get("runner"), str) else "local"
+    options = _with_beam(parse_options(own), beam, str(runner), names)
+    if unchecked := context.meta["unchecked"]:
+        from apache_beam.options.pipeline_options import PipelineOptions
+
+        options = replace(options, beam=PipelineOptions([*beam, *unchecked]))
+    return Call(fn, texts or None, flags, options, context.meta["argv"])
+
+
+def _with_beam(options: Options, beam: list[str], runner: str, names: list[str]) -> Options:
+    """The options with flags of Beam, which are checked; `names` are for suggestions."""
+    for name, value, _ in split_flags(beam):
+        if not name:
+            raise OptionsError(
+                f"found {value!r}, which belongs to no flag; arguments of the function are given "
+                "as --arg name=VALUE"
+            )
+    if beam:
+        from beamjax.pipelines.runners.options import check_flags
+
+        check_flags(beam, runner, names)
+    return replace(options, beam=tuple(beam))
+
+
+# --- parameters
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    from beamjax.ops.leaves import name_of
+
+    return name_of(fn)
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise OptionsError(f"--arg {text}: expected name=value")
+        if name in found:
+            raise OptionsError(f"--arg {name}: found twice: {found[name]!r} and {value!r}")
+        found[name] = value
+    return found
+
+
+def _flags_of_job(fn: Callable[..., Any], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values of flags that are named like parameters of a job, and the other words."""
+    from beamjax.commands.values import json_or_text
+
+    parameters = inspect.signature(fn).parameters
+    given: dict[str, Any] = {}
+    rest: list[str] = []
+    for flag, text, taken in split_flags(words):
+        name = flag.replace("-", "_")
+        if name in parameters:
+            given[name] = json_or_text(text) if text else True
+        else:
+            rest += taken
+    return given, rest
+
+
+def _check_parameters(fn: Callable[..., Any], given: dict[str, Any], is_job: bool) -> None:
+    """Raises OptionsError for names that are no parameters, and for parameters without a value."""
+    parameters = inspect.signature(fn).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    text = f"{_name(fn)}({', '.join(names)})"
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name in given:
+        if name not in names and not takes_more:
+            raise OptionsError(
+                f"--arg {name}: there is no such parameter in {text}{hint(name, names)}"
+            )
+    required = [p.name for p in parameters if p.name in names and p.default is p.empty]
+    if missing := [name for name in required if name not in given]:
+        add = " ".join(f"--arg {name}=..." for name in missing)
+        if is_job:
+            flags = " ".join(f"--{name}=..." for name in missing)
+            add += f"; or {flags}, if it returns a function and its arguments"
+        raise OptionsError(f"{text}: add {add}")
+
+
+def _by_position(fn: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
+    """A function of positions alone, of which those from `count` on have these names."""
+
+    @functools.wraps(fn, updated=())
+    def call(*values: Any) -> Any:
+        return fn(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    call.__name__ = _name(fn)
+    return call
+
+
+def _is_big_file(value: Any) -> bool:
+    import numpy as np
+
+    return isinstance(value, np.memmap) and value.nbytes >= MAP_BYTES and value.ndim > 0
+
+
+# --- TARGET
+
+
+def find_target(text: str) -> Callable[..., Any]:
+    """Imports a module and takes a function out of it.
+
+    The folder of a file, or the current one for a module, is put on `sys.path`, as `python` does.
+    Functions of a file travel to workers by value, as those of a script do.
+
+    Args:
+      text: `module:attribute` or `path.py:attribute`, the attribute with dots for those of objects.
+
+    Raises:
+      OptionsError: there is no such module or attribute, or it can't be called.
+      Exception: what the module raises while it is imported.
+    """
+    where, _, attributes = text.partition(":")
+    found: Any = _load_file(where) if where.endswith(".py") or os.sep in where else _import(where)
+    for name in attributes.split("."):
+        names = functions_of(found)
+        if not callable(getattr(found, name, None)):
+            there = type(getattr(found, name)).__name__ if hasattr(found, name) else repr(name)
+            raise OptionsError(
+                f"{text}: found {there if name else 'no name'} after the colon, expected "
+                f"{EXPECTED}; functions there: {listed(names)}{hint(name, names)}"
+            )
+        found = getattr(found, name)
+    return found
+
+
+def functions_of(holder: Any) -> list[str]:
+    """Names of the public functions that a module defines, or else of all that it has."""
+    found = [n for n in dir(holder) if not n.startswith("_") and callable(getattr(holder, n))]
+    home = getattr(holder, "__name__", None)
+    return [n for n in found if getattr(getattr(holder, n), "__module__", "") == home] or found
+
+
+def _import(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ModuleNotFoundError(name=name)
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # of what the module imports
+        files = [path.stem for path in Path().glob("*.py")]
+        raise OptionsError(
+            f"{name}: found no such module, expected {EXPECTED}{hint(name, files)}"
+        ) from None
+    is_here = os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or "/")) == here
+    return _by_value(module) if is_here else module
+
+
+def _load_file(where: str) -> ModuleType:
+    path = Path(where).absolute()
+    if not path.is_file():
+        names = [str(Path(where).with_name(other.name)) for other in path.parent.glob("*.py")]
+        raise OptionsError(f"{where}: found no such file{hint(where, names)}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    # Under its own name, except where that is the name of another module.
+    same = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    name = path.stem if same and same.origin == str(path) else f"_beamjax_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise OptionsError(f"{where}: found no file of Python, expected {EXPECTED}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return _by_value(module)
+
+
+def _by_value(module: ModuleType) -> ModuleType:
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+    return module

@@ -1,0 +1,110 @@
+"""The commands `flink` and `prism`: what Beam needs for these runners on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from beamjax.commands.answers import DONE, FAILED, Answer, answers
+
+
+def _folder_option(work: Any) -> Any:
+    help = "Of the cluster; by default in beamjax's cache folder."
+    return click.option("--folder", type=click.Path(path_type=Path), help=help)(work)
+
+
+def _absolute(folder: Path | None) -> Path:
+    from beamjax.pipelines.clusters import flink_cluster
+
+    return (folder or flink_cluster.default_folder()).absolute()
+
+
+def _number(name: str, default: int, help: str) -> Any:
+    number = click.IntRange(min=0)
+    return click.option(f"--{name}", type=number, default=default, show_default=True, help=help)
+
+
+@click.group()
+def flink() -> None:
+    """A Flink cluster on this machine for Beam."""
+
+
+@flink.command()
+@_folder_option
+@_number("taskmanagers", 2, "Task managers, each with a pool of Python workers of its own.")
+@_number("slots", 1, "Tasks at a time in each of them.")
+@_number("heap", 512, "MiB of the heap of each of them.")
+@_number("attempts", 8, "Failed tasks that are started again, in all, before a pipeline fails.")
+@_number("delay", 10, "Seconds before each of these.")
+@answers
+def up(folder: Path | None, **settings: int) -> Answer:
+    """Start a cluster and wait until it takes jobs."""
+    from beamjax.pipelines.clusters import flink_cluster
+
+    flink_cluster.up(_absolute(folder), flink_cluster.Settings(**settings))
+    return _status(_absolute(folder))
+
+
+@flink.command()
+@_folder_option
+@answers
+def status(folder: Path | None) -> Answer:
+    """Show what runs; the exit status is 1 if not all does."""
+    return _status(_absolute(folder))
+
+
+@flink.command()
+@_folder_option
+@answers
+def down(folder: Path | None) -> Answer:
+    """Stop the cluster."""
+    from beamjax.pipelines.clusters import flink_cluster
+
+    place = _absolute(folder)
+    stopped = flink_cluster.down(place)
+    text = f"{place}: stopped {', '.join(stopped)}" if stopped else f"{place}: nothing ran"
+    return Answer({"folder": str(place), "stopped": list(stopped)}, text)
+
+
+def _status(folder: Path) -> Answer:
+    from beamjax.pipelines.clusters import flink_cluster
+
+    found = flink_cluster.status(folder)
+    lines = [f"{found['folder']}: {'ready' if found['healthy'] else 'not ready'}"]
+    for name, process in found["processes"].items():
+        state = f"process {process['pid']}" if process["alive"] else "ended"
+        lines.append(f"  {name:14} {state:16} {process['log']}")
+    if found["healthy"]:
+        lines += [
+            f"  dashboard of Flink: {found['dashboard']}/overview",
+            "  use it: bj.run(fn, ..., runner='FlinkRunner', "
+            f"options={{'flink_cluster': {found['folder']!r}}})",
+        ]
+    return Answer(found, "\n".join(lines), DONE if found["healthy"] else FAILED)
+
+
+@click.group()
+def prism() -> None:
+    """Beam's Prism, which runner='PrismRunner' needs."""
+
+
+@prism.command()
+@answers
+def install() -> Answer:
+    """Build Prism with Go into beamjax's cache."""
+    from beamjax.pipelines.runners import prism as runner
+
+    path = str(runner.install())
+    return Answer({"path": path}, path)
+
+
+@prism.command()
+@answers
+def where() -> Answer:
+    """Print the path that runner='PrismRunner' uses."""
+    from beamjax.pipelines.runners import prism as runner
+
+    path = str(runner.locate())
+    return Answer({"path": path}, path)

@@ -1,0 +1,234 @@
+"""The commands on a function: `run`, `verify`, `explain` and `bench`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from beamjax._text import aligned
+from beamjax.commands.answers import DONE, FAILED, Answer
+from beamjax.commands.calls import Call, CallCommand, runner_option
+from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
+
+if TYPE_CHECKING:
+    from beamjax.jobs.job import Job
+
+one_runner = runner_option(
+    default="DirectRunner", show_default=True, help="'local' for this process, or a runner of Beam."
+)
+
+
+@CallCommand
+@one_runner
+@click.option(
+    "--out", type=click.Path(), metavar="PATH",
+    help="An .npz file for all arrays of the result, named by their paths in it; an .npy file for "
+    "a single one; with --keep placed a folder, in which placed results stay in files.",
+)  # fmt: skip
+def run(call: Call, runner: str, out: str | None) -> Answer:
+    """Run a function on this machine or a Beam runner."""
+    from beamjax.commands import output
+    from beamjax.execution import launch
+    from beamjax.telemetry.job_folder import JobFolder
+
+    options = call.options
+    output.check_out(out, options.keep)
+    if options.keep and out and options.results_folder is None:
+        options = replace(options, results_folder=os.path.abspath(out))
+    if options.progress is None and sys.stderr.isatty():
+        options = replace(options, progress=True)
+    fn, args = call.load_for_workers()
+    begin = time.monotonic()
+    job = launch(fn, *args, runner=runner, options=options)
+    if options.job_folder is not None:
+        # For `jobs resume` and `jobs replay`; paths are relative to the current folder.
+        command = {"argv": call.argv, "cwd": os.getcwd()}
+        JobFolder(options.job_folder).write("command", command)
+    result = _wait(job, options.job_folder)
+    seconds = time.monotonic() - begin
+    if out:
+        output.write_out(result, out)
+    data = {
+        "program": job.name,
+        "runner": job.runner,
+        "seconds": seconds,
+        "result": output.result_data(result),
+        "out": out,
+        "job_folder": options.job_folder,
+        "progress": job.progress().to_json(),
+        "dropped": [vars(dropped) for dropped in job.dropped],
+    }
+    lines = [output.result_text(result)]
+    lines += [f"{len(job.dropped)} members were dropped"] * bool(job.dropped)
+    lines += [f"written to {out}"] * bool(out)
+    lines.append(f"{job.name} on {job.runner}: {seconds:.2f} s")
+    lines += filter(None, [job.progress().advice])
+    return Answer(data, "\n".join(lines))
+
+
+def _wait(job: Job, folder: str | None) -> Any:
+    """The result; a first interrupt cancels the job, a second one leaves at once."""
+    try:
+        return job.result()
+    except BeamjaxError as error:
+        if error.run is not None and folder is not None:
+            error.add_note(f"beamjax jobs replay {shlex.quote(folder)} --pdb debugs them here.")
+        raise
+    except KeyboardInterrupt:
+        click.echo("beamjax: cancelling the job", err=True)
+        try:
+            job.cancel()
+            job.wait()
+        except KeyboardInterrupt:
+            os._exit(130)
+        raise
+
+
+@CallCommand
+@one_runner
+@click.option("--rtol", type=float, metavar="X", help="For float leaves, as of beamjax.verify.")
+@click.option("--atol", type=float, metavar="X", help="Likewise.")
+def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> Answer:
+    """Compare the answer of a runner with that of jax.jit."""
+    from beamjax import verification
+
+    fn, args = call.load_for_workers()
+    try:
+        report = verification.verify(
+            fn, *args, runner=runner, options=call.options, rtol=rtol, atol=atol
+        )
+    except VerificationError as error:
+        if error.report is None:
+            raise
+        report = error.report
+    rows = [{**vars(row), "passed": row.passed} for row in report.rows]
+    failures = [row.failure() for row in report.rows if not row.passed]
+    text = "\n".join([str(report), *failures, *[verification.ADVICE] * bool(failures)])
+    data = {"program": report.program, "runner": report.runner, "leaves": rows}
+    return Answer(data, text, FAILED if failures else DONE)
+
+
+@CallCommand
+@one_runner
+@click.option(
+    "--stage", default="plan", show_default=True, metavar="STAGE",
+    help="plan, or how it came to be: staged, flat, placed, graph.",
+)  # fmt: skip
+@click.option("--mermaid", is_flag=True, help="A Mermaid flowchart of the steps.")
+@click.option("--html", type=click.Path(), help="Write the graph of the steps to a page.")
+@click.option(
+    "--save", type=click.Path(), help="Write shard sizes and loops to a file, for --plan of a run."
+)
+def explain(
+    call: Call, runner: str, stage: str, mermaid: bool, html: str | None, save: str | None
+) -> Answer:
+    """Show what a function becomes: steps, passes, bytes."""
+    from beamjax import explanation
+
+    fn, args = call.load_for_workers() if stage == "plan" else call.load()
+    found = explanation.explain(fn, *args, stage=stage, runner=runner, options=call.options)
+    if html:
+        save_page(found, html)
+    if save:
+        found.save_choices(save)
+    data: dict[str, object] = {"stage": found.stage}
+    data |= {"text": found.text} if found.facts is None else {"plan": found.to_json()}
+    if mermaid:
+        return Answer({**data, "mermaid": found.to_mermaid()}, found.to_mermaid())
+    return Answer(data, f"written to {html}" if html else found.text)
+
+
+def save_page(page: Any, path: str) -> None:
+    """Writes an explanation or a report to a page of HTML; OptionsError if that fails."""
+    try:
+        page.save(path)
+    except SourceError as error:
+        raise OptionsError(f"--html {error}") from error
+
+
+@CallCommand
+@runner_option(
+    multiple=True, default=("local", "DirectRunner"), show_default=True,
+    help="May be given several times.",
+)  # fmt: skip
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=5, show_default=True, metavar="K",
+    help="Calls after the first.",
+)  # fmt: skip
+@click.option("--no-jit", is_flag=True, help="Leave out jax.jit on the whole arrays in memory.")
+def bench(call: Call, runner: tuple[str, ...], repeat: int, no_jit: bool) -> Answer:
+    """Measure how long a function takes on runners and under jax.jit."""
+    import jax
+
+    from beamjax.execution import run
+    from beamjax.ops.leaves import name_of
+    from beamjax.verification import whole_arguments
+
+    options = replace(call.options, progress=False)
+    if options.checkpoint is not None or options.job_folder is not None:
+        raise OptionsError("bench: found a folder of a job or of checkpoints, expected neither")
+    fn, args = call.load()
+    reason = "--no-jit" if no_jit else _too_big(args)
+    rows = []
+    if reason is None:
+        whole, jitted = whole_arguments(args), jax.jit(fn)
+        rows.append(_measured("jit", lambda: jax.block_until_ready(jitted(*whole)), repeat))
+    fn, args = call.load_for_workers()
+    for name in dict.fromkeys(runner):
+        once = functools.partial(run, fn, *args, runner=name, options=options)
+        rows.append(_measured(name, once, repeat))
+    for row in rows:
+        row["times_jit"] = None if reason else row["median"] / rows[0]["median"]
+    cells = [("", "first call", "of it once", "best", "median", "median / jit")]
+    for row in rows:
+        times = [in_units(row[key]) for key in ("first", "once", "best", "median")]
+        cells.append((row["runner"], *times, "-" if reason else f"{row['times_jit']:.2f}"))
+    lines = [f"{name_of(fn)}, {repeat} calls after the first"]
+    lines += [f"  {line}" for line in aligned(cells)] + [f"without jit: {reason}"] * bool(reason)
+    return Answer({"program": name_of(fn), "runs": rows, "without_jit": reason}, "\n".join(lines))
+
+
+def _measured(name: str, call: Callable[[], Any], repeat: int) -> dict[str, Any]:
+    """Seconds of calls; `once` is how much longer the first took, which compiles."""
+    seconds = []
+    for number in range(repeat + 1):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+        click.echo(f"beamjax: {name}, call {number}: {seconds[-1]:.3f} s", err=True)
+    first, rest = seconds[0], seconds[1:]
+    median = statistics.median(rest)
+    return {
+        "runner": name, "first": first, "once": max(0.0, first - median), "best": min(rest),
+        "median": median, "seconds": rest,
+    }  # fmt: skip
+
+
+def _too_big(args: tuple[Any, ...]) -> str | None:
+    """Why the arguments can't all be arrays in memory, if so."""
+    from beamjax.interpreters.staging.stage import flatten_arguments
+
+    arguments, _, _ = flatten_arguments(args)
+    if any(argument.is_stream for argument in arguments):
+        return "a source is a stream of unknown length"
+    need = sum(argument.aval.size * argument.aval.dtype.itemsize for argument in arguments)
+    if need > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
+        return f"the arguments have {need / 2**30:.1f} GiB, more than a quarter of the memory"
+    return None
+
+
+def in_units(seconds: float) -> str:
+    """Seconds with three digits: `1.23 s`, `45.6 ms`, `789 us`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g} {unit}".replace(". ", " ")
+    return f"{seconds / 1e-6:#.3g} us".replace(". ", " ")

@@ -1,0 +1,122 @@
+"""What the value of an option may be: how it is read, and what an error says was expected."""
+
+from __future__ import annotations
+
+import fractions
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from beamjax.options.choices import MULTIPLE, Choices, read_choices
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one option may be.
+
+    Attributes:
+      expected: in words, for messages.
+      read: gives the value for what a user wrote, text included; raises ValueError for what the
+        option can't be. It leaves a value that it gave before as it is.
+      choices: the possible values as text, if they are few.
+      is_path: whether it is a path or URL.
+    """
+
+    expected: str
+    read: Callable[[Any], Any]
+    choices: tuple[str, ...] = ()
+    is_path: bool = False
+
+
+def one_of(*choices: str | bool) -> Rule:
+    """One of few values."""
+
+    def read(found: Any) -> Any:
+        # Text is compared by value, True and False by identity: 1 is equal to True.
+        text = found.lower() if isinstance(found, str) else None
+        for choice in choices:
+            if found is choice or text == str(choice).lower():
+                return choice
+        raise ValueError
+
+    words = ", ".join(map(str, choices))
+    return Rule(f"one of {words}", read, tuple(str(choice).lower() for choice in choices))
+
+
+def number(kind: type[int] | type[float], expected: str, fits: Callable[[Any], bool]) -> Rule:
+    """A number; of kind `float`, an int does as well."""
+
+    def read(found: Any) -> int | float:
+        value = kind(found) if isinstance(found, str) else found
+        if type(value) not in {int, kind} or not fits(value):
+            raise ValueError
+        return value
+
+    return Rule(expected, read)
+
+
+def path(what: str) -> Rule:
+    """The path or URL of a file or a folder, as text."""
+
+    def read(found: Any) -> str:
+        if not isinstance(found, str | os.PathLike) or not os.fspath(found):
+            raise ValueError
+        return os.fspath(found)
+
+    return Rule(f"the path or URL of a {what}", read, is_path=True)
+
+
+eights = number(int, "a positive multiple of 8", lambda n: n > 0 and n % MULTIPLE == 0)
+at_least_1 = number(int, "a number from 1", lambda n: n >= 1)
+seconds = number(float, "a number of seconds above 0", lambda x: 0 < x < math.inf)
+share = number(float, "a share from 0 to 1", lambda x: 0 <= x <= 1)
+positive_share = number(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
+nbytes = number(int, "a number of bytes", lambda n: n >= 0)
+boolean = one_of(True, False)
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("kMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
+
+
+def _memory(found: Any) -> int:
+    value = found
+    if isinstance(found, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?i?B|)", found)
+        if match is None or match[2] not in _UNITS:
+            raise ValueError
+        value = int(fractions.Fraction(match[1]) * _UNITS[match[2]])
+    if type(value) is not int or value <= 0:
+        raise ValueError
+    return value
+
+
+memory = Rule(
+    "a number of bytes, or a text such as '2GiB' or '500MB' with one of "
+    + ", ".join(filter(None, _UNITS)),
+    _memory,
+)
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
+"""What `require_platform` may be, and which platforms it means."""
+
+
+def _platforms(found: Any) -> tuple[str, ...]:
+    names = found.split(",") if isinstance(found, str) else found
+    if not isinstance(names, Sequence) or not names or not set(names) <= set(PLATFORMS):
+        raise ValueError
+    return tuple(names)
+
+
+platforms = Rule(f"a list of {', '.join(PLATFORMS)}", _platforms)
+
+
+def _saved_plan(found: Any) -> Choices:
+    return found if isinstance(found, Choices) else read_choices(path("file").read(found))
+
+
+saved_plan = Rule("the path of a file", _saved_plan, is_path=True)
