@@ -1,128 +1,515 @@
-"""Accumulators: what the host keeps of a reduction while the partials of shards come in.
+"""Accumulators: what the host holds of a reduction while the partials of shards come in.
 
 Partials are flat vectors, one per shard. Accumulators take them in any order, travel as bytes, and
 are merged in any tree; but for the mode "fast", the final bits depend on the partials alone. Adding
 the same shard twice is an error for products of floats, and not noticed by any other kind.
+`beamjax.numerics.exact_sum` has the accumulator of float sums, this module the others.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol
+import abc
+from typing import Any, ClassVar, NoReturn, Self
 
+import ml_dtypes
 import numpy as np
 
-from beamjax.errors import ArrayFormatError, OptionsError, StructureError
-from beamjax.numerics.exact_sum import ExactSum
-from beamjax.numerics.extremes import Extreme
-from beamjax.numerics.partials import fail
-from beamjax.numerics.products import OrderedProduct
-from beamjax.numerics.provenance import Provenance
-from beamjax.numerics.running import Running
-from beamjax.storage.arrays import Buffer, decode_arrays
+from beamjax.errors import ArrayFormatError, StructureError, WorkerError
+from beamjax.numerics.ordered_tree import DyadicTree
+from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.rounding import round_pair
+from beamjax.numerics.side_by_side import in_parts
+from beamjax.storage.arrays import Joined, encode_arrays
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
-Mode = Literal["exact", "fast"]
-REDUCTIONS = ("sum", "max", "min", "prod", "any", "all")
+MAX_SIZE = 1 << 60
+"""Values of an encoded accumulator, at most."""
+
+PART = 1 << 16
+"""Values of a vector that stay on one thread."""
+
+EXACT = ("float32", "float64", "complex64", "complex128")
+"""Dtypes of the partials of which there are exact sums and ordered products."""
+
+_MAX_LEVEL = 62
+"""The highest level of a tree of shards, whose numbers are int64."""
 
 
-class Accumulator(Protocol):
-    """What every accumulator does.
+class Accumulator(abc.ABC):
+    """The reduction of some shards.
 
     Attributes:
         name: of the kind, written into the bytes.
+        reductions: that this kind can do.
+        reduction: the one that it does.
         dtype: of the partials.
         size: length of the partials.
-        provenance: with what they were computed; it travels with the numbers, and is merged with
-            them.
+        left_out: how many members are in none of the partials; means do not count them.
+        provenance: with what the partials were computed.
     """
 
     name: ClassVar[str]
-    dtype: np.dtype
-    size: int
-    provenance: Provenance
+    reductions: ClassVar[tuple[str, ...]]
+
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
+        """
+        Raises:
+            StructureError: for a dtype that the reduction does not take.
+        """
+        self.reduction, self.dtype, self.size = reduction, np.dtype(dtype), size
+        self.left_out = 0
+        self.provenance: Provenance = UNKNOWN
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory that the numbers take."""
+
+    def add(self, partial: np.ndarray, shard: int = 0) -> None:
+        """Adds the partial of a shard.
+
+        Args:
+            partial: (size,) in `dtype`; not changed, and referred to later only if it is read-only,
+                as what comes from JAX is.
+            shard: its number.
+
+        Raises:
+            StructureError: `partial` has another shape or dtype.
+            WorkerError: the shard is seen to be there already.
+        """
+        if partial.shape != (self.size,) or partial.dtype != self.dtype:
+            raise StructureError(
+                f"accumulator {self.name!r}: found a partial {partial.dtype}"
+                f"{list(partial.shape)}, expected {self.dtype}[{self.size}]."
+            )
+        self._add(partial, shard)
+
+    def merge(self, other: Self) -> None:
+        """Adds what `other` holds; `other` holds the same afterwards.
+
+        Raises:
+            StructureError: `other` is of another kind, reduction, dtype or size.
+            WorkerError: a shard is seen to be in both.
+        """
+        mine, theirs = (
+            (type(each).__name__, each.reduction, each.dtype, each.size) for each in (self, other)
+        )
+        if mine != theirs:
+            raise StructureError(
+                f"accumulator {self.name!r}: found {theirs} to merge with, expected {mine}."
+            )
+        self.provenance |= other.provenance
+        self.left_out += other.left_out
+        self._merge(other)
+
+    def encode(self) -> bytes:
+        """The state as bytes, for `decode_accumulator`. But for the mode "fast", they depend on the
+        partials, their shards, the members left out and the provenance alone."""
+        meta: dict[str, Any] = {
+            "accumulator": self.name,
+            "reduction": self.reduction,
+            "dtype": dtype_name(self.dtype),
+            "size": self.size,
+        }
+        if self.left_out:
+            meta["left_out"] = self.left_out
+        if self.provenance:
+            meta["provenance"] = self.provenance.to_json()
+        return encode_arrays(self._arrays(), meta)
+
+    @classmethod
+    def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Self:
+        """The accumulator that `encode` wrote.
+
+        Raises:
+            ArrayFormatError, StructureError: there is no such accumulator.
+        """
+        reduction = meta.get("reduction")
+        if reduction not in cls.reductions:
+            fail(f"reduction {reduction!r}", f"one of {cls.reductions}")
+        same = cls(str(reduction), dtype_from_name(meta.get("dtype")), _count(meta, "size"))
+        same.left_out = _count(meta, "left_out", 0)
+        same.provenance = Provenance.from_json(meta.get("provenance"))
+        same._restore(arrays)
+        return same
+
+    @abc.abstractmethod
+    def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
+        """The result at the coordinates [lo, hi), a vector of `dtype`; the identity of the
+        reduction where there are no shards.
+
+        Raises:
+            WorkerError: a shard of an ordered product was added twice.
+        """
+
+    def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """The sums of [lo, hi) over `count` members less those left out, a vector of `dtype`."""
+        raise NotImplementedError(f"{self.name} has no means")
+
+    @abc.abstractmethod
+    def _add(self, partial: np.ndarray, shard: int) -> None: ...
+
+    @abc.abstractmethod
+    def _merge(self, other: Self) -> None: ...
+
+    @abc.abstractmethod
+    def _arrays(self) -> list[np.ndarray | Joined]:
+        """The state, for `_restore`."""
+
+    @abc.abstractmethod
+    def _restore(self, arrays: list[np.ndarray]) -> None:
+        """Takes the state that `_arrays` gave; raises `ArrayFormatError` for any other."""
+
+    def _check_exact(self) -> None:
+        if self.dtype.name not in EXACT:
+            raise StructureError(
+                f"{self.name.replace('_', ' ')}: found partials of dtype {self.dtype}, expected "
+                f"{', '.join(EXACT)}."
+            )
+
+
+def _count(meta: dict[str, Any], name: str, default: int | None = None) -> int:
+    count = meta.get(name, default)
+    if type(count) is not int or not 0 <= count < MAX_SIZE:
+        fail(f"{name} {count!r}", f"a number from 0 to {MAX_SIZE - 1}")
+    return count
+
+
+def fail(found: str, expected: str) -> NoReturn:
+    """Raises the ArrayFormatError of an accumulator's bytes."""
+    raise ArrayFormatError(f"bytes of an accumulator: found {found}, expected {expected}.")
+
+
+def _only_array(
+    arrays: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray | None:
+    """A copy of the one array, or None without arrays; raises `ArrayFormatError` for others."""
+    if not arrays:
+        return None
+    found = [(array.shape, array.dtype) for array in arrays]
+    if found != [(shape, dtype)]:
+        fail(f"the arrays {found}", f"one {dtype}{list(shape)}")
+    return arrays[0].copy()
+
+
+# --- one NumPy operation on one vector: integers, booleans, and floats in the mode "fast"
+
+_OPERATIONS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+
+
+class Running(Accumulator):
+    """A vector to which an operation is applied for every shard.
+
+    Integers wrap around, which is associative. Float sums and products are held in float64 or
+    complex128; their last bits depend on the order (`reduction="fast"`).
+    """
+
+    name = "running"
+    reductions = tuple(_OPERATIONS)
+
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
+        super().__init__(reduction, dtype, size)
+        if self.dtype.kind not in ("b" if reduction in ("any", "all") else "iufc"):
+            raise StructureError(
+                f"reduction {reduction!r}: found partials of dtype {self.dtype}, expected "
+                f"{'bool' if reduction in ('any', 'all') else 'a native number'}."
+            )
+        held = {"f": np.float64, "c": np.complex128}.get(self.dtype.kind, self.dtype)
+        self._held = np.dtype(held)
+        self._operation = _OPERATIONS[reduction]
+        self._state: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the numbers take."""
-        ...
+        return 0 if self._state is None else self._state.nbytes
 
-    def add(self, partial: np.ndarray, shard: int) -> None:
-        """Adds the partial of a shard, (size,) in `dtype`; it is not changed, and kept for a while
-        only if it is read-only."""
-        ...
+    def _add(self, partial: np.ndarray, shard: int) -> None:
+        self._apply(partial)
 
-    def merge(self, other: Any) -> None:
-        """Adds what `other`, of the same kind, holds; `other` holds the same afterwards."""
-        ...
+    def _merge(self, other: Running) -> None:
+        if other._state is not None:
+            self._apply(other._state)
 
-    def encode(self) -> bytes:
-        """The state as bytes, for `decode_accumulator`."""
-        ...
+    def _arrays(self) -> list[np.ndarray | Joined]:
+        return [] if self._state is None else [self._state]
+
+    def _restore(self, arrays: list[np.ndarray]) -> None:
+        self._state = _only_array(arrays, (self.size,), self._held)
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
-        """The result at the coordinates [lo, hi), a vector of `dtype`."""
-        ...
-
-
-class SumAccumulator(Accumulator, Protocol):
-    """An accumulator that also gives means.
-
-    Attributes:
-        left_out: how many members are in none of the partials; means do not count them.
-    """
-
-    left_out: int
+        if self._state is None:
+            return np.full(hi - lo, self._operation.identity).astype(dtype)
+        with np.errstate(all="ignore"):
+            return self._state[lo:hi].astype(dtype)
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """The sums of [lo, hi) over `count`, a vector of `dtype`."""
-        ...
+        """As `Accumulator.mean`, rounded to float64 and then to `dtype`."""
+        with np.errstate(all="ignore"):
+            count -= self.left_out
+            return (self.total(lo, hi, self._held) / np.float64(count)).astype(dtype)
+
+    def _apply(self, vector: np.ndarray) -> None:
+        if self._state is None:
+            self._state = vector.astype(self._held)
+            return
+        state = self._state
+
+        def apply(first: int, last: int) -> None:
+            part = slice(first * PART, last * PART)
+            with np.errstate(all="ignore"):
+                self._operation(state[part], vector[part], out=state[part])
+
+        in_parts(-(-self.size // PART), self.size, apply)
 
 
-def make_accumulator(
-    reduction: str, dtype: np.dtype, size: int, *, mode: Mode = "exact"
-) -> Accumulator:
-    """The empty accumulator of a reduction: it adds nothing when it is merged.
+# --- products of floats in an order that the shard numbers alone fix
+
+
+def real_parts(vector: np.ndarray) -> np.ndarray:
+    """A vector (size,) as (1, size), or as (2, size), real and imaginary, if it is complex."""
+    if vector.dtype.kind != "c":
+        return vector[None]
+    parts = np.ascontiguousarray(vector).view(f"f{vector.dtype.itemsize // 2}")
+    return parts.reshape(-1, 2).T
+
+
+def from_real_parts(parts: np.ndarray) -> np.ndarray:
+    """The vector of which `real_parts` are these."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = np.ascontiguousarray(parts.T)
+    return pairs.reshape(-1).view(f"c{2 * parts.dtype.itemsize}")
+
+
+class OrderedProduct(Accumulator):
+    """Product of floats in float64 over a `DyadicTree` of shards, rounded once at the end."""
+
+    name = "ordered_product"
+    reductions = ("prod",)
+
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
+        super().__init__(reduction, dtype, size)
+        self._check_exact()
+        self._parts = 2 if self.dtype.kind == "c" else 1
+        self._tree: DyadicTree[np.ndarray] = DyadicTree(_multiply)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(node.nbytes for node in self._tree.nodes.values())
+
+    def _add(self, partial: np.ndarray, shard: int) -> None:
+        self._tree.add(real_parts(partial).astype(np.float64), shard)
+
+    def _merge(self, other: OrderedProduct) -> None:
+        self._tree.merge(other._tree)
+
+    def _arrays(self) -> list[np.ndarray | Joined]:
+        nodes = list(self._tree.in_order())
+        index = np.array([node[:2] for node in nodes], np.int64).reshape(-1, 2)
+        values = np.array([node[2] for node in nodes], np.float64)
+        return [index, values.reshape(len(nodes), self._parts, self.size)]
+
+    def _restore(self, arrays: list[np.ndarray]) -> None:
+        shape = (self._parts, self.size)
+        nodes = len(arrays[0]) if arrays and arrays[0].ndim == 2 else 0
+        found = [(array.dtype.name, array.shape) for array in arrays]
+        if found != [("int64", (nodes, 2)), ("float64", (nodes, *shape))]:
+            fail(f"the arrays {found}", f"as many int64 (2,) as float64 {shape}")
+        for (level, index), value in zip(arrays[0].tolist(), arrays[1], strict=True):
+            if not 0 <= level <= _MAX_LEVEL or not 0 <= index < 1 << (_MAX_LEVEL - level):
+                fail(f"shards {index} of level {level}", f"levels up to {_MAX_LEVEL}")
+            try:
+                self._tree.add(value.copy(), index, level)
+            except WorkerError as error:
+                fail(str(error), "every shard once")
+
+    def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        product = self._tree.fold()
+        if product is None:
+            return np.ones(hi - lo).astype(dtype)
+        real = dtype if self._parts == 1 else np.dtype(f"f{dtype.itemsize // 2}")
+        return from_real_parts(np.stack([_rounded(part[lo:hi], real) for part in product]))
+
+
+def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Product of float64 (1, size), or of complex numbers as (2, size).
+
+    Complex products are spelt out: NumPy's own use a fused multiply-add on some processors.
+    """
+    with np.errstate(all="ignore"):
+        if len(left) == 1:
+            return left * right
+        real = left[0] * right[0] - left[1] * right[1]
+        return np.stack([real, left[0] * right[1] + left[1] * right[0]])
+
+
+def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        result = round_pair(values.copy(), None, dtype)
+        result[np.isnan(values)] = np.float32(np.nan).astype(dtype)
+        return result
+
+
+# --- maxima and minima
+
+
+class Extreme(Accumulator):
+    """Maximum or minimum of vectors, one per shard.
+
+    NumPy's `maximum` returns either zero of +0 and -0, and the NaN that comes first. Here numbers
+    are compared as integers of the same order (the bits of a float, with the lower 31 or 63 flipped
+    in negative numbers), so that -0 is below +0, as XLA's CPU and GPU have it, and every NaN is the
+    same one, above all numbers. Minima are maxima of the complements of these integers.
+
+    Complex numbers are compared by the real and then the imaginary part, as `jnp.max` does. There,
+    the signs of their zeros depend on the order, and so does whether a NaN is kept; here all zeros
+    are +0, and a NaN is above all numbers in each part.
+    """
+
+    name = "extreme"
+    reductions = ("max", "min")
+
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
+        super().__init__(reduction, dtype, size)
+        self._key_dtype = _key_dtype(self.dtype)
+        self._parts = 2 if self.dtype.kind == "c" else 1
+        self._keys: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._keys is None else self._keys.nbytes
+
+    def _add(self, partial: np.ndarray, shard: int) -> None:
+        self._apply(_to_keys(partial, self.reduction))
+
+    def _merge(self, other: Extreme) -> None:
+        if other._keys is not None:
+            self._apply(other._keys)
+
+    def _arrays(self) -> list[np.ndarray | Joined]:
+        return [] if self._keys is None else [self._keys]
+
+    def _restore(self, arrays: list[np.ndarray]) -> None:
+        self._keys = _only_array(arrays, (self._parts, self.size), self._key_dtype)
+
+    def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
+        if self._keys is None:
+            return np.full(hi - lo, lowest_value(self.reduction, self.dtype)).astype(dtype)
+        return _from_keys(self._keys[:, lo:hi], self.dtype, self.reduction).astype(
+            dtype, copy=False
+        )
+
+    def _apply(self, keys: np.ndarray) -> None:
+        if self._keys is None:
+            self._keys = keys.copy()
+        elif self._parts == 1:
+            np.maximum(self._keys, keys, out=self._keys)
+        else:
+            above = keys > self._keys
+            above[0] |= above[1] & (keys[0] == self._keys[0])
+            np.copyto(self._keys, keys, where=above[0])
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    """Whether it is a float of NumPy or ml_dtypes.
+
+    Raises:
+        StructureError: if it is no bool, integer, float or complex dtype.
+    """
+    dtype_name(dtype)
+    if dtype.kind in "fbiuc":
+        return dtype.kind == "f"
+    try:
+        ml_dtypes.iinfo(dtype)
+    except ValueError:
+        pass
+    else:
+        return False
+    try:
+        ml_dtypes.finfo(dtype)
+    except (ValueError, KeyError):
+        raise StructureError(f"found dtype {dtype}, expected numbers or bools.") from None
+    return True
+
+
+def lowest_value(reduction: str, dtype: np.dtype) -> Any:
+    """The scalar of a dtype that changes no maximum ("max") or minimum ("min").
+
+    Infinite where the dtype has infinities, else its lowest or highest number.
+    """
+    sign = -1 if reduction == "max" else 1
+    if dtype.kind == "b":
+        return np.bool_(reduction == "min")
+    if dtype.kind == "c":
+        return dtype.type(complex(sign * np.inf, sign * np.inf))
+    if _is_float(dtype):
+        infinite = np.array(sign * np.inf, np.float32).astype(dtype)[()]
+        if np.isinf(infinite):
+            return infinite
+    limits: Any = ml_dtypes.finfo(dtype) if _is_float(dtype) else ml_dtypes.iinfo(dtype)
+    return np.array(limits.min if reduction == "max" else limits.max).astype(dtype)[()]
+
+
+def _key_dtype(dtype: np.dtype) -> np.dtype:
+    """The integers as which numbers of a dtype are compared.
+
+    Raises:
+        StructureError: if it is no bool, integer, float or complex dtype.
+    """
+    if _is_float(dtype):
+        return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
+    if dtype.kind == "c":
+        return np.dtype(f"i{dtype.itemsize // 2}")
+    if dtype.kind in "iu":
+        return dtype
+    signed = dtype.kind != "b" and ml_dtypes.iinfo(dtype).min < 0
+    return np.dtype(np.int8 if signed else np.uint8)
+
+
+def _to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
+    """Integers that are ordered as the values ("max") or against them ("min").
 
     Args:
-        reduction: one of `REDUCTIONS`.
-        dtype: of the partials.
-        size: their length.
-        mode: "exact", or "fast" for float sums and products in one float64 vector whose last bits
-            depend on the order.
+        values: a vector (size,).
+        reduction: "max" or "min".
 
-    Raises:
-        OptionsError: for an unknown reduction or mode.
-        StructureError: for a dtype that the reduction does not take.
-        WorkerError: if this thread flushes subnormal numbers to zero and sums must be exact.
+    Returns:
+        (1, size), or (2, size) of the real and imaginary parts; it may share memory with `values`.
     """
-    dtype = np.dtype(dtype)
-    if reduction not in REDUCTIONS or mode not in ("exact", "fast"):
-        raise OptionsError(
-            f"accumulator: found reduction {reduction!r} and mode {mode!r}, expected one of "
-            f"{REDUCTIONS} and 'exact' or 'fast'."
-        )
-    if reduction in ("max", "min"):
-        return Extreme(reduction, dtype, size)
-    if mode == "exact" and dtype.kind in "fc" and reduction == "sum":
-        return ExactSum(dtype, size)
-    if mode == "exact" and dtype.kind in "fc" and reduction == "prod":
-        return OrderedProduct(dtype, size)
-    return Running(reduction, dtype, size)
+    keys = _key_dtype(values.dtype)
+    if values.dtype.kind == "c":
+        return np.stack([_to_keys(part + 0, reduction)[0] for part in real_parts(values)])
+    if not _is_float(values.dtype):
+        whole = values.astype(keys, copy=False)
+        return (whole if reduction == "max" else ~whole)[None]
+    wide = values.astype(f"f{keys.itemsize}", copy=False)
+    whole = _flip_negative(wide.view(keys))
+    if reduction == "min":
+        np.invert(whole, out=whole)
+    whole[np.isnan(wide)] = np.iinfo(keys).max
+    return whole[None]
 
 
-def decode_accumulator(data: Buffer) -> Accumulator:
-    """The accumulator that `encode` wrote.
+def _from_keys(keys: np.ndarray, dtype: np.dtype, reduction: str) -> np.ndarray:
+    """The vector of `dtype` that has these keys, with NaN as the canonical quiet NaN."""
+    if dtype.kind == "c":
+        real = np.dtype(f"f{dtype.itemsize // 2}")
+        return from_real_parts(np.stack([_from_keys(part[None], real, reduction) for part in keys]))
+    whole = keys[0] if reduction == "max" else ~keys[0]
+    if not _is_float(dtype):
+        return whole.astype(dtype)
+    wide = _flip_negative(whole).view(f"f{keys.itemsize}")
+    wide[keys[0] == np.iinfo(keys.dtype).max] = np.nan
+    return wide.astype(dtype, copy=False)
 
-    Raises:
-        ArrayFormatError: if the bytes were not written by an accumulator.
-    """
-    arrays, meta = decode_arrays(data)
-    kinds = {kind.name: kind for kind in (ExactSum, Running, Extreme, OrderedProduct)}
-    name = meta.get("accumulator")
-    if not isinstance(name, str) or name not in kinds:
-        fail(f"kind {name!r}", f"one of {sorted(kinds)}")
-    try:
-        found: Accumulator = kinds[name].decode(arrays, meta)
-        found.provenance = Provenance.from_json(meta.get("provenance"))
-        return found
-    except StructureError as error:
-        raise ArrayFormatError(f"accumulator: {error}") from None
+
+def _flip_negative(bits: np.ndarray) -> np.ndarray:
+    """Float bits to integers of the same order, or back: a new array."""
+    highest = np.iinfo(bits.dtype).max
+    return bits ^ ((bits >> (8 * bits.itemsize - 1)) & highest)

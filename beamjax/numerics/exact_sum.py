@@ -10,15 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
 
 import numpy as np
 
-from beamjax.errors import StructureError, WorkerError
+from beamjax.errors import WorkerError
 from beamjax.numerics import serialization
+from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.exact_add import Rows
-from beamjax.numerics.partials import check_partial, check_same, describe, described, fail, left_out
-from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.rounding import (
     DIVISOR_LIMIT,
     Pair,
@@ -37,7 +35,7 @@ from beamjax.numerics.superaccumulator import (
     WIDTH,
     Digits,
 )
-from beamjax.storage.arrays import encode_arrays
+from beamjax.storage.arrays import Joined
 
 MAX_ROWS = 256
 """Partials of which a small accumulator keeps copies, to add them all at once."""
@@ -70,71 +68,42 @@ def check_subnormals() -> None:
         )
 
 
-class ExactSum:
+class ExactSum(Accumulator):
     """Exact sum of vectors, one per shard.
 
-    Adding a shard twice is not noticed: the source has to be exactly-once.
-
-    Attributes:
-        size: length of the vectors.
-        dtype: of the vectors: float32, float64, complex64 or complex128. The real and imaginary
-            parts of complex numbers are summed apart, as two coordinates.
-        left_out: how many members are in none of the vectors; means do not count them.
+    The real and imaginary parts of complex numbers are summed apart, as two coordinates.
     """
 
-    name: ClassVar[str] = "exact_sum"
-    provenance: Provenance = UNKNOWN
+    name = "exact_sum"
+    reductions = ("sum",)
 
-    def __init__(self, dtype: np.dtype, size: int, *, width: int = WIDTH) -> None:
+    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
         """
-        Args:
-            dtype: of the vectors.
-            size: their length.
-            width: bits of a digit, from 20 to 50; no result depends on it.
-
         Raises:
-            StructureError: for any other dtype.
+            StructureError: for other dtypes than float32, float64, complex64 and complex128.
             WorkerError: if this thread flushes subnormal numbers to zero.
         """
         check_subnormals()
-        self.dtype = np.dtype(dtype)
-        self.size = size
-        if self.dtype.name not in ("float32", "float64", "complex64", "complex128"):
-            raise StructureError(
-                f"exact sum: found partials of dtype {self.dtype}, expected float32, float64, "
-                "complex64 or complex128."
-            )
+        super().__init__(reduction, dtype, size)
+        self._check_exact()
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
-        self._width = width
         self._length = size * self._parts
         self._blocks: dict[int, Digits] = {}
+        # Copies of partials of a small accumulator, and read-only partials of a large one.
         self._rows: np.ndarray | None = None
         self._count = 0
         self._waiting: list[np.ndarray] = []
-        self.left_out = 0
         self._max_waiting = MAX_WAITING if self._real == np.float32 else 1
-        self._max_rows = min(MAX_ROWS, (1 << (52 - width)) - 2, MAX_COPIED // max(self._length, 1))
+        self._max_rows = min(MAX_ROWS, (1 << (52 - WIDTH)) - 2, MAX_COPIED // max(self._length, 1))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the numbers take."""
         waiting = sum(partial.nbytes for partial in self._waiting)
         waiting += 0 if self._rows is None else self._rows.nbytes
         return waiting + sum(block.nbytes for block in self._blocks.values())
 
-    def add(self, partial: np.ndarray, shard: int = 0) -> None:
-        """Adds the vector of one shard.
-
-        Args:
-            partial: (size,) in the accumulator's dtype; not changed, and kept for a while only if
-                it is read-only, as what comes from JAX is.
-            shard: number of the shard; not used.
-
-        Raises:
-            StructureError: if `partial` has another shape or dtype.
-        """
-        check_partial(self, partial)
+    def _add(self, partial: np.ndarray, shard: int) -> None:
         if self._parts == 2:
             partial = np.ascontiguousarray(partial).view(self._real)
         if self._max_rows < 2:
@@ -150,20 +119,7 @@ class ExactSum:
         if self._count == self._max_rows:
             self._flush()
 
-    def merge(self, other: ExactSum) -> None:
-        """Adds what `other` holds, and leaves `other` as it is.
-
-        Raises:
-            StructureError: if `other` is of another kind, dtype or size.
-        """
-        check_same(self, other)
-        self.provenance |= other.provenance
-        if self._width != other._width:
-            raise StructureError(
-                f"exact sum: found digits of {other._width} bits to merge with, expected "
-                f"{self._width}; both must be made by the same version of beamjax."
-            )
-        self.left_out += other.left_out
+    def _merge(self, other: ExactSum) -> None:
         pairs = [(self._block(number), block) for number, block in other._blocks.items()]
 
         def merge(first: int, last: int) -> None:
@@ -219,33 +175,18 @@ class ExactSum:
             or (block.flags is not None and block.flags.any())
         }
 
-    def encode(self) -> bytes:
-        """The state as bytes, which depend only on the exact sum and the members left out."""
+    def _arrays(self) -> list[np.ndarray | Joined]:
         self.compact()
-        more = {"left_out": self.left_out} if self.left_out else {}
-        meta = describe(self, width=self._width, **more)
-        return encode_arrays(serialization.pack(self._blocks), meta)
+        return serialization.pack(self._blocks)
 
-    @classmethod
-    def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> ExactSum:
-        """The accumulator that `encode` wrote.
-
-        Raises:
-            ArrayFormatError, StructureError: if there is no such accumulator.
-        """
-        width = meta.get("width")
-        if type(width) is not int or not 20 <= width <= 50:
-            fail(f"digits of {width!r} bits", "20 to 50")
-        same = cls(*described(meta), width=width)
-        same.left_out = left_out(meta)
-        same._blocks = serialization.unpack(arrays, same._length, LOWEST[same._real], width)
-        return same
+    def _restore(self, arrays: list[np.ndarray]) -> None:
+        self._blocks = serialization.unpack(arrays, self._length, LOWEST[self._real])
 
     def _block(self, number: int) -> Digits:
         block = self._blocks.get(number)
         if block is None:
             size = min(BLOCK, self._length - number * BLOCK)
-            block = self._blocks[number] = Digits(size, LOWEST[self._real], self._width)
+            block = self._blocks[number] = Digits(size, LOWEST[self._real])
         return block
 
     def _flush(self) -> None:

@@ -10,29 +10,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from beamjax.errors import ArrayFormatError, OptionsError, StructureError
 from beamjax.numerics.accumulators import (
     Accumulator,
-    SumAccumulator,
-    decode_accumulator,
-    make_accumulator,
+    Extreme,
+    OrderedProduct,
+    Running,
+    fail,
+    lowest_value,
 )
-from beamjax.numerics.extremes import lowest_value
-
-__all__ = [
-    "PICK",
-    "REDUCERS",
-    "Picker",
-    "Reducer",
-    "decode_accumulator",
-    "make_accumulator",
-    "reducer_of",
-]
+from beamjax.numerics.exact_sum import ExactSum
+from beamjax.storage.arrays import Buffer, decode_arrays
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Reducer:
         """
         result = self.result_dtype(dtype)
         if self.name == "mean":
-            return cast(SumAccumulator, accumulator).mean(lo, hi, count, result)
+            return accumulator.mean(lo, hi, count, result)
         return accumulator.total(lo, hi, result)
 
 
@@ -193,3 +187,59 @@ PICK = Picker("pick", "max", jnp.max)
 def reducer_of(name: str) -> Reducer:
     """A reduction, or the picker, by name."""
     return PICK if name == PICK.name else REDUCERS[name]
+
+
+# --- the accumulators of reductions
+
+Mode = Literal["exact", "fast"]
+REDUCTIONS = ("sum", "max", "min", "prod", "any", "all")
+
+
+def make_accumulator(
+    reduction: str, dtype: np.dtype, size: int, *, mode: Mode = "exact"
+) -> Accumulator:
+    """The empty accumulator of a reduction: it adds nothing when it is merged.
+
+    Args:
+        reduction: one of `REDUCTIONS`.
+        dtype: of the partials.
+        size: their length.
+        mode: "exact", or "fast" for float sums and products in one float64 vector whose last bits
+            depend on the order.
+
+    Raises:
+        OptionsError: for an unknown reduction or mode.
+        StructureError: for a dtype that the reduction does not take.
+        WorkerError: if this thread flushes subnormal numbers to zero and sums must be exact.
+    """
+    dtype = np.dtype(dtype)
+    if reduction not in REDUCTIONS or mode not in ("exact", "fast"):
+        raise OptionsError(
+            f"accumulator: found reduction {reduction!r} and mode {mode!r}, expected one of "
+            f"{REDUCTIONS} and 'exact' or 'fast'."
+        )
+    if reduction in Extreme.reductions:
+        return Extreme(reduction, dtype, size)
+    if mode == "exact" and dtype.kind in "fc" and reduction in ("sum", "prod"):
+        exact = ExactSum if reduction == "sum" else OrderedProduct
+        return exact(reduction, dtype, size)
+    return Running(reduction, dtype, size)
+
+
+def decode_accumulator(data: Buffer) -> Accumulator:
+    """The accumulator that `encode` wrote.
+
+    Raises:
+        ArrayFormatError: if the bytes were not written by an accumulator.
+    """
+    arrays, meta = decode_arrays(data)
+    kinds: dict[str, type[Accumulator]] = {
+        kind.name: kind for kind in (ExactSum, Running, Extreme, OrderedProduct)
+    }
+    name = meta.get("accumulator")
+    if not isinstance(name, str) or name not in kinds:
+        fail(f"kind {name!r}", f"one of {sorted(kinds)}")
+    try:
+        return kinds[name].decode(arrays, meta)
+    except StructureError as error:
+        raise ArrayFormatError(f"accumulator: {error}") from None

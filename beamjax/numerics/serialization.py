@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from beamjax.errors import ArrayFormatError
-from beamjax.numerics.superaccumulator import BLOCK, LOWEST, Digits
+from beamjax.numerics.superaccumulator import BLOCK, LOWEST, WIDTH, Digits
 from beamjax.storage.arrays import Joined
 
 MAX_EXPONENT = 1024 + 64
@@ -58,13 +58,13 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
     ]
 
 
-def unpack(arrays: list[np.ndarray], length: int, lowest: int, width: int) -> dict[int, Digits]:
+def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digits]:
     """The blocks that `pack` was given.
 
     Args:
         arrays: `index`, `data` and `flagged`.
         length: of the whole vector.
-        lowest, width: as in `Digits`.
+        lowest: as in `Digits`.
 
     Returns:
         Block number -> digits; no memory is taken that `data` does not pay for.
@@ -80,7 +80,7 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int, width: int) -> di
     blocks: dict[int, Digits] = {}
     before, end = (-1, HELD), 0
     for number, key, nbytes in index.tolist():
-        limit = (MAX_EXPONENT - lowest) // width + 2
+        limit = (MAX_EXPONENT - lowest) // WIDTH + 2
         least = HELD if lowest == LOWEST[np.dtype(np.float32)] else 0
         if not (before < (number, key) and 0 <= number * BLOCK < length and least <= key < limit):
             _fail(f"digit {key} of block {number} after {before}", "ascending digits in range")
@@ -88,22 +88,20 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int, width: int) -> di
         start, end = end, end + size * nbytes
         if not 1 <= nbytes <= 8 or end > len(data):
             _fail(f"{nbytes} bytes a number, {len(data)} in all", f"1 to 8, at least {end} in all")
-        block = blocks.setdefault(number, Digits(size, lowest, width))
+        block = blocks.setdefault(number, Digits(size, lowest))
         if key == HELD:
             block.held = _checked(data[start:end], nbytes)
         else:
-            block.vectors[key] = _from_planes(data[start:end].reshape(nbytes, size), width)
+            block.vectors[key] = _from_planes(data[start:end].reshape(nbytes, size))
             block.bound = 1
         before = (number, key)
     if end != len(data):
         _fail(f"{len(data)} bytes of digits", f"{end}")
-    _unpack_flags(blocks, flagged, length, lowest, width)
+    _unpack_flags(blocks, flagged, length, lowest)
     return blocks
 
 
-def _unpack_flags(
-    blocks: dict[int, Digits], flagged: np.ndarray, length: int, lowest: int, width: int
-) -> None:
+def _unpack_flags(blocks: dict[int, Digits], flagged: np.ndarray, length: int, lowest: int) -> None:
     places, flags = flagged[:, 0], flagged[:, 1]
     in_order = (np.diff(places) > 0).all() and (places >= 0).all() and (places < length).all()
     if not in_order or not ((flags >= 1) & (flags <= 7)).all():
@@ -112,7 +110,7 @@ def _unpack_flags(
     for number in np.unique(numbers).tolist():
         here = numbers == number
         size = min(BLOCK, length - number * BLOCK)
-        block = blocks.setdefault(number, Digits(size, lowest, width))
+        block = blocks.setdefault(number, Digits(size, lowest))
         block.flags = np.zeros(size, np.uint8)
         block.flags[places[here] - number * BLOCK] = flags[here]
 
@@ -142,13 +140,13 @@ def _bits(value: float) -> int:
     return int(np.float64(value).view(np.uint64))
 
 
-def _from_planes(planes: np.ndarray, width: int) -> np.ndarray:
+def _from_planes(planes: np.ndarray) -> np.ndarray:
     """The float64 vector of which `_to_planes` gave the planes."""
     nbytes, size = planes.shape
     whole = np.zeros(size, "<i8")
     whole.view(np.uint8).reshape(size, 8)[:, 8 - nbytes :] = planes.T
     whole >>= 64 - 8 * nbytes  # the sign comes down with the shift
-    half = 1 << (width - 1)
+    half = 1 << (WIDTH - 1)
     if size == 0 or whole.min() < -half or whole.max() >= half:
         _fail("a digit outside", f"digits from {-half} to {half - 1}")
     return whole.astype(np.float64)

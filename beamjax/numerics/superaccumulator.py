@@ -9,7 +9,7 @@ floating-point summation part I: faithful rounding", SIAM J. Sci. Comput. 31(1),
 A vector is held in blocks of `BLOCK` values. A block holds, for each digit k that some value in it
 needs, a float64 vector of whole numbers, and stands for::
 
-    sum over k of digit[k] · 2^(unit(k)),    unit(k) = width·k + lowest
+    sum over k of digit[k] · 2^(unit(k)),    unit(k) = WIDTH·k + lowest
 
 where 2^lowest is the smallest subnormal of the dtype. `bound` is kept such that |digit| <= bound ·
 2^(width-1) < 2^53: every operation on digits is exact, so the number held is the exact sum,
@@ -37,6 +37,9 @@ each other's calls, small enough that two float64 vectors stay near a core."""
 WIDTH = 44
 """Bits of a digit: two digits hold the 24 bits of most float32 vectors, 510 adds need no carry."""
 
+CAPACITY = (1 << (53 - WIDTH)) - 2
+"""The largest bound of digits, with a bit to spare for the carries themselves."""
+
 POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
 
 LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
@@ -49,7 +52,6 @@ class Digits:
     Attributes:
         size: number of coordinates.
         lowest: exponent of the unit of digit 0: -149 (float32) or -1074 (float64).
-        width: bits of a digit.
         vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
         bound: |digit| <= bound · 2^(width-1).
         flags: uint8 vector (size,) of infinities and NaN seen, or None.
@@ -59,12 +61,11 @@ class Digits:
         room: a float64 vector (size,) of any content that `held` becomes next, or None.
     """
 
-    __slots__ = ("bound", "flags", "held", "lowest", "missed", "room", "size", "vectors", "width")
+    __slots__ = ("bound", "flags", "held", "lowest", "missed", "room", "size", "vectors")
 
-    def __init__(self, size: int, lowest: int, width: int = WIDTH) -> None:
+    def __init__(self, size: int, lowest: int) -> None:
         self.size = size
         self.lowest = lowest
-        self.width = width
         self.vectors: dict[int, np.ndarray] = {}
         self.bound = 0
         self.flags: np.ndarray | None = None
@@ -78,11 +79,6 @@ class Digits:
         return self.held is None and self.lowest == LOWEST[np.dtype(np.float32)]
 
     @property
-    def capacity(self) -> int:
-        """The largest `bound`, with a bit to spare for the carries themselves."""
-        return (1 << (53 - self.width)) - 2
-
-    @property
     def nbytes(self) -> int:
         flags = 0 if self.flags is None else self.flags.nbytes
         flags += 0 if self.held is None else self.held.nbytes
@@ -90,14 +86,14 @@ class Digits:
 
     def unit(self, key: int) -> int:
         """Exponent of the unit of a digit."""
-        return key * self.width + self.lowest
+        return key * WIDTH + self.lowest
 
     def add(self, rows: Rows) -> None:
         """Adds vectors.
 
         Args:
             rows: float32 or float64 vectors (size,), or an array (terms, size) of at most
-                `capacity` // 2; not kept.
+                `CAPACITY` // 2; not kept.
         """
         if self.lowest == LOWEST[np.dtype(np.float32)]:
             added = self._add_held(rows)
@@ -151,10 +147,10 @@ class Digits:
         if top == 0.0:
             return
         cost = len(rows) if rows.dtype == np.float32 else 2 * len(rows)
-        if self.bound + cost > self.capacity:
+        if self.bound + cost > CAPACITY:
             self._carry()
         exponent = math.frexp(top)[1]
-        key = max(0, -((self.width - 1 + self.lowest - exponent) // self.width))
+        key = max(0, -((WIDTH - 1 + self.lowest - exponent) // WIDTH))
         split = self._split_float32 if rows.dtype == np.float32 else self._split_float64
         split(rows, key)
         self.bound += cost
@@ -186,7 +182,7 @@ class Digits:
             np.subtract(rest, digit, out=rest)
             if not rest.any():
                 return
-            np.multiply(rest, 2.0**self.width, out=rest)
+            np.multiply(rest, 2.0**WIDTH, out=rest)
             key -= 1
 
     def _split_float64(self, rows: np.ndarray, key: int) -> None:
@@ -262,7 +258,7 @@ class Digits:
         self.vectors = {key: np.where(flagged, 0.0, x) for key, x in self.vectors.items()}
 
     def _carry(self) -> None:
-        base = 2.0**self.width
+        base = 2.0**WIDTH
         key = min(self.vectors, default=0)
         while key <= max(self.vectors, default=-1):
             vector = self.vectors.get(key)
@@ -285,9 +281,9 @@ class Digits:
             elif not self._add_held([other.held]):
                 other = other.copy()
                 other._release()
-        if self.bound + other.bound > self.capacity:
+        if self.bound + other.bound > CAPACITY:
             self._carry()
-        if self.bound + other.bound > self.capacity:
+        if self.bound + other.bound > CAPACITY:
             other = other.copy()
             other._carry()
         for key, vector in other.vectors.items():
@@ -302,7 +298,7 @@ class Digits:
 
     def copy(self) -> Digits:
         """A block that shares nothing with this one."""
-        same = Digits(self.size, self.lowest, self.width)
+        same = Digits(self.size, self.lowest)
         same.vectors = {key: vector.copy() for key, vector in self.vectors.items()}
         same.bound = self.bound
         same.flags = None if self.flags is None else self.flags.copy()
@@ -326,9 +322,7 @@ class Digits:
     def integer(self, position: int) -> int:
         """The number at one coordinate, in units of 2^lowest."""
         self._release()
-        return sum(
-            int(vector[position]) << (key * self.width) for key, vector in self.vectors.items()
-        )
+        return sum(int(vector[position]) << (key * WIDTH) for key, vector in self.vectors.items())
 
 
 def _scale(values: np.ndarray, exponent: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from beamjax.numerics.accumulators import Accumulator, decode_accumulator
+from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.reducers import decode_accumulator
 from beamjax.plan import buffer_ranges
 from beamjax.plan.buffer_ranges import ValueRange, file_ranges
 from beamjax.plan.steps import FusedBuffer, Map, Plan
@@ -85,7 +86,7 @@ def merged_pieces(
         for pieces in terms.merged:
             accumulator.merge(decode_accumulator(load(pieces[number]).data))
         if buffer.kind == "sum":
-            accumulator.left_out += terms.left_out  # type: ignore[attr-defined]
+            accumulator.left_out += terms.left_out
         yield piece, accumulator
 
 

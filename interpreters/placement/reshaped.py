@@ -24,7 +24,7 @@ from beamjax.interpreters.program import Eqn, FlatBlock, Var, aval_of
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
-from beamjax.numerics.extremes import lowest_value
+from beamjax.numerics.accumulators import lowest_value
 from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.steps import MAX_MEMBERS
 

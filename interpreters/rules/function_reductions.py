@@ -31,7 +31,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     rule,
     shape_of,
 )
-from beamjax.numerics.extremes import lowest_value
+from beamjax.numerics.accumulators import lowest_value
 from beamjax.ops.combining import combine_of, fold_members
 from beamjax.plan.steps import MAX_MEMBERS
 

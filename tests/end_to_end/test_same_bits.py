@@ -14,8 +14,8 @@ from faults import PROCESSES, THREADS
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, WorkerError
-from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
 from beamjax.numerics.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
+from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.values.elements import (
     Environment,
     EnvironmentCoder,

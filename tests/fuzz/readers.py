@@ -33,7 +33,7 @@ from beamjax.bodies.export import default_platform, load_body
 from beamjax.commands.jobs import read_command
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.jobs import results as job_results
-from beamjax.numerics.accumulators import decode_accumulator, make_accumulator
+from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.graph import results
 from beamjax.pipelines.tables import spool as spooling
 from beamjax.pipelines.values import elements

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from beamjax.errors import StructureError, WorkerError
 from beamjax.numerics import exact_add as exact_adds
-from beamjax.numerics.accumulators import decode_accumulator
-from beamjax.numerics.exact_sum import ExactSum, check_subnormals
+from beamjax.numerics.exact_sum import check_subnormals
+from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.numerics.rounding import divide_to_float32
-from beamjax.numerics.superaccumulator import BLOCK, Digits
+from beamjax.numerics.superaccumulator import BLOCK, CAPACITY, WIDTH, Digits
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -77,7 +77,7 @@ def assert_bits(found, expected):
 def summed(rows, dtype=F32, total=None):
     """An exact sum of rows, or of numbers as rows of one."""
     rows = [np.atleast_1d(np.asarray(row, dtype)) for row in rows]
-    total = ExactSum(np.dtype(dtype), rows[0].size) if total is None else total
+    total = make_accumulator("sum", np.dtype(dtype), rows[0].size) if total is None else total
     for row in rows:
         total.add(row)
     return total
@@ -134,11 +134,11 @@ def bit_patterns(draw, dtype, max_terms=14):
 
 @BOTH
 @MANY
-@given(data=st.data(), width=st.sampled_from((20, 28, 44, 50)), rng=RNG)
-def test_sum_is_correctly_rounded_in_any_tree(dtype, data, width, rng):
+@given(data=st.data(), rng=RNG)
+def test_sum_is_correctly_rounded_in_any_tree(dtype, data, rng):
     values = data.draw(bit_patterns(dtype))
     sums = [exact(column) for column in values.T]
-    total = in_any_tree(values, lambda: ExactSum(dtype, 3, width=width), rng)
+    total = in_any_tree(values, lambda: make_accumulator("sum", dtype, 3), rng)
     for result in (F32, *NARROW) if dtype == F32 else (F64,):
         assert_bits(total.total(0, 3, result), [rounded(each, result) for each in sums])
 
@@ -149,7 +149,7 @@ def test_sum_is_correctly_rounded_in_any_tree(dtype, data, width, rng):
 def test_mean_is_correctly_rounded_in_any_tree(dtype, data, count, rng):
     values = data.draw(bit_patterns(dtype))
     means = [each if isinstance(each, float) else each / count for each in map(exact, values.T)]
-    total = in_any_tree(values, lambda: ExactSum(dtype, 3), rng)
+    total = in_any_tree(values, lambda: make_accumulator("sum", dtype, 3), rng)
     for result in (F32, BF16) if dtype == F32 else (F64,):
         assert_bits(total.mean(0, 3, count, result), [rounded(mean, result) for mean in means])
 
@@ -177,7 +177,7 @@ def test_partials_that_wait_are_added_in_any_tree(adds, data, rng):
     rows[:, :2], rows[:, -1:] = values[:, :2], values[:, 2:]
     rows[:, 2:-1] = np.linspace(-1, 1, LARGE - 3, dtype=np.float32)
     views = [row[:] if rng.random() < 0.3 else read_only(row) for row in rows]
-    total = in_any_tree(views, lambda: ExactSum(F32, LARGE), rng)
+    total = in_any_tree(views, lambda: make_accumulator("sum", F32, LARGE), rng)
     sums = [exact(column) for column in values.T]
     for result in (F32, BF16, F16):
         found = total.total(0, LARGE, result)
@@ -275,12 +275,12 @@ def test_usual_quotients_are_not_those_of_whole_numbers(monkeypatch):
 @BOTH
 def test_digits_are_carried_before_they_are_full(dtype):
     lowest, bits = (-149, 24) if dtype == F32 else (-1074, 53)
-    for width, size in ((44, 1), (44, BLOCK), (50, 1), (50, 3)):
-        unit = 2.0 ** (-lowest // width * width + lowest)
-        largest = (1 - 2.0**-bits) * 2.0 ** (width - 1) * unit  # fills a digit as no other number
+    for size in (1, BLOCK):
+        unit = 2.0 ** (-lowest // WIDTH * WIDTH + lowest)
+        largest = (1 - 2.0**-bits) * 2.0 ** (WIDTH - 1) * unit  # fills a digit as no other number
         vectors = [np.full(size, value, dtype) for value in (largest, unit, largest / 3)]
-        adds = {1: 2500, 3: 60}.get(size, 1100) if width == 44 else 60
-        sums = [ExactSum(dtype, size, width=width) for _ in range(3)]
+        adds = 2500 if size == 1 else 1100
+        sums = [make_accumulator("sum", dtype, size) for _ in range(3)]
         terms = [[], [], []]
         for number in range(adds):
             vector = vectors[2 if number % 7 == 0 else number % 5 == 0]
@@ -298,9 +298,9 @@ def test_digits_are_carried_before_they_are_full(dtype):
 
 
 def test_digits_are_carried_in_a_copy_of_what_is_merged():
-    full = [ExactSum(F64, BLOCK) for _ in range(2)]
+    full = [make_accumulator("sum", F64, BLOCK) for _ in range(2)]
     row = np.full(BLOCK, 1.75)
-    adds = full[0]._block(0).capacity // 2
+    adds = CAPACITY // 2
     for each in full:
         for _ in range(adds):
             each.add(row)
@@ -308,7 +308,7 @@ def test_digits_are_carried_in_a_copy_of_what_is_merged():
     bound, before = digits.bound, {key: each.tobytes() for key, each in digits.vectors.items()}
     full[0].merge(full[1])
     assert full[0].total(0, 1, F64)[0] == 2 * 1.75 * adds
-    assert digits.bound == bound == digits.capacity
+    assert digits.bound == bound == CAPACITY
     assert {key: each.tobytes() for key, each in digits.vectors.items()} == before
 
 
@@ -316,7 +316,7 @@ def test_decoded_digits_are_carried_too():
     one = summed([(2.0**43 - 1) * 2.0 ** (44 * (key + 20) - 1074) for key in range(10)], F64)
     one.compact()
     value = one._blocks[0].integer(0)
-    again, total = decode_accumulator(one.encode()), ExactSum(F64, 1)
+    again, total = decode_accumulator(one.encode()), make_accumulator("sum", F64, 1)
     for _ in range(1500):
         total.merge(again)
     assert total.total(0, 1, F64)[0] == rounded(Fraction(1500 * value, 2**1074), F64)
@@ -333,7 +333,9 @@ def test_long_vectors_have_digits_where_they_need_them(dtype):
     values = rng.standard_normal((5, size)).astype(dtype)
     values[:, BLOCK:] *= 1e-30
     values[:, 2 * BLOCK :] = 0
-    total = in_any_tree(values, lambda: ExactSum(np.dtype(dtype), size), random.Random(4))
+    total = in_any_tree(
+        values, lambda: make_accumulator("sum", np.dtype(dtype), size), random.Random(4)
+    )
     real = values.real.dtype
     for place in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, size - 1):
         found = total.total(place, place + 1, values.dtype)[0]
@@ -366,7 +368,7 @@ def test_infinities_nan_and_zeros():
         assert_bits(total.total(0, 6, dtype), wanted)
         assert_bits(total.mean(0, 6, 2, dtype), wanted)
     assert np.isnan(total.mean(0, 6, 0, F32)).all()
-    assert_bits(ExactSum(F32, 3).total(0, 3, F32), np.zeros(3, np.float32))
+    assert_bits(make_accumulator("sum", F32, 3).total(0, 3, F32), np.zeros(3, np.float32))
     nothing = decode_accumulator(summed([[]]).encode())
     assert nothing.total(0, 0, BF16).shape == (0,)
 
@@ -382,7 +384,7 @@ def test_infinities_are_the_same_bytes_however_they_were_added(monkeypatch):
         if not use_flag:
             monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
         for order in (range(6), range(5, -1, -1), (3, 1, 0, 2, 5, 4)):
-            total = ExactSum(F32, LARGE)
+            total = make_accumulator("sum", F32, LARGE)
             for row in order:
                 total.add(read_only(rows[row]))
             found.add(total.encode())
@@ -399,7 +401,10 @@ def test_bytes_depend_on_the_sum_alone():
     values = rng.standard_normal((40, 300)).astype(np.float32)
     values[3, 5], values[7, 5], values[9, 6] = np.inf, -np.inf, np.nan
     shuffle = random.Random(2)
-    encoded = {in_any_tree(values, lambda: ExactSum(F32, 300), shuffle).encode() for _ in range(20)}
+    encoded = {
+        in_any_tree(values, lambda: make_accumulator("sum", F32, 300), shuffle).encode()
+        for _ in range(20)
+    }
     encoded.add(summed(row / 2 for row in values.repeat(2, 0)).encode())
     assert len(encoded) == 1
     terms = {
@@ -411,7 +416,7 @@ def test_bytes_depend_on_the_sum_alone():
         for second in terms.values():
             finite = np.isfinite(second).all()
             rows = first, second, -second if finite else np.zeros(4, np.float32)
-            plain, other = summed(rows), ExactSum(F32, 4)
+            plain, other = summed(rows), make_accumulator("sum", F32, 4)
             for row in rows:
                 other.merge(decode_accumulator(summed([row]).encode()))
             assert plain.encode() == other.encode()
@@ -429,7 +434,7 @@ def test_partials_and_merged_accumulators_stay_as_they_are():
         first.merge(second)
         first.add(partial)
         assert_bits(second.total(0, size, F32), before)
-        again = ExactSum(F32, size)
+        again = make_accumulator("sum", F32, size)
         again.merge(first)
         first.merge(first)
         assert again.total(1, 2, F32)[0] == rounded(exact([before[1], before[1], 7]), F32)
@@ -450,7 +455,7 @@ def test_sums_are_held_in_doubles_as_long_as_these_are_exact():
 
 
 def test_sums_leave_the_doubles_and_come_back(adds):
-    total = ExactSum(F32, LARGE)
+    total = make_accumulator("sum", F32, LARGE)
     rows = [2.0**100, 1.0, 2.0**-149, -(2.0**100), 3.0, -(2.0**-149), 5.0, 2.0**127, 2.0**127]
     terms = np.zeros(LARGE, np.float32)
     for value in rows:
@@ -476,7 +481,7 @@ def test_zeros_are_merged_with_numbers_of_any_size():
 
 
 def test_only_vectors_that_cannot_change_wait_and_merging_adds_them(adds):
-    total = ExactSum(F32, LARGE)
+    total = make_accumulator("sum", F32, LARGE)
     row = np.ones(LARGE, np.float32)
     total.add(row)
     row[:] = 7
@@ -488,7 +493,7 @@ def test_only_vectors_that_cannot_change_wait_and_merging_adds_them(adds):
     total.add(row)
     assert total.nbytes == 8 * LARGE
     assert (total.total(0, LARGE, F32) == 20).all()
-    first, second = ExactSum(F32, LARGE), ExactSum(F32, LARGE)
+    first, second = make_accumulator("sum", F32, LARGE), make_accumulator("sum", F32, LARGE)
     row = read_only(np.full(LARGE, 2.0**-30, np.float32))
     for total in (first, second, second):
         total.add(row)
@@ -502,7 +507,7 @@ def test_only_vectors_that_cannot_change_wait_and_merging_adds_them(adds):
 
 
 def test_partials_that_do_not_fit_are_refused():
-    total = ExactSum(F32, 3)
+    total = make_accumulator("sum", F32, 3)
     for partial, message in [
         (np.zeros(3), r"found a partial float64\[3\], expected float32\[3\]"),
         (np.zeros((3, 1), np.float32), r"float32\[3, 1\]"),
@@ -511,10 +516,9 @@ def test_partials_that_do_not_fit_are_refused():
         with pytest.raises(StructureError, match=message):
             total.add(partial)
     with pytest.raises(StructureError, match="float16"):
-        ExactSum(F16, 3)
-    for other, message in [(ExactSum(F32, 4), "expected"), (ExactSum(F32, 3, width=28), "28 bits")]:
-        with pytest.raises(StructureError, match=message):
-            total.merge(other)
+        make_accumulator("sum", F16, 3)
+    with pytest.raises(StructureError, match="expected"):
+        total.merge(make_accumulator("sum", F32, 4))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
