@@ -17,8 +17,8 @@ from beamjax.jobs.report import CHECKSUMS, Report
 from beamjax.numerics.ulp import ulp_distance
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
-from beamjax.telemetry.events import NOT_CHECKED, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.progress import NOT_CHECKED, ShardEvent
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def _with_shard(found: Difference, a: Report, b: Report) -> Difference:
         return found
     step = differing[0].step
     first = min((e for e in differing if e.step == step), key=lambda event: event.start)
-    size = max(event.count for event in a.events if event.step == step)
-    members = first.start, first.start + first.count
+    size = max(event.members for event in a.events if event.step == step)
+    members = first.start, first.start + first.members
     return replace(found, step=step, shard=first.start // size, members=members)
 
 
 def _shard_of(event: ShardEvent) -> tuple[str, int, int]:
-    return event.step, event.start, event.count
+    return event.step, event.start, event.members
 
 
 def _leaves(result: Any) -> Iterator[tuple[str, Any]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import math
 import os
 import platform
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -19,18 +19,11 @@ import numpy as np
 
 from beamjax._version import __version__
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
-from beamjax.jobs.report import (
-    ABOUT,
-    CHECKSUMS,
-    COURSE,
-    Curve,
-    curve_to_json,
-    plain_plan,
-    read_report,
-)
+from beamjax.jobs.report import ABOUT, CHECKSUMS, COURSE, About, Course, Curve, read_report
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan
 from beamjax.runtime.fingerprints import Fingerprint, plan_fingerprint
+from beamjax.storage.schema import to_plain
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
@@ -70,7 +63,7 @@ class Recording:
         self._facts = facts
         self._timeline = Timeline()
         self._timeline.add(Progress())
-        self._curves: list[Curve] = []
+        self._curves: tuple[Curve, ...] = ()
         self._heard = _Heard()
         self._written = -FIRST
         self._lock = threading.Lock()
@@ -79,7 +72,7 @@ class Recording:
     def going_on(self) -> Iterator[None]:
         """Records the run in its context."""
         with contextlib.suppress(Exception):
-            self._folder.write(ABOUT, self._about(), make=False)
+            self._folder.write(ABOUT, to_plain(self._about()), make=False)
         logger = logging.getLogger("beamjax")
         logger.addHandler(self._heard)
         try:
@@ -105,37 +98,28 @@ class Recording:
     def returned(self, value: Any) -> None:
         """Records the result of the run."""
         with contextlib.suppress(Exception):
-            self._curves = list(curves(self._plan, value))
+            self._curves = tuple(curves(self._plan, value))
 
     def _write(self) -> None:
         with self._lock:
             samples = self._timeline.samples
-        record = {
-            "time": time.time(),
-            "samples": {name: list(column) for name, column in samples.items()},
-            "round_ends": list(self._monitor.round_ends.times),
-            "checkpoints": list(self._monitor.checkpoints.times),
-            "events": [event.to_json() for event in self._monitor.events.times],
-            "curves": [curve_to_json(curve) for curve in self._curves],
-            "warnings": self._heard.messages[:MAX_WARNINGS],
-            "provenance": self._monitor.provenance.to_json(),
-        }
-        self._folder.write(COURSE, record, make=False)
+        monitor = self._monitor
+        course = Course(
+            monitor.provenance.to_json(), samples, monitor.round_ends.times,
+            monitor.checkpoints.times, monitor.events.times, self._curves,
+            tuple(self._heard.messages),
+        )  # fmt: skip
+        self._folder.write(COURSE, to_plain(course), make=False)
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> About:
         plan: PlanFacts | None = None
         fingerprint: Fingerprint = {}
         with contextlib.suppress(Exception):
             plan = self._facts()
         with contextlib.suppress(Exception):
             fingerprint = plan_fingerprint(self._plan, self._options)
-        return {
-            "options": options_told(self._options),
-            "machine": machine_told(),
-            "plan": None if plan is None else plain_plan(plan),
-            "source_lines": {} if plan is None else source_lines(plan),
-            "fingerprint": fingerprint,
-        }
+        lines = {} if plan is None else source_lines(plan)
+        return About(shown_options(self._options), machine(), plan, lines, fingerprint)
 
 
 class _Heard(logging.Handler):
@@ -161,7 +145,7 @@ def save_report(folder: JobFolder, options: Options) -> None:
         _LOG.warning("report: %s", error)
 
 
-def options_told(options: Options) -> dict[str, str]:
+def shown_options(options: Options) -> dict[str, str]:
     """Returns the options that differ from their defaults, as text without secrets."""
     usual = {f.name: f.default for f in fields(Options)}
     found = {name: getattr(options, name) for name in OWN}
@@ -170,7 +154,7 @@ def options_told(options: Options) -> dict[str, str]:
     return {k: "(not shown)" if _SECRET.search(k) else v for k, v in texts.items()}
 
 
-def machine_told() -> dict[str, str]:
+def machine() -> dict[str, str]:
     """Returns versions, and the machine of this process."""
     found = {"beamjax": __version__, "python": platform.python_version()}
     for package in PACKAGES:
@@ -198,4 +182,5 @@ def curves(plan: Plan, result: Any) -> Iterator[Curve]:
             continue
         places, values = thinned(np.asarray(leaf).astype(np.float64).tolist(), MOST)
         where = f"result{jax.tree_util.keystr(path)}"
-        yield Curve(where, tuple(places), tuple(values), leaf.shape[0])
+        known = tuple(value if math.isfinite(value) else None for value in values)
+        yield Curve(where, tuple(places), known, leaf.shape[0])

@@ -6,22 +6,19 @@ import collections
 import dataclasses
 import datetime
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.errors import ArrayFormatError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import Dropped
 from beamjax.storage import records
-from beamjax.storage.schema import from_plain
-from beamjax.telemetry.events import ShardEvent, events_from_json
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress
-from beamjax.telemetry.timeline import Samples, numbers, samples_from_json
+from beamjax.telemetry.progress import Progress, ShardEvent
+from beamjax.telemetry.timeline import COLUMNS, Samples
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
@@ -37,14 +34,44 @@ class Curve:
     Attributes:
       path: the path of the leaf in the result, such as `result['losses']`.
       rounds: the numbers of the rounds from 0, evenly thinned if they are many.
-      values: the values of these rounds; NaN where they are not finite.
+      values: the values of these rounds; None where they are not finite.
       of: the number of all rounds.
     """
 
     path: str
     rounds: tuple[int, ...]
-    values: tuple[float, ...]
+    values: tuple[float | None, ...]
     of: int
+
+
+@dataclass(frozen=True)
+class About:
+    """The record of what does not change during a run; see `Report` for the fields."""
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+    plan: PlanFacts | None = None
+    source_lines: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The record of how a run went over time; see `Report` for the fields."""
+
+    provenance: Any = None
+    samples: Samples = field(default_factory=dict)
+    round_ends: tuple[float, ...] = ()
+    checkpoints: tuple[float, ...] = ()
+    events: tuple[ShardEvent, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.samples and not set(COLUMNS) <= set(self.samples):
+            raise ValueError(f"samples of {', '.join(self.samples)}, expected {', '.join(COLUMNS)}")
+        if len(set(map(len, self.samples.values()))) > 1:
+            raise ValueError("samples of several lengths, expected columns of one length")
 
 
 @dataclass(frozen=True)
@@ -106,21 +133,9 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values; numbers that are not finite are None."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found |= {
-            "progress": self.progress.to_json(),
-            "samples": {name: list(column) for name, column in self.samples.items()},
-            "round_ends": list(self.round_ends),
-            "checkpoints": list(self.checkpoints),
-            "events": [event.to_json() for event in self.events],
-            "curves": [curve_to_json(curve) for curve in self.curves],
-            "dropped": [each.to_json() for each in self.dropped],
-            "warnings": list(self.warnings),
-            "provenance": self.provenance.to_json(),
-            "is_mixed": self.provenance.is_mixed,
-            "plan": None if self.plan is None else plain_plan(self.plan),
-        }
-        return found
+        found: dict[str, Any] = to_plain(self)
+        found["provenance"] = self.provenance.to_json()
+        return found | {"is_mixed": self.provenance.is_mixed}
 
     def to_html(self) -> str:
         """Returns a page with the progress over time, the shares of time, and errors.
@@ -192,73 +207,13 @@ def read_report(folder: JobFolder) -> Report:
     """
     described = folder.describe()
     state, error = folder.state()
-    about, course = folder.read(ABOUT) or {}, folder.read(COURSE) or {}
-    path = f"{folder.path}/{COURSE}{records.SUFFIX}"
-    plan = about.get("plan")
+    path = f"{folder.path}/{{}}{records.SUFFIX}"
+    about = from_plain(About, folder.read(ABOUT) or {}, path.format(ABOUT))
+    course = from_plain(Course, folder.read(COURSE) or {}, path.format(COURSE))
     return Report(
         described["name"], described["runner"], state, described["time"], folder.progress(),
-        samples_from_json(course.get("samples", {}), path),
-        numbers(course.get("round_ends", ()), path),
-        numbers(course.get("checkpoints", ()), path),
-        tuple(_curve(curve, path) for curve in course.get("curves", ())),
-        folder.dropped(),
-        _texts(course.get("warnings", ()), path),
-        error,
-        _named(about.get("options")),
-        _named(about.get("machine")),
-        None if plan is None else from_plain(PlanFacts, plan, f"{folder.path}/{ABOUT}"),
-        _named(about.get("source_lines")),
-        _named(about.get("fingerprint")),
-        Provenance.from_json(course.get("provenance")),
-        events_from_json(course.get("events", ()), path),
+        dropped=folder.dropped(), error=error,
+        provenance=Provenance.from_json(course.provenance),
+        **{f.name: getattr(about, f.name) for f in dataclasses.fields(About)},
+        **{f.name: getattr(course, f.name) for f in dataclasses.fields(Course)[1:]},
     )  # fmt: skip
-
-
-def _named(found: Any) -> dict[str, str]:
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
-
-
-def _texts(found: Any, path: str) -> tuple[str, ...]:
-    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
-        raise ArrayFormatError(f"{path}: found {found!r:.200}, expected texts")
-    return tuple(found)
-
-
-# --- plain values
-
-
-def plain_plan(plan: PlanFacts) -> dict[str, Any]:
-    """Returns the facts of a plan as lists and dicts."""
-    found = _listed(dataclasses.asdict(plan))
-    assert isinstance(found, dict)
-    return found
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _listed(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_listed(child) for child in value]
-    return value
-
-
-def curve_to_json(curve: Curve) -> dict[str, Any]:
-    """Returns a curve as plain values."""
-    values = [value if math.isfinite(value) else None for value in curve.values]
-    return {"path": curve.path, "rounds": list(curve.rounds), "values": values, "of": curve.of}
-
-
-def _curve(record: Any, path: str) -> Curve:
-    found = records.checked(
-        record if isinstance(record, dict) else {},
-        {"path": str, "rounds": list, "values": list, "of": int},
-        path,
-    )
-    values = [0.0 if value is None else value for value in found["values"]]
-    numbers(found["rounds"], path)
-    finite = numbers(values, path)
-    known = [
-        math.nan if value is None else number
-        for value, number in zip(found["values"], finite, strict=True)
-    ]
-    return Curve(found["path"], tuple(found["rounds"]), tuple(known), found["of"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +112,7 @@ def _error(error: Mapping[str, Any]) -> Json:
 def _chart(
     title: str,
     x: Sequence[float],
-    lines: Mapping[str, Sequence[float]],
+    lines: Mapping[str, Sequence[float | None]],
     x_name: str,
     y_name: str,
     **more: Any,
@@ -123,7 +122,7 @@ def _chart(
     Args:
       title: the title of the chart.
       x: the coordinates of the points.
-      lines: the values of each line by its name; a line is interrupted where they are not finite.
+      lines: the values of each line by its name; a line is interrupted at None.
       x_name, y_name: the names or units of the axes.
       **more: `goal`, a value of y with a horizontal line; `marks`, values of x with a small line;
         `saved`, values of x with a diamond; `area`, whether the area under the line is filled;
@@ -131,9 +130,11 @@ def _chart(
         `stacked`, whether the lines are stacked.
     """
     points = [
-        (at, value) for y in lines.values() for at, value in zip(x, y, strict=True)
-        if math.isfinite(value)
-    ]  # fmt: skip
+        (at, value)
+        for y in lines.values()
+        for at, value in zip(x, y, strict=True)
+        if value is not None
+    ]
     if not points:
         last = "There are no finite values."
     elif more.get("stacked"):
@@ -145,7 +146,7 @@ def _chart(
     series = [
         {
             "name": name,
-            "y": [value if math.isfinite(value) else None for value in y],
+            "y": list(y),
             **({"color": f"--{name}"} if more.get("stacked") else {}),
         }
         for name, y in lines.items()

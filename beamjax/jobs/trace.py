@@ -63,7 +63,7 @@ def _shards(report: Report) -> Iterator[dict[str, Any]]:
             yield {
                 "ph": "X", "name": step_name(event.step), "cat": "shard", "pid": pid, "tid": track,
                 "ts": _micro(start), "dur": _micro(event.seconds),
-                "args": {"first member": event.start, "members": event.count},
+                "args": {"first member": event.start, "members": event.members},
             }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class Shard:
 def shards(n: int, size: int, first: int = 0, last: int | None = None) -> Iterator[Shard]:
     """Shards [first, last) of n members in shards of `size`; the last one of all may be short.
 
-    Bodies with a table of shards (`interpreters.rules.prefixes`) need each to begin at a multiple
+    Bodies with a table of shards (`interpreters.rules.by_shard`) need each to begin at a multiple
     of `size`.
     """
     for index in range(first, -(-n // size) if last is None else last):

@@ -19,7 +19,7 @@ from beamjax.errors import JobCancelledError, WorkerError
 from beamjax.plan.dropping import MAX_MESSAGE, Dropped, hole_of
 from beamjax.plan.steps import Map, ValueType
 from beamjax.sources.padding import padded_rows
-from beamjax.telemetry.events import NOT_CHECKED
+from beamjax.telemetry.progress import NOT_CHECKED
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 """Calls a body with the places of the members to compute, and a mask of those that count."""

@@ -1,10 +1,12 @@
-"""Dataclasses from the plain values that `dataclasses.asdict` and JSON made of them."""
+"""Dataclasses and named tuples as JSON values, and back."""
 
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any, TypeVar
@@ -14,13 +16,25 @@ from beamjax.errors import ArrayFormatError
 T = TypeVar("T")
 
 
+def to_plain(value: Any) -> Any:
+    """Returns dataclasses and mappings as dicts, and tuples, also named ones, as lists."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, collections.abc.Mapping):
+        return {str(key): to_plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(child) for child in value]
+    return value
+
+
 def from_plain(kind: type[T], value: Any, path: str) -> T:
-    """Undoes `json.loads(json.dumps(dataclasses.asdict(...)))`.
+    """Undoes `to_plain`, also after a round trip through JSON.
 
     Fields that the class does not have are left out, those that are missing have their defaults.
 
     Args:
-      kind: the class, with fields of plain types, of such classes, and of tuples and mappings.
+      kind: the class, with fields of plain types, of such classes, and of tuples and mappings. Its
+        `__post_init__` may refuse values with a `ValueError`.
       value: what was read.
       path: where it was, for the message.
 
@@ -36,29 +50,46 @@ def _value(kind: Any, value: Any, path: str, where: str) -> Any:
         return _one_of(typing.get_args(kind), value, path, where)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _instance(kind, value, path, where)
-    if origin is tuple and isinstance(value, list | tuple):
-        inner = typing.get_args(kind)[0]
-        return tuple(_value(inner, x, path, f"{where}[{i}]") for i, x in enumerate(value))
+    if isinstance(value, list | tuple):
+        if origin is tuple:
+            return _items(typing.get_args(kind), value, path, where)
+        if hasattr(kind, "_fields"):
+            return _named_tuple(kind, value, path, where)
     if origin is collections.abc.Mapping and isinstance(value, dict):
         inner = typing.get_args(kind)[1]
         return {str(k): _value(inner, x, path, f"{where}[{k!r}]") for k, x in value.items()}
-    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
+    is_number = kind is float and type(value) in (int, float) and math.isfinite(value)
+    if kind is Any or is_number or (type(value) is kind and kind is not float):
         return value
     name = getattr(kind, "__name__", str(kind))
     raise ArrayFormatError(f"{path}: found {value!r:.80} as {where}, expected {name}")
 
 
+def _items(kinds: tuple[Any, ...], value: Any, path: str, where: str) -> tuple[Any, ...]:
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value)
+    if len(kinds) != len(value):
+        raise ArrayFormatError(
+            f"{path}: found {value!r:.80} as {where}, expected {len(kinds)} values"
+        )
+    pairs = enumerate(zip(kinds, value, strict=True))
+    return tuple(_value(kind, x, path, f"{where}[{i}]") for i, (kind, x) in pairs)
+
+
+def _named_tuple(kind: Any, value: Any, path: str, where: str) -> Any:
+    kinds = tuple(_hints(kind).values())
+    least = len(kinds) - len(kind._field_defaults)  # records of earlier versions have fewer
+    return kind(*_items(kinds[: max(len(value), least)], value, path, where))
+
+
 def _one_of(kinds: tuple[Any, ...], value: Any, path: str, where: str) -> Any:
-    for kind in kinds:
-        if kind is types.NoneType:
-            if value is None:
-                return None
-            continue
-        try:
+    if value is None and types.NoneType in kinds:
+        return None
+    *first, last = [kind for kind in kinds if kind is not types.NoneType]
+    for kind in first:
+        with contextlib.suppress(ArrayFormatError):
             return _value(kind, value, path, where)
-        except ArrayFormatError:
-            continue
-    raise ArrayFormatError(f"{path}: found {value!r:.80} as {where}, expected one of {kinds}")
+    return _value(last, value, path, where)
 
 
 def _instance(kind: Any, value: dict[str, Any], path: str, where: str) -> Any:
@@ -70,7 +101,7 @@ def _instance(kind: Any, value: dict[str, Any], path: str, where: str) -> Any:
     }
     try:
         return kind(**known)
-    except TypeError as error:  # a field is missing that has no default
+    except (TypeError, ValueError) as error:  # a field is missing that has no default, or refused
         raise ArrayFormatError(f"{path}: found no {where} ({error})") from None
 
 

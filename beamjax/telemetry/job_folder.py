@@ -33,6 +33,7 @@ from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
 from beamjax.storage import records
 from beamjax.storage.arrays import decode_array, encode_array
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry import process_ids
 from beamjax.telemetry.progress import Progress, WorkerRecord
 
@@ -222,7 +223,7 @@ class JobFolder:
         """
         found = self.read("progress")
         path = f"{self.path}/progress{records.SUFFIX}"
-        return Progress() if found is None else Progress.from_json(found, path)
+        return Progress() if found is None else from_plain(Progress, found, path)
 
     def write_dropped(self, dropped: Sequence[Dropped]) -> None:
         """Writes which members were dropped so far."""
@@ -251,7 +252,7 @@ class JobFolder:
         """Writes what a worker has done in a pipeline."""
         name = f"{pipeline}.{record.worker}{records.SUFFIX}"
         path = _files().join(_files().join(self.path, _RECORDS), name)
-        self._write(path, records.encode(record.to_json()), make=False)
+        self._write(path, records.encode(to_plain(record)), make=False)
 
     def workers(self, pipeline: str) -> list[WorkerRecord]:
         """What workers have done in a pipeline; records that can't be read are left out."""
@@ -261,7 +262,7 @@ class JobFolder:
             path = _files().join(folder, name)
             with contextlib.suppress(Exception):
                 record = records.decode(_files().read(path), path)
-                found.append(WorkerRecord.from_json(record, path))
+                found.append(from_plain(WorkerRecord, record, path))
         return found
 
     def forget_workers(self, pipeline: str) -> None:

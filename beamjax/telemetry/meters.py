@@ -18,11 +18,13 @@ from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.sources.padded_bytes import padding_bytes
-from beamjax.telemetry.events import MOST_EVENTS, NOT_CHECKED, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
+    MOST_EVENTS,
+    NOT_CHECKED,
     SECONDS,
     Range,
+    ShardEvent,
     StepCount,
     Tally,
     WorkerRecord,

@@ -14,10 +14,19 @@ from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan
-from beamjax.telemetry.events import MOST_EVENTS, NOT_CHECKED, ShardEvent
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.meters import Reports, shard_event
-from beamjax.telemetry.progress import Progress, Tally, WorkerRecord, expected, step_name, tallies
+from beamjax.telemetry.progress import (
+    MOST_EVENTS,
+    NOT_CHECKED,
+    Progress,
+    ShardEvent,
+    Tally,
+    WorkerRecord,
+    expected,
+    step_name,
+    tallies,
+)
 from beamjax.telemetry.timeline import Checksums, Moments
 
 _log = logging.getLogger("beamjax")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def this_process() -> dict[str, Any]:
@@ -27,18 +28,26 @@ def is_alive(process: dict[str, Any]) -> bool | None:
 
 
 def descends(pid: int) -> bool:
-    """Whether a process descends from this one, by at most `_GENERATIONS`; False if unknown."""
-    for _ in range(_GENERATIONS):
-        words = _stat(pid)
-        if not words:
-            return False
-        pid = int(words[1])
-        if pid == os.getpid():
-            return True
-    return False
+    """Whether a process descends from this one."""
+    try:
+        return any(parent.pid == os.getpid() for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False
 
 
-_GENERATIONS = 4
+def started(pid: int) -> str | None:
+    """The start time of a process, in any unit; None if there is none or it is a zombie."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None
+        if not psutil.LINUX:
+            return str(process.create_time())
+        # In ticks since the boot: psutil's time changes when the clock of the machine is set.
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[19]  # the name in parentheses may hold anything
+    except (psutil.Error, OSError):
+        return None
 
 
 def _boot() -> str:
@@ -46,25 +55,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def started(pid: int) -> str | None:
-    """The start time of a process, in any unit; None if there is none or it is a zombie."""
-    words = _stat(pid)
-    if words:
-        return None if words[0] in "ZX" else words[19]
-    if Path("/proc/self/stat").exists():
-        return None
-    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return None if not found or found[0].startswith("Z") else " ".join(found[1:])
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty on systems other than Linux."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    # After the name in parentheses, which may hold anything.
-    return stat.rpartition(")")[2].split()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from beamjax.errors import ArrayFormatError
 from beamjax.plan.steps import Branch, Loop, Map, Plan, Step
-from beamjax.storage import records
-from beamjax.telemetry.events import ShardEvent, events_from_json
+from beamjax.storage.schema import to_plain
 
 Range = tuple[int, int, int]
 """Members [start, stop), and how often they were computed."""
@@ -157,60 +155,14 @@ class Progress:
         return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        steps = {name: _plain(tally) for name, tally in self.steps.items()}
-        predicted = dict(self.predicted)
-        return found | {"done": _plain(self.done), "steps": steps, "predicted": predicted}
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any], path: str) -> Progress:
-        """Undoes `to_json`.
-
-        Raises:
-          ArrayFormatError: the record at `path` is something else.
-        """
-        found = records.checked(_NOTHING_OF_STEPS | record, _FIELDS, path)
-        steps = {name: _tally(tally, path) for name, tally in found["steps"].items()}
-        predicted = records.checked(
-            found["predicted"], dict.fromkeys(found["predicted"], float), path
-        )
-        done = _tally(found["done"], path)
-        return cls(**found | {"done": done, "steps": steps, "predicted": predicted})
-
-
-_COUNT = (int, type(None))
-_FIELDS: dict[str, Any] = {
-    "done": dict,
-    "members": _COUNT,
-    "shards": _COUNT,
-    "rounds": int,
-    "rounds_total": _COUNT,
-    "dropped": int,
-    "step": str,
-    "workers": int,
-    "seconds": float,
-    "steps": dict,
-    "predicted": dict,
-    "advice": str,
-}
-_NOTHING_OF_STEPS: dict[str, Any] = {"steps": {}, "predicted": {}, "advice": ""}
-"""Fields that records of earlier versions lack."""
-_TALLY_FIELDS = {name: float if name in SECONDS else int for name in _TALLIED}
+        """Returns plain JSON values."""
+        found: dict[str, Any] = to_plain(self)
+        return found
 
 
 def _busy(tally: Tally) -> float:
-    """Its seconds, without those of compiling."""
+    """Returns the seconds of a tally without those of compiling."""
     return tally.read + tally.transfer + tally.compute + tally.merge
-
-
-def _plain(tally: Tally) -> dict[str, Any]:
-    return {name: getattr(tally, name) for name in _TALLIED}
-
-
-def _tally(record: Any, path: str) -> Tally:
-    record = record if isinstance(record, dict) else {}
-    return Tally(**records.checked(record, _TALLY_FIELDS, path))
 
 
 # --- what there is to do
@@ -265,13 +217,41 @@ def _alike(counts: Iterable[int | None]) -> int | None:
 # --- what was done
 
 
+MOST_EVENTS = 1000
+"""Largest number of events of a process and of a run, about 80 kB of JSON."""
+NOT_CHECKED = -1
+"""The checksum of a shard of which none was taken."""
+
+
+class ShardEvent(NamedTuple):
+    """A shard that a process computed, with its time, for a trace of a run.
+
+    Attributes:
+      worker: the name of the process.
+      step: the name of the step in the plan, with the round, as `loop_0[3]/map_rows_0`.
+      start: the first member of the shard.
+      members: the number of its members.
+      time: seconds since the epoch at which the shard was done, by the clock of the worker.
+      seconds: the measured time of the shard, from reading to merging.
+      checksum: the CRC-32C of what came out of the shard; `NOT_CHECKED` if that is large.
+    """
+
+    worker: str
+    step: str
+    start: int
+    members: int
+    time: float
+    seconds: float
+    checksum: int = NOT_CHECKED
+
+
 @dataclass(frozen=True)
 class StepCount:
     """What one worker did of one step.
 
     Attributes:
-      size: members in a full shard; 1 if the worker had none.
-      ranges: of members, in any order; ranges may overlap.
+      size: the number of members in a full shard; 1 if the worker had none.
+      ranges: ranges of members, in any order; they may overlap.
       spent: bytes and seconds; its counts are not used.
     """
 
@@ -279,16 +259,22 @@ class StepCount:
     ranges: tuple[Range, ...]
     spent: Tally
 
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"shards of {self.size} members, expected at least 1")
+        if not all(0 <= start < stop and times >= 1 for start, stop, times in self.ranges):
+            raise ValueError(f"the ranges {self.ranges!r:.200}, expected (first, stop, times)")
+
 
 @dataclass(frozen=True)
 class WorkerRecord:
     """What one worker process did in one pipeline.
 
     Attributes:
-      worker: name of the process.
-      time: of the record, in seconds since the epoch.
-      step: name of the last step that it worked on.
-      counts: by the names of the steps.
+      worker: the name of the process.
+      time: the time of the record, in seconds since the epoch.
+      step: the name of the last step that it worked on.
+      counts: what it did of each step, by name.
       events: the shards that it computed, evenly thinned if they are many.
     """
 
@@ -297,51 +283,6 @@ class WorkerRecord:
     step: str
     counts: Mapping[str, StepCount]
     events: tuple[ShardEvent, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        counts = {
-            name: {
-                "size": count.size,
-                "ranges": [list(each) for each in count.ranges],
-                "spent": {name: getattr(count.spent, name) for name in _TALLIED},
-            }
-            for name, count in self.counts.items()
-        }
-        events = [event.to_json() for event in self.events]
-        return {
-            "worker": self.worker, "time": self.time, "step": self.step, "counts": counts,
-            "events": events,
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any], path: str) -> WorkerRecord:
-        """Undoes `to_json`.
-
-        Raises:
-          ArrayFormatError: the record at `path` is something else.
-        """
-        types: dict[str, Any] = {"worker": str, "time": float, "step": str, "counts": dict}
-        found = records.checked(record, types, path)
-        counts = {name: _step_count(count, path) for name, count in found.pop("counts").items()}
-        return cls(**found, counts=counts, events=events_from_json(record.get("events", ()), path))
-
-
-def _step_count(record: Any, path: str) -> StepCount:
-    record = record if isinstance(record, dict) else {}
-    found = records.checked(record, {"size": int, "ranges": list, "spent": dict}, path)
-    ranges = []
-    for each in found["ranges"]:
-        plain = isinstance(each, list) and len(each) == 3 and all(type(x) is int for x in each)
-        if not plain or not 0 <= each[0] < each[1] or each[2] < 1:
-            raise ArrayFormatError(
-                f"{path}: found the range {each!r:.200}, expected first member, the one after the "
-                "last, and how often"
-            )
-        ranges.append((each[0], each[1], each[2]))
-    if found["size"] < 1:
-        raise ArrayFormatError(f"{path}: found shards of {found['size']} members, expected from 1")
-    return StepCount(found["size"], tuple(ranges), _tally(found["spent"], path))
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:

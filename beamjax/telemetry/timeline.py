@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from beamjax.errors import ArrayFormatError
 from beamjax.telemetry.progress import SECONDS, Progress
 
 MOST = 400
@@ -108,33 +106,6 @@ class Checksums:
         self.found[f"{step}:{value}"] = checksum
         # The first difference of two runs matters: later values need no place.
         self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS
-
-
-def samples_from_json(record: Any, path: str) -> dict[str, tuple[float, ...]]:
-    """The samples in a record; a column that is missing is of zeros.
-
-    Raises:
-      ArrayFormatError: the record at `path` is something else.
-    """
-    columns = record if isinstance(record, dict) else {}
-    found = {name: numbers(columns[name], path) for name in COLUMNS if name in columns}
-    lengths = {len(column) for column in found.values()}
-    if not isinstance(record, dict) or len(lengths) > 1:
-        raise ArrayFormatError(f"{path}: found {record!r:.200}, expected columns of one length")
-    zeros = (0.0,) * (lengths.pop() if lengths else 0)
-    return {name: found.get(name, zeros) for name in COLUMNS}
-
-
-def numbers(found: Any, path: str) -> tuple[float, ...]:
-    """Finite numbers of a list in a record.
-
-    Raises:
-      ArrayFormatError: it is something else.
-    """
-    plain = isinstance(found, list | tuple) and all(type(x) in (int, float) for x in found)
-    if not plain or not all(map(math.isfinite, found)):
-        raise ArrayFormatError(f"{path}: found {found!r:.200}, expected a list of finite numbers")
-    return tuple(found)
 
 
 def thinned(values: Iterable[float], most: int) -> tuple[list[int], list[float]]:

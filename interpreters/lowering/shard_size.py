@@ -86,7 +86,7 @@ def shard_sizes(
 def with_whole_blocks(
     program: PlacedProgram, stages: Sequence[Stage], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Shard sizes such that each shard begins where a block of an equation does; see `prefixes`."""
+    """Shard sizes such that each shard begins where a range does; see `rules.by_shard`."""
     whole = dict(sizes)
     for stage in (stage for stage in walk(stages) if isinstance(stage, MapStage)):
         for emission in (each for each in stage.emissions if each.rule.by_shard):

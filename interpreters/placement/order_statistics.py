@@ -8,7 +8,7 @@ member that sorting would give, of any number of members.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ import numpy as np
 from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.placement.regrouping import Step, runs_on_server
-from beamjax.interpreters.program import Eqn, FlatBlock, aval_of
+from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
+from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import shape_of
 
 MIN_BYTES = 1 << 20
@@ -30,21 +29,18 @@ WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 20
 """Most counts of a pass with digits of 16 bits, and of any pass; each is an int32."""
 
 
-def order_statistics(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
-    """For each sort of members in a block, the rewrites of equations that select few of them."""
-    for eqn in block.eqns:
-        if eqn.primitive.name != "sort" or len(eqn.inputs) != 1 or not runs_on_server(program, eqn):
-            continue
-        along, axis = program.place(eqn.inputs[0]), eqn.params["dimension"]
-        if along is None or along.axis != axis or not _is_worth(eqn):
-            continue
-        steps = {eqn: Step(eqn.inputs, [False], lambda x: [x])}
-        for user in block.eqns:
-            function = _picked(user, eqn, axis) if eqn.outputs[0] in user.inputs else None
-            if function is not None:
-                atoms = [*eqn.inputs, *user.inputs[1:]]
-                steps[user] = Step(atoms, [False] * len(atoms), function, is_end=True)
-        yield steps
+def order_statistics(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites an equation that selects few of the sorted members."""
+    sort = rewriter.maker(eqn.inputs[0], "sort") if eqn.inputs else None
+    if sort is None or not rewriter.rewrites.moves or len(sort.inputs) != 1:
+        return None
+    if not runs_on_server(rewriter.program, sort):
+        return None
+    along, axis = rewriter.program.place(sort.inputs[0]), sort.params["dimension"]
+    if along is None or along.axis != axis or not _is_worth(sort):
+        return None
+    function = _picked(eqn, sort, axis)
+    return Rewrite(function, [*sort.inputs, *eqn.inputs[1:]]) if function else None
 
 
 def _is_worth(eqn: Eqn) -> bool:

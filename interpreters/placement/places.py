@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, MemberEqn, Var
 from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
 
 
@@ -54,8 +54,8 @@ class PlacedProgram:
         its sharding rule.
       borders: places of inputs and outputs of loops and branches.
       shard_size: members per shard where the user gives it.
-      expanded: for scans, whiles and conds without placed operators, the equation that replaces
-        them, if any.
+      expanded: for equations that are rewritten, and for scans, whiles and conds without placed
+        operators, the equations that replace them, if any.
     """
 
     flat: FlatProgram
@@ -66,7 +66,7 @@ class PlacedProgram:
         default_factory=dict
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
-    expanded: dict[Eqn, Eqn] = field(default_factory=dict)
+    expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
     shard_size: int | None = None
 
     def place(self, atom: Atom) -> Place:
@@ -74,7 +74,8 @@ class PlacedProgram:
 
     def equations(self, block: FlatBlock) -> Iterator[Eqn]:
         """The equations of a block, with replacements from `expanded`."""
-        return (self.expanded.get(eqn, eqn) for eqn in block.eqns)
+        for eqn in block.eqns:
+            yield from self.expanded.get(eqn, [eqn])
 
     def walk(self, block: FlatBlock) -> Iterator[Eqn]:
         """Like `equations`, including the equations in loops and branches."""
@@ -83,12 +84,16 @@ class PlacedProgram:
             for inner in eqn.blocks:
                 yield from self.walk(inner)
 
-    def settle(self, block: FlatBlock) -> None:
-        """Applies the replacements of `expanded` to a block, in place."""
+    def settle(self) -> None:
+        """Applies the replacements of `expanded`, in place."""
+        self._settle(self.flat)
+        self.expanded.clear()
+
+    def _settle(self, block: FlatBlock) -> None:
         block.eqns[:] = self.equations(block)
         for eqn in block.eqns:
-            for inner in eqn.blocks:
-                self.settle(inner)
+            for inner in eqn.structure.blocks if isinstance(eqn, MemberEqn) else eqn.blocks:
+                self._settle(inner)
 
     def reads(self, eqn: Eqn) -> Iterator[tuple[Atom, Place]]:
         """The atoms that an equation reads, with the places at which it reads them.

@@ -8,7 +8,6 @@ the same place in all rounds, and an output of a branch the same place in all bl
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Set
 
@@ -19,13 +18,15 @@ from beamjax.interpreters.placement.gathers import gather_from_passes, share_gat
 from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
 from beamjax.interpreters.placement.order_statistics import order_statistics
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
-from beamjax.interpreters.placement.prefixes import prefixes
-from beamjax.interpreters.placement.regrouping import Regrouping
 from beamjax.interpreters.placement.reshaped import reshaped
-from beamjax.interpreters.placement.scans import scans
-from beamjax.interpreters.placement.sliced import sliced
-from beamjax.interpreters.placement.tall_matrices import tall_matrices
+from beamjax.interpreters.placement.rewrites import (
+    BlockRewriter,
+    Rewrites,
+    drop_unused,
+    expansions,
+)
 from beamjax.interpreters.placement.views import drop_view, make_views
+from beamjax.interpreters.placement.windows import windows
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -41,6 +42,9 @@ from beamjax.interpreters.rules.member_reads import MAX_SHARE
 from beamjax.interpreters.rules.sharding_rules import shape_of
 from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
 from beamjax.plan.steps import MAX_MEMBERS
+
+PATTERNS = expansions, windows, reshaped, order_statistics
+"""The rewrites of equations without a rule."""
 
 
 def place(
@@ -89,27 +93,28 @@ def place(
             fixed[var] = demand[var]
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
-    gathering: set[Eqn] = set()
+    gathering: set[Var] = set()
     # Members that are dropped leave gaps in the order of those of a shard.
-    finds = functools.partial(sliced, moves=not guarded), reshaped, scans
-    ordered = prefixes, order_statistics, tall_matrices
-    regrouping = Regrouping(flat, finds if guarded else (*finds, *ordered))
+    rewrites = Rewrites(PATTERNS, moves=not guarded)
     while True:
-        program = PlacedProgram(flat, keys.sizes, {**fixed, **tried}, shard_size=shard_size)
-        _Placing(program, keys, demand, gathering).block(flat)
-        if regrouping.rewrite(program):
+        rewrites.begin()
+        inputs = {**fixed, **tried}
+        program = PlacedProgram(flat.copied(), keys.sizes, inputs, shard_size=shard_size)
+        _Placing(program, keys, demand, gathering, rewrites).block(program.flat)
+        program.settle()
+        drop_unused(program.flat)
+        if not rewrites.are_settled(program):
             continue
         many = _selected_too_often(program)
         refuted = set() if many else _Gathered(program, tried, guarded).inputs
         if not refuted and not many:
-            program.settle(flat)
-            share_gathers(program, flat)
+            share_gathers(program, program.flat)
             if guarded:
                 gather_from_passes(program)
             return program
         gathering |= many
         if refuted:
-            regrouping.undo()
+            rewrites = Rewrites(PATTERNS, moves=not guarded)
         for view in refuted & views.keys():
             drop_view(flat, view)
         tried = {var: along for var, along in tried.items() if var not in refuted}
@@ -146,17 +151,28 @@ class _Placing:
         program: PlacedProgram,
         keys: PlacementKeys,
         demand: Mapping[Var, MemberAxis],
-        gathering: Set[Eqn],
+        gathering: Set[Var],
+        rewrites: Rewrites,
     ):
         self.program = program
         self.keys = keys
         self.demand = demand
         self.gathering = gathering
+        self.rewrites = rewrites
+        self.rewriter: BlockRewriter | None = None
+        self.is_inside_whole = False
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
     def block(self, block: FlatBlock) -> None:
         """Places the results of the equations of a block."""
-        for eqn in block.eqns:
+        outer = self.rewriter
+        if not self.is_inside_whole:
+            self.rewriter = BlockRewriter(self.program, self.rewrites)
+        self.equations(block.eqns)
+        self.rewriter = outer
+
+    def equations(self, eqns: Iterable[Eqn]) -> None:
+        for eqn in eqns:
             match eqn:
                 case LoopEqn():
                     self.loop(eqn)
@@ -166,6 +182,8 @@ class _Placing:
                     self.whole(eqn)
                 case _:
                     self.equation(eqn)
+            if self.rewriter is not None and eqn not in self.program.expanded:
+                self.rewriter.makers.update(dict.fromkeys(eqn.outputs, eqn))
 
     def whole(self, eqn: WholeEqn) -> None:
         """Places a scan, while or cond without placed operators.
@@ -176,16 +194,20 @@ class _Placing:
         program = self.program
         if not any(program.place(atom) for atom in eqn.inputs):
             return
+        if self.rewrite(eqn):
+            return
         structure = eqn.expand(program.flat)
         inside = (atom for block in structure.blocks for atom in block.reads())
         self.used.update(atom for atom in inside if isinstance(atom, Var))
+        outer, self.rewriter, self.is_inside_whole = self.rewriter, None, True
         self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)
+        self.rewriter, self.is_inside_whole = outer, outer is None
         found = as_member_equation(program, eqn, structure, self.used)
         if found is not None:
-            program.expanded[eqn], placement, rule = found
-            program.rules[found[0]] = (placement, rule)
+            new, placement, rule = found
+            program.expanded[eqn], program.rules[new] = [new], (placement, rule)
         elif not program.flat.unrolled and distributes(program, structure):
-            program.expanded[eqn] = structure
+            program.expanded[eqn] = [structure]
         else:
             self.forget_equation(structure)
 
@@ -198,14 +220,27 @@ class _Placing:
         if key is not None:
             axes = [along.axis if along and along.placement == key else None for along in places]
             rule = rules.classify(eqn, axes, program.sizes[key])
-            if rule is not None and eqn not in self.gathering:
+            if rule is not None and self.gathering.isdisjoint(eqn.outputs):
                 program.rules[eqn] = (key, rule)
+                if isinstance(rule, ReductionRule) and rule.selects_members:
+                    self.rewrite(eqn)
                 if isinstance(rule, MemberwiseRule):
                     for var, axis in zip(eqn.outputs, rule.out_axes, strict=True):
                         self.put(var, None if axis is None else MemberAxis(key, axis))
                 return
         if not placements:
             self.note_creations(eqn)
+        self.rewrite(eqn)
+
+    def rewrite(self, eqn: Eqn) -> bool:
+        """Rewrites an equation that runs on the server, if that is possible."""
+        new = self.rewriter.rewritten(eqn) if self.rewriter is not None else None
+        if new is None:
+            return False
+        self.program.expanded[eqn] = new
+        self.used.update(atom for each in new for atom in each.inputs if isinstance(atom, Var))
+        self.equations(new)
+        return True
 
     def note_creations(self, eqn: Eqn) -> None:
         """Records server values with as many entries as members that shards can compute."""
@@ -307,7 +342,8 @@ class _Placing:
             self.forget_equation(eqn)
 
     def forget_equation(self, eqn: Eqn) -> None:
-        self.program.expanded.pop(eqn, None)
+        if self.program.expanded.pop(eqn, None):
+            self.rewrites.sources.pop(eqn.outputs[0], None)
         self.program.rules.pop(eqn, None)
         self.program.borders.pop(eqn, None)
         for block in eqn.blocks:
@@ -319,8 +355,8 @@ class _Placing:
                     self.program.creations.pop((var, MemberAxis(placement, axis)), None)
 
 
-def _selected_too_often(program: PlacedProgram) -> set[Eqn]:
-    """The equations that select members of a value of which they together read a large share."""
+def _selected_too_often(program: PlacedProgram) -> set[Var]:
+    """What equations select of a value of which they together read a large share."""
     selections: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
         _, rule = program.rules.get(eqn, ("", None))
@@ -330,11 +366,11 @@ def _selected_too_often(program: PlacedProgram) -> set[Eqn]:
             and isinstance(eqn.inputs[0], Var)
         ):
             selections.setdefault(eqn.inputs[0], []).append(eqn)
-    many: set[Eqn] = set()
+    many: set[Var] = set()
     for var, eqns in selections.items():
         taken = sum(math.prod(eqn.outputs[0].aval.shape) for eqn in eqns)
         if len(eqns) > 1 and taken > MAX_SHARE * math.prod(var.aval.shape):
-            many.update(eqns)
+            many.update(eqn.outputs[0] for eqn in eqns)
     return many
 
 

@@ -7,7 +7,6 @@ to one or a few rows of the result, as in `jax.ops.segment_sum`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
-from beamjax.interpreters.placement.regrouping import Step, runs_on_server
-from beamjax.interpreters.program import Eqn, FlatBlock, Var, aval_of
+from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
+from beamjax.interpreters.program import Atom, Eqn, aval_of
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
@@ -55,62 +54,53 @@ class Reshape:
         return Reshape(along, shape_of(eqn.inputs[0]), shape_of(eqn.outputs[0])) if plain else None
 
 
-def reshaped(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
-    """For each reshape of members in a block, the rewrites that it allows."""
-    changes = (Reshape.of(program, eqn) for eqn in block.eqns)
-    for change in dict.fromkeys(filter(None, changes)):
-        yield _steps(program, block, change)
+def reshaped(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites an equation that reads reshaped members: an elementwise one or a reduction."""
+    made = [rewriter.maker(atom, "reshape") for atom in eqn.inputs]
+    changes = [Reshape.of(rewriter.program, maker) for maker in made if maker is not None]
+    change = next(filter(None, changes), None)
+    if change is None:
+        return None
+    if eqn.primitive.name in rules.ELEMENTWISE:
+        return _elementwise(rewriter, eqn, change)
+    function = _end(eqn, change) if len(eqn.inputs) == 1 else None
+    return Rewrite(function, made[0].inputs) if function and made[0] else None
 
 
-def _steps(program: PlacedProgram, block: FlatBlock, change: Reshape) -> dict[Eqn, Step]:
-    steps: dict[Eqn, Step] = {}
-    # Values of the new shape that can be computed in the original one: functions of the members, or
-    # a single number everywhere.
-    known: set[Var | None] = set()
-    fills: set[Var | None] = set()
-    for eqn in block.eqns:
-        if not runs_on_server(program, eqn) or not eqn.outputs:
-            continue
-        out = eqn.outputs[0]
-        if Reshape.of(program, eqn) == change:
-            steps[eqn] = Step(eqn.inputs, [False], lambda x: [x])
-            known.add(out)
-            continue
-        inputs = [a if isinstance(a, Var) else None for a in eqn.inputs]
-        if shape_of(out) == change.to and _is_fill(eqn):
-            steps[eqn] = Step(eqn.inputs, [False], _filled(eqn, change.shape))
-            fills.add(out)
-        elif eqn.primitive.name in rules.ELEMENTWISE and known.intersection(inputs):
-            whole = [var in known or var in fills for var in inputs]
-            others = [a for a, mark in zip(eqn.inputs, whole, strict=True) if not mark]
-            if all(shape_of(a) == () and program.place(a) is None for a in others):
-                steps[eqn] = Step(eqn.inputs, whole, functools.partial(_bound, eqn))
-                known.update(eqn.outputs)
-        elif len(inputs) == 1 and inputs[0] in known:
-            function = _end(eqn, change)
-            if function is not None:
-                steps[eqn] = Step(eqn.inputs, [True], function, is_end=True)
-    return steps
+def _elementwise(rewriter: BlockRewriter, eqn: Eqn, change: Reshape) -> Rewrite | None:
+    """Rewrites an equation on reshaped members, scalars, and arrays of one number."""
+    atoms: list[Atom] = []
+    fills: dict[int, Eqn] = {}
+    for i, atom in enumerate(eqn.inputs):
+        view, fill = rewriter.maker(atom, "reshape"), rewriter.maker(atom, "broadcast_in_dim")
+        if view is not None and Reshape.of(rewriter.program, view) == change:
+            atoms += view.inputs
+        elif fill is not None and _is_fill(fill) and shape_of(atom) == change.to:
+            fills[i] = fill
+            atoms += fill.inputs
+        elif shape_of(atom) == () and rewriter.program.place(atom) is None:
+            atoms.append(atom)
+        else:
+            return None
 
+    def function(*args: Any) -> Sequence[Any]:
+        values = list(args)
+        for i, fill in fills.items():
+            (values[i],) = bind(fill, [args[i]], shape=change.shape)
+        return [lax.reshape(x, change.to) for x in bind(eqn, values)]
 
-def _bound(eqn: Eqn, *args: Any) -> Sequence[Any]:
-    return bind(eqn, args)
+    return Rewrite(function, atoms, is_view=True)
 
 
 def _is_fill(eqn: Eqn) -> bool:
-    one = eqn.primitive.name == "broadcast_in_dim" and len(eqn.inputs) == 1
-    return one and shape_of(eqn.inputs[0]) == ()
-
-
-def _filled(eqn: Eqn, shape: tuple[int, ...]) -> Function:
-    return lambda x: bind(eqn, [x], shape=shape)
+    return len(eqn.inputs) == 1 and shape_of(eqn.inputs[0]) == ()
 
 
 def _end(eqn: Eqn, change: Reshape) -> Function | None:
     """A function from the members to a reduction, or to a reshape back, of the reshaped members."""
     name = eqn.primitive.name
     if name == "reshape" and shape_of(eqn.outputs[0]) == change.shape:
-        return functools.partial(_bound, eqn)
+        return lambda x: bind(eqn, [x])
     if name in REDUCTIONS:
         return _Axes.reduction(eqn, change)
     if name in ("argmax", "argmin") and len(change.to) == 1 and eqn.params["axes"] == (0,):

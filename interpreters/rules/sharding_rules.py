@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,6 +155,41 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+@dataclass(frozen=True)
+class Members:
+    """The members that an expansion is for.
+
+    Attributes:
+      placement: the name of their placement in the program.
+      n: the number of members.
+      shard_size: members per shard, if the user gives it.
+    """
+
+    placement: str
+    n: Any
+    shard_size: int | None
+
+
+Expansion = Callable[[Eqn, Axes, Members], Callable[..., Sequence[Any]] | None]
+"""Takes an equation without a rule, the axes of its operands and the members to a function of its
+operands that has rules and gives the same results; None if there is none."""
+
+EXPANSIONS: dict[str, Expansion] = {}
+ORDERED_EXPANSIONS: dict[str, Expansion] = {}
+"""Those that need all members in order. Members that are dropped leave gaps."""
+
+
+def expansion(*names: str, ordered: bool = False) -> Callable[[Expansion], Expansion]:
+    """Registers an expansion of the primitives with these names."""
+
+    def register(function: Expansion) -> Expansion:
+        table = ORDERED_EXPANSIONS if ordered else EXPANSIONS
+        table.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
 # --- helpers to emit equations
 
 
@@ -182,18 +216,6 @@ def resizing(param: str, axis: int) -> Emit:
         return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
 
     return emit
-
-
-def define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:
-    """Defines a primitive of rewritten programs by what it computes of all members together."""
-
-    def abstract_eval(*avals: Any, **params: Any) -> Any:
-        result = jax.eval_shape(functools.partial(function, **params), *avals)
-        return avals[-1].update(shape=result.shape, dtype=result.dtype, weak_type=False)
-
-    primitive.def_impl(function)
-    primitive.def_abstract_eval(abstract_eval)
-    _compat.register_lowering(primitive, function)
 
 
 # --- shapes and axes

@@ -23,17 +23,19 @@ from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
     memberwise,
-    prefixes,
+    ordered,
     reductions,
-    shifts,
-    tall_qr,
+    scans,
 )
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.memberwise import ELEMENTWISE
 from beamjax.interpreters.rules.sharding_rules import (
+    EXPANSIONS,
+    ORDERED_EXPANSIONS,
     RULES,
     Axes,
     FunctionReductionRule,
+    Members,
     MemberwiseRule,
     ReductionRule,
     TracedShard,
@@ -43,9 +45,12 @@ from beamjax.interpreters.rules.sharding_rules import (
 
 __all__ = [
     "ELEMENTWISE",
+    "EXPANSIONS",
+    "ORDERED_EXPANSIONS",
     "RULES",
     "Axes",
     "FunctionReductionRule",
+    "Members",
     "MemberwiseRule",
     "ReductionRule",
     "TracedShard",

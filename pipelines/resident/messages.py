@@ -17,8 +17,8 @@ from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage.arrays import decode_arrays, encode_arrays
-from beamjax.telemetry.events import ShardEvent, events_from_json
-from beamjax.telemetry.progress import Tally
+from beamjax.storage.schema import from_plain, to_plain
+from beamjax.telemetry.progress import ShardEvent, Tally
 
 Output = tuple[str | None, Any]
 """An element that a DoFn emits, and its tag; None for the main output."""
@@ -172,7 +172,7 @@ def encode_reply(reply: Reply) -> bytes:
     meta = {
         "reply": [reply.current, reply.number, reply.seconds, reply.error],
         "spent": {step: vars(tally) for step, tally in reply.spent.items()},
-        "events": [event.to_json() for event in reply.events],
+        "events": to_plain(reply.events),
         "outputs": outputs,
     }
     return encode_arrays(arrays, meta)
@@ -189,7 +189,7 @@ def decode_reply(data: bytes) -> Reply:
         current, number, seconds, error = meta["reply"]
         outputs = [(tag, element) for tag, element in _unpacked(meta["outputs"], arrays)]
         spent = {step: Tally(**fields) for step, fields in meta["spent"].items()}
-        events = events_from_json(meta["events"], "a reply")
+        events = tuple(from_plain(ShardEvent, event, "a reply") for event in meta["events"])
         return Reply(current, number, outputs, seconds, spent, events, error)
 
     return _decoded(data, unpack)

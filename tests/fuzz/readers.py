@@ -55,9 +55,9 @@ from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spe
 from beamjax.sources.streams.chunks import members_of
 from beamjax.sources.tables.grouped_source import grouped
 from beamjax.storage import arrays, records
-from beamjax.telemetry.events import ShardEvent
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, StepCount, Tally, WorkerRecord, tally
+from beamjax.telemetry.progress import Progress, ShardEvent, StepCount, Tally, WorkerRecord, tally
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -502,12 +502,12 @@ def _worker_seeds(_: Path) -> list[bytes]:
     count = StepCount(8, ((0, 16, 1), (24, 30, 2)), Tally(members=22, shards=3, compute=0.5))
     events = (ShardEvent("host-1", "map_clients_0", 0, 8, 4.0, 0.5),)
     record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count}, events)
-    return [records.encode(record.to_json())]
+    return [records.encode(to_plain(record))]
 
 
 def _worker(data: bytes, _: Path) -> None:
     """What a worker tells of itself."""
-    tally([WorkerRecord.from_json(records.decode(data, "file"), "file")])
+    tally([from_plain(WorkerRecord, records.decode(data, "file"), "file")])
 
 
 def _error_seeds(_: Path) -> list[bytes]:

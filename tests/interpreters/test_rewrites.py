@@ -11,7 +11,8 @@ import pytest
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
-from beamjax.interpreters.placement import order_statistics, propagate, sliced, views
+from beamjax.interpreters.placement import order_statistics, propagate, rewrites, views, windows
+from beamjax.interpreters.rules import table
 from beamjax.interpreters.staging import flatten, simplify
 from tests.helpers import planned
 
@@ -98,17 +99,17 @@ def counted(x):
 
 
 REWRITES = [
-    (decomposed, propagate, "tall_matrices", none_found),
-    (counted, propagate, "order_statistics", none_found),
-    (differences, sliced, "_meeting", nothing),
-    (neighbours, sliced, "_rolls", none_found),
-    (running_sums, propagate, "prefixes", none_found),
-    (maps_and_adds, propagate, "scans", none_found),
-    (mean_of_most, propagate, "sliced", none_found),
-    (slope_of_most, propagate, "sliced", none_found),
-    (largest_of_all, propagate, "reshaped", none_found),
-    (sums_of_groups, propagate, "reshaped", none_found),
-    (place_of_the_largest, propagate, "reshaped", none_found),
+    (decomposed, table, "ORDERED_EXPANSIONS", {}),
+    (counted, order_statistics, "_picked", nothing),
+    (differences, windows, "_meet", nothing),
+    (neighbours, windows, "_roll", nothing),
+    (running_sums, table, "ORDERED_EXPANSIONS", {}),
+    (maps_and_adds, table, "EXPANSIONS", {}),
+    (mean_of_most, windows, "_slice_of", nothing),
+    (slope_of_most, windows, "_slice_of", nothing),
+    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
+    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
+    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
     (product_of_all, simplify.Ravels, "see", nothing),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),

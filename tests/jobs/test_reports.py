@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import time
 
 import html_checks
@@ -19,22 +18,16 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax.diagnostics.pages.page import document, fragment
 from beamjax.errors import ArrayFormatError, JobError, OptionsError
-from beamjax.jobs import recording, report
-from beamjax.jobs.recording import curves, options_told
-from beamjax.jobs.report import Curve, Report, curve_to_json, read_report
+from beamjax.jobs import recording
+from beamjax.jobs.recording import curves, shown_options
+from beamjax.jobs.report import Curve, Report, read_report
 from beamjax.jobs.run_page import run_page, speed
 from beamjax.options import parse_options
 from beamjax.plan.dropping import Dropped
+from beamjax.storage.schema import to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, Tally
-from beamjax.telemetry.timeline import (
-    COLUMNS,
-    Moments,
-    Timeline,
-    numbers,
-    samples_from_json,
-    thinned,
-)
+from beamjax.telemetry.progress import NOT_CHECKED, Progress, Tally
+from beamjax.telemetry.timeline import COLUMNS, Moments, Timeline, thinned
 
 N = 24
 X = np.arange(N, dtype=np.float32)
@@ -174,7 +167,7 @@ def test_a_recording_that_fails_costs_no_result(tmp_path, monkeypatch):
     def wrong(*args):
         raise RuntimeError("wrong")
 
-    monkeypatch.setattr(recording, "plain_plan", wrong)
+    monkeypatch.setattr(recording, "source_lines", wrong)
     monkeypatch.setattr(recording, "curves", wrong)
     run(tmp_path / "job")
     found = bj.open_job(tmp_path / "job").report()
@@ -186,8 +179,8 @@ def test_secrets_among_options_are_not_shown():
     options = {"shard_size": 16, "some_password": "p", "api_key": "k", "region": "here"}
     hidden = dict.fromkeys(("some_password", "api_key"), "(not shown)")
     expected = {"shard_size": "16", "region": "here"} | hidden
-    assert options_told(parse_options(options)) == expected
-    assert options_told(parse_options(None)) == {}
+    assert shown_options(parse_options(options)) == expected
+    assert shown_options(parse_options(None)) == {}
 
 
 def test_curves_are_floats_of_the_length_of_a_loop():
@@ -197,12 +190,7 @@ def test_curves_are_floats_of_the_length_of_a_loop():
         "keys": jax.random.split(jax.random.key(0), 5),
     }  # fmt: skip
     (found,) = curves(plan_of(descend, jnp.float32(1), X), result)
-    assert found.path == "result['loss']"
-    record = curve_to_json(found)
-    assert record["values"] == [1.0, None, 3.0, None, 5.0]
-    back = report._curve(record, "here")
-    assert math.isnan(back.values[1])
-    assert back.values[::2] == (1.0, 3.0, 5.0)
+    assert found == Curve("result['loss']", (0, 1, 2, 3, 4), (1.0, None, 3.0, None, 5.0), 5)
 
 
 def test_damaged_records_are_clear_errors(tmp_path):
@@ -210,17 +198,22 @@ def test_damaged_records_are_clear_errors(tmp_path):
     with pytest.raises(JobError):
         read_report(folder)
     folder.begin({"name": "f", "runner": "r"})
-    assert read_report(folder).samples["seconds"] == ()
+    assert read_report(folder).samples == {}
     curve = {"path": "a", "rounds": ["x"], "values": [1.0], "of": 1}
+    samples = filled(8, range(20))
     for course in (
-        {"samples": 3}, {"round_ends": "x"}, {"events": [["w", "s", 0, 8, 1.0]]},
-        {"warnings": [3]}, {"curves": [{}]},
-        {"curves": [curve]},
+        {"samples": 3}, {"samples": {"seconds": [1.0]}}, {"samples": samples | {"merge": (1,)}},
+        {"samples": samples | {"merge": ("x",) * len(samples["merge"])}}, {"round_ends": "x"},
+        {"checkpoints": [True]}, {"events": [["w", "s", 0, 8, 1.0]]},
+        {"warnings": [3]}, {"curves": [{}]}, {"curves": [curve]}, {"curves": 1},
     ):  # fmt: skip
-        folder.write("course", course)
-        with pytest.raises(ArrayFormatError, match=r"course\.record"):
+        folder.write("course", to_plain(course))
+        with pytest.raises(ArrayFormatError, match=r"course\.record: found"):
             read_report(folder)
-    folder.write("course", {})
+    folder.write("course", to_plain({"samples": samples, "events": [["w", "s", 0, 8, 1, 2.0]]}))
+    found = read_report(folder)
+    assert found.samples == samples
+    assert found.events[0].checksum == NOT_CHECKED  # Earlier versions took none.
     folder.write("about", {"plan": {"program": 3}})
     with pytest.raises(ArrayFormatError, match="expected str"):
         read_report(folder)
@@ -269,23 +262,6 @@ def test_moments_are_every_so_many(count, most):
         assert found[0] == 0
 
 
-def test_samples_as_json():
-    samples = filled(8, range(20))
-    record = {name: list(column) for name, column in samples.items()}
-    assert samples_from_json(record, "here") == samples
-    del record["merge"]
-    assert samples_from_json(record, "here")["merge"] == (0.0,) * len(samples["seconds"])
-    assert samples_from_json({}, "here")["seconds"] == ()
-    for record in (
-        [], "x", {"seconds": "x"}, {"seconds": [1, None]}, {"seconds": [1], "members": [1, 2]},
-        {"seconds": [float("nan")]}, {"seconds": [True]},
-    ):  # fmt: skip
-        with pytest.raises(ArrayFormatError, match="here: found"):
-            samples_from_json(record, "here")
-    with pytest.raises(ArrayFormatError, match="expected a list of finite numbers"):
-        numbers({"a": 1}, "here")
-
-
 @given(st.lists(st.floats(allow_nan=False), max_size=60), st.integers(2, 20))
 def test_thinned_values_are_those_of_their_places(values, most):
     places, left = thinned(values, most)
@@ -316,7 +292,7 @@ def example_report(seconds=30, **more):
     found = Report(
         "train", "DirectRunner", "done", 1.8e9, progress, timeline.samples,
         tuple(5.0 * i for i in range(1, 7)), (10.0, 20.0),
-        (Curve("result['loss']", tuple(range(6)), (5.0, 3.0, 2.0, math.nan, 1.0, 0.5), 6),),
+        (Curve("result['loss']", tuple(range(6)), (5.0, 3.0, 2.0, None, 1.0, 0.5), 6),),
         options={"checkpoint": "/there", "dead_letters": "/letters"}, machine={"jax": "1"},
     )  # fmt: skip
     return dataclasses.replace(found, **more)
@@ -355,7 +331,7 @@ def test_what_a_page_shows():
     empty = html_checks.parsed(Report("f", "r", "lost", 0.0, Progress()).to_html())
     assert "too short to be seen" in empty.text
     assert "? lost" in empty.text
-    nothing = Curve("nothing", (0, 1), (math.nan, math.inf), 2)
+    nothing = Curve("nothing", (0, 1), (None, None), 2)
     found = html_checks.parsed(document(run_page(example_report(curves=(nothing,)))))
     assert "There are no finite values" in found.text
     assert found.data["charts"][-1]["series"] == []

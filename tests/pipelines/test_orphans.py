@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from beamjax.pipelines.clusters import orphans, processes
@@ -128,9 +129,4 @@ def test_workers_that_start_end_with_their_launcher():
 
 def _below(launcher):
     """The processes that this one has started, and those that they have."""
-    known = {launcher}
-    found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    parents = {pid: process_ids._stat(pid)[1:2] for pid in sorted(found)}
-    known |= {pid for pid, parent in parents.items() if parent == [str(launcher)]}
-    known |= {pid for pid, parent in parents.items() if parent and int(parent[0]) in known}
-    return sorted(known - {launcher})
+    return sorted(child.pid for child in psutil.Process(launcher).children(recursive=True))

@@ -1,10 +1,10 @@
 """Dataclasses and structures of trees from JSON: what they were, or a clear error."""
 
 import collections
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -16,7 +16,7 @@ import beamjax as bj
 from beamjax._text import MemberBytes
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.storage.schema import from_plain
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.storage.treedefs import tree_from_json, tree_to_json
 
 
@@ -35,8 +35,23 @@ class Tree:
     flag: bool = False
 
 
+class Pair(NamedTuple):
+    name: str
+    time: float = 0.5
+
+
+@dataclass(frozen=True)
+class Others:
+    pairs: tuple[Pair, ...] = ()
+    span: tuple[int, float] = (0, 1.0)
+
+    def __post_init__(self):
+        if self.span[0] < 0:
+            raise ValueError("a negative start")
+
+
 def plain(value):
-    return json.loads(json.dumps(dataclasses.asdict(value)))
+    return json.loads(json.dumps(to_plain(value)))
 
 
 TREE = Tree(
@@ -47,6 +62,10 @@ TREE = Tree(
 def test_values_come_back():
     assert from_plain(Tree, plain(TREE), "here") == TREE
     assert from_plain(Tree, {"leaves": []}, "here") == Tree(())
+    others = Others((Pair("a", 2.0), Pair("b")), (1, 2.0))
+    assert plain(others) == {"pairs": [["a", 2.0], ["b", 0.5]], "span": [1, 2.0]}
+    assert from_plain(Others, plain(others), "here") == others
+    assert from_plain(Others, {"pairs": [["b"]]}, "here") == Others((Pair("b"),))
     assert from_plain(Leaf, {"name": "a", "size": 1, "share": 2, "new": 3}, "here").share == 2
 
 
@@ -70,6 +89,15 @@ def test_other_values_are_clear_errors():
     ):
         with pytest.raises(ArrayFormatError, match=message):
             from_plain(Tree, value, "here")
+    for value, message in (
+        ({"pairs": [[]]}, r"found \[\] as Others.pairs\[0\], expected 1 values"),
+        ({"pairs": [["a", 1, 2]]}, r"Others.pairs\[0\], expected 2 values"),
+        ({"pairs": [["a", float("nan")]]}, r"found nan as Others.pairs\[0\]\[1\], expected float"),
+        ({"span": [1]}, "Others.span, expected 2 values"),
+        ({"span": [-1, 0]}, "found no Others .a negative start"),
+    ):
+        with pytest.raises(ArrayFormatError, match=message):
+            from_plain(Others, value, "here")
 
 
 # --- structures of trees

@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+import json
+import math
 import time
 
 import apache_beam as beam
@@ -23,12 +25,14 @@ from beamjax.plan.shard import shards
 from beamjax.runtime import local as evaluate
 from beamjax.runtime import passes
 from beamjax.storage import records
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.meters import COUNTED, Meter, Recorder, Reports, recorder_for
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import (
     SECONDS,
     Progress,
+    ShardEvent,
     StepCount,
     Tally,
     WorkerRecord,
@@ -142,7 +146,7 @@ def test_what_progress_says_of_time():
     assert found.fraction == 0.75
     assert found.measured == {"a": 4.0, "(runner)": 2.0, "(total)": 9.0}
     assert found.factors == {"a": 2.0, "(total)": 3.0, "(runner)": 0.5}
-    assert Progress.from_json(found.to_json(), "here") == found
+    assert from_plain(Progress, json.loads(json.dumps(found.to_json())), "here") == found
     nothing = Progress()
     assert set(nothing.shares.values()) == {0.0}
     assert (nothing.fraction, nothing.members_per_second) == (None, 0.0)
@@ -296,17 +300,19 @@ def test_a_folder_that_is_gone_stops_nothing(tmp_path):
 
 
 def test_other_records_are_refused():
-    record = WorkerRecord("w", 1.0, "a", {"a": StepCount(8, ((0, 8, 1),), Tally())})
-    plain = records.decode(records.encode(record.to_json()), "p")
-    assert WorkerRecord.from_json(plain, "p") == record
+    event = ShardEvent("w", "a", 0, 8, 1.0, 0.5, 7)
+    record = WorkerRecord("w", 1.0, "a", {"a": StepCount(8, ((0, 8, 1),), Tally())}, (event,))
+    plain = records.decode(records.encode(to_plain(record)), "p")
+    assert from_plain(WorkerRecord, plain, "p") == record
     count = {"size": 8, "ranges": [[0, 8, 1]], "spent": vars(Tally())}
     changes = [{"size": 0}, {"spent": {"members": "1"}}]
     wrong_ranges = ([3, 3, 1], [-1, 8, 1], [0, 8, 0], [0, 8, True], [0, 8], "x")
     changes += [{"ranges": [each]} for each in wrong_ranges]
-    hostile = [{"counts": 3}, {"counts": {"a": None}}, {"time": "now"}]
+    hostile = [{"counts": 3}, {"counts": {"a": None}}, {"time": "now"}, {"time": math.inf}]
+    hostile += [{"events": [each]} for each in ([], 3, [*event, 1], [*event[:5], "x"])]
     for change in hostile + [{"counts": {"a": count | change}} for change in changes]:
-        with pytest.raises(ArrayFormatError, match=r"^p: found .*expected"):
-            WorkerRecord.from_json(plain | change, "p")
+        with pytest.raises(ArrayFormatError, match=r"^p: found .*"):
+            from_plain(WorkerRecord, plain | change, "p")
 
 
 def test_a_monitor_cancels_pipelines_elsewhere():

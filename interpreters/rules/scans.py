@@ -1,4 +1,4 @@
-"""Rewrites scans over members to maps and reductions.
+"""Expands scans over members to maps and reductions.
 
 `lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map. A scan
 that only adds to what it carries, such as the derivative of `lax.map` by a server value, is a map
@@ -7,7 +7,7 @@ and a sum. In the same way, it may multiply, or take the larger or the smaller v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,10 +15,15 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.placement.regrouping import Step, runs_on_server
-from beamjax.interpreters.program import Eqn, FlatBlock
-from beamjax.interpreters.rules.sharding_rules import draw_by_batch
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.sharding_rules import (
+    Axes,
+    Members,
+    any_placed,
+    draw_by_batch,
+    expansion,
+    only,
+)
 from beamjax.ops import primitives
 
 _REDUCTIONS = {
@@ -31,31 +36,21 @@ _REDUCTIONS = {
 """For each function by which a carried value may change, the reduction, and the function."""
 
 
-def scans(program: PlacedProgram, block: FlatBlock) -> Iterator[dict[Eqn, Step]]:
-    """The rewrites of the scans over members in a block."""
-    for eqn in block.eqns:
-        if eqn.primitive.name == "scan" and runs_on_server(program, eqn):
-            step = _step(program, eqn)
-            if step is not None:
-                yield {eqn: step}
-
-
-def _step(program: PlacedProgram, eqn: Eqn) -> Step | None:
+@expansion("scan")
+def _scan_over_members(
+    eqn: Eqn, axes: Axes, members: Members
+) -> Callable[..., Sequence[Any]] | None:
     constants, carried = _compat.scan_counts(eqn)
     closed, length = eqn.params["jaxpr"], eqn.params["length"]
-    places = list(map(program.place, eqn.inputs))
-    stacks = {along for along in places[constants + carried :] if along is not None}
-    if closed.consts or any(places[: constants + carried]) or len(stacks) != 1:
-        return None
-    (along,) = stacks
-    if along.axis != 0 or program.sizes[along.placement] != length:
+    stacked = axes[constants + carried :]
+    if closed.consts or any_placed(axes[: constants + carried]) or only(stacked) != 0:
         return None
     # Under vmap, such draws depend on the other members.
     found = _without_carries(closed, constants, carried)
-    if found is None or draw_by_batch(closed) is not None:
+    if members.n != length or found is None or draw_by_batch(closed) is not None:
         return None
     body, changes = found
-    name = along.placement.removesuffix(f"[{length}]")  # See `PlacementKeys`.
+    name = members.placement
 
     def function(*args: Any) -> list[Any]:
         fixed, start, xs = args[:constants], args[constants:][:carried], args[constants + carried :]
@@ -72,7 +67,7 @@ def _step(program: PlacedProgram, eqn: Eqn) -> Step | None:
             ends.append(value)
         return [*ends, *rest]
 
-    return Step(eqn.inputs, [False] * len(eqn.inputs), function, is_end=True)
+    return function
 
 
 def _without_carries(

@@ -1,0 +1,202 @@
+"""Rewrites equations that have no rule for the members, so that nothing is gathered for them.
+
+A pattern takes an equation, and gives a function of other values with the same results. There are
+two kinds. An *end*, such as `jnp.cumsum(x, 0)` or the sum of a slice of the members, is computed
+from placed values by equations that have rules. A *view* is moved past an equation: where `v` is
+`x[:800]`, `jnp.tanh(v)` becomes `jnp.tanh(x)[:800]`, until an end takes a view of placed values.
+Views without an end are gathered. So are values that also the server reads: what is computed from
+them then stays on the server, as it is written, and the program is placed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
+from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.sharding_rules import ReductionRule
+from beamjax.interpreters.staging.flatten import flatten
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Equal results of an equation.
+
+    Attributes:
+      function: maps the values of `atoms` to the results, one for each output of the equation.
+      atoms: what it reads.
+      is_view: whether the results are views of new placed values.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    atoms: Sequence[Atom]
+    is_view: bool = False
+
+
+Pattern = Callable[["BlockRewriter", Eqn], Rewrite | None]
+
+
+class Rewrites:
+    """What is known of the rewrites of a program, over all attempts to place it.
+
+    Attributes:
+      moves: whether members may be moved from one shard to another.
+      refused: first results of equations that are not rewritten.
+      starts: for slices of members that meet others, the number of the member at which they begin
+        once they are moved onto them.
+      sources: for each result of a rewrite, the placed values that it was computed from.
+      roots: the same for new placed values.
+      views: the views that rewrites read past.
+      is_outdated: whether `starts` has changed since the program was placed.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern], moves: bool):
+        self.patterns = patterns
+        self.moves = moves
+        self.refused: set[Var] = set()
+        self.starts: dict[Any, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins another attempt."""
+        self.names = map("all{}".format, itertools.count())
+        self.sources: dict[Var, frozenset[Var]] = {}
+        self.roots: dict[Var, frozenset[Var]] = {}
+        self.views: set[Var] = set()
+        self.is_outdated = False
+
+    def are_settled(self, program: PlacedProgram) -> bool:
+        """Whether the rewritten program is to be used; if not, `refused` or `starts` have grown."""
+        if self.is_outdated:
+            return False
+        gathered = frozenset[Var]().union(*map(self.origins, self._gathered(program)))
+        refused = {var for var, origins in self.sources.items() if origins & gathered}
+        self.refused |= refused
+        return not refused
+
+    def origins(self, atom: Atom) -> frozenset[Var]:
+        """The placed values that a placed one was computed from by rewrites; itself, if none."""
+        return self.roots.get(atom, frozenset({atom})) if isinstance(atom, Var) else frozenset()
+
+    def _gathered(self, program: PlacedProgram) -> Iterator[Var]:
+        """The placed values that the server reads, or selects members of for rewrites."""
+        views = self.views | self.sources.keys()
+        for eqn in program.flat.walk():
+            selects = runs_on_server(program, eqn) and not views.isdisjoint(eqn.outputs)
+            for atom, along in program.reads(eqn):
+                place = program.place(atom)
+                if isinstance(atom, Var) and place is not None and (selects or along != place):
+                    yield atom
+
+
+class BlockRewriter:
+    """Rewrites the equations of one block, in order, as they are placed.
+
+    Attributes:
+      makers: for each value of the block, the equation that computes it.
+      added: equations that the next rewrite needs before it.
+    """
+
+    def __init__(self, program: PlacedProgram, rewrites: Rewrites):
+        self.program = program
+        self.rewrites = rewrites
+        self.makers: dict[Var, Eqn] = {}
+        self.added: list[Eqn] = []
+
+    def rewritten(self, eqn: Eqn) -> list[Eqn] | None:
+        """The equations to compute instead of one without a rule; None to leave it."""
+        if not eqn.outputs or eqn.outputs[0] in self.rewrites.refused:
+            return None
+        if not runs_on_server(self.program, eqn):
+            return None
+        found = (pattern(self, eqn) for pattern in self.rewrites.patterns)
+        rewrite = next(filter(None, found), None)
+        added, self.added = self.added, []
+        if rewrite is None:
+            return None
+        placed = [a for a in rewrite.atoms if self.program.place(a) is not None]
+        origins = frozenset[Var]().union(*map(self.rewrites.origins, placed))
+        made, results = self.traced(rewrite.function, rewrite.atoms, eqn.line)
+        renamed = dict(zip(results, eqn.outputs, strict=True))
+        for new in made:
+            new.outputs[:] = [renamed.get(var, var) for var in new.outputs]
+            if rewrite.is_view:
+                self.rewrites.roots.update(dict.fromkeys(new.outputs, origins))
+        self.rewrites.sources[eqn.outputs[0]] = origins
+        self.rewrites.views.update(atom for atom in eqn.inputs if isinstance(atom, Var))
+        return added + made
+
+    def maker(self, atom: Atom, name: str) -> Eqn | None:
+        """The equation with the primitive `name` that computes a value of this block, or None."""
+        eqn = self.makers.get(atom) if isinstance(atom, Var) else None
+        return eqn if eqn is not None and eqn.primitive.name == name else None
+
+    def traced(
+        self, function: Callable[..., Sequence[Any]], atoms: Sequence[Atom], line: str
+    ) -> tuple[list[Eqn], list[Atom]]:
+        """Traces a function of some atoms to equations, and its results."""
+        program, names = self.program.flat, self.rewrites.names
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            closed = jax.make_jaxpr(lambda *args: list(function(*args)))(*map(aval_of, atoms))
+        flat = flatten(closed)
+        env: dict[Var, Atom] = dict(zip(flat.arguments, atoms, strict=True))
+        for var, value in zip(flat.inputs[len(atoms) :], flat.constants, strict=True):
+            program.inputs.append(var)
+            program.constants.append(value)
+            var.name = f"const_{next(names)}"
+        for eqn in flat.eqns:
+            eqn.inputs[:] = [env.get(a, a) if isinstance(a, Var) else a for a in eqn.inputs]
+            eqn.line = line
+            for var in eqn.outputs:
+                var.name = next(names)
+        return flat.eqns, [env.get(a, a) if isinstance(a, Var) else a for a in flat.outputs]
+
+
+def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:
+    """Whether an equation runs on the server, or on workers only to select members."""
+    _, rule = program.rules.get(eqn, ("", None))
+    selects = isinstance(rule, ReductionRule) and rule.selects_members
+    plain = not (eqn.blocks or eqn.effects or eqn.is_placed_operator)
+    return plain and (rule is None or selects)
+
+
+def expansions(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Expands a single equation; see `rules.table`."""
+    program, name = rewriter.program, eqn.primitive.name
+    find = rules.EXPANSIONS.get(name)
+    if find is None and rewriter.rewrites.moves:
+        find = rules.ORDERED_EXPANSIONS.get(name)
+    places = list(map(program.place, eqn.inputs))
+    keys = {along.placement for along in places if along is not None}
+    if find is None or len(keys) != 1:
+        return None
+    (key,) = keys
+    n = program.sizes[key]
+    # See `PlacementKeys` for the names.
+    members = rules.Members(key.removesuffix(f"[{n}]"), n, program.shard_size)
+    function = find(eqn, [along.axis if along else None for along in places], members)
+    return None if function is None else Rewrite(function, eqn.inputs)
+
+
+def drop_unused(block: FlatBlock) -> None:
+    """Removes, in place, equations of which no value is read and that have no effects."""
+    read = {atom for atom in block.outputs if isinstance(atom, Var)}
+    _drop_unused(block, read)
+
+
+def _drop_unused(block: FlatBlock, read: set[Var]) -> None:
+    used: list[Eqn] = []
+    for eqn in reversed(block.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outputs):
+            for inner in reversed(eqn.blocks):
+                read.update(atom for atom in inner.outputs if isinstance(atom, Var))
+                _drop_unused(inner, read)
+            read.update(atom for atom in eqn.inputs if isinstance(atom, Var))
+            used.append(eqn)
+    block.eqns[:] = reversed(used)

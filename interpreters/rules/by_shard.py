@@ -1,0 +1,137 @@
+"""Passes that compute a shard as a whole, for results that depend on the order of the members.
+
+`reduced_by_shard` fills a table, to which each shard adds the rows of its ranges: consecutive
+members, as many in each. `mapped_by_shard` computes a shard with such a table. Every shard holds
+whole ranges (`lowering.shard_size` sees to that), so its first member gives its first range.
+
+On the server, all members are one shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from beamjax import _compat
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.sharding_rules import (
+    Axes,
+    MemberwiseRule,
+    ReductionRule,
+    TracedShard,
+    all_members,
+    rule,
+)
+from beamjax.numerics.reducers import PICK, REDUCERS
+
+MAX_ROWS = 1024
+"""Largest number of rows that each shard sends, where the user does not give the shard size."""
+MAX_TABLE_BYTES = 4 << 20
+"""Largest size of all rows that a shard sends, in bytes."""
+MAX_RANGE_BYTES = 16 << 20
+"""Largest size of the members of a range, in bytes."""
+
+reduce_p = jex.Primitive("reduce_by_shard")
+map_p = jex.Primitive("map_by_shard")
+
+Table = Callable[[TracedShard, Any], tuple[Any, Any]]
+Result = Callable[..., Any]
+
+
+def range_size(
+    n: int, row: int, member: int, shard_size: int | None, *, fewest: int = 1
+) -> int | None:
+    """The number of members per range: a power of two, as shard sizes are, or that of a shard.
+
+    Args:
+      n: the number of members.
+      row: bytes of a row of the table.
+      member: bytes of a member.
+      shard_size: members per shard, if the user gives it.
+      fewest: the fewest members per range; 16 times as many where the user gives none.
+
+    Returns:
+      The number, or None if there is none with which the table and the shards are small enough.
+    """
+    rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(row, 1)))
+    least = max(-(-n // rows), 16 * fewest)
+    size = shard_size or 1 << (least - 1).bit_length()
+    small = size * member <= MAX_RANGE_BYTES and -(-n // size) * row <= MAX_TABLE_BYTES
+    return size if size >= fewest and small else None
+
+
+def reduced_by_shard(function: Table, x: Any, *, block: int, reducer: str = PICK.name) -> jax.Array:
+    """A reduction over shards.
+
+    Args:
+      function: takes a shard and its members to a table of one shape and dtype for all shards, and
+        to bools of its first axes: the rows that the shard has. The others do not count.
+      x: (n, ...), the members.
+      block: members per range; each shard begins at a multiple of it.
+      reducer: by which the tables are reduced; by default, each row is in one of them at most.
+    """
+    return reduce_p.bind(x, function=function, block=block, reducer=reducer)
+
+
+def mapped_by_shard(function: Result, x: Any, *served: Any, block: int) -> jax.Array:
+    """What `function(shard, x, *served)` gives for each shard: a row for each of its members."""
+    return map_p.bind(x, *served, function=function, block=block)
+
+
+@rule("reduce_by_shard")
+def _reduce_rule(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
+    function, name = eqn.params["function"], eqn.params["reducer"]
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
+        if name == PICK.name:
+            return PICK.partial(*function(shard, *args))
+        return _table(args[0], shard, function, name)
+
+    return ReductionRule((0,), name, partial, by_shard=True) if axes[0] == 0 else None
+
+
+@rule("map_by_shard")
+def _map_rule(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
+        return [eqn.params["function"](shard, *args)]
+
+    if axes[0] != 0 or any(axis is not None for axis in axes[1:]):
+        return None
+    return MemberwiseRule((0, *axes[1:]), (0,), emit, by_shard=True)
+
+
+def _table(x: Any, shard: TracedShard, function: Table, reducer: str) -> jax.Array:
+    values, own = function(shard, x)
+    neutral = 0 if reducer == PICK.name else REDUCERS[reducer].identity(values.dtype)
+    rows = own.reshape(own.shape + (1,) * (values.ndim - own.ndim))
+    return jnp.where(rows, values, jnp.asarray(neutral, values.dtype))
+
+
+# --- on the server
+
+
+def _reduced(x: Any, *, function: Table, block: int, reducer: str) -> jax.Array:
+    return _table(x, all_members(x.shape[0]), function, reducer)
+
+
+def _mapped(x: Any, *served: Any, function: Result, block: int) -> jax.Array:
+    return function(all_members(x.shape[0]), x, *served)
+
+
+def _define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        result = jax.eval_shape(functools.partial(function, **params), *avals)
+        return avals[0].update(shape=result.shape, dtype=result.dtype, weak_type=False)
+
+    primitive.def_impl(function)
+    primitive.def_abstract_eval(abstract_eval)
+    _compat.register_lowering(primitive, function)
+
+
+_define(reduce_p, _reduced)
+_define(map_p, _mapped)

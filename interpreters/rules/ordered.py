@@ -1,0 +1,232 @@
+"""Running totals, shifted members, and QR decompositions: two passes over the members in order.
+
+The first pass fills a table with a row for each range of members, and the second computes each
+shard with it; see `by_shard`. Bits depend on the size of shards alone: what comes before a shard,
+for example, is the exactly rounded sum of the totals of the shards before it, whatever their number
+and wherever they are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.rules.by_shard import mapped_by_shard, range_size, reduced_by_shard
+from beamjax.interpreters.rules.sharding_rules import Axes, Members, TracedShard, bind, expansion
+from beamjax.numerics.reducers import REDUCERS
+
+SCANS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], Any]]] = {
+    "cumsum": ("sum", lax.cumsum, jnp.add),
+    "cumprod": ("prod", lax.cumprod, jnp.multiply),
+    "cummax": ("max", lax.cummax, jnp.maximum),
+    "cummin": ("min", lax.cummin, jnp.minimum),
+}
+"""For each primitive of a scan, its reduction, and the functions of a shard and of two values."""
+
+
+@expansion(*SCANS, ordered=True)
+def _scan_in_two_passes(
+    eqn: Eqn, axes: Axes, members: Members
+) -> Callable[..., Sequence[Any]] | None:
+    aval, axis, n = aval_of(eqn.inputs[0]), eqn.params["axis"], members.n
+    numbers = jnp.issubdtype(aval.dtype, np.integer) or jnp.issubdtype(aval.dtype, np.floating)
+    if axes[0] != axis or is_unknown(n) or not numbers:
+        return None
+    if aval.dtype.itemsize < 2 and aval.dtype.kind not in "iu":
+        return None
+    member = math.prod(aval.shape) // n * 8  # Bytes of the widest type in which it is added up.
+    block = range_size(n, member, member, members.shard_size)
+    if block is None:
+        return None
+    name, reverse = eqn.primitive.name, eqn.params["reverse"]
+
+    def function(x: Any) -> list[Any]:
+        totals = running_totals(name, jnp.moveaxis(x, axis, 0), reverse=reverse, block=block)
+        return [jnp.moveaxis(totals, 0, axis)]
+
+    return function
+
+
+def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
+    """Running totals of `x` along axis 0, where the members are, with shape and dtype of `x`.
+
+    Args:
+      name: a key of `SCANS`.
+      x: ints, or floats of at least 16 bits; those of 16 bits are added up in float32.
+      reverse: whether the totals run from the last member to the first.
+      block: members per range.
+    """
+    reduction, scan, join = SCANS[name]
+    reducer, n = REDUCERS[reduction], x.shape[0]
+    rows = np.arange(-(-n // block), dtype=np.int32)
+
+    def before(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+        """The total of a shard in the rows of all ranges that come after it."""
+        total = reducer.partial(x, shard.mask)
+        row = shard.start // block
+        return jnp.broadcast_to(total, (len(rows), *total.shape)), (
+            rows < row if reverse else rows > row
+        )
+
+    def scanned(shard: TracedShard, x: Any, before: Any) -> Any:
+        own = scan(shard.masked(x, 0, reducer.identity(x.dtype)), axis=0, reverse=reverse)
+        return join(own, jnp.take(before, shard.start // block, axis=0)[None])
+
+    wide = x.astype(reducer.partial_dtype(x.dtype))
+    table = reduced_by_shard(before, wide, block=block, reducer=reduction)
+    return mapped_by_shard(scanned, wide, table, block=block).astype(x.dtype)
+
+
+# --- shifts
+
+
+def shifted(x: jax.Array, k: int, *, axis: int, block: int) -> jax.Array:
+    """Row i of the result is row `(i + k) % n` of `x` along `axis`, where its n members are.
+
+    Of each range, the table has the first k members, or the last ones for k < 0.
+
+    Args:
+      x: the members, of a dtype of at most 8 bytes that is not complex.
+      k: by how many members to move, of at most `block` to either side.
+      axis: the axis of the members.
+      block: members per range.
+    """
+    if k == 0:
+        return x
+    members = jnp.moveaxis(x, axis, 0)
+    n = members.shape[0]
+    starts = block * np.arange(-(-n // block))
+    if k < 0:
+        starts = np.append(starts + block, n) + k
+    at_borders = np.clip(starts[:, None] + np.arange(abs(k)), 0, n - 1).astype(np.int32)
+
+    def borders(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+        rows = shard.rows(jnp.asarray(at_borders))
+        return jnp.take(x, rows, axis=0, mode="clip"), shard.has(rows)
+
+    def moved(shard: TracedShard, x: Any, borders: Any) -> Any:
+        row = lax.iota(np.dtype("int32"), shard.size) + np.int32(k)
+        member = shard.start + row
+        if k > 0:
+            outside = (row >= shard.size) | (member >= n)
+            member = jnp.where(member >= n, member - n, member)
+            index = member // block, member % block
+        else:
+            outside = row < 0
+            index = (
+                jnp.where(member < 0, borders.shape[0] - 1, member // block),
+                jnp.where(member < 0, member, member % block - block) - k,
+            )
+        others = borders[jnp.clip(index[0], 0), jnp.clip(index[1], 0, abs(k) - 1)]
+        own = jnp.take(x, jnp.clip(row, 0, shard.size - 1), axis=0)
+        return jnp.where(outside.reshape(-1, *(1 for _ in x.shape[1:])), others, own)
+
+    table = reduced_by_shard(borders, members, block=block)
+    return jnp.moveaxis(mapped_by_shard(moved, members, table, block=block), 0, axis)
+
+
+# --- QR decompositions
+
+
+@expansion("qr", "svd", ordered=True)
+def _decomposition_of_tall_matrix(
+    eqn: Eqn, axes: Axes, members: Members
+) -> Callable[..., Sequence[Any]] | None:
+    """Of a matrix whose rows are the members; its singular values are those of its R.
+
+    `jnp.linalg.lstsq`, `pinv` and `cond` compute an SVD.
+    """
+    aval, params = aval_of(eqn.inputs[0]), eqn.params
+    is_real = jnp.issubdtype(aval.dtype, np.floating) and aval.ndim == 2
+    if axes[0] != 0 or not is_real or is_unknown(members.n):
+        return None
+    n, k = aval.shape
+    whole = params["full_matrices"] and params.get("compute_uv", True)
+    if whole or params.get("pivoting") or params.get("subset_by_index") or not 0 < 2 * k <= n:
+        return None
+    size = aval.dtype.itemsize
+    block = range_size(n, k * k * size, k * size, members.shard_size, fewest=k)
+    if block is None:
+        return None
+
+    def decomposed(x: Any) -> list[Any]:
+        q, r = tall_qr(x, block)
+        if eqn.primitive.name == "qr":
+            return [q, r]
+        singular, *vectors = bind(eqn, [r])
+        return [singular, q @ vectors[0], vectors[1]] if vectors else [singular]
+
+    return decomposed
+
+
+def tall_qr(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """The reduced QR decomposition of `x`, where the members are rows.
+
+    Each shard gives the R of its rows, and the server decomposes these R, one below the other, into
+    the R of all and a small orthogonal matrix for each shard. The second pass decomposes each shard
+    again and multiplies its Q by that matrix (direct TSQR: Benson, Gleich and Demmel, "Direct QR
+    factorizations for tall-and-skinny matrices in MapReduce architectures", 2013).
+
+    R and Q are unique up to the signs of rows and columns. They get those of the Householder
+    reflections of the whole matrix, as LAPACK computes them. The first rows of Q determine these
+    (Ballard et al., "Reconstructing Householder vectors from Tall-Skinny QR", 2014, section 5).
+
+    Args:
+      x: (n, k), floats of at least 32 bits.
+      block: rows per range, at least k.
+
+    Returns:
+      Q (n, k) and R (k, k).
+    """
+    n, k = x.shape
+    rows = np.arange(-(-n // block), dtype=np.int32)
+
+    def decomposed(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+        return jnp.linalg.qr(shard.masked(x, 0))
+
+    def factors(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+        r = decomposed(shard, x)[1]
+        return jnp.broadcast_to(r, (len(rows), *r.shape)), rows == shard.start // block
+
+    def first_rows(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+        return decomposed(shard, x)[0][:k], jnp.broadcast_to(shard.start == 0, k)
+
+    def applied(shard: TracedShard, x: Any, matrices: Any) -> Any:
+        return decomposed(shard, x)[0] @ matrices[shard.start // block]
+
+    q, r = jnp.linalg.qr(reduced_by_shard(factors, x, block=block).reshape(-1, k))
+    matrices = q.reshape(-1, k, k)
+    first = reduced_by_shard(first_rows, x, block=block)
+    signs = _signs(first @ matrices[0], r)
+    return mapped_by_shard(applied, x, matrices * signs, block=block), r * signs[:, None]
+
+
+def _signs(q: jax.Array, r: jax.Array) -> jax.Array:
+    """The signs by which the R of a matrix differs from that of its Householder decomposition.
+
+    Args:
+      q: the first rows of its Q.
+      r: its R.
+
+    A modified LU decomposition of Q finds them: it subtracts each from its pivot.
+    """
+    k = q.shape[0]
+    rows, tiny = jnp.arange(k), 4 * jnp.finfo(q.dtype).eps  # Rounding errors of a zero.
+
+    def eliminate(j: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        rest, signs = carry
+        # LAPACK reflects to the negative side where the first element of the column of x is zero.
+        pivot = jnp.where(jnp.abs(rest[j, j]) > tiny, rest[j, j], jnp.diag(r)[j])
+        sign = jnp.where(pivot >= 0, -1, 1).astype(q.dtype)
+        column = jnp.where(rows > j, rest[:, j] / (rest[j, j] - sign), 0)
+        return rest - column[:, None] * rest[j][None], signs.at[j].set(sign)
+
+    return lax.fori_loop(0, k, eliminate, (q, jnp.ones(k, q.dtype)))[1]
