@@ -56,10 +56,12 @@ from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
 from beamjax.sources import from_ragged as from_ragged
 from beamjax.sources.arrays.npy_parts import from_npy_parts as from_npy_parts
-from beamjax.sources.arrays.npz_source import from_npz as from_npz
+from beamjax.sources.arrays.npy_source import from_npz as from_npz
 from beamjax.sources.arrays.placed import Placed as Placed
 from beamjax.sources.arrays.zarr_source import from_zarr as from_zarr
 from beamjax.sources.dataset_openers import opens_dataset as opens_dataset
+from beamjax.sources.derived_sources import sample as sample
+from beamjax.sources.derived_sources import take as take
 from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.records.array_record_source import from_array_record as from_array_record
@@ -71,8 +73,6 @@ from beamjax.sources.tables.arrow_source import from_arrow as from_arrow
 from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable
 from beamjax.sources.tables.keyed_table import open_keyed as open_keyed
 from beamjax.sources.tables.parquet_source import from_parquet as from_parquet
-from beamjax.sources.taken_source import sample as sample
-from beamjax.sources.taken_source import take as take
 from beamjax.tables.pcollections import from_beam as from_beam
 from beamjax.telemetry.progress import Progress as Progress
 from beamjax.verification import verify as verify

@@ -18,7 +18,7 @@ import url_files  # noqa: F401 - makes bjtest:// known to Beam
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.sources.tables.grouped_source import grouped
+from beamjax.sources.derived_sources import grouped
 
 N = 23
 _RNG = np.random.default_rng(0)

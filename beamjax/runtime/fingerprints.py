@@ -21,7 +21,7 @@ from beamjax.options import Options
 from beamjax.plan.steps import Body, Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import ArraySource, Source
-from beamjax.sources.arrays.file_hashes import FileHashes
+from beamjax.sources.arrays.data_files import FileHashes
 from beamjax.sources.streams.spool import blocks_in_order
 
 Fingerprint = dict[str, str]

@@ -15,11 +15,10 @@ from beamjax.errors import SourceError
 from beamjax.plan.steps import Input, Plan
 from beamjax.sources import ArraySource
 from beamjax.sources.canonical import check_members
-from beamjax.sources.padded_bytes import count_padding, mask_of
-from beamjax.sources.ragged_source import ShortSource
+from beamjax.sources.derived_sources import ShortSource, grouped
+from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import Streams, members_of
-from beamjax.sources.tables.grouped_source import grouped
 from beamjax.storage.snapshots import snapshot
 
 

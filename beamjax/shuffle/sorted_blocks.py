@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.sources.arrays.npy_source import restored, storable
-from beamjax.sources.arrays.part_files import part_path
+from beamjax.sources.arrays.npy_source import part_path, restored, storable
 from beamjax.sources.source_base import LeafSpec
 from beamjax.sources.streams.spool import GrowingFile
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.sources.arrays.npy_source import NpySource, storable
+from beamjax.sources.arrays.npy_source import NpySource, storable, written_source
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -27,7 +27,6 @@ from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
-    Source,
     describe_source,
 )
 from beamjax.storage.snapshots import snapshot
@@ -79,12 +78,12 @@ class ArraySource(HoldsLeaves, kind="array"):
         )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Source:
+    def from_spec(cls, spec: dict[str, Any]) -> ArraySource:
         raise SourceError(f"a source in memory has no spec; found {spec!r:.200}.")
 
     def spilled(self, folder: str) -> NpySource:
         source = self.spill(folder)
-        return NpySource(source.files, self._leaves, len(self), self._treedef, wraps=True)
+        return written_source(source.files, self._leaves, len(self), self._treedef, wraps=True)
 
     def snapshot(self) -> ArraySource:
         arrays = list(map(snapshot, self._arrays))
@@ -117,7 +116,7 @@ class ArraySource(HoldsLeaves, kind="array"):
                     f"{leaf.path or 'itself'} ({error})."
                 ) from error
             files.append(str(path))
-        return NpySource(files, self._leaves, len(self), self._treedef)
+        return written_source(files, self._leaves, len(self), self._treedef)
 
 
 def from_arrays(tree: Any) -> ArraySource:

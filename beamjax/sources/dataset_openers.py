@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from beamjax.errors import BeamjaxError, SourceError, StructureError
@@ -74,7 +74,7 @@ class OpenedBy:
 
     module: str
     name: str
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
 
     def open(self) -> Any:
         """The dataset; the same object each time that a process asks.
@@ -85,22 +85,10 @@ class OpenedBy:
         with _LOCK:
             return _opened(self.module, self.name, self._arguments())
 
-    def to_json(self) -> list[Any]:
-        """Plain JSON values."""
-        return [self.module, self.name, json.loads(self._arguments())]
-
-    @classmethod
-    def from_json(cls, record: Any) -> OpenedBy:
-        """Undoes `to_json`; TypeError or ValueError for anything else."""
-        module, name, kwargs = record
-        if not isinstance(module, str) or not isinstance(name, str) or not isinstance(kwargs, dict):
-            raise TypeError(f"found {record!r:.80}, expected module, name and keyword arguments")
-        return cls(module, name, kwargs)
-
     def _arguments(self) -> str:
         try:
-            text = json.dumps(self.kwargs, sort_keys=True, allow_nan=False)
-            if json.loads(text) == self.kwargs:
+            text = json.dumps(dict(self.kwargs), sort_keys=True, allow_nan=False)
+            if json.loads(text) == dict(self.kwargs):
                 return text
             reason = "they come back changed"
         except (TypeError, ValueError, RecursionError) as error:

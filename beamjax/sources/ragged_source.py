@@ -10,14 +10,14 @@ import numpy as np
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
     LeafSpec,
+    Positive,
     PyTreeDef,
     Source,
     StreamSource,
     describe_source,
-    natural,
-    open_spec,
 )
 
 MASK = "mask"
@@ -26,7 +26,6 @@ MAX_BUCKETS = 8
 """Largest number of buckets by default; each costs a compilation of each body that reads it."""
 MULTIPLE = 8
 """Default buckets are multiples of it: finer ones save next to nothing, and 8 suits devices."""
-
 
 ANY_ROWS = 1 << 16
 """Rows that a bucket may always have, even if the members have fewer."""
@@ -39,8 +38,8 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         self,
         rows: Source,
         ends: Source,
-        buckets: Sequence[int],
-        mask_at: int,
+        buckets: tuple[Positive, ...],
+        mask_at: Count,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_ragged`, which checks.
@@ -52,6 +51,12 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
             mask_at: the place of the mask among the leaves.
             treedef: the tree that they form, the mask included; a tuple by default.
         """
+        if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
+            raise TypeError(f"found ends {ends!r}, expected one leaf int64[]")
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] > _most_rows(rows):
+            raise TypeError(f"found buckets {buckets} for {len(rows)} rows")
+        if mask_at > len(rows.leaves):
+            raise TypeError(f"found the mask at {mask_at} of {len(rows.leaves)} leaves")
         length = buckets[-1]
         leaves = [
             LeafSpec((length, *leaf.shape), leaf.dtype, leaf.key_impl, leaf.path, ragged=True)
@@ -136,69 +141,6 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         rows = "/".join(map(str, self._buckets))
         return describe_source(self, f"padded to {rows} of {self._rows.describe()}")
 
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "rows": self._rows.to_spec(),
-            "ends": self._ends.to_spec(),
-            "buckets": list(self._buckets),
-            "mask_at": self._mask_at,
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> RaggedSource:
-        rows, ends = open_spec(spec["rows"]), open_spec(spec["ends"])
-        buckets = [natural(bucket, 1) for bucket in spec["buckets"]]
-        mask_at = natural(spec["mask_at"])
-        if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
-            raise TypeError(f"found ends {ends!r}, expected one leaf int64[]")
-        if not buckets or buckets != sorted(set(buckets)) or buckets[-1] > _most_rows(rows):
-            raise TypeError(f"found buckets {buckets} for {len(rows)} rows")
-        if mask_at > len(rows.leaves):
-            raise TypeError(f"found the mask at {mask_at} of {len(rows.leaves)} leaves")
-        return cls(rows, ends, buckets, mask_at)
-
-
-class ShortSource(Source, kind="short"):
-    """A ragged source that is read padded to a bucket: for a pass with a body for each of them."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._source.leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return self._source.treedef
-
-    @property
-    def inner(self) -> tuple[Source, ...]:
-        return (self._source,)
-
-    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
-        return self._source, leaf, index
-
-    def with_inner(self, inner: Sequence[Source]) -> ShortSource:
-        return ShortSource(*inner)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        return self._source.read_short(start, stop)
-
-    def describe(self) -> str:
-        return self._source.describe()
-
-    def to_spec(self) -> dict[str, Any]:
-        return {**self.spec_head(), "source": self._source.to_spec()}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> ShortSource:
-        return cls(open_spec(spec["source"]))
-
 
 def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None) -> RaggedSource:
     """A placed input whose members have unequal numbers of rows, padded, with a mask.
@@ -248,7 +190,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
         )
     chosen = _chosen_buckets(buckets, counts, source)
     ends = from_arrays(np.cumsum(counts))
-    return RaggedSource(source, ends, chosen, *_place_of_mask(source))
+    return RaggedSource(source, ends, tuple(chosen), *_place_of_mask(source))
 
 
 def choose_buckets(lengths: np.ndarray) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,12 +19,11 @@ from beamjax.sources.dataset_openers import OpenedBy, is_opener, opener_name
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import (
     HoldsLeaves,
-    LeafSpec,
+    Leaves,
+    Positive,
     PyTreeDef,
     Source,
     describe_source,
-    field,
-    natural,
     row_text,
 )
 
@@ -44,9 +43,9 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
 
     def __init__(
         self,
-        dataset: Dataset | OpenedBy,
-        size: int,
-        leaves: Sequence[LeafSpec],
+        dataset: OpenedBy,
+        size: Positive,
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_random_access`, which checks.
@@ -127,19 +126,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
                 f"in other processes, give {WHO} a function of a module of yours that opens it, "
                 "decorated by beamjax.opens_dataset."
             )
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        return {
-            **self.spec_head(),
-            "opener": self._dataset.to_json(),
-            "size": self._size,
-            "leaves": leaves,
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> RandomAccessSource:
-        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        opener = OpenedBy.from_json(field(spec, "opener", list))
-        return cls(opener, natural(spec["size"], 1), leaves)
+        return super().to_spec()
 
 
 def from_random_access(
@@ -183,7 +170,7 @@ def from_random_access(
     if member is None:
         member = as_arrays(_called(lambda: opened[0], "member 0"), f"{WHO}, member 0")
     leaves, treedef = member_leaves(member, WHO)
-    return RandomAccessSource(dataset, size, leaves, treedef)
+    return RandomAccessSource(dataset, size, tuple(leaves), treedef)
 
 
 def _opened(dataset: Any, kwargs: dict[str, Any] | None) -> tuple[Any, Any]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
 from beamjax.plan.steps import MAX_MEMBERS
-from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef, field, natural
+from beamjax.sources.source_base import HoldsLeaves, LeafSpec, Positive, PyTreeDef
 
 
 class RangeSource(HoldsLeaves, kind="range"):
     """Member i is the number i; see `from_range`."""
 
-    def __init__(self, size: int, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
+    def __init__(self, size: Positive, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
         """Use `from_range`, which checks.
 
         Args:
@@ -25,6 +24,11 @@ class RangeSource(HoldsLeaves, kind="range"):
         """
         super().__init__([leaf], treedef)
         self._size = size
+        self._leaf = leaf
+        if leaf.shape or leaf.dtype.kind != "i" or leaf.key_impl is not None:
+            raise TypeError(f"found the leaf {leaf}, expected a scalar of integers")
+        if size - 1 > np.iinfo(leaf.dtype).max:
+            raise ValueError(f"found {size} members of {leaf}")
 
     def __len__(self) -> int:
         return self._size
@@ -32,19 +36,6 @@ class RangeSource(HoldsLeaves, kind="range"):
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
         return [np.arange(start, stop, dtype=self._leaves[0].dtype)]
-
-    def to_spec(self) -> dict[str, Any]:
-        return {**self.spec_head(), "size": self._size, "leaf": self._leaves[0].to_json()}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> RangeSource:
-        leaf = LeafSpec.from_json(field(spec, "leaf", dict))
-        if leaf.shape or leaf.dtype.kind != "i" or leaf.key_impl is not None:
-            raise TypeError(f"found the leaf {leaf}, expected a scalar of integers")
-        size = natural(spec["size"], 1)
-        if size - 1 > np.iinfo(leaf.dtype).max:
-            raise ValueError(f"found {size} members of {leaf}")
-        return cls(size, leaf)
 
 
 def from_range(n: int) -> RangeSource:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import importlib
 import math
 import os
+import threading
+import typing
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from beamjax.errors import BeamjaxError, SourceError
-from beamjax.sources.live_sources import lookup
+from beamjax.errors import PlacementError, SourceError
 from beamjax.storage import arrays as wire
+from beamjax.storage import schema
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 PyTreeDef: TypeAlias = Any
@@ -342,7 +346,36 @@ class StreamSource(Source):
         return describe_source(self, self.kind or type(self).__name__)
 
 
-class HoldsLeaves(Source):
+class PlainSource(Source):
+    """A source whose spec is the arguments of its constructor.
+
+    The constructor has the attribute `_name` for each argument `name`, of a type that
+    `storage.schema` knows, and checks them; but for `treedef`, which is not part of a spec.
+    """
+
+    def to_spec(self) -> dict[str, Any]:
+        # That of the class of this kind: a subclass without one is opened as that.
+        names = _arguments(_KINDS[self.kind])
+        arguments = {name: getattr(self, f"_{name}") for name in names}
+        return {**self.spec_head(), **schema.to_plain(arguments)}
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
+        arguments = {
+            name: schema.from_plain(kind, spec[name], name)
+            for name, kind in _arguments(cls).items()
+        }
+        return cls(**arguments)
+
+
+@functools.cache
+def _arguments(cls: type) -> dict[str, Any]:
+    """The arguments of the constructor of a `PlainSource` that are in its spec, and their types."""
+    hints = typing.get_type_hints(getattr(cls, "__init__"), include_extras=True)  # noqa: B009 - mypy
+    return {name: kind for name, kind in hints.items() if name not in ("return", "treedef")}
+
+
+class HoldsLeaves(PlainSource):
     """A source that is made with its leaves and their tree.
 
     Args:
@@ -386,6 +419,14 @@ def natural(value: Any, least: int = 0) -> int:
     return value
 
 
+Count = Annotated[int, natural]
+"""A number of members or the like, in the arguments of a `PlainSource`."""
+Positive = Annotated[int, functools.partial(natural, least=1)]
+"""The same without 0."""
+Leaves = tuple[LeafSpec, ...]
+Files = tuple[str, ...]
+
+
 def row_text(index: tuple[int, ...], name: str = "row") -> str:
     """`row 3`, or `row 3, at [0, 2] of it`: where a value is in an array with rows."""
     return f"{name} {index[0]}{f', at {list(index[1:])} of it' if len(index) > 1 else ''}"
@@ -398,6 +439,52 @@ def describe_source(source: Source, where: str) -> str:
     if isinstance(source, StreamSource):
         return f"members of {leaves}{more} (their number is unknown) {where}"
     return f"{len(source)} members of {leaves}{more} ({source.nbytes} bytes) {where}"
+
+
+# --- sources of this process, which its other threads find by a token
+
+_LIVE: dict[str, Source] = {}
+_LIVE_LOCK = threading.Lock()
+
+
+def register(source: Source) -> str:
+    """Shares a live source with the other threads of this process, until `release`.
+
+    Returns:
+        A token for `lookup`, or for `open_spec(live_spec(token))`.
+    """
+    token = uuid.uuid4().hex
+    with _LIVE_LOCK:
+        _LIVE[token] = source
+    return token
+
+
+def live_spec(token: str) -> dict[str, Any]:
+    """The spec of a registered source; good in this process only."""
+    return {"kind": "live", "token": token}
+
+
+def lookup(token: str) -> Source:
+    """The source that was registered under `token`.
+
+    Raises:
+        SourceError: if it was released, or registered in another process.
+    """
+    with _LIVE_LOCK:
+        source = _LIVE.get(token)
+    if source is None:
+        raise SourceError(
+            f"source {token}: not registered in process {os.getpid()}. In-memory sources live in "
+            "the process that made them and until they are released: write it to files with "
+            "source.spill(folder), in a folder that the workers see, to read it elsewhere."
+        )
+    return source
+
+
+def release(token: str) -> None:
+    """Forgets a registered source; harmless if it is unknown."""
+    with _LIVE_LOCK:
+        _LIVE.pop(token, None)
 
 
 _KINDS: dict[str, type[Source]] = {}
@@ -428,10 +515,14 @@ def open_spec(spec: dict[str, Any]) -> Source:
         )
     try:
         return _KINDS[kind].from_spec(spec)
-    except BeamjaxError:
+    except (SourceError, PlacementError):
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError(
             f"source of kind {kind!r}: found the spec {spec!r:.200}, which its to_spec does not "
             f"give ({type(error).__name__}: {error})."
         ) from error
+
+
+schema.add_codec(LeafSpec, LeafSpec.to_json, LeafSpec.from_json)
+schema.add_codec(Source, lambda source: source.to_spec(), open_spec)

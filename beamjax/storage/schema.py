@@ -9,15 +9,38 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from beamjax.errors import ArrayFormatError
+from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 T = TypeVar("T")
 
+_CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    np.dtype: (dtype_name, dtype_from_name)
+}
+"""For types that are no dataclasses: to plain values, and back."""
+
+
+def add_codec(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+    """Says how a class, and its subclasses, are written as plain values.
+
+    Args:
+      kind: the class.
+      encode: returns plain values.
+      decode: undoes it; KeyError, TypeError or ValueError for anything else.
+    """
+    _CODECS[kind] = encode, decode
+
 
 def to_plain(value: Any) -> Any:
-    """Returns dataclasses and mappings as dicts, and tuples, also named ones, as lists."""
+    """Returns dataclasses and mappings as dicts, tuples, also named ones, as lists, and codecs."""
+    for kind, (encode, _) in _CODECS.items():
+        if isinstance(value, kind):
+            return encode(value)
     if dataclasses.is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, collections.abc.Mapping):
@@ -33,31 +56,41 @@ def from_plain(kind: type[T], value: Any, path: str) -> T:
     Fields that the class does not have are left out, those that are missing have their defaults.
 
     Args:
-      kind: the class, with fields of plain types, of such classes, and of tuples and mappings. Its
-        `__post_init__` may refuse values with a `ValueError`.
+      kind: the class, with fields of plain types, of such classes, of types with a codec, and of
+        tuples, sequences and mappings. `Annotated[kind, check]` calls `check`, which may refuse a
+        value with a `ValueError` or `TypeError`, as may a `__post_init__`.
       value: what was read.
       path: where it was, for the message.
 
     Raises:
       ArrayFormatError: the value is something else.
     """
-    return typing.cast(T, _value(kind, value, path, kind.__name__))
+    return typing.cast(T, _value(kind, value, path, getattr(kind, "__name__", "a value")))
 
 
 def _value(kind: Any, value: Any, path: str, where: str) -> Any:
-    origin = typing.get_origin(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        found = _value(arguments[0], value, path, where)
+        for check in arguments[1:]:
+            _called(check, found, path, where)
+        return found
     if origin in (typing.Union, types.UnionType):
-        return _one_of(typing.get_args(kind), value, path, where)
+        return _one_of(arguments, value, path, where)
+    for known, (_, decode) in _CODECS.items():
+        if isinstance(kind, type) and issubclass(kind, known):
+            return _called(decode, value, path, where)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _instance(kind, value, path, where)
     if isinstance(value, list | tuple):
         if origin is tuple:
-            return _items(typing.get_args(kind), value, path, where)
+            return _items(arguments, value, path, where)
+        if origin is collections.abc.Sequence:
+            return _items((*arguments, ...), value, path, where)
         if hasattr(kind, "_fields"):
             return _named_tuple(kind, value, path, where)
     if origin is collections.abc.Mapping and isinstance(value, dict):
-        inner = typing.get_args(kind)[1]
-        return {str(k): _value(inner, x, path, f"{where}[{k!r}]") for k, x in value.items()}
+        return {str(k): _value(arguments[1], x, path, f"{where}[{k!r}]") for k, x in value.items()}
     is_number = kind is float and type(value) in (int, float) and math.isfinite(value)
     if kind is Any or is_number or (type(value) is kind and kind is not float):
         return value
@@ -80,6 +113,14 @@ def _named_tuple(kind: Any, value: Any, path: str, where: str) -> Any:
     kinds = tuple(_hints(kind).values())
     least = len(kinds) - len(kind._field_defaults)  # records of earlier versions have fewer
     return kind(*_items(kinds[: max(len(value), least)], value, path, where))
+
+
+def _called(function: Callable[[Any], Any], value: Any, path: str, where: str) -> Any:
+    """The result of a function of a value, whose errors are those of its place."""
+    try:
+        return function(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArrayFormatError(f"{path}: found {value!r:.80} as {where}: {error}") from error
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, path: str, where: str) -> Any:
@@ -107,4 +148,4 @@ def _instance(kind: Any, value: dict[str, Any], path: str, where: str) -> Any:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(kind, include_extras=True)

@@ -19,11 +19,11 @@ from beamjax.shuffle.by_key import KeyShuffle
 from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.part_files import written_parts
+from beamjax.sources.arrays.npy_source import written_parts
 from beamjax.sources.arrays.placed import Placed
+from beamjax.sources.derived_sources import ZippedSource
 from beamjax.sources.source_base import LeafSpec, Source
 from beamjax.sources.tables.keyed_table import KeyedTable, write_keyed
-from beamjax.sources.zipped_source import ZippedSource
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from beamjax.shuffle import elements, sorted_blocks
 from beamjax.shuffle.elements import ElementShuffle
 from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.part_files import Part, PartFiles, written_parts
+from beamjax.sources.arrays.npy_source import Part, PartFiles, written_parts
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, natural
 from beamjax.sources.streams.one_member import MemberType

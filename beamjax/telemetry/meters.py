@@ -17,7 +17,7 @@ from beamjax.bodies.compile_time import compile_clock
 from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
-from beamjax.sources.padded_bytes import padding_bytes
+from beamjax.sources.padding import padding_bytes
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
     MOST_EVENTS,

@@ -30,8 +30,7 @@ from beamjax.plan.steps import (
     Plan,
     walk,
 )
-from beamjax.sources.padded_bytes import bucket_shares, padding_text
-from beamjax.sources.padding import MORE_PADDING
+from beamjax.sources.padding import MORE_PADDING, bucket_shares, padding_text
 from beamjax.sources.source_base import Source
 
 Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]

@@ -35,7 +35,7 @@ from beamjax.runtime.checkpoints import (
     members_file,
 )
 from beamjax.runtime.inputs import Inputs
-from beamjax.sources.arrays.file_hashes import FileHashes
+from beamjax.sources.arrays.data_files import FileHashes
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays
 

@@ -15,8 +15,7 @@ from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.tables.shuffle import LIST, WRITE, ShuffleFn, WriteParts, saved
 from beamjax.pipelines.values.store import Store
 from beamjax.shuffle.by_key import KeyShuffle
-from beamjax.sources.live_sources import live_spec, register, release
-from beamjax.sources.source_base import Source, open_spec
+from beamjax.sources.source_base import Source, live_spec, open_spec, register, release
 
 REDUCE = "Reduce blocks"
 

@@ -19,7 +19,7 @@ import numpy as np
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.sources.arrays.member_files import MemberFiles
+from beamjax.sources.arrays.placed import MemberFiles
 from beamjax.sources.source_base import LeafSpec, Source, field, natural, open_spec
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays

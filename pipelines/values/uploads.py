@@ -14,7 +14,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.runtime.fingerprints import source_fingerprint
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.canonical import check_members
-from beamjax.sources.ragged_source import ShortSource
+from beamjax.sources.derived_sources import ShortSource
 from beamjax.sources.source_base import Source
 from beamjax.storage import files
 from beamjax.storage.arrays import encode_arrays

@@ -21,7 +21,7 @@ from beamjax.interpreters import planning
 from beamjax.pipelines.values import store
 from beamjax.pipelines.worker import tasks
 from beamjax.plan.steps import Plan
-from beamjax.sources.live_sources import _LIVE
+from beamjax.sources.source_base import _LIVE
 from beamjax.storage import files
 
 # --- any way to run: the same bits

@@ -21,7 +21,7 @@ import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
 from beamjax.options import Options
 from beamjax.pipelines.transform import PlanTransform
-from beamjax.sources import live_sources
+from beamjax.sources import source_base
 from tests.pipelines import test_driver
 
 N = 21
@@ -214,13 +214,13 @@ def test_without_members_it_is_applied_to_the_pipeline():
 def test_nothing_is_left_once_the_pipeline_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", 0)
     gc.collect()  # earlier pipelines
-    before = dict(live_sources._LIVE)
+    before = dict(source_base._LIVE)
     with pipeline() as p:
         p | bj.transform(total, W, bj.from_arrays(X))
-        assert len(live_sources._LIVE) == len(before) + 1
+        assert len(source_base._LIVE) == len(before) + 1
     del p
     gc.collect()
-    assert before == live_sources._LIVE
+    assert before == source_base._LIVE
     assert list(tmp_path.iterdir()) == []
 
 

@@ -50,10 +50,9 @@ from beamjax.plan.steps import Body
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.ragged_source import ShortSource
+from beamjax.sources.derived_sources import ShortSource, grouped
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
 from beamjax.sources.streams.chunks import members_of
-from beamjax.sources.tables.grouped_source import grouped
 from beamjax.storage import arrays, records
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder

@@ -20,8 +20,7 @@ from beamjax.pipelines.values.members import (
 )
 from beamjax.pipelines.values.store import Store
 from beamjax.sources import from_arrays, from_npy
-from beamjax.sources.live_sources import live_spec, register, release
-from beamjax.sources.source_base import LeafSpec, Source, open_spec
+from beamjax.sources.source_base import LeafSpec, Source, live_spec, open_spec, register, release
 from beamjax.storage import files
 from beamjax.storage.arrays import encode_arrays
 

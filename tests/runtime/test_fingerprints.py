@@ -20,7 +20,7 @@ from beamjax.interpreters.planning import make_plan
 from beamjax.interpreters.staging.stage import flatten_arguments
 from beamjax.options import Options
 from beamjax.runtime.fingerprints import differences, input_fingerprints, plan_fingerprint
-from beamjax.sources.arrays.file_hashes import FileHashes
+from beamjax.sources.arrays.data_files import FileHashes
 
 N = 20
 X = np.arange(60, dtype=np.float32).reshape(N, 3)
@@ -189,7 +189,7 @@ def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch):
     (first,) = fresh.of([str(path)])
     assert fresh.of([str(path)]) == [first]
     assert (fresh.to_json(), len(read)) == ({}, 1)  # It may change within the same tick.
-    monkeypatch.setattr("beamjax.sources.arrays.file_hashes.SETTLED", 0)
+    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED", 0)
     settled = FileHashes()
     assert settled.of([str(path)]) == [first]
     again = FileHashes(json.loads(json.dumps(settled.to_json())))

@@ -439,16 +439,17 @@ def test_blocks_of_a_changed_table_that_were_decoded_are_kept(tmp_path):
 
 def test_specs_of_tables_that_are_none(table, tmp_path):
     spec = table.read(save(table, tmp_path / "x")).to_spec()
+    (file,) = spec["files"]
     for change in [
         *({"files": files} for files in ([], [["x", 1]])),
-        *({"rows": rows} for rows in ([], [[-1]], [["1"]], 3, [[2**62, 2**62]], [[0]])),
+        *({"files": [{**file, "rows": rows}]} for rows in ([-1], ["1"], 3, [2**62], [0])),
         *({"columns": columns} for columns in ([], [1, 2, 3], None)),
         *({"leaves": leaves} for leaves in ([], None)),
     ]:
         refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
     for change, message in [
-        ({"rows": [[5, 5, 5, 5, 4]]}, "expected"),
-        ({"rows": [[5, 5, 5, 5, 2, 1]]}, "expected"),
+        ({"files": [{**file, "rows": [5, 5, 5, 5, 4]}]}, "expected"),
+        ({"files": [{**file, "rows": [5, 5, 5, 5, 2, 1]}]}, "expected"),
         ({"columns": ["label", "ok", "z"]}, "found no column 'z'"),
         ({"columns": ["ok", "label", "x"]}, "expected int32.* for leaf"),
     ]:

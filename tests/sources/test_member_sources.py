@@ -15,11 +15,10 @@ from source_files import TREE, Batches, Members, N, assert_reads, part, refused
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, PlacementError, SourceError, StructureError
-from beamjax.sources import ArraySource, taken_source
-from beamjax.sources.ragged_source import MAX_BUCKETS, ShortSource, choose_buckets
+from beamjax.sources import ArraySource, derived_sources
+from beamjax.sources.derived_sources import ShortSource, ZippedSource, grouped
+from beamjax.sources.ragged_source import MAX_BUCKETS, choose_buckets
 from beamjax.sources.source_base import open_spec
-from beamjax.sources.tables.grouped_source import grouped
-from beamjax.sources.zipped_source import ZippedSource
 
 OPTIONS = {"shard_size": 8}
 
@@ -158,12 +157,12 @@ def test_specs_of_datasets_that_are_none():
     for change in [
         *({"size": size} for size in (-1, "5")),
         {"leaves": [3]},
+        *({"dataset": dataset} for dataset in (3, {"module": "a", "name": "b"})),
         *(
-            {"opener": opener}
-            for opener in (
-                3, ["a"], ["os", "system", {"command": "true"}], ["source_files", 3, {}],
-                ["source_files", "open_members", []], ["", "", {}],
-                ["source_files", "part", {"n": 3}],
+            {"dataset": {"module": module, "name": name, "kwargs": kwargs}}
+            for module, name, kwargs in (
+                ("os", "system", {"command": "true"}), ("source_files", 3, {}), ("", "", {}),
+                ("source_files", "open_members", []), ("source_files", "part", {"n": 3}),
             )
         ),
     ]:  # fmt: skip
@@ -292,7 +291,7 @@ class Watched(ArraySource, kind="watched"):
 )
 def test_any_ranges_of_any_members(members, gap, start, data):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(taken_source, "GAP_BYTES", gap)
+        patch.setattr(derived_sources, "GAP_BYTES", gap)
         source = bj.take(TREE, data.draw(st.permutations(sorted(members))))
         indices = sorted(members)
         assert source.indices.tolist() == indices
@@ -310,7 +309,7 @@ def test_only_these_are_read_and_what_lies_between(monkeypatch):
     ]:
         source = bj.from_arrays(TREE)
         source.__class__ = Watched
-        monkeypatch.setattr(taken_source, "GAP_BYTES", gap)
+        monkeypatch.setattr(derived_sources, "GAP_BYTES", gap)
         bj.take(source, [3, 4, 9, 20]).read(start, 4)
         assert source.ranges == ranges
 
@@ -422,12 +421,12 @@ def test_specs_of_ragged_members(tmp_path):
         {"ends": spec["rows"]},
     ]:
         refused(SourceError, "", open_spec, {**spec, **change})
-    (file,) = spec["ends"]["files"]
+    ((file,),) = spec["ends"]["files"]
     for ends, message in [
         ([3, 3, 8, 20, 21, 38, 38], "member 5 has 17 rows, expected 0 to 12; .*changed"),
         ([3, 2, 8, 20, 21, 33, 35], "member 1 has -1 rows"),
     ]:
-        np.save(file, np.array(ends))
+        np.save(file["path"], np.array(ends))
         refused(SourceError, message, source.read, 0, 7)
 
 

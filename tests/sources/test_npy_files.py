@@ -79,7 +79,7 @@ def test_files_that_are_no_members(tmp_path):
         (np.array(["a"]), StructureError, "dtype <U1"),
         (np.array(3.0), StructureError, r"found an array of shape \(\)"),
         (np.zeros((0, 2)), PlacementError, "found 0 members"),
-        (BFLOATS, StructureError, r"found the dtype \|V2 .*expected numbers.*loses bfloat16"),
+        (BFLOATS, StructureError, r"found the dtype \|V2.*expected numbers.*lose bfloat16"),
         (np.zeros(2, [("a", "f4")]), StructureError, r"found the dtype \[\('a', '<f4'\)\]"),
     ]:
         if isinstance(content, bytes):
@@ -149,7 +149,10 @@ def test_files_that_change_are_found_by_time_and_type(tmp_path):
     # Files of a run have no times in their specs.
     series = bj.from_npy(save_npy(tmp_path, {"y": X}, (0, 4, N)))
     np.save(tmp_path / "y-1.npy", X[:2])
-    again = open_spec({**series.to_spec(), "stamps": None})
+    spec = series.to_spec()
+    for file in spec["files"][0]:
+        file["stamp"] = None
+    again = open_spec(spec)
     assert_reads(again, X, 0, 4)
     message = r"y-1.npy: found float32\[2, 2, 3\], expected float32"
     refused(SourceError, message, again.read, 3, 5)
@@ -179,10 +182,15 @@ def test_files_are_mapped_once_for_all_threads_and_not_too_many(tmp_path, monkey
 
 def test_specs_of_npy_that_are_none(tmp_path):
     spec = bj.from_npy(save_npy(tmp_path, {"x": X}, (0, 4, N))).to_spec()
+    (files,) = spec["files"]
     for change in [
-        *({"files": files} for files in ([], [[["x", -1]]], [[["x", 0]]], 3)),
+        {"files": []},
+        {"files": [files, files[:1]]},
+        {"files": [[{**files[0], "rows": -1}]]},
+        {"files": [[{**files[0], "stamp": 3}]]},
+        {"files": [[{**files[0], "stamp": {"path": "x", "nbytes": -1, "stamp": ""}}]]},
         {"leaves": []},
-        *({"stamps": stamps} for stamps in (3, [], [["x", 1, "2"], ["y", 1, "2"]])),
+        {"wraps": 1},
     ]:
         refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
 
@@ -227,11 +235,11 @@ def test_what_is_no_part(tmp_path):
     np.save(tmp_path / "columns.npy", np.asfortranarray(X))
     for error, message, given in [
         (SourceError, "found no file", str(tmp_path / "x-*")),
-        (SourceError, r"none.npy: cannot read", [tmp_path / "none.npy"]),
+        (SourceError, r"found no file .*none.npy", [tmp_path / "none.npy"]),
         (SourceError, r"text.npy: cannot read", [tmp_path / "text.npy"]),
         (SourceError, r"found float64\[\], expected numbers", [tmp_path / "scalar.npy"]),
         (SourceError, "in Fortran order", [tmp_path / "columns.npy"]),
-        (StructureError, "expected a pattern", 3),
+        (StructureError, "expected a path, a pattern", 3),
         (StructureError, "without leaves", {}),
     ]:
         refused(error, message, bj.from_npy_parts, given)
@@ -240,8 +248,8 @@ def test_what_is_no_part(tmp_path):
     (tmp_path / "x.npy").write_bytes(data[:-12])
     (tmp_path / "y.npy.gz").write_bytes(gzip.compress(data)[:-12])
     refused(SourceError, "x.npy.*ends in row 22", members, bj.from_npy_parts([tmp_path / "x.npy"]))
-    source = bj.from_npy_parts([tmp_path / "y.npy.gz"])
-    refused(SourceError, "y.npy.gz.*cannot read", members, source)
+    cut = tmp_path / "y.npy.gz"
+    refused(SourceError, "y.npy.gz.*cannot read", lambda: members(bj.from_npy_parts([cut])))
 
 
 # --- from_npz
@@ -277,7 +285,7 @@ def test_what_is_no_npz(npz, tmp_path):
         ({"a": np.float32(1)}, StructureError, r"leaf \['a'\]: found an array of shape \(\) in"),
         ({"a": np.array(["x"])}, StructureError, "array 'a': dtype <U1"),
         ({"a": np.array([{}])}, (StructureError, SourceError), "'a': dtype object|no whole array"),
-        ({"a": BFLOATS}, StructureError, "loses bfloat16"),
+        ({"a": BFLOATS}, StructureError, "lose bfloat16"),
         ({"a": np.zeros((0, 2))}, PlacementError, r"\['a'\] \(.*x.npz\): found 0 members"),
         (
             {"a": np.zeros(3), "b": np.zeros(4)},
@@ -301,19 +309,3 @@ def test_what_is_no_npz(npz, tmp_path):
     Path(path).write_bytes(b"text")
     message = r"x.npz: cannot read .*expected an .npz file"
     refused(SourceError, message, bj.from_npz, path)
-
-
-def test_specs_of_npz_that_are_none(npz):
-    spec = bj.from_npz(npz[0]).to_spec()
-    first, _ = spec["arrays"]
-    for change in [
-        {"size": 0},
-        {"arrays": []},
-        *({"arrays": [first, other]} for other in ([0, "<f8", False], [-1, "<f4", False])),
-        *({"arrays": [first, other]} for other in ([0, "what", False], [0, "<f4", 0])),
-        {"arrays": [], "leaves": []},
-        {"file": []},
-    ]:
-        refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
-    message = r"x.npz: found \d+ bytes, expected float64\[9999"
-    refused(SourceError, message, open_spec({**spec, "size": 9999}).read, 0, 1)

@@ -35,10 +35,10 @@ import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.uploads import stays_here
+from beamjax.sources.derived_sources import grouped
 from beamjax.sources.records import tfrecord_frames, tfrecord_source
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.source_base import StreamSource, open_spec
-from beamjax.sources.tables.grouped_source import grouped
 
 CHANGED = "the file was changed after the source was made"
 

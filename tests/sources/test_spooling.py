@@ -182,7 +182,7 @@ def test_inputs_of_other_processes_are_in_files(store, tmp_path):
         assert not Path(store.root).exists()
         sources, tokens = source_specs(Inputs(PLAN, [given_as]), store, shared=False)
         assert not tokens
-        assert sources.specs[0]["files"][0].startswith(file)
+        assert sources.specs[0]["files"][0][0]["path"].startswith(file)
         np.testing.assert_array_equal(sources.open().read(["x"], 3, 5)["x"], X[3:5])
 
 

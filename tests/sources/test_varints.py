@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import strategies as st
 from tfrecords import varint
 
-from beamjax.sources.records.varints import decode_varints
+from beamjax.sources.records.tf_example import decode_varints
 
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 300)
 

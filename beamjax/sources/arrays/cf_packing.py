@@ -63,21 +63,9 @@ class Packing:
             values[stored == fill] = np.nan
         return values.astype(dtype, copy=False)
 
-    def to_json(self) -> list[Any]:
-        """Plain JSON values."""
-        return [self.stored, self.unsigned, self.scale, self.offset, list(self.fills)]
-
-    @classmethod
-    def from_json(cls, record: Any) -> Packing:
-        """Undoes `to_json`; TypeError or ValueError for anything else."""
-        stored, unsigned, scale, offset, fills = record
-        numbers = [x for x in (scale, offset) if x is not None]
-        sound = all(type(x) is float for x in numbers) and type(unsigned) is bool
-        if not sound or not all(type(x) in (int, float) for x in fills):
-            raise TypeError(f"found the packing {record!r:.80}, expected numbers")
-        if dtype_from_name(stored).kind not in "iuf":
-            raise TypeError(f"found numbers packed as {stored!r:.80}")
-        return cls(stored, unsigned, scale, offset, tuple(fills))
+    def __post_init__(self) -> None:
+        if dtype_from_name(self.stored).kind not in "iuf":
+            raise TypeError(f"found numbers packed as {self.stored!r:.80}")
 
 
 def packing_of(

@@ -6,22 +6,23 @@ Local files need no Beam.
 from __future__ import annotations
 
 import bz2
+import concurrent.futures
 import contextlib
 import dataclasses
 import glob
 import gzip
+import hashlib
 import io
 import lzma
 import os
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 from beamjax.errors import SourceError, StructureError
+from beamjax.storage.files import is_url as is_url
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _UNPACK: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -49,19 +50,9 @@ class DataFile:
     nbytes: int
     stamp: str
 
-    def to_json(self) -> list[Any]:
-        """Plain JSON values."""
-        return [self.path, self.nbytes, self.stamp]
-
-    @classmethod
-    def from_json(cls, record: Any) -> DataFile:
-        """Undoes `to_json`; TypeError or ValueError for anything else."""
-        path, nbytes, stamp = record
-        if type(path) is not str or type(nbytes) is not int or type(stamp) is not str:
-            raise TypeError(f"found the file {record!r:.80}, expected path, bytes and stamp")
-        if nbytes < 0 or "\0" in path:
-            raise ValueError(f"found the file {record!r:.80}")
-        return cls(path, nbytes, stamp)
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or "\0" in self.path:
+            raise ValueError(f"found the file {self.path!r:.80} of {self.nbytes} bytes")
 
     def mark(self) -> list[Any] | None:
         """Path, bytes and times of a local file that is still the same; None for others.
@@ -76,7 +67,8 @@ class DataFile:
             return None
         times = found.st_mtime_ns, found.st_ctime_ns
         same = (found.st_size, str(found.st_mtime_ns)) == (self.nbytes, self.stamp)
-        return [*self.to_json(), *times] if same and time.time_ns() - max(times) > SETTLED else None
+        settled = time.time_ns() - max(times) > SETTLED
+        return [*dataclasses.astuple(self), *times] if same and settled else None
 
     def check(self) -> None:
         """Asks the file system whether the file is still the same.
@@ -91,11 +83,6 @@ class DataFile:
                 f"{self.nbytes} bytes written at {self.stamp}; the file was changed after the "
                 "source was made from it."
             )
-
-
-def is_url(path: str) -> bool:
-    """Whether Beam's FileSystems must be asked, rather than the operating system."""
-    return _URL.match(path) is not None
 
 
 def packing(path: str) -> str:
@@ -260,6 +247,63 @@ def readable(path: str, expected: str = "") -> Iterator[None]:
             f"{path}: cannot read ({type(error).__name__}: {error}); expected "
             f"{expected or 'a file'} that {_SEEN}."
         ) from error
+
+
+# --- hashes of contents
+
+_THREADS = 4
+"""Files that are hashed side by side: hashlib and reads release the GIL."""
+
+
+class FileHashes:
+    """Hashes by path, each with the size and the times of the file that it was computed from.
+
+    Args:
+      known: what `to_json` gave before; entries of any other form are ignored.
+    """
+
+    def __init__(self, known: Mapping[str, Any] | None = None):
+        self._known = dict(known or {})
+        self._unsettled: set[str] = set()
+
+    def of(self, paths: Iterable[str]) -> list[str]:
+        """The hash of each file, or at a URL what its file system says of the content.
+
+        Object stores have checksums. Other file systems give the size and the time of change.
+
+        Raises:
+          SourceError: a file can't be read.
+        """
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(self._hash, paths))
+
+    def to_json(self) -> dict[str, Any]:
+        """The hashes as plain JSON values, but for those of files that changed just before.
+
+        These may change again without another size or time.
+        """
+        return {path: found for path, found in self._known.items() if path not in self._unsettled}
+
+    def _hash(self, path: str) -> str:
+        with readable(path):
+            if is_url(path):
+                return str(_remote().content_mark(path))
+            found = os.stat(path)
+            seen = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+            match self._known.get(path):
+                case [*before, str(digest)] if before == seen:
+                    return digest
+            now = time.time_ns()
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, _new_hash).hexdigest()
+            self._known[path] = [*seen, digest]
+            if now - max(found.st_mtime_ns, found.st_ctime_ns) < SETTLED:
+                self._unsettled.add(path)
+            return digest
+
+
+def _new_hash() -> Any:
+    return hashlib.blake2b(digest_size=16)
 
 
 def _user() -> str:

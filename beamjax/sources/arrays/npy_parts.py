@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-import gzip
 import itertools
 import math
 import os
-import zlib
+import tokenize
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.arrays.npy_header import HEADER_ERRORS, read_header
+from beamjax.sources.arrays.data_files import find_files, open_stream, readable
+from beamjax.sources.arrays.npy_source import read_header
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
+    Leaves,
     PyTreeDef,
     StreamSource,
     describe_source,
@@ -34,8 +34,8 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
 
     def __init__(
         self,
-        files: Sequence[Sequence[str]],
-        leaves: Sequence[LeafSpec],
+        files: tuple[tuple[str, ...], ...],
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_npy_parts`, which checks.
@@ -47,6 +47,8 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
         """
         super().__init__(leaves, treedef)
         self._files = tuple(map(tuple, files))
+        if len(files) != len(leaves) or not files or len(set(map(len, files))) > 1:
+            raise TypeError(f"found files {files!r:.80}, expected as many for each leaf")
 
     @property
     def pieces(self) -> int:
@@ -71,18 +73,6 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
         more = f" and {self.pieces - 1} more" if self.pieces > 1 else ""
         return describe_source(self, f"in {self._files[0][0]}{more}")
 
-    def to_spec(self) -> dict[str, Any]:
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        return {**self.spec_head(), "files": list(map(list, self._files)), "leaves": leaves}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> NpyParts:
-        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        files = [list(map(str, paths)) for paths in spec["files"]]
-        if len(files) != len(leaves) or not files or len(set(map(len, files))) > 1:
-            raise TypeError(f"found files {files!r:.80}, expected as many for each leaf")
-        return cls(files, leaves)
-
 
 def from_npy_parts(paths: Any) -> NpyParts:
     """A placed input from .npy files one after the other, whose lengths are found as they are read.
@@ -91,9 +81,9 @@ def from_npy_parts(paths: Any) -> NpyParts:
 
     Args:
       paths: the files of one leaf, or a tree of them: a pattern such as "data/x-*.npy", whose files
-        are read in the order of their names, or a list of paths. Each file is an array of shape
-        (rows, ...), with any number of rows; file i of each leaf has the same. Files ending in .gz
-        are unpacked by gzip as they are read.
+        are read in the order of their names, a URL, or a list of those. Each file is an array of
+        shape (rows, ...), with any number of rows; file i of each leaf has the same. Files ending
+        in .gz, .bz2 or .xz are unpacked as they are read.
 
     Raises:
       SourceError: there is no such file, or the first one of a leaf is no .npy file.
@@ -105,7 +95,7 @@ def from_npy_parts(paths: Any) -> NpyParts:
     files, leaves = [], []
     for path, given in found:
         name = jax.tree_util.keystr(path)
-        parts = _listed(given, name)
+        parts = find_files(given, f"from_npy_parts{name}")
         files.append(parts)
         shape, dtype = _header(parts[0])
         leaves.append(LeafSpec(shape, dtype, None, name))
@@ -116,26 +106,11 @@ def from_npy_parts(paths: Any) -> NpyParts:
             )
     if not files:
         raise StructureError("from_npy_parts: found a tree without leaves, expected a pattern.")
-    return NpyParts(files, leaves, treedef)
+    return NpyParts(tuple(map(tuple, files)), tuple(leaves), treedef)
 
 
 def _is_list_of_paths(tree: Any) -> bool:
     return isinstance(tree, list) and all(isinstance(x, str | os.PathLike) for x in tree)
-
-
-def _listed(given: Any, name: str) -> list[str]:
-    if not isinstance(given, str | os.PathLike | list):
-        raise StructureError(
-            f"from_npy_parts{name}: found {given!r:.80}, expected a pattern or a list of paths."
-        )
-    found = given if isinstance(given, list) else sorted(glob.glob(os.fspath(given)))
-    if not found:
-        raise SourceError(f"from_npy_parts{name}: found no file {given!r}, expected at least one.")
-    return [os.path.abspath(path) for path in found]
-
-
-def _open(file: str) -> BinaryIO:
-    return gzip.open(file) if file.endswith(".gz") else open(file, "rb")  # type: ignore[return-value]
 
 
 def _header(file: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -151,23 +126,18 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
     Raises:
       SourceError: it can't be read, here or in the `with` block, or is no array of numbers in rows.
     """
-    try:
-        with _open(file) as opened:
+    with readable(file, "a .npy file"), open_stream(file) as opened:
+        try:
             shape, in_columns, dtype = read_header(opened)
-            if dtype.kind not in "biufc" or not shape or (in_columns and len(shape) > 1):
-                order = " in Fortran order" if in_columns else ""
-                raise SourceError(
-                    f"{file}: found {dtype}{list(shape)}{order}, expected numbers of shape "
-                    "(rows, ...) in C order."
-                )
-            yield opened, shape, dtype
-    except (*HEADER_ERRORS, zlib.error) as error:
-        if isinstance(error, SourceError):
-            raise
-        raise SourceError(
-            f"{file}: cannot read ({error}); expected a .npy file, or one packed by gzip whose "
-            "name ends in .gz, that the launcher and all workers see under this path."
-        ) from error
+        except tokenize.TokenError as error:
+            raise ValueError(str(error)) from error
+        if dtype.kind not in "biufc" or not shape or (in_columns and len(shape) > 1):
+            order = " in Fortran order" if in_columns else ""
+            raise SourceError(
+                f"{file}: found {dtype}{list(shape)}{order}, expected numbers of shape "
+                "(rows, ...) in C order."
+            )
+        yield opened, shape, dtype
 
 
 def _read(file: BinaryIO, count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Placed inputs in memory-mapped .npy files.
+"""Placed inputs in memory-mapped files of NumPy: .npy, several one after the other, and .npz.
 
 Reading needs no JAX, so that a worker can read ahead before JAX has started.
 """
@@ -6,149 +6,109 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import glob
+import math
 import os
+import re
+import struct
 import threading
+import tokenize
+import zipfile
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
+from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look, readable
 from beamjax.sources.block_source import SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
+    checked_dtype,
     checked_leaf,
     leaf_name,
     native_dtype,
     native_view,
 )
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
     LeafSpec,
+    Leaves,
     PyTreeDef,
     describe_source,
-    field,
-    natural,
     row_text,
 )
 from beamjax.storage.dtypes import FLOAT0
 
-Stamps: TypeAlias = Sequence[DataFile] | None
-"""Files as they were when a source was made of them, if that matters."""
+
+@dataclasses.dataclass(frozen=True)
+class ArrayFile:
+    """A file with one array of consecutive members of a leaf, or the array of an .npz file.
+
+    Attributes:
+        path: absolute.
+        rows: the number of members.
+        name: of the array in an .npz file; "" for an .npy file.
+        stamp: the file as it must be; None for files that no other process writes.
+    """
+
+    path: str
+    rows: Count
+    name: str = ""
+    stamp: DataFile | None = None
+
+    def array(self, leaf: LeafSpec) -> np.ndarray:
+        """All its members, mapped.
+
+        Raises:
+            SourceError: the file is not what it was.
+        """
+        if self.stamp is not None:
+            self.stamp.check()  # A map shows what is written to the file later.
+        array = map_file(self.path, self.name)
+        expected = (self.rows, *leaf.shape, *([0] if leaf.dtype == FLOAT0 else []))
+        dtype = stored_dtype(leaf.dtype)
+        if array.shape != expected or array.dtype.newbyteorder("=") != dtype:
+            raise SourceError(
+                f"{self.path}: found {array.dtype}{list(array.shape)}, expected {dtype}"
+                f"{list(expected)}{f' for leaf {leaf.path}' if leaf.path else ''}; the file was "
+                "changed after the source was made from it."
+            )
+        return restored(array, leaf.dtype)
 
 
 class NpySource(HoldsLeaves, kind="npy"):
-    """Memory-mapped .npy files, one a leaf. Opened when first read, once a process."""
+    """Memory-mapped arrays, one or several one after the other for each leaf."""
 
     def __init__(
         self,
-        files: Sequence[str],
-        leaves: Sequence[LeafSpec],
-        size: int,
+        files: tuple[tuple[ArrayFile, ...], ...],
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
-        stamps: Stamps = None,
         wraps: bool = False,
     ) -> None:
-        """Use `from_npy`, which takes the rest from the files.
+        """Use `from_npy` or `from_npz`, which check.
 
         Args:
-            files: absolute paths, one a leaf, of arrays of shape (size, *leaf.shape). Dtypes that
-                .npy does not know are stored as unsigned integers of the same width.
-            leaves: what each file must hold.
-            size: the number of members.
+            files: those of each leaf. Dtypes that .npy does not know are stored as unsigned
+                integers of the same width.
+            leaves: what a member of each must be.
             treedef: the tree that they form; a tuple by default.
-            stamps: each file as it must be; None for files that no other process writes.
             wraps: whether the files stand for arrays in memory, see `Source.wraps`.
         """
         super().__init__(leaves, treedef)
+        self._files = tuple(map(tuple, files))
         self._wraps = wraps
-        self._files: tuple[str, ...] = tuple(files)
-        self._size = size
-        self._stamps = stamps
-        if len(self._files) != len(self._leaves) or not self._files:
-            raise SourceError(
-                f"found {len(self._files)} files for {len(self._leaves)} leaves, expected one file "
-                "a leaf."
-            )
+        self._ends = [ends_of([file.rows for file in series]) for series in self._files]
+        if len(self._files) != len(self._leaves) or len({int(x[-1]) for x in self._ends}) != 1:
+            raise ValueError("expected as many members in the files of each leaf")
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The path of each leaf's file."""
-        return self._files
-
-    @property
-    def is_local(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self._size
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
-        _check(self._stamps)
-        return [
-            restored(_open_checked(file, leaf, self._size)[start:stop], leaf.dtype)
-            for file, leaf in zip(self._files, self._leaves, strict=True)
-        ]
-
-    def where(self, leaf: int, index: tuple[int, ...]) -> str:
-        return f"{self._files[leaf]}, {row_text(index)}"
-
-    def wraps(self, leaf: int) -> bool:
-        return self._wraps
-
-    def describe(self) -> str:
-        first, *rest = self._files
-        more = f" and {len(rest)} more" if rest else ""
-        return describe_source(self, f"in {first}{more}")
-
-    def identity(self) -> tuple[Any, list[str]]:
-        return self.to_spec() | {"files": None, "stamps": None}, list(self._files)
-
-    def to_spec(self) -> dict[str, Any]:
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        return {
-            **self.spec_head(),
-            "files": list(self._files),
-            "leaves": leaves,
-            "size": self._size,
-            "stamps": _stamps_to_json(self._stamps),
-            "wraps": self._wraps,
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> NpySource:
-        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        files, stamps = [str(file) for file in spec["files"]], _stamps_of(spec)
-        wraps = field(spec, "wraps", bool)
-        return cls(files, leaves, natural(spec["size"]), stamps=stamps, wraps=wraps)
-
-
-class NpySeries(HoldsLeaves, kind="npy-series"):
-    """Memory-mapped .npy files, several one after the other for each leaf; see `from_npy`."""
-
-    def __init__(
-        self,
-        files: Sequence[Sequence[tuple[str, int]]],
-        leaves: Sequence[LeafSpec],
-        treedef: PyTreeDef | None = None,
-        stamps: Stamps = None,
-    ) -> None:
-        """Use `from_npy`, which checks.
-
-        Args:
-            files: for each leaf absolute paths, and the number of members in each.
-            leaves: what a member of each must be.
-            treedef: the tree that they form; a tuple by default.
-            stamps: as of `NpySource`, of the files of the first leaf, then of the second, ...
-        """
-        super().__init__(leaves, treedef)
-        self._stamps = stamps
-        self._known = {} if stamps is None else {stamp.path: stamp for stamp in stamps}
-        self._files = [list(series) for series in files]
-        self._ends = [ends_of([rows for _, rows in series]) for series in files]
+        """The paths of all files: those of the first leaf, then those of the second, ..."""
+        return tuple(file.path for series in self._files for file in series)
 
     @property
     def is_local(self) -> bool:
@@ -162,83 +122,91 @@ class NpySeries(HoldsLeaves, kind="npy-series"):
         found = []
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
 
-            def load(
-                block: SourceBlock, files: Any = files, leaf: LeafSpec = leaf
-            ) -> list[np.ndarray]:
-                stamp = self._known.get(files[block.number][0])
-                _check(None if stamp is None else [stamp])
-                array = _open_checked(files[block.number][0], leaf, block.last - block.first)
-                return [restored(array, leaf.dtype)]
+            def load(block: SourceBlock, files: Any = files, leaf: Any = leaf) -> list[np.ndarray]:
+                return [files[block.number].array(leaf)]
 
             found += read_blocks([leaf], blocks_of(ends, start, stop), load, start, stop)
         return found
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         number = int(np.searchsorted(self._ends[leaf], index[0], side="right")) - 1
-        row = index[0] - int(self._ends[leaf][number])
-        return f"{self._files[leaf][number][0]}, {row_text((row, *index[1:]))}"
+        file, row = self._files[leaf][number], index[0] - int(self._ends[leaf][number])
+        array = f", array {file.name!r}" if file.name else ""
+        return f"{file.path}{array}, {row_text((row, *index[1:]))}"
+
+    def wraps(self, leaf: int) -> bool:
+        return self._wraps
 
     def check_files(self) -> None:
         """SourceError unless each file is there, and holds what it must."""
         for files, leaf in zip(self._files, self._leaves, strict=True):
-            for file, rows in files:
-                _open_checked(file, leaf, rows)
+            for file in files:
+                file.array(leaf)
 
     def describe(self) -> str:
-        more = sum(map(len, self._files)) - 1
-        return describe_source(self, f"in {self._files[0][0][0]} and {more} more")
+        first, *rest = dict.fromkeys(self.files)
+        return describe_source(self, f"in {first}{f' and {len(rest)} more' if rest else ''}")
 
     def identity(self) -> tuple[Any, list[str]]:
-        rows = [[rows for _, rows in series] for series in self._files]
-        paths = [path for series in self._files for path, _ in series]
-        return self.to_spec() | {"files": rows, "stamps": None}, paths
-
-    def to_spec(self) -> dict[str, Any]:
-        files = [[list(file) for file in series] for series in self._files]
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        stamps = _stamps_to_json(self._stamps)
-        return {**self.spec_head(), "files": files, "leaves": leaves, "stamps": stamps}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> NpySeries:
-        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        files = [[(str(f), natural(n)) for f, n in series] for series in field(spec, "files", list)]
-        sizes = {natural(sum(rows for _, rows in series), 1) for series in files}
-        if len(files) != len(leaves) or len(sizes) != 1:
-            raise TypeError(f"found files {files!r:.80}, expected as many members for each leaf")
-        return cls(files, leaves, stamps=_stamps_of(spec))
+        names = [[(file.name, file.rows) for file in series] for series in self._files]
+        return self.to_spec() | {"files": names}, list(dict.fromkeys(self.files))
 
 
-def _check(stamps: Stamps) -> None:
-    """SourceError if a file is another one: a map shows what is written to it, too."""
-    for stamp in stamps or ():
-        stamp.check()
+def written_source(
+    paths: Sequence[str],
+    leaves: Sequence[LeafSpec],
+    size: int,
+    treedef: PyTreeDef | None = None,
+    wraps: bool = False,
+) -> NpySource:
+    """The source of files that this run has written, one a leaf; arguments as of `NpySource`."""
+    files = tuple((ArrayFile(path, size),) for path in paths)
+    return NpySource(files, tuple(leaves), treedef, wraps)
 
 
-def _stamp(file: str) -> DataFile:
-    """A file as it is now; errors are those of reading it."""
-    map_file(file)
-    return look(file)
+# --- files of a shuffle
+
+Part = tuple[int, int]
+"""The number of a part and of the members in it."""
+_FIRST_LEAF = re.compile(r"part-(\d+)-leaf-000\.npy")
 
 
-def _stamps_to_json(stamps: Stamps) -> list[Any] | None:
-    return None if stamps is None else [stamp.to_json() for stamp in stamps]
+class PartFiles(NpySource):
+    """Members in .npy files of one folder that a shuffle wrote: a file for each leaf of each part.
+
+    Attributes:
+      folder: of the files.
+    """
+
+    def __init__(
+        self, folder: str, parts: Sequence[Part], leaves: Sequence[LeafSpec], treedef: PyTreeDef
+    ) -> None:
+        files = [
+            tuple(ArrayFile(part_path(folder, part, number), rows) for part, rows in parts)
+            for number in range(len(leaves))
+        ]
+        super().__init__(tuple(files), tuple(leaves), treedef)
+        self.folder = folder
 
 
-def _stamps_of(spec: dict[str, Any]) -> Stamps:
-    """Undoes it; KeyError, TypeError or ValueError for anything else."""
-    found = spec["stamps"]
-    if found is None:
-        return None
-    stamps = [DataFile.from_json(record) for record in field(spec, "stamps", list)]
-    named = [file if type(file) is str else file[0] for files in spec["files"] for file in (
-        [files] if type(files) is str else files)]  # fmt: skip
-    if [stamp.path for stamp in stamps] != named:
-        raise ValueError(f"found stamps of {len(stamps)} files, expected them of {named!r:.80}")
-    return stamps
+def part_path(folder: str, part: int, leaf: int) -> str:
+    """The file of a leaf of a part."""
+    return os.path.join(folder, f"part-{part:05d}-leaf-{leaf:03d}.npy")
 
 
-def from_npy(paths: Any) -> NpySource | NpySeries:
+def written_parts(folder: str) -> list[Part]:
+    """The parts that have files in a folder."""
+    numbers = [int(found[1]) for found in map(_FIRST_LEAF.fullmatch, os.listdir(folder)) if found]
+    return [
+        (number, len(np.load(part_path(folder, number, 0), mmap_mode="r")))
+        for number in sorted(numbers)
+    ]
+
+
+# --- sources from files
+
+
+def from_npy(paths: Any) -> NpySource:
     """A placed input from .npy files that the launcher and the workers see under the same path.
 
     Args:
@@ -258,27 +226,70 @@ def from_npy(paths: Any) -> NpySource | NpySeries:
     found, treedef = jax.tree_util.tree_flatten_with_path(paths)
     files, sizes, names = [], [], []
     leaves: list[LeafSpec] = []
-    stamps: list[DataFile] = []
     for path, given in found:
         name = jax.tree_util.keystr(path)
-        series: list[tuple[str, int]] = []
+        series: list[ArrayFile] = []
         for file in _listed(given, name):
-            stamps.append(_stamp(file))
-            leaf, rows = _npy_leaf(file, name)
+            array = map_file(file)
+            if array.dtype.kind == "V":
+                raise StructureError(f"{leaf_name(name)}: {_unknown(array.dtype)} ({file})")
+            array = checked_leaf(name, array, f" in {file}")
+            leaf = LeafSpec(array.shape[1:], native_dtype(array.dtype), None, name)
             if series and leaf != leaves[-1]:
                 raise StructureError(
                     f"{leaf_name(name)}: found {leaf} in {file}, expected {leaves[-1]} as in "
-                    f"{series[0][0]}."
+                    f"{series[0].path}."
                 )
             leaves += [] if series else [leaf]
-            series.append((file, rows))
-        files.append(series)
-        sizes.append(sum(rows for _, rows in series))
-        names.append(f"{name} ({series[0][0]}{f' and {len(series) - 1} more' * (len(series) > 1)})")
+            series.append(ArrayFile(file, array.shape[0], stamp=look(file)))
+        files.append(tuple(series))
+        sizes.append(sum(file.rows for file in series))
+        more = f" and {len(series) - 1} more" if len(series) > 1 else ""
+        names.append(f"{name} ({series[0].path}{more})")
     check_sizes(names, sizes)
-    if all(len(series) == 1 for series in files):
-        return NpySource([series[0][0] for series in files], leaves, sizes[0], treedef, stamps)
-    return NpySeries(files, leaves, treedef, stamps)
+    return NpySource(tuple(files), tuple(leaves), treedef)
+
+
+def from_npz(path: str | os.PathLike[str]) -> NpySource:
+    """A placed input from the arrays in an .npz file, which the launcher and all workers see.
+
+    A member is a dictionary of a row of each array, by their names. The file is mapped, as those of
+    `from_npy`; np.savez_compressed writes what can't be.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      SourceError: it is missing, damaged, compressed, or no .npz file.
+      StructureError: an array is a scalar, or has other than numbers.
+      PlacementError: there are no members, or not as many in all arrays.
+    """
+    import jax
+
+    if not isinstance(path, str | os.PathLike):
+        raise StructureError(f"from_npz: found {type(path).__name__}, expected the path of a file.")
+    _refuse_url(os.fspath(path), "from_npz")
+    file = look(os.path.abspath(path))
+    arrays = _zipped_arrays(file.path)
+    leaves, files, names = [], [], []
+    for name, array in sorted(arrays.items()):
+        where, key = f"{file.path}, array {name!r}", f"[{name!r}]"
+        if array.dtype.kind == "V":
+            raise StructureError(f"{where}: {_unknown(array.dtype)}")
+        dtype = checked_dtype(key, array.shape, array.dtype, where)
+        leaves.append(LeafSpec(array.shape[1:], dtype, None, key))
+        files.append((ArrayFile(file.path, array.shape[0], name, file),))
+        names.append(f"{key} ({file.path})")
+    check_sizes(names, [file.rows for (file,) in files])
+    treedef = jax.tree_util.tree_structure(dict.fromkeys(arrays, 0))
+    return NpySource(tuple(files), tuple(leaves), treedef)
+
+
+def _unknown(dtype: np.dtype) -> str:
+    return (
+        f"found the dtype {dtype}, expected numbers. Files of NumPy lose bfloat16 and its like: "
+        "write them with from_arrays(...).spill()."
+    )
 
 
 def _listed(given: Any, name: str) -> list[str]:
@@ -287,27 +298,19 @@ def _listed(given: Any, name: str) -> list[str]:
         raise StructureError(
             f"{leaf_name(name)}: found {type(given).__name__}, expected the path of a .npy file."
         )
-    if is_url(os.fspath(given)):
-        raise StructureError(
-            f"{leaf_name(name)}: found the URL {os.fspath(given)}, expected a local path: .npy "
-            "files are mapped. Copy it to a folder that all workers see, or write Parquet or Zarr."
-        )
+    _refuse_url(os.fspath(given), leaf_name(name))
     path = os.path.abspath(given)
     if glob.has_magic(path) and not os.path.lexists(path):
         return find_files(path, "from_npy")
     return [path]
 
 
-def _npy_leaf(file: str, name: str) -> tuple[LeafSpec, int]:
-    """What a file has of a leaf, and how many members."""
-    array = map_file(file)
-    if array.dtype.kind == "V":
+def _refuse_url(path: str, who: str) -> None:
+    if is_url(path):
         raise StructureError(
-            f"{leaf_name(name)}: found the dtype {array.dtype} in {file}, expected numbers. "
-            "np.save loses bfloat16 and its like: write them with from_arrays(...).spill()."
+            f"{who}: found the URL {path}, expected a local path: files of NumPy are mapped. Copy "
+            "it to a folder that all workers see, or write Parquet or Zarr."
         )
-    array = checked_leaf(name, array, f" in {file}")
-    return LeafSpec(array.shape[1:], native_dtype(array.dtype), None, name), array.shape[0]
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
@@ -335,36 +338,47 @@ def restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return view if view.dtype == dtype else view.view(dtype)
 
 
-_MAPPED: collections.OrderedDict[tuple[str, int, int], np.ndarray] = collections.OrderedDict()
+# --- maps of files
+
+_MAPPED: collections.OrderedDict[tuple[str, str, int, int], np.ndarray] = collections.OrderedDict()
 _MAPPED_LOCK = threading.Lock()
 _MAX_MAPPED = 128  # each map keeps a file descriptor open
 
 
-def map_file(file: str) -> np.ndarray:
-    """The mapped array of a file, from the cache while the file has not changed."""
+def map_file(file: str, name: str = "") -> np.ndarray:
+    """The mapped array of a file, from the cache while the file has not changed.
+
+    Args:
+        file: an .npy file, or an .npz file.
+        name: of the array in an .npz file.
+    """
     try:
         status = os.stat(file)
     except (OSError, ValueError) as error:
         raise _cannot_open(file, error) from error
-    key = (file, status.st_mtime_ns, status.st_size)
+    key = (file, name, status.st_mtime_ns, status.st_size)
     with _MAPPED_LOCK:
         if key in _MAPPED:
             _MAPPED.move_to_end(key)
             return _MAPPED[key]
-    try:
-        array = np.lib.format.open_memmap(file, mode="r")
-    except OSError as error:
-        raise _cannot_open(file, error) from error
-    except Exception as error:
-        raise SourceError(
-            f"{file}: found {status.st_size} bytes that are not a whole .npy array ({error}); "
-            "expected numbers, as np.save writes them. Was it cut off as it was written or copied?"
-        ) from error
+    array = _zipped_array(file, name) if name else _npy_array(file, status.st_size)
     with _MAPPED_LOCK:
         _MAPPED[key] = array
         while len(_MAPPED) > _MAX_MAPPED:
             _MAPPED.popitem(last=False)
     return array
+
+
+def _npy_array(file: str, nbytes: int) -> np.ndarray:
+    try:
+        return np.lib.format.open_memmap(file, mode="r")
+    except OSError as error:
+        raise _cannot_open(file, error) from error
+    except Exception as error:
+        raise SourceError(
+            f"{file}: found {nbytes} bytes that are not a whole .npy array ({error}); "
+            "expected numbers, as np.save writes them. Was it cut off as it was written or copied?"
+        ) from error
 
 
 def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
@@ -375,14 +389,87 @@ def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
     )
 
 
-def _open_checked(file: str, leaf: LeafSpec, size: int) -> np.ndarray:
-    array = map_file(file)
-    expected = (size, *leaf.shape, *([0] if leaf.dtype == FLOAT0 else []))
-    dtype = stored_dtype(leaf.dtype)
-    if array.shape != expected or array.dtype.newbyteorder("=") != dtype:
+HEADER_ERRORS = (OSError, ValueError, EOFError, tokenize.TokenError)
+"""Errors from a file that is no .npy file: headers are Python, which Python parses."""
+_HEADER_BYTES = 1 << 20
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip; then its name and extra data
+
+
+def _zipped_array(file: str, name: str) -> np.ndarray:
+    arrays = _zipped_arrays(file)
+    if name not in arrays:
         raise SourceError(
-            f"{file}: found {array.dtype}{list(array.shape)}, expected {dtype}{list(expected)}"
-            f"{f' for leaf {leaf.path}' if leaf.path else ''}; the file was changed after the "
-            "source was made from it."
+            f"{file}: found no array {name!r}, expected it; the file was changed after the source "
+            "was made from it."
         )
-    return array
+    return arrays[name]
+
+
+def _zipped_arrays(file: str) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, mapped, by name."""
+    found: dict[str, np.ndarray] = {}
+    with readable(file, "an .npz file of np.savez"), open(file, "rb") as opened:
+        try:
+            entries = zipfile.ZipFile(opened).infolist()
+        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+            raise ValueError(str(error)) from error
+        for entry in entries:
+            name = entry.filename.removesuffix(".npy")
+            where = f"{file}, {entry.filename!r}"
+            if name == entry.filename or name in found:
+                raise SourceError(f"{where}: expected arrays only, each of its own name.")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise SourceError(
+                    f"{where}: is compressed, expected an array as np.savez writes it, which can "
+                    f"be mapped: np.savez('new.npz', **np.load({os.path.basename(file)!r}))."
+                )
+            try:
+                found[name] = _mapped_entry(opened, entry)
+            except HEADER_ERRORS as error:
+                raise SourceError(f"{where}: found no whole array ({error}).") from error
+    return found
+
+
+def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo) -> np.ndarray:
+    """The array of a file in a zip that is not compressed."""
+    opened.seek(entry.header_offset)
+    data = opened.read(_LOCAL_HEADER.size)
+    if len(data) < _LOCAL_HEADER.size or data[:4] != b"PK\x03\x04":
+        raise ValueError(f"nothing at byte {entry.header_offset}")
+    _, name, extra = _LOCAL_HEADER.unpack(data)
+    start = opened.seek(name + extra, os.SEEK_CUR)
+    shape, in_columns, dtype = read_header(opened)
+    offset = opened.tell()
+    if dtype.hasobject:
+        raise ValueError(f"objects of Python{list(shape)}, expected numbers")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if offset - start + nbytes != entry.file_size:
+        raise ValueError(f"{entry.file_size} bytes, expected {dtype}{list(shape)} after a header")
+    if offset + nbytes > opened.seek(0, os.SEEK_END):
+        raise ValueError("the file ends before it")
+    if not nbytes:
+        return np.empty(shape, dtype)  # Nothing can be mapped.
+    return np.memmap(opened, dtype, "r", offset, shape, "F" if in_columns else "C")
+
+
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is stored by columns (Fortran order), and dtype; leaves the file after it.
+
+    Raises:
+      one of HEADER_ERRORS: the file has no such header here.
+    """
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0}
+    return read.get(version, np.lib.format.read_array_header_2_0)(_Short(file))
+
+
+class _Short:
+    """A file at its beginning: a header that says that it is big is none."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+
+    def read(self, count: int = -1, /) -> bytes:
+        if not 0 <= count <= _HEADER_BYTES:
+            raise ValueError(f"a header of {count} bytes")
+        return self.file.read(count)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,6 @@ import numpy as np
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources.arrays.cf_packing import Packing, packing_of, packing_text
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, readable
-from beamjax.sources.arrays.zarr_chunks import ChunkFiles, chunk_files
 from beamjax.sources.block_source import BLOCKS
 from beamjax.sources.leaf_checks import (
     check_sizes,
@@ -29,10 +30,10 @@ from beamjax.sources.leaf_checks import (
 from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
+    Leaves,
+    Positive,
     PyTreeDef,
     describe_source,
-    field,
-    natural,
     row_text,
 )
 from beamjax.storage.shared_cache import SharedCache
@@ -58,7 +59,7 @@ class ZarrArray:
 
     store: str
     name: str
-    rows: int
+    rows: Positive
     metadata: DataFile | None
     token: str
     chunks: ChunkFiles | None = None
@@ -76,23 +77,92 @@ class ZarrArray:
     def __str__(self) -> str:
         return f"{self.store}{f', array {self.name!r}' if self.name else ''}"
 
-    def to_json(self) -> list[Any]:
-        """Plain JSON values."""
-        file = None if self.metadata is None else self.metadata.to_json()
-        chunks = None if self.chunks is None else self.chunks.to_json()
-        packing = None if self.packing is None else self.packing.to_json()
-        return [self.store, self.name, self.rows, file, self.token, chunks, packing]
+    def __post_init__(self) -> None:
+        if "\0" in self.store + self.name:
+            raise ValueError(f"found the array {self.store!r:.80}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkFiles:
+    """The files of the chunks of a local array: whether they are those that a source was made of.
+
+    Nothing in Zarr marks a chunk that was written anew, and a chunk that is gone is read as the
+    fill value. So a source remembers when the last chunk was written, and whether all of them were
+    there.
+
+    Attributes:
+      folder: of the array.
+      newest: when the last of its files was written, in nanoseconds.
+      whole: whether there was a file for each chunk; where Zarr leaves out chunks of the fill value
+        there is not.
+    """
+
+    folder: str
+    newest: int
+    whole: bool
 
     @classmethod
-    def from_json(cls, record: Any) -> ZarrArray:
-        """Undoes `to_json`; TypeError or ValueError for anything else."""
-        store, name, rows, file, token, files, packing = record
-        if not all(type(text) is str for text in (store, name, token)) or "\0" in store + name:
-            raise TypeError(f"found the array {record!r:.80}, expected names, rows and a file")
-        known = None if file is None else DataFile.from_json(file)
-        chunks = None if files is None else ChunkFiles.from_json(files)
-        packed = None if packing is None else Packing.from_json(packing)
-        return cls(store, name, natural(rows, 1), known, token, chunks, packed)
+    def look(cls, folder: str, opened: Any) -> ChunkFiles:
+        """Those of an array as they are now.
+
+        Args:
+          folder: of the array, a local path.
+          opened: the array of Zarr.
+        """
+        newest = count = 0
+        with readable(folder, "a folder of chunks"):
+            for where, _, names in os.walk(folder):
+                for name in names:
+                    newest = max(newest, os.stat(os.path.join(where, name)).st_mtime_ns)
+                    count += not name.startswith((".z", "zarr.json"))
+        sizes = (math.ceil(n / c) for n, c in zip(opened.shape, _stored(opened), strict=True))
+        return cls(folder, newest, count >= math.prod(sizes))
+
+    def check(self, opened: Any, start: int, stop: int) -> None:
+        """Raises SourceError if chunks with members of a range are others now, or gone."""
+        for path in self._paths(opened, start, stop):
+            try:
+                written = os.stat(path).st_mtime_ns
+            except FileNotFoundError:
+                if self.whole:
+                    raise SourceError(
+                        f"{path}: is not there, expected a chunk, as there was one of each when "
+                        "the source was made; Zarr would read its fill value."
+                    ) from None
+                continue
+            except OSError as error:
+                raise SourceError(f"{path}: cannot look at a chunk ({error}).") from error
+            if written > self.newest:
+                raise SourceError(
+                    f"{path}: found a chunk written at {written}, expected none after "
+                    f"{self.newest}; the file was changed after the source was made from it."
+                )
+
+    def _paths(self, opened: Any, start: int, stop: int) -> Iterator[str]:
+        chunks = _stored(opened)
+        ranges = [range(math.ceil(n / c)) for n, c in zip(opened.shape, chunks, strict=True)]
+        ranges[0] = range(start // chunks[0], math.ceil(stop / chunks[0]))
+        for place in itertools.product(*ranges):
+            yield os.path.join(self.folder, opened.metadata.encode_chunk_key(place))
+
+    def __post_init__(self) -> None:
+        if self.newest < 0 or "\0" in self.folder:
+            raise ValueError(f"found the files of {self.folder!r:.80}, written at {self.newest}")
+
+
+def _stored(opened: Any) -> tuple[int, ...]:
+    """What is in a file along each axis: a shard, if chunks are in shards."""
+    return tuple(max(int(n), 1) for n in (getattr(opened, "shards", None) or opened.chunks))
+
+
+def chunk_files(store: str, name: str, opened: Any) -> ChunkFiles | None:
+    """The files of an array in a folder; None for other stores, and for chunks of several sizes."""
+    folder = os.path.join(store, name) if name else store
+    try:
+        known = os.path.isdir(folder) and len(_stored(opened)) == len(opened.shape) > 0
+    except NotImplementedError:
+        return None
+    return ChunkFiles.look(folder, opened) if known else None
 
 
 class ZarrSource(HoldsLeaves, kind="zarr"):
@@ -100,9 +170,9 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
 
     def __init__(
         self,
-        arrays: Sequence[ZarrArray],
-        leaves: Sequence[LeafSpec],
-        size: int,
+        arrays: tuple[ZarrArray, ...],
+        leaves: Leaves,
+        size: Positive,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_zarr`, which checks.
@@ -116,6 +186,8 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         super().__init__(leaves, treedef)
         self._arrays = tuple(arrays)
         self._size = size
+        if len(self._arrays) != len(self._leaves) or not leaves:
+            raise ValueError(f"found {len(arrays)} arrays for {len(leaves)} leaves")
 
     @property
     def is_local(self) -> bool:
@@ -181,22 +253,6 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         found = [array.identity() for array in self._arrays]
         arrays = [array for array, _ in found]
         return self.to_spec() | {"arrays": arrays}, [path for _, paths in found for path in paths]
-
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "arrays": [array.to_json() for array in self._arrays],
-            "leaves": [leaf.to_json() for leaf in self._leaves],
-            "size": self._size,
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> ZarrSource:
-        leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
-        arrays = [ZarrArray.from_json(record) for record in field(spec, "arrays", list)]
-        if len(arrays) != len(leaves) or not leaves:
-            raise TypeError(f"found {len(arrays)} arrays for {len(leaves)} leaves")
-        return cls(arrays, leaves, natural(spec["size"], 1))
 
 
 _ARRAYS: SharedCache[Any] = SharedCache(256, lambda _: 1)
@@ -337,7 +393,7 @@ def from_zarr(
         if len(read) == 1 or arrays is not None:
             raise
         raise PlacementError(f"{error} {_CHOOSE}") from None
-    return ZarrSource(read, leaves, sizes[0], treedef)
+    return ZarrSource(tuple(read), tuple(leaves), sizes[0], treedef)
 
 
 _CHOOSE = "Choose those that belong together: from_zarr(..., arrays=[...])."

@@ -9,12 +9,7 @@ from typing import Any
 
 from beamjax.errors import PlacementError, SourceError
 from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
-from beamjax.sources.records.record_source import (
-    Counted,
-    RecordSource,
-    features_of_spec,
-    files_of_spec,
-)
+from beamjax.sources.records.record_source import Counted, RecordSource
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 
 WHO = "from_array_record"
@@ -27,10 +22,6 @@ class ArrayRecordSource(RecordSource, kind="array-record"):
 
     def records(self, number: int, first: int, last: int) -> list[bytes]:
         return _read_records(self._files[number], first, last)
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> ArrayRecordSource:
-        return cls(files_of_spec(spec), *features_of_spec(spec))
 
 
 def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
@@ -61,7 +52,7 @@ def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
     leaves, treedef = feature_leaves(features, WHO)
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
-    return ArrayRecordSource(files, names, leaves, treedef)
+    return ArrayRecordSource(tuple(files), tuple(names), tuple(leaves), treedef)
 
 
 def _local(paths: Sequence[str]) -> Sequence[str]:

@@ -13,15 +13,15 @@ import numpy as np
 from beamjax.sources.arrays.data_files import DataFile
 from beamjax.sources.records.tf_example import ExampleParser
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
     LeafSpec,
+    Leaves,
     PyTreeDef,
     describe_source,
-    field,
-    natural,
 )
 
-Counted = tuple[DataFile, int]
+Counted = tuple[DataFile, Count]
 """A file, and how many records are in it."""
 
 
@@ -37,12 +37,15 @@ class RecordSource(HoldsLeaves):
 
     def __init__(
         self,
-        files: Sequence[Counted],
-        names: Sequence[str],
-        leaves: Sequence[LeafSpec],
+        files: tuple[Counted, ...],
+        names: tuple[str, ...],
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
         super().__init__(leaves, treedef)
+        check_features(names, leaves)
+        if not files:
+            raise ValueError("found no files")
         self._files = tuple(files)
         self._ends = list(itertools.accumulate(count for _, count in self._files))
         self._names = tuple(names)
@@ -85,14 +88,6 @@ class RecordSource(HoldsLeaves):
     def identity(self) -> tuple[Any, list[str]]:
         return self.to_spec() | {"files": None}, [file.path for file, _ in self._files]
 
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "files": [[file.to_json(), count] for file, count in self._files],
-            "names": list(self._names),
-            "leaves": [leaf.to_json() for leaf in self._leaves],
-        }
-
     def _where(self, member: int) -> str:
         """What a member is called in messages."""
         number = bisect.bisect_right(self._ends, member)
@@ -105,18 +100,7 @@ def files_for_people(files: Sequence[DataFile]) -> str:
     return f"in {files[0].path}{more}"
 
 
-def files_of_spec(spec: dict[str, Any]) -> list[Counted]:
-    """The files in the spec of a `RecordSource`; TypeError or ValueError for anything else."""
-    files = [(DataFile.from_json(file), natural(count)) for file, count in spec["files"]]
-    if not files:
-        raise ValueError("found no files")
-    return files
-
-
-def features_of_spec(spec: dict[str, Any]) -> tuple[list[str], list[LeafSpec]]:
-    """The names and the leaves of features in a spec; raises likewise."""
-    leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
-    names = field(spec, "names", list)
-    if len(names) != len(leaves) or not names or not all(type(name) is str for name in names):
+def check_features(names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
+    """TypeError unless there is a name for each leaf, and one at least."""
+    if len(names) != len(leaves) or not names:
         raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
-    return names, leaves

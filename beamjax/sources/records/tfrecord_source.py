@@ -22,9 +22,8 @@ from beamjax.sources.arrays.data_files import (
 from beamjax.sources.records.record_source import (
     Counted,
     RecordSource,
-    features_of_spec,
+    check_features,
     files_for_people,
-    files_of_spec,
 )
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.records.tfrecord_frames import (
@@ -38,13 +37,12 @@ from beamjax.sources.records.tfrecord_frames import (
     stream_records,
 )
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
-    LeafSpec,
+    Leaves,
     PyTreeDef,
     StreamSource,
     describe_source,
-    field,
-    natural,
 )
 
 WHO = "from_tfrecord"
@@ -52,7 +50,7 @@ MARK_BYTES = 1 << 20
 """Bytes, at least, between the records whose positions a source stores; it searches for others."""
 MAX_MARKS = 1 << 13
 
-Mark = tuple[int, int]
+Mark = tuple[Count, Count]
 """The number of a record in its file, and where it begins."""
 
 
@@ -61,10 +59,10 @@ class TFRecordSource(RecordSource, kind="tfrecord"):
 
     def __init__(
         self,
-        files: Sequence[Counted],
-        marks: Sequence[Sequence[Mark]],
-        names: Sequence[str],
-        leaves: Sequence[LeafSpec],
+        files: tuple[Counted, ...],
+        marks: tuple[tuple[Mark, ...], ...],
+        names: tuple[str, ...],
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_tfrecord`, which checks.
@@ -77,21 +75,12 @@ class TFRecordSource(RecordSource, kind="tfrecord"):
             treedef: of a dict of them; a tuple by default.
         """
         super().__init__(files, names, leaves, treedef)
-        self._marks = tuple(map(tuple, marks))
+        self._marks = tuple(marks)
+        for counted, found in zip(files, marks, strict=True):
+            _check_marks(counted, found)
 
     def records(self, number: int, first: int, last: int) -> list[bytes]:
         return _read_records(self._files[number], self._marks[number], first, last)
-
-    def to_spec(self) -> dict[str, Any]:
-        marks = [[list(mark) for mark in marks] for marks in self._marks]
-        return {**super().to_spec(), "marks": marks}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> TFRecordSource:
-        files = files_of_spec(spec)
-        pairs = zip(files, field(spec, "marks", list), strict=True)
-        marks = [_checked_marks(counted, found) for counted, found in pairs]
-        return cls(files, marks, *features_of_spec(spec))
 
 
 class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
@@ -99,13 +88,16 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
 
     def __init__(
         self,
-        files: Sequence[DataFile],
-        names: Sequence[str],
-        leaves: Sequence[LeafSpec],
+        files: tuple[DataFile, ...],
+        names: tuple[str, ...],
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_tfrecord`, which checks; arguments as of `TFRecordSource`."""
         super().__init__(leaves, treedef)
+        check_features(names, leaves)
+        if not files:
+            raise ValueError("found no files")
         self._files = tuple(files)
         self._names = tuple(names)
         self._parser = ExampleParser(names, leaves)
@@ -127,22 +119,6 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
 
     def describe(self) -> str:
         return describe_source(self, files_for_people(self._files))
-
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "files": [file.to_json() for file in self._files],
-            "names": list(self._names),
-            "leaves": [leaf.to_json() for leaf in self._leaves],
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> TFRecordStream:
-        names, leaves = features_of_spec(spec)
-        files = [DataFile.from_json(record) for record in field(spec, "files", list)]
-        if not files:
-            raise ValueError("found no files")
-        return cls(files, names, leaves)
 
 
 def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecordStream:
@@ -183,11 +159,11 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
     if any(is_url(file.path) or packing_of(file.path) for file in files):
-        return TFRecordStream(files, names, leaves, treedef)
+        return TFRecordStream(tuple(files), tuple(names), tuple(leaves), treedef)
     apart = max(MARK_BYTES, sum(file.nbytes for file in files) // MAX_MARKS)
     counts, marks = zip(*[_indexed(file, apart) for file in files], strict=True)
-    counted = list(zip(files, counts, strict=True))
-    return TFRecordSource(counted, marks, names, leaves, treedef)
+    counted = tuple(zip(files, counts, strict=True))
+    return TFRecordSource(counted, tuple(marks), tuple(names), tuple(leaves), treedef)
 
 
 def _record_of(file: DataFile, first: int, place: int) -> str:
@@ -202,7 +178,7 @@ def _first_record(files: Sequence[DataFile]) -> tuple[bytes, str]:
     raise PlacementError(f"{WHO}: found no record {files_for_people(files)}, expected one.")
 
 
-def _indexed(file: DataFile, apart: int) -> tuple[int, list[Mark]]:
+def _indexed(file: DataFile, apart: int) -> tuple[int, tuple[Mark, ...]]:
     """Counts the records of a file, and marks some that are so many bytes apart."""
     count = 0
     marks = [(0, 0)]
@@ -210,7 +186,7 @@ def _indexed(file: DataFile, apart: int) -> tuple[int, list[Mark]]:
         while (at := int(np.searchsorted(begins, marks[-1][1] + apart))) < len(begins):
             marks.append((count + at, int(begins[at])))
         count += len(begins)
-    return count, marks
+    return count, tuple(marks)
 
 
 def _read_records(counted: Counted, marks: Sequence[Mark], first: int, last: int) -> list[bytes]:
@@ -241,13 +217,11 @@ def _read_records(counted: Counted, marks: Sequence[Mark], first: int, last: int
     return records
 
 
-def _checked_marks(counted: Counted, marks: Any) -> list[Mark]:
-    """The marks of a file in a spec; TypeError or ValueError for anything else."""
+def _check_marks(counted: Counted, marks: Sequence[Mark]) -> None:
+    """ValueError unless these can be the marks of a file."""
     file, count = counted
-    found = [(natural(number), natural(offset)) for number, offset in marks]
-    ordered = all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(found))
-    if found[:1] != [(0, 0)] or not ordered:
-        raise ValueError(f"found the marks {found!r:.80}")
-    if count < found[-1][0] or file.nbytes < found[-1][1]:
+    ordered = all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(marks))
+    if tuple(marks[:1]) != ((0, 0),) or not ordered:
+        raise ValueError(f"found the marks {marks!r:.80}")
+    if count < marks[-1][0] or file.nbytes < marks[-1][1]:
         raise ValueError(f"found {count} records in {file.nbytes} bytes, behind their marks")
-    return found

@@ -15,7 +15,6 @@ from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
-    Source,
     StreamSource,
     describe_source,
 )
@@ -58,7 +57,7 @@ class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
         )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Source:
+    def from_spec(cls, spec: dict[str, Any]) -> ChunkSource:
         raise SourceError(f"a function in memory has no spec; found {spec!r:.200}.")
 
 

@@ -15,7 +15,12 @@ import numpy as np
 from beamjax import _compat
 from beamjax.errors import SourceError
 from beamjax.options import Options
-from beamjax.sources.arrays.npy_source import NpySource, storable, stored_dtype
+from beamjax.sources.arrays.npy_source import (
+    NpySource,
+    storable,
+    stored_dtype,
+    written_source,
+)
 from beamjax.sources.canonical import check_members
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import check_count, checked_chunks
@@ -63,7 +68,7 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
     chunks = itertools.chain.from_iterable(pieces)
     paths, count = _written(source, chunks, folder)
     check_count(source, count)
-    return NpySource(paths, source.leaves, count, source.treedef)
+    return written_source(paths, source.leaves, count, source.treedef)
 
 
 def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
@@ -73,7 +78,7 @@ def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
       SourceError: it can't be read, or a file can't be written.
     """
     paths, count = _written(source, _checked_blocks(source), folder)
-    return NpySource(paths, source.leaves, count, source.treedef)
+    return written_source(paths, source.leaves, count, source.treedef)
 
 
 def _checked_blocks(source: Source) -> Iterator[list[np.ndarray]]:

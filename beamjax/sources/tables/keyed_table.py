@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.sources.arrays.part_files import Part, PartFiles
+from beamjax.sources.arrays.npy_source import Part, PartFiles
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
 
 MANIFEST = "keys.json"
@@ -56,9 +56,8 @@ class KeyedTable(PartFiles):
 
     def remove(self) -> None:
         """Removes the files, and the folder if nothing else is in it."""
-        for series in self._files:
-            for path, _ in series:
-                Path(path).unlink(missing_ok=True)
+        for path in self.files:
+            Path(path).unlink(missing_ok=True)
         Path(self.folder, MANIFEST).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.folder)

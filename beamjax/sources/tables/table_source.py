@@ -16,10 +16,12 @@ from beamjax.sources.arrays.data_files import DataFile, find_files, is_url
 from beamjax.sources.block_source import Arrays, BlockSource, SourceBlock
 from beamjax.sources.source_base import (
     MAX_VALUES,
+    Count,
     LeafSpec,
+    Leaves,
+    Positive,
     PyTreeDef,
     describe_source,
-    field,
     natural,
 )
 from beamjax.sources.tables.arrow_columns import Batch, RowError, known_shape, to_padded, to_rows
@@ -38,7 +40,7 @@ class TableFile:
     """
 
     file: DataFile
-    rows: tuple[int, ...]
+    rows: tuple[Count, ...]
 
 
 class RowRange(NamedTuple):
@@ -73,17 +75,28 @@ class TableSource(BlockSource):
 
     def __init__(
         self,
-        files: Sequence[TableFile],
-        columns: Sequence[str],
-        leaves: Sequence[LeafSpec],
+        files: tuple[TableFile, ...],
+        columns: tuple[str, ...],
+        leaves: Leaves,
         treedef: PyTreeDef | None = None,
-        buckets: Sequence[int] = (),
+        buckets: tuple[Positive, ...] = (),
     ) -> None:
         self._files = tuple(files)
         self._columns = tuple(columns)
         self._buckets = tuple(buckets)
         super().__init__(leaves, [rows for file in files for rows in file.rows], treedef)
         self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
+        natural(len(self), 1)
+        if len(columns) != len(leaves):
+            raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
+        lengths = {leaf.shape[0] for leaf in leaves if leaf.ragged}
+        ragged = [name for name, leaf in zip(columns, leaves, strict=True) if leaf.ragged]
+        if list(buckets) != sorted(set(buckets)) or (
+            (MASK in ragged and len(ragged) > 1) != bool(buckets)
+        ):
+            raise TypeError(f"found buckets {buckets!r:.80} for the columns {ragged!r:.80}")
+        if buckets and (lengths != {buckets[-1]} or buckets[-1] > MAX_LIST):
+            raise TypeError(f"found lists of {lengths} for the buckets {buckets!r:.80}")
 
     @classmethod
     @abc.abstractmethod
@@ -246,36 +259,6 @@ class TableSource(BlockSource):
     def identity(self) -> tuple[Any, list[str]]:
         return self.to_spec() | {"files": None}, [file.file.path for file in self._files]
 
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "files": [file.file.to_json() for file in self._files],
-            "rows": [list(file.rows) for file in self._files],
-            "columns": list(self._columns),
-            "leaves": [leaf.to_json() for leaf in self._leaves],
-            "buckets": list(self._buckets),
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> TableSource:
-        leaves = [LeafSpec.from_json(record) for record in field(spec, "leaves", list)]
-        files = [
-            TableFile(DataFile.from_json(file), tuple(map(natural, rows)))
-            for file, rows in zip(spec["files"], field(spec, "rows", list), strict=True)
-        ]
-        columns = field(spec, "columns", list)
-        if len(columns) != len(leaves) or not all(isinstance(name, str) for name in columns):
-            raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
-        natural(sum(rows for file in files for rows in file.rows), 1)
-        buckets = [natural(bucket, 1) for bucket in spec["buckets"]]
-        lengths = {leaf.shape[0] for leaf in leaves if leaf.ragged}
-        ragged = [name for name, leaf in zip(columns, leaves, strict=True) if leaf.ragged]
-        if buckets != sorted(set(buckets)) or (MASK in ragged and len(ragged) > 1) != bool(buckets):
-            raise TypeError(f"found buckets {buckets!r:.80} for the columns {ragged!r:.80}")
-        if buckets and (lengths != {buckets[-1]} or buckets[-1] > MAX_LIST):
-            raise TypeError(f"found lists of {lengths} for the buckets {buckets!r:.80}")
-        return cls(files, columns, leaves, buckets=buckets)
-
 
 MASK = "mask"
 """The leaf that marks items of lists, as opposed to padding."""
@@ -325,7 +308,7 @@ def from_tables(
         LeafSpec(shapes[name], types[name][1], None, "" if bare else f"[{name!r}]", name in ragged)
         for name in names
     ]
-    return cls(files, names, leaves, tree, list(buckets or ()))
+    return cls(tuple(files), tuple(names), tuple(leaves), tree, tuple(buckets or ()))
 
 
 def _padded_columns(

@@ -1,29 +1,52 @@
-"""Placed inputs that are some of the members of another source: a sample, a cohort, a split."""
+"""Sources over other sources: some of their members, several as one, or their leaves together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.sources.array_source import from_arrays
+from beamjax.sources.array_source import ArraySource, from_arrays
 from beamjax.sources.padding import padded_rows
 from beamjax.sources.source_base import (
     LeafSpec,
+    PlainSource,
+    Positive,
     PyTreeDef,
     Source,
     StreamSource,
     describe_source,
-    open_spec,
 )
 
 GAP_BYTES = 1 << 16
 """Bytes of a gap between members that are read along: it is faster than to begin anew."""
 
 
-class TakenSource(Source, kind="taken"):
+class DerivedSource(PlainSource):
+    """A source of members of another one, with leaves of their own or those of the other."""
+
+    _source: Source
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return self._source.leaves
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return self._source.treedef
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        return (self._source,)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+class TakenSource(DerivedSource, kind="taken"):
     """Members of another source; see `take`."""
 
     def __init__(self, source: Source, numbers: Source) -> None:
@@ -33,16 +56,10 @@ class TakenSource(Source, kind="taken"):
             source: has the members.
             numbers: one leaf int64[]: which, ascending.
         """
+        if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
+            raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
         self._source = source
         self._numbers = numbers
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return self._source.leaves
-
-    @property
-    def treedef(self) -> PyTreeDef:
-        return self._source.treedef
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -116,20 +133,6 @@ class TakenSource(Source, kind="taken"):
 
     def describe(self) -> str:
         return describe_source(self, f"of {self._source.describe()}")
-
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "source": self._source.to_spec(),
-            "numbers": self._numbers.to_spec(),
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> TakenSource:
-        source, numbers = open_spec(spec["source"]), open_spec(spec["numbers"])
-        if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
-            raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
-        return cls(source, numbers)
 
 
 def take(source: Any, indices: Any) -> TakenSource:
@@ -207,3 +210,129 @@ def _source(given: Any, who: str) -> Source:
             "expected a source of known length."
         )
     return source
+
+
+def grouped(source: Source, rows: int) -> Source:
+    """The source with `rows` consecutive members as one: leaves of shape `(rows, *leaf.shape)`.
+
+    Its members are those of `x.reshape(len(source) // rows, rows, ...)`; `rows` divides the number
+    of members. Nothing is read or copied.
+    """
+    if not isinstance(source, ArraySource):
+        return GroupedSource(source, rows)
+    arrays = source.read(0, len(source))
+    return ArraySource([_group(a, rows) for a in arrays], _leaves(source, rows), source.treedef)
+
+
+class GroupedSource(DerivedSource, kind="grouped"):
+    """Reads ranges of another source; see `grouped`."""
+
+    def __init__(self, source: Source, rows: Positive) -> None:
+        self._source = source
+        self._rows = rows
+
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        member, row, *rest = index
+        return self._source, leaf, (member * self._rows + row, *rest)
+
+    def with_inner(self, inner: Sequence[Source]) -> GroupedSource:
+        (source,) = inner
+        return GroupedSource(source, self._rows)
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return _leaves(self._source, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._source) // self._rows
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        arrays = self._source.read(start * self._rows, stop * self._rows)
+        return [_group(array, self._rows) for array in arrays]
+
+    def describe(self) -> str:
+        return describe_source(self, f"with {self._rows} rows each of {self._source.describe()}")
+
+
+def _leaves(source: Source, rows: int) -> tuple[LeafSpec, ...]:
+    return tuple(replace(leaf, shape=(rows, *leaf.shape)) for leaf in source.leaves)
+
+
+def _group(array: np.ndarray, rows: int) -> np.ndarray:
+    return array.reshape(len(array) // rows, rows, *array.shape[1:])
+
+
+class ShortSource(DerivedSource, kind="short"):
+    """A ragged source that is read padded to a bucket: for a pass with a body for each of them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        return self._source, leaf, index
+
+    def with_inner(self, inner: Sequence[Source]) -> ShortSource:
+        return ShortSource(*inner)
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        return self._source.read_short(start, stop)
+
+    def describe(self) -> str:
+        return self._source.describe()
+
+
+class ZippedSource(PlainSource, kind="zipped"):
+    """All leaves of sources with the same number of members.
+
+    Args:
+      sources: one or more.
+      treedef: the tree that their leaves form; a tuple by default.
+
+    Raises:
+      PlacementError: they have different numbers of members.
+    """
+
+    def __init__(self, sources: Sequence[Source], treedef: PyTreeDef | None = None) -> None:
+        self._sources = tuple(sources)
+        self._treedef = treedef
+        if not self._sources:
+            raise TypeError("found no sources, expected one or more")
+        lengths = list(map(len, self._sources))
+        if len(set(lengths)) != 1:
+            raise PlacementError(
+                f"found sources of {lengths} members, expected the same number in all that are "
+                "read together."
+            )
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        return tuple(leaf for source in self._sources for leaf in source.leaves)
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        return super().treedef if self._treedef is None else self._treedef
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        return self._sources
+
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        for source in self._sources:
+            if leaf < len(source.leaves):
+                return source, leaf, index
+            leaf -= len(source.leaves)
+        raise IndexError(f"{self!r}: found no leaf {leaf}")
+
+    def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
+        return ZippedSource(tuple(inner), self._treedef)
+
+    def __len__(self) -> int:
+        return len(self._sources[0])
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        return [array for source in self._sources for array in source.read(start, stop)]
+
+    def describe(self) -> str:
+        return describe_source(self, f"of {len(self._sources)} sources that are read together")
