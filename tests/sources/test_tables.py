@@ -1,6 +1,5 @@
 """Files of tables, of Parquet and of Arrow: the rows that were written, read once."""
 
-import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,6 @@ from beamjax.errors import SourceError, StructureError
 from beamjax.sources import block_source
 from beamjax.sources.source_base import open_spec
 from beamjax.sources.tables import arrow_source, parquet_source
-from beamjax.sources.tables.arrow_footer import batch_headers
 
 
 @pytest.fixture(autouse=True)
@@ -407,49 +405,3 @@ def test_dictionaries_over_batches_and_streams(tmp_path):
         writer.write_table(table)
     message = r"y.arrow: cannot read .* Arrow \(IPC with a footer"
     refused(SourceError, message, bj.from_arrow, tmp_path / "y.arrow")
-
-
-SCHEMA = pa.schema(
-    [("x", pa.float32()), ("y", pa.list_(pa.int8())), ("d", pa.dictionary(pa.int8(), pa.string()))],
-    metadata={"about": "a table"},
-)
-
-
-def batches(counts, compression=None, legacy=False):
-    """A file of Arrow with batches of so many rows."""
-    version = pa.ipc.MetadataVersion.V4 if legacy else pa.ipc.MetadataVersion.V5
-    options = pa.ipc.IpcWriteOptions(
-        compression=compression, use_legacy_format=legacy, metadata_version=version
-    )
-    sink = io.BytesIO()
-    with pa.ipc.new_file(sink, SCHEMA, options=options) as writer:
-        for n in counts:
-            y = pa.array([[1] * (i % 3) for i in range(n)], pa.list_(pa.int8()))
-            d = pa.DictionaryArray.from_arrays(np.zeros(n, np.int8), ["a"])
-            x = pa.array(np.arange(n, dtype=np.float32))
-            writer.write_batch(pa.record_batch([x, y, d], SCHEMA))
-    return sink.getvalue()
-
-
-def test_footers_of_arrow_say_what_is_in_the_batches():
-    for counts in ([], [0], [5], [1, 0, 7, 10_000], [3] * 300):
-        for compression in (None, "zstd", "lz4"):
-            found = batch_headers(io.BytesIO(batches(counts, compression)))
-            assert found == [(n, compression is not None) for n in counts]
-        assert batch_headers(io.BytesIO(batches(counts)), 1) == [(n, False) for n in counts[:1]]
-    found = batch_headers(io.BytesIO(batches([2, 4], legacy=True)))
-    assert [header.rows for header in found] == [2, 4]
-
-
-def test_damaged_footers_of_arrow_are_value_errors():
-    data, wrong = batches([5, 6]), 0
-    for size in range(len(data)):
-        refused(ValueError, "", batch_headers, io.BytesIO(data[:size]))
-    for at in range(len(data)):
-        damaged = bytearray(data)
-        damaged[at] ^= 255
-        try:
-            batch_headers(io.BytesIO(bytes(damaged)))
-        except ValueError:
-            wrong += 1
-    assert wrong > 50

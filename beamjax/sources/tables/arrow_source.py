@@ -14,7 +14,6 @@ from typing import Any
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file, readable
 from beamjax.sources.block_source import Arrays, SourceBlock
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.tables.arrow_footer import BatchHeader, batch_headers
 from beamjax.sources.tables.table_source import RowRange, TableFile, TableSource, from_tables
 from beamjax.storage.shared_cache import SharedCache
 
@@ -30,9 +29,11 @@ class ArrowSource(TableSource, kind="arrow"):
     @classmethod
     def _head(cls, path: str) -> tuple[TableFile, Any]:
         file = look(path)
-        rows = [header.rows for header in _headers(file)]
+        whole = _opened(file)
+        first = whole if whole.mapped or not whole.schema.names else _opened(file, [0])
+        rows = [len(first.batch(number)) for number in range(first.count)]
         with readable(file.path, _EXPECTED):
-            return TableFile(file, checked_rows(rows)), _opened(file).schema
+            return TableFile(file, checked_rows(rows)), whole.schema
 
     @classmethod
     def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
@@ -54,11 +55,6 @@ class ArrowSource(TableSource, kind="arrow"):
         return super()._block(block)
 
 
-def _headers(file: DataFile, limit: int | None = None) -> list[BatchHeader]:
-    with readable(file.path, _EXPECTED), open_file(file.path) as opened:
-        return batch_headers(opened, limit)
-
-
 class _Reader:
     """A file, mapped if it is a local one; of its columns all, or those of these numbers."""
 
@@ -78,8 +74,19 @@ class _Reader:
             self._reader = pa.ipc.open_file(source, options=options)
             self.schema = checked_schema(self._reader.schema)
             self.count: int = self._reader.num_record_batches
-            self.mapped = not (is_url(file.path) or any(h.packed for h in _headers(file, 1)))
+            self.mapped = not is_url(file.path) and not fields and self._is_mapped(source)
             """Whether batches are read without a copy; not if columns are chosen."""
+
+    def _is_mapped(self, source: Any) -> bool:
+        """Whether the first buffer with data is in the map of the file: it is not compressed."""
+        source.seek(0)
+        whole = source.read_buffer()
+        for number in range(self.count):
+            for column in self._reader.get_batch(number).columns:
+                for buffer in column.buffers():
+                    if buffer is not None and buffer.size:
+                        return bool(0 <= buffer.address - whole.address < whole.size)
+        return True
 
     def batch(self, number: int) -> Any:
         """A record batch."""
@@ -109,8 +116,8 @@ def from_arrow(
 
     As `from_parquet` with record batches in the place of row groups. Local files are mapped: where
     they are not compressed, numbers are read without a copy, and a file must not be written anew
-    while it is read. The launcher reads the lengths of the record batches; of compressed ones it
-    unpacks a column.
+    while it is read. The launcher reads the lengths of the record batches; of files
+    that are compressed or at URLs it reads a column for that.
 
     Args:
       paths: of files, patterns, folders, whose files that end in .arrow, .feather or .ipc are
