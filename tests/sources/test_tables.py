@@ -1,5 +1,6 @@
 """Files of tables, of Parquet and of Arrow: the rows that were written, read once."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -405,3 +406,39 @@ def test_dictionaries_over_batches_and_streams(tmp_path):
         writer.write_table(table)
     message = r"y.arrow: cannot read .* Arrow \(IPC with a footer"
     refused(SourceError, message, bj.from_arrow, tmp_path / "y.arrow")
+
+
+def test_missing_numbers_and_times_by_choice(form, tmp_path):
+    stamps = np.array(["2020-01-01T00:00:00.5", "1969-12-31"], "M8[ns]")
+    columns = pa.table(
+        {
+            "f": pa.array([None, 2.5]),
+            "i": pa.array([7, None], pa.int16()),
+            "l": pa.array([[1, None], [3, 4]], pa.list_(pa.int8(), 2)),
+            "t": pa.array(stamps),
+            "d": pa.array([None, 3], pa.date32()),
+            "r": pa.array([[1], [None, 3]]),
+        }
+    )
+    path = save(form, tmp_path / "x", columns)
+    numbers = ["f", "i", "l"]
+    refused(SourceError, "found null.*fill_null=0", form.read(path, numbers).read, 0, 2)
+    refused(StructureError, "times=True", form.read, path, ["t"])
+    for fill in (-1, 0):
+        source = form.read(path, [*numbers, "t", "d"], fill_null=fill, times=True)
+        tree = {
+            "d": np.array([fill, 3], np.int32),
+            "f": np.array([fill, 2.5]),
+            "i": np.array([7, fill], np.int16),
+            "l": np.array([[1, fill], [3, 4]], np.int8),
+            "t": stamps.astype(np.int64),
+        }
+        for each in (source, open_spec(json.loads(json.dumps(source.to_spec())))):
+            assert_reads(each, tree)
+    padded = form.read(path, ["r"], buckets=[2], fill_null=9).read(0, 2)
+    assert_same_bits(padded, [np.array([[1, 0], [1, 1]], bool), np.array([[1, 0], [9, 3]])])
+    source = form.read(path, "f", fill_null=np.nan)
+    assert_reads(open_spec(source.to_spec()), np.array([np.nan, 2.5]))
+    source = form.read(path, "i", fill_null=0.5)
+    refused(SourceError, "x: cannot read.*fill_null=0.5", source.read, 0, 2)
+    refused(StructureError, "fill_null: found 'a'", form.read, path, "i", fill_null="a")

@@ -13,7 +13,7 @@ import numpy as np
 from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import readable
 from beamjax.sources.source_base import MAX_VALUES
-from beamjax.sources.tables.arrow_types import axes_order, is_list, is_tensor, is_text
+from beamjax.sources.tables.arrow_types import axes_order, is_list, is_tensor, is_text, is_time
 
 
 class RowError(SourceError):
@@ -75,11 +75,17 @@ def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
 def known_shape(values: Any, column: str, batch: Batch) -> tuple[int, ...]:
     """The shape of the first row of an array of Arrow, for columns of lists of any length."""
     _validate(values, column, batch)
-    rows = _Rows(column, batch, None)
+    rows = _Rows(column, batch, None, fill=0)  # which has no influence on shapes
     return rows.values(values.slice(0, 1), 0, 1).shape[1:]
 
 
-def to_rows(column: Any, name: str, shape: tuple[int, ...], batch: Batch) -> np.ndarray:
+Fill = int | float | None
+"""What stands for a missing number; None refuses those."""
+
+
+def to_rows(
+    column: Any, name: str, shape: tuple[int, ...], batch: Batch, fill: Fill = None
+) -> np.ndarray:
     """A column as an array of shape (rows, *shape), read-only.
 
     Args:
@@ -87,11 +93,12 @@ def to_rows(column: Any, name: str, shape: tuple[int, ...], batch: Batch) -> np.
       name: of the column.
       shape: that each row must have.
       batch: where the rows are.
+      fill: what stands for numbers that are missing (null).
 
     Raises:
-      RowError: a row is missing (null), or a list has another length.
+      RowError: a row is missing, or a list has another length.
     """
-    rows, parts, first = _Rows(name, batch, shape), [], 0
+    rows, parts, first = _Rows(name, batch, shape, fill), [], 0
     for chunk in getattr(column, "chunks", [column]):
         _validate(chunk, name, batch)
         rows.first = first
@@ -103,7 +110,7 @@ def to_rows(column: Any, name: str, shape: tuple[int, ...], batch: Batch) -> np.
 
 
 def to_padded(
-    column: Any, name: str, shape: tuple[int, ...], batch: Batch
+    column: Any, name: str, shape: tuple[int, ...], batch: Batch, fill: Fill = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """A column of lists of any length, with zeros after the short ones, and their lengths.
 
@@ -112,11 +119,12 @@ def to_padded(
       name: of the column.
       shape: of a padded row.
       batch: where the rows are.
+      fill: as for `to_rows`, for items.
 
     Raises:
       RowError: a row or an item is missing (null), or a list is too long.
     """
-    rows, first = _Rows(name, batch, (0, *shape[1:])), 0
+    rows, first = _Rows(name, batch, (0, *shape[1:]), fill), 0
     parts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     for chunk in getattr(column, "chunks", [column]):
@@ -126,7 +134,7 @@ def to_padded(
             rows.refuse_null(chunk, 1)
         lengths = chunk.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
         items = chunk.flatten()
-        if items.null_count:
+        if items.null_count and fill is None:
             missing = int(np.argmax(items.is_null().to_numpy(zero_copy_only=False)))
             row = int(np.searchsorted(np.cumsum(lengths), missing, side="right"))
             raise RowError(
@@ -158,7 +166,10 @@ def _validate(array: Any, column: str, batch: Batch) -> None:
 class _Rows:
     """Turns arrays of Arrow to NumPy's, from the outermost list to the numbers."""
 
-    def __init__(self, column: str, batch: Batch, shape: tuple[int, ...] | None):
+    def __init__(
+        self, column: str, batch: Batch, shape: tuple[int, ...] | None, fill: Fill = None
+    ) -> None:
+        self.fill = fill
         self.column = column
         self.batch = batch
         self.shape = shape
@@ -168,7 +179,14 @@ class _Rows:
         """An array of Arrow whose items are below `depth` axes, `each` of them in a row."""
         import pyarrow.types as types
 
+        if is_time(array.type):
+            array = array.view(f"int{array.type.bit_width}")
         kind, count = array.type, len(array)
+        if array.null_count and self.fill is not None and types.is_primitive(kind):
+            with arrow_readable(self.batch.file, f"{kind} that hold fill_null={self.fill}"):
+                if not types.is_floating(kind) and not float(self.fill).is_integer():
+                    raise ValueError(f"{self.fill} is not of the type {kind}")
+                array = array.fill_null(self.fill)
         if array.null_count:
             self.refuse_null(array, each)
         if types.is_dictionary(kind):
@@ -246,6 +264,6 @@ class _Rows:
         count = compute.sum(array.is_null()).as_py()
         raise RowError(
             f"{self.batch.at(self.column, self.first + null // each)}: found null, {count} of them "
-            f"in this {self.batch.kind}; expected a number in each row. Fill them in or leave out "
-            "such rows before: arrays have no missing values."
+            f"in this {self.batch.kind}; expected a number in each row. Give a number for "
+            "them, fill_null=0, or leave out such rows before: arrays have no missing values."
         )

@@ -14,7 +14,13 @@ from typing import Any
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file, readable
 from beamjax.sources.block_source import Arrays, SourceBlock
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.tables.table_source import RowRange, TableFile, TableSource, from_tables
+from beamjax.sources.tables.table_source import (
+    Conversion,
+    RowRange,
+    TableFile,
+    TableSource,
+    from_tables,
+)
 from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "a file of Arrow (IPC with a footer, or Feather of version 2)"
@@ -111,6 +117,8 @@ def from_arrow(
     *,
     text_bytes: int | None = None,
     buckets: Sequence[int] | None = None,
+    fill_null: int | float | None = None,
+    times: bool = False,
 ) -> ArrowSource:
     """A placed input from files of Arrow (IPC or Feather), whose rows are the members.
 
@@ -125,10 +133,14 @@ def from_arrow(
       columns: a list of names; None for all; a single name for an array instead of a dictionary.
       text_bytes: as for `from_parquet`.
       buckets: as for `from_parquet`.
+      fill_null: as for `from_parquet`.
+      times: as for `from_parquet`.
 
     Raises:
       SourceError: as `from_parquet`; also for a stream of Arrow, which has no footer.
-      StructureError: a column has other than numbers, such as times, or texts without `text_bytes`.
+      StructureError: a column has other than numbers, such as times without `times`, or texts
+        without `text_bytes`.
       PlacementError: there are no rows.
     """
-    return from_tables(ArrowSource, paths, columns, text_bytes, buckets, "from_arrow")
+    conversion = Conversion(text_bytes, buckets, fill_null, times)
+    return from_tables(ArrowSource, paths, columns, conversion, "from_arrow")

@@ -57,7 +57,7 @@ def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:
 
 
 def row_type(
-    schema: Any, column: str, file: str, text_bytes: int | None = None
+    schema: Any, column: str, file: str, text_bytes: int | None = None, times: bool = False
 ) -> tuple[Shape, np.dtype]:
     """Shape and dtype of a row of a column.
 
@@ -66,15 +66,20 @@ def row_type(
       column: the name of one that is there.
       file: for messages.
       text_bytes: of texts, and bytes of any length, as uint8[text_bytes]; None refuses them.
+      times: whether times and dates are integers, in their unit.
 
     Raises:
       StructureError: it has no numbers.
     """
     kind = schema.field(column).type
-    found = _row_type(kind, text_bytes)
+    found = _row_type(kind, text_bytes, times)
     if found is None:
-        others = [f.name for f in schema if _row_type(f.type, text_bytes) is not None]
-        texts = ", read it as bytes, text_bytes=64," if _row_type(kind, 1) is not None else ""
+        others = [f.name for f in schema if _row_type(f.type, text_bytes, times) is not None]
+        texts = (
+            ", read it as bytes, text_bytes=64," if _row_type(kind, 1, False) is not None else ""
+        )
+        if _row_type(kind, None, True) is not None:
+            texts = ", read it as integers, times=True,"
         choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
         raise StructureError(
             f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. Choose others, "
@@ -100,7 +105,7 @@ def is_text(kind: Any) -> bool:
     )
 
 
-def _row_type(kind: Any, text_bytes: int | None) -> tuple[Shape, np.dtype] | None:
+def _row_type(kind: Any, text_bytes: int | None, times: bool) -> tuple[Shape, np.dtype] | None:
     import pyarrow.types as types
 
     shape: list[int | None] = []
@@ -125,10 +130,19 @@ def _row_type(kind: Any, text_bytes: int | None) -> tuple[Shape, np.dtype] | Non
         elif types.is_integer(kind):
             sign = "u" if types.is_unsigned_integer(kind) else ""
             return tuple(shape), np.dtype(f"{sign}int{kind.bit_width}")
+        elif times and is_time(kind):
+            return tuple(shape), np.dtype(f"int{kind.bit_width}")
         elif types.is_floating(kind):
             return tuple(shape), np.dtype(f"float{kind.bit_width}")
         else:
             return None
+
+
+def is_time(kind: Any) -> bool:
+    """Whether values are times, dates or durations, each a count of a unit."""
+    import pyarrow.types as types
+
+    return bool(types.is_temporal(kind)) and not types.is_interval(kind)
 
 
 def is_list(kind: Any) -> bool:

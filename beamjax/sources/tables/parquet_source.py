@@ -14,7 +14,13 @@ from typing import Any
 
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.tables.table_source import RowRange, TableFile, TableSource, from_tables
+from beamjax.sources.tables.table_source import (
+    Conversion,
+    RowRange,
+    TableFile,
+    TableSource,
+    from_tables,
+)
 from beamjax.storage.shared_cache import SharedCache
 
 PIECE_BYTES = 2**26
@@ -180,6 +186,8 @@ def from_parquet(
     *,
     text_bytes: int | None = None,
     buckets: Sequence[int] | None = None,
+    fill_null: int | float | None = None,
+    times: bool = False,
 ) -> ParquetSource:
     """A placed input from files of Parquet, whose rows are the members.
 
@@ -204,12 +212,18 @@ def from_parquet(
       buckets: pads the lists of columns whose rows have lists of any length: ascending lengths, of
         which the last one is at least the longest. The member has a leaf "mask" besides, True for
         items; those of all such columns of a row are as many. See `from_ragged`.
+      fill_null: a number that takes the place of missing ones (null), such as 0 or nan; None
+        refuses these. Missing lists and texts are refused in any case.
+      times: True reads times, dates and durations as integers, in the unit that the column has:
+        a timestamp in ns as int64 nanoseconds since 1970. Most need `jax_enable_x64`.
 
     Raises:
       SourceError: a file is missing, is no file of Parquet, has not the columns of the first one,
         or they are of another type. When it is read: a row is null or has a list of another
         length, or the file has changed.
-      StructureError: a column has other than numbers, such as times, or texts without `text_bytes`.
+      StructureError: a column has other than numbers, such as times without `times`, or texts
+        without `text_bytes`.
       PlacementError: there are no rows.
     """
-    return from_tables(ParquetSource, paths, columns, text_bytes, buckets, "from_parquet")
+    conversion = Conversion(text_bytes, buckets, fill_null, times)
+    return from_tables(ParquetSource, paths, columns, conversion, "from_parquet")

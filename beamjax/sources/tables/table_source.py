@@ -66,6 +66,7 @@ class TableSource(BlockSource):
         leaves: one member of each.
         treedef: the tree that they form; a tuple by default.
         buckets: lengths to which lists are padded; none where all lists of a column are of one.
+        fill: the number for missing ones, as a text: JSON has no NaN.
     """
 
     batch_kind: ClassVar[str]
@@ -80,10 +81,13 @@ class TableSource(BlockSource):
         leaves: Leaves,
         treedef: PyTreeDef | None = None,
         buckets: tuple[Positive, ...] = (),
+        fill: str | None = None,
     ) -> None:
         self._files = tuple(files)
         self._columns = tuple(columns)
         self._buckets = tuple(buckets)
+        self._fill = fill
+        self._number = _number(fill)
         super().__init__(leaves, [rows for file in files for rows in file.rows], treedef)
         self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
         natural(len(self), 1)
@@ -173,7 +177,7 @@ class TableSource(BlockSource):
 
     def _key(self, block: SourceBlock) -> Hashable:
         file, number = self._place(block)
-        return file.file, number, block.start, self._columns
+        return file.file, number, block.start, self._columns, self._fill
 
     def read(self, start: int, stop: int) -> Arrays:
         try:
@@ -192,7 +196,7 @@ class TableSource(BlockSource):
             first = max(start - group.first, 0) if number == 0 else 0
             parts.append([mark, row_group, first, min(stop, group.last) - group.first])
         leaves = [leaf.to_json() for leaf in self._leaves]
-        return json.dumps([self.kind, self._columns, self._buckets, leaves, parts])
+        return json.dumps([self.kind, self._columns, self._buckets, self._fill, leaves, parts])
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         member, *rest = index
@@ -217,7 +221,7 @@ class TableSource(BlockSource):
         if self._buckets:
             return self._padded(table, batch)
         return [
-            to_rows(table.column(name), name, leaf.shape, batch)
+            to_rows(table.column(name), name, leaf.shape, batch, self._number)
             for name, leaf in zip(self._columns, self._leaves, strict=True)
         ]
 
@@ -233,9 +237,11 @@ class TableSource(BlockSource):
         for name, leaf in self._stored():
             column = table.column(name)
             if leaf.ragged:
-                arrays[name], lengths[name] = to_padded(column, name, leaf.shape, batch)
+                arrays[name], lengths[name] = to_padded(
+                    column, name, leaf.shape, batch, self._number
+                )
             else:
-                arrays[name] = to_rows(column, name, leaf.shape, batch)
+                arrays[name] = to_rows(column, name, leaf.shape, batch, self._number)
         (first, counts), *others = lengths.items()
         for name, found in others:
             (odd,) = np.nonzero(found != counts)
@@ -270,26 +276,50 @@ MAX_TEXT = 1 << 20
 Found = TypeVar("Found", bound=TableSource)
 
 
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How a user wants columns to become arrays; see `from_parquet`."""
+
+    text_bytes: int | None = None
+    buckets: Sequence[int] | None = None
+    fill_null: int | float | None = None
+    times: bool = False
+
+    def check(self, who: str) -> None:
+        """StructureError unless these can be."""
+        size, fill = self.text_bytes, self.fill_null
+        if size is not None and (type(size) is not int or not 1 <= size <= MAX_TEXT):
+            raise StructureError(
+                f"{who}, text_bytes: found {size!r}, expected a number from 1 to {MAX_TEXT}."
+            )
+        if fill is not None and type(fill) not in (int, float):
+            raise StructureError(f"{who}, fill_null: found {fill!r:.80}, expected a number.")
+
+
+def _number(text: str | None) -> int | float | None:
+    """Undoes `repr` of a number."""
+    if text is None:
+        return None
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
 def from_tables(
     cls: type[Found],
     paths: Any,
     columns: Any,
-    text_bytes: int | None,
-    buckets: Sequence[int] | None,
+    conversion: Conversion,
     who: str,
 ) -> Found:
     """A source of some kind from the files that a user names; see `from_parquet`."""
     import jax
 
-    if text_bytes is not None and (type(text_bytes) is not int or not 1 <= text_bytes <= MAX_TEXT):
-        raise StructureError(
-            f"{who}, text_bytes: found {text_bytes!r}, expected a number from 1 to {MAX_TEXT}."
-        )
+    conversion.check(who)
+    buckets = conversion.buckets
     found = find_files(paths, who, cls.endings)
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # most of the time is waiting for URLs
         heads = list(pool.map(cls._head, found))
     names = chosen(heads[0][1], columns, found[0], who)
-    types = _row_types(heads, names, columns, text_bytes, who)
+    types = _row_types(heads, names, columns, conversion, who)
     files = [file for file, _ in heads]
     filled = [(file, number) for file in files for number, n in enumerate(file.rows) if n]
     if not filled:
@@ -308,7 +338,8 @@ def from_tables(
         LeafSpec(shapes[name], types[name][1], None, "" if bare else f"[{name!r}]", name in ragged)
         for name in names
     ]
-    return cls(tuple(files), tuple(names), tuple(leaves), tree, tuple(buckets or ()))
+    fill = None if conversion.fill_null is None else repr(conversion.fill_null)
+    return cls(tuple(files), tuple(names), tuple(leaves), tree, tuple(buckets or ()), fill)
 
 
 def _padded_columns(
@@ -345,7 +376,7 @@ def _row_types(
     heads: Sequence[tuple[TableFile, Any]],
     names: Sequence[str],
     columns: Any,
-    text_bytes: int | None,
+    conversion: Conversion,
     who: str,
 ) -> dict[str, tuple[Shape, np.dtype]]:
     """Shape and dtype of each column, as all files have it."""
@@ -361,7 +392,7 @@ def _row_types(
             )
         chosen(schema, list(names), path, who)
         for name in names:
-            found = row_type(schema, name, path, text_bytes)
+            found = row_type(schema, name, path, conversion.text_bytes, conversion.times)
             if not agree(types.setdefault(name, found), found):
                 raise SourceError(
                     f"{path}: found the column {name!r} of the type {schema.field(name).type}, "
