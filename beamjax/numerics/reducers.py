@@ -36,12 +36,22 @@ class Reducer:
     Attributes:
         name: "sum", "mean", "max", "min", "prod", "any" or "all", as in `jnp`.
         operation: the reduction that its accumulator does: "sum" for "sum" and "mean".
-        fold: the `jnp` function that reduces a shard.
+        ufunc: the NumPy function that reduces two values of a `partial_dtype` to one.
     """
 
     name: str
     operation: str
-    fold: Callable[..., jax.Array]
+    ufunc: np.ufunc
+
+    @property
+    def fold(self) -> Callable[..., jax.Array]:
+        """The `jnp` function that reduces an array."""
+        return getattr(jnp, self.operation)
+
+    @property
+    def merge(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """The `jnp` function that reduces two values to one."""
+        return getattr(jnp, self.ufunc.__name__)
 
     def result_dtype(self, dtype: Any) -> np.dtype:
         """The dtype that the `jnp` function gives for operands of `dtype`.
@@ -170,18 +180,18 @@ def _result_dtype(name: str, dtype: np.dtype, integer: np.dtype) -> np.dtype:
 REDUCERS: dict[str, Reducer] = {
     reducer.name: reducer
     for reducer in (
-        Reducer("sum", "sum", jnp.sum),
-        Reducer("mean", "sum", jnp.sum),
-        Reducer("max", "max", jnp.max),
-        Reducer("min", "min", jnp.min),
-        Reducer("prod", "prod", jnp.prod),
-        Reducer("any", "any", jnp.any),
-        Reducer("all", "all", jnp.all),
+        Reducer("sum", "sum", np.add),
+        Reducer("mean", "sum", np.add),
+        Reducer("max", "max", np.maximum),
+        Reducer("min", "min", np.minimum),
+        Reducer("prod", "prod", np.multiply),
+        Reducer("any", "any", np.logical_or),
+        Reducer("all", "all", np.logical_and),
     )
 }
 """The reductions by name."""
 
-PICK = Picker("pick", "max", jnp.max)
+PICK = Picker("pick", "max", np.maximum)
 
 
 def reducer_of(name: str) -> Reducer:

@@ -1,10 +1,9 @@
 """The digits of an exact sum as a few flat arrays, and back with every claim checked.
 
-Three arrays describe the digits: `index`, int32 (rows, 3), one row (block, key, bytes) a digit
-vector in ascending order; `data`, uint8, the vectors one after the other, each as little-endian
-whole numbers of the fewest bytes that hold all of it, in planes (all lowest bytes, then all second
-bytes, ...), or, of key -1, as the float64 numbers that stand for all digits; `flagged`, int64
-(n, 2), a coordinate and the flags of infinities and NaN seen there.
+Three arrays describe the digits: `index`, int32 (rows, 2), one row (block, key) a digit vector in
+ascending order; `data`, float64, the vectors one after the other, where one of key -1 has the
+numbers that stand for all digits; `flagged`, int64 (n, 2), a coordinate and the flags of infinities
+and NaN seen there.
 """
 
 from __future__ import annotations
@@ -42,18 +41,17 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
     for number in sorted(blocks):
         block = blocks[number]
         if block.held is not None:
-            index.append((number, HELD, 8))
-            data.append(np.ascontiguousarray(block.held, "<f8").view(np.uint8))
+            index.append((number, HELD))
+            data.append(np.ascontiguousarray(block.held))
         for key in sorted(block.vectors):
-            planes = _to_planes(block.vectors[key])
-            index.append((number, key, len(planes)))
-            data.append(planes.reshape(-1))
+            index.append((number, key))
+            data.append(block.vectors[key])
         if block.flags is not None:
             places = np.flatnonzero(block.flags)
             flagged.append(np.stack([places + number * BLOCK, block.flags[places]], axis=1))
     return [
-        np.array(index, np.int32).reshape(-1, 3),
-        Joined(data, np.dtype(np.uint8)),
+        np.array(index, np.int32).reshape(-1, 2),
+        Joined(data, np.dtype(np.float64)),
         np.concatenate([np.empty((0, 2), np.int64), *flagged]),
     ]
 
@@ -72,31 +70,31 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digi
     Raises:
         ArrayFormatError: if the arrays are not what `pack` gives for some vector of this length.
     """
-    expected = [("int32", 2, (3,)), ("uint8", 1, ()), ("int64", 2, (2,))]
+    expected = [("int32", 2, (2,)), ("float64", 1, ()), ("int64", 2, (2,))]
     found = [(array.dtype.name, array.ndim, array.shape[1:]) for array in arrays]
     if found != expected:
         _fail(f"arrays {found}", f"{expected}")
     index, data, flagged = arrays
     blocks: dict[int, Digits] = {}
     before, end = (-1, HELD), 0
-    for number, key, nbytes in index.tolist():
+    for number, key in index.tolist():
         limit = (MAX_EXPONENT - lowest) // WIDTH + 2
         least = HELD if lowest == LOWEST[np.dtype(np.float32)] else 0
         if not (before < (number, key) and 0 <= number * BLOCK < length and least <= key < limit):
             _fail(f"digit {key} of block {number} after {before}", "ascending digits in range")
         size = min(BLOCK, length - number * BLOCK)
-        start, end = end, end + size * nbytes
-        if not 1 <= nbytes <= 8 or end > len(data):
-            _fail(f"{nbytes} bytes a number, {len(data)} in all", f"1 to 8, at least {end} in all")
+        start, end = end, end + size
+        if end > len(data):
+            _fail(f"{len(data)} digits", f"at least {end}")
         block = blocks.setdefault(number, Digits(size, lowest))
         if key == HELD:
-            block.held = _checked(data[start:end], nbytes)
+            block.held = _checked_held(data[start:end])
         else:
-            block.vectors[key] = _from_planes(data[start:end].reshape(nbytes, size))
+            block.vectors[key] = _checked_digits(data[start:end])
             block.bound = 1
         before = (number, key)
     if end != len(data):
-        _fail(f"{len(data)} bytes of digits", f"{end}")
+        _fail(f"{len(data)} digits", f"{end}")
     _unpack_flags(blocks, flagged, length, lowest)
     return blocks
 
@@ -115,19 +113,8 @@ def _unpack_flags(blocks: dict[int, Digits], flagged: np.ndarray, length: int, l
         block.flags[places[here] - number * BLOCK] = flags[here]
 
 
-def _to_planes(vector: np.ndarray) -> np.ndarray:
-    """Whole numbers (size,) as uint8 (bytes, size), in two's complement."""
-    whole = vector.astype("<i8")
-    highest = max(int(whole.max()), ~int(whole.min()))
-    nbytes = highest.bit_length() // 8 + 1
-    return np.ascontiguousarray(whole.view(np.uint8).reshape(-1, 8)[:, :nbytes].T)
-
-
-def _checked(data: np.ndarray, nbytes: int) -> np.ndarray:
-    """The float64 numbers of a block, which are sums of float32; read-only."""
-    if nbytes != 8:
-        _fail(f"{nbytes} bytes a float64", "8")
-    held = data.view("<f8")
+def _checked_held(held: np.ndarray) -> np.ndarray:
+    """The numbers of a block, which are sums of float32; read-only."""
     sizes = held.view("<u8") & _NO_SIGN
     highest = int(sizes.max())
     np.subtract(sizes, np.uint64(1), out=sizes)  # zeros become the largest, and do not count below
@@ -140,16 +127,14 @@ def _bits(value: float) -> int:
     return int(np.float64(value).view(np.uint64))
 
 
-def _from_planes(planes: np.ndarray) -> np.ndarray:
-    """The float64 vector of which `_to_planes` gave the planes."""
-    nbytes, size = planes.shape
-    whole = np.zeros(size, "<i8")
-    whole.view(np.uint8).reshape(size, 8)[:, 8 - nbytes :] = planes.T
-    whole >>= 64 - 8 * nbytes  # the sign comes down with the shift
-    half = 1 << (WIDTH - 1)
-    if size == 0 or whole.min() < -half or whole.max() >= half:
-        _fail("a digit outside", f"digits from {-half} to {half - 1}")
-    return whole.astype(np.float64)
+def _checked_digits(digits: np.ndarray) -> np.ndarray:
+    """A digit vector that is carried."""
+    half = 2.0 ** (WIDTH - 1)
+    # False for NaN, too.
+    in_range = (digits >= -half).all() and (digits < half).all()
+    if not in_range or (np.trunc(digits) != digits).any():
+        _fail("a digit outside", f"whole numbers from {-half:.0f} to {half - 1:.0f}")
+    return digits.copy()
 
 
 def _fail(found: str, expected: str) -> NoReturn:

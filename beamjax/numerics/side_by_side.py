@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 LONG = 1 << 18
@@ -47,11 +47,6 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
             other.exception()
     for other in others:
         other.result()
-
-
-def are_alike(sizes: Sequence[int]) -> bool:
-    """Whether parts of these sizes can be divided evenly among threads."""
-    return bool(sizes) and max(sizes) * 2 * _threads() <= sum(sizes)
 
 
 _local = threading.local()

@@ -35,7 +35,7 @@ BLOCK = 1 << 17
 each other's calls, small enough that two float64 vectors stay near a core."""
 
 WIDTH = 44
-"""Bits of a digit: two digits hold the 24 bits of most float32 vectors, 510 adds need no carry."""
+"""Bits of a digit: two digits hold the 24 bits of most float32 vectors, 255 adds need no carry."""
 
 CAPACITY = (1 << (53 - WIDTH)) - 2
 """The largest bound of digits, with a bit to spare for the carries themselves."""
@@ -143,17 +143,31 @@ class Digits:
             self.held = rows[0]
 
     def _split(self, rows: np.ndarray, top: float) -> None:
-        """Adds rows of finite numbers, |rows| <= top, to the digits."""
+        """Adds rows of finite numbers, |rows| <= top, to the digits.
+
+        Numbers are truncated, and the remainder is left in place: to scale it could underflow, and
+        rounding to nearest could give 2^1024, which is no double.
+        """
         if top == 0.0:
             return
-        cost = len(rows) if rows.dtype == np.float32 else 2 * len(rows)
-        if self.bound + cost > CAPACITY:
+        if self.bound + 2 * len(rows) > CAPACITY:
             self._carry()
+        self.bound += 2 * len(rows)
         exponent = math.frexp(top)[1]
         key = max(0, -((WIDTH - 1 + self.lowest - exponent) // WIDTH))
-        split = self._split_float32 if rows.dtype == np.float32 else self._split_float64
-        split(rows, key)
-        self.bound += cost
+        rest = rows.astype(np.float64)
+        digit = np.empty_like(rest)
+        while True:
+            _scale(rest, -self.unit(key), digit)
+            np.trunc(digit, out=digit)
+            self._deposit(key, digit)
+            if key == 0:
+                return
+            _scale(digit, self.unit(key), digit)
+            np.subtract(rest, digit, out=rest)
+            if not rest.any():
+                return
+            key -= 1
 
     def _take_flags(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
         """Moves infinities and NaN to `flags`; the rows with zeros instead, and their maximum."""
@@ -169,41 +183,6 @@ class Digits:
     def add_flags(self, flags: np.ndarray) -> None:
         """ORs flags of infinities and NaN, uint8 (size,)."""
         self.flags = flags.copy() if self.flags is None else self.flags | flags
-
-    def _split_float32(self, rows: np.ndarray, key: int) -> None:
-        """Splits by rounding: 24 bits, scaled by a power of two, leave an exact remainder."""
-        rest = rows * np.float64(2.0 ** -self.unit(key))
-        digit = np.empty_like(rest)
-        while True:
-            np.rint(rest, out=digit)
-            self._deposit(key, digit)
-            if key == 0:
-                return
-            np.subtract(rest, digit, out=rest)
-            if not rest.any():
-                return
-            np.multiply(rest, 2.0**WIDTH, out=rest)
-            key -= 1
-
-    def _split_float64(self, rows: np.ndarray, key: int) -> None:
-        """Splits by truncation, with the remainder left in place.
-
-        Scaling the remainder as for float32 could underflow, and rounding to nearest could give
-        2^1024, which is no double.
-        """
-        rest = rows.copy()
-        digit = np.empty_like(rest)
-        while True:
-            _scale(rest, -self.unit(key), digit)
-            np.trunc(digit, out=digit)
-            self._deposit(key, digit)
-            if key == 0:
-                return
-            _scale(digit, self.unit(key), digit)
-            np.subtract(rest, digit, out=rest)
-            if not rest.any():
-                return
-            key -= 1
 
     def _deposit(self, key: int, digit: np.ndarray) -> None:
         """Adds whole numbers (terms, size) to a digit."""

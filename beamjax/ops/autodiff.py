@@ -368,15 +368,24 @@ def _prod_jvp(
     product = reduce_prod_p.bind(nonzeros, placement=placement)
     zeros = reduce_sum_p.bind(zeros, placement=placement)
 
-    def others(count: Any, product: Any, zeros: Any, v: jax.Array) -> jax.Array:
-        zero, none = v == 0, jnp.zeros_like(v)
-        rest = product / jnp.where(zero, jnp.ones_like(v), v)
-        one_zero = jnp.where(zero, product, zeros * rest)
-        two_zeros = jnp.where(zero, (zeros - v) * product, none)
-        return jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
-
-    factor = _map(others, [count, product, zeros], [x], placement, "prod_of_others")
+    factor = _map(product_of_others, [count, product, zeros], [x], placement, "prod_of_others")
     return out, _weighted_sum(factor, t, placement, "jvp_prod")
+
+
+def product_of_others(count: Any, product: Any, zeros: Any, x: jax.Array) -> jax.Array:
+    """The derivative of a product by one of its factors, `x`.
+
+    Args:
+      count: how many of the factors are zero.
+      product: of the others.
+      zeros: the sum of those that are zero.
+      x: the factor.
+    """
+    is_zero, none = x == 0, jnp.zeros_like(x)
+    rest = product / jnp.where(is_zero, jnp.ones_like(x), x)
+    one_zero = jnp.where(is_zero, product, zeros * rest)
+    two_zeros = jnp.where(is_zero, (zeros - x) * product, none)
+    return jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
 
 
 def _define_jvp_of_zero(primitive: jex.Primitive) -> None:

@@ -13,15 +13,8 @@ import jax
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
-_FOLDS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "mean": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "prod": np.multiply,
-    "any": np.logical_or,
-    "all": np.logical_and,
-}
+from beamjax.numerics.reducers import REDUCERS
+
 _ROUNDS = ("sum", "mean", "prod")
 
 
@@ -88,7 +81,7 @@ def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
 def folded(op: str, values: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Reduces each run of rows; `first` has the first row of each run."""
     with np.errstate(all="ignore"):
-        return _FOLDS[op].reduceat(values, first, axis=0, dtype=values.dtype)
+        return REDUCERS[op].ufunc.reduceat(values, first, axis=0, dtype=values.dtype)
 
 
 def finished(op: str, totals: np.ndarray, counts: np.ndarray, result: np.dtype) -> np.ndarray:

@@ -30,7 +30,7 @@ from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall
 from beamjax.ops.sharding import AnyMesh
 from beamjax.ops.sizes import check_parameters, find_sizes
-from beamjax.ops.weights import weighted_reduction, weights_for
+from beamjax.ops.weights import weights_for
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -328,7 +328,7 @@ def _reduce(op: str, x: Any, placement: str | None) -> Any:
     if weights is None:
         results = [primitive.bind(value, placement=placement) for value in values]
     else:
-        results = weighted_reduction(op, values, weights, placement=placement, n=n)
+        results = weights.reduced(op, values)
     return tree_util.tree_unflatten(tree, results)
 
 

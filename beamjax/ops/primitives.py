@@ -45,19 +45,6 @@ reduce_max_p = REDUCE_PRIMITIVES["max"]
 reduce_min_p = REDUCE_PRIMITIVES["min"]
 reduce_prod_p = REDUCE_PRIMITIVES["prod"]
 
-_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
-    "sum": jnp.sum,
-    "mean": jnp.mean,
-    "max": jnp.max,
-    "min": jnp.min,
-    "prod": jnp.prod,
-    "any": jnp.any,
-    "all": jnp.all,
-    "argmax": jnp.argmax,
-    "argmin": jnp.argmin,
-}
-
-
 # --- bodies
 
 
@@ -250,7 +237,7 @@ _compat.register_lowering(size_p, _size_array)
 
 
 def _define_reduction(op: str) -> None:
-    primitive, function = REDUCE_PRIMITIVES[op], _REDUCTIONS[op]
+    primitive, function = REDUCE_PRIMITIVES[op], getattr(jnp, op)
 
     def abstract_eval(x: Any, *, placement: str) -> Any:
         members = jax.ShapeDtypeStruct((1,), x.dtype, weak_type=x.weak_type)

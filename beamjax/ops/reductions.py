@@ -14,13 +14,15 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
+from beamjax.numerics.reducers import REDUCERS
 from beamjax.ops import sharding
+from beamjax.ops.autodiff import product_of_others
 from beamjax.ops.combining import bind_reduce
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import resolve
 from beamjax.ops.primitives import map_members, trace_body
-from beamjax.ops.weights import keys_of_present, refuse_weights, weigh, weights_for
+from beamjax.ops.weights import refuse_weights, weights_for
 from beamjax.storage.dtypes import dtype_name
 
 # --- by key
@@ -49,22 +51,16 @@ def _segment_prod_jvp(
     count = of_key(jax.ops.segment_sum(is_zero.astype(np.int32), keys, num_keys))
     product = of_key(_segment_prod(nonzero, keys, num_keys))
     zeros = of_key(jax.ops.segment_sum(jnp.where(is_zero, x, none), keys, num_keys))
-    rest = product / nonzero
-    one_zero = jnp.where(is_zero, product, zeros * rest)
-    two_zeros = jnp.where(is_zero, (zeros - x) * product, none)
-    factor = jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
+    factor = product_of_others(count, product, zeros, x)
     return _segment_prod(x, keys, num_keys), jax.ops.segment_sum(factor * t, keys, num_keys)
 
 
-_SEGMENTS: dict[str, Callable[..., jax.Array]] = {
-    "sum": jax.ops.segment_sum,
-    "mean": jax.ops.segment_sum,
-    "max": jax.ops.segment_max,
-    "min": jax.ops.segment_min,
-    "prod": _segment_prod,
-    "any": jax.ops.segment_max,
-    "all": jax.ops.segment_min,
-}
+def _segments(op: str) -> Callable[..., jax.Array]:
+    """The function of values, keys and their number that reduces those of each key."""
+    if op == "prod":
+        return _segment_prod
+    name = {"any": "max", "all": "min"}.get(op, REDUCERS[op].operation)
+    return getattr(jax.ops, f"segment_{name}")
 
 
 def reduce_by_key(
@@ -106,8 +102,8 @@ def reduce_by_key(
     """
     name = "reduce_by_key"
     placement, n = resolve(name, placement)
-    if op not in _SEGMENTS:
-        raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(_SEGMENTS)}.")
+    if op not in REDUCERS:
+        raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(REDUCERS)}.")
     size = None if num_keys is None else _check_num_keys(num_keys)
     keys = _check_keys(as_placed(name, "keys", (), keys, placement, n))
     leaves, tree = tree_util.tree_flatten_with_path(x)
@@ -124,7 +120,7 @@ def reduce_by_key(
         return of_key.reduced(op, values, tree)
     results = [_result_dtype(op, value.dtype) for value in values]
     if op in ("sum", "prod"):
-        weighed = weigh(op, values, weights, results, placement=placement, n=n)
+        weighed = weights.weighed(op, values, results)
         return of_key.reduced(op, weighed.values, tree, weighed.dtypes)
     if size is None:
         raise StructureError(
@@ -132,12 +128,11 @@ def reduce_by_key(
             "or 'prod'; or give num_keys."
         )
     if op == "mean":
-        weighed = weigh(op, values, weights, results, placement=placement, n=n)
+        weighed = weights.weighed(op, values, results)
         both = tree_util.tree_structure([weighed.values, weighed.weights])
         sums = of_key.reduced("sum", [*weighed.values, *weighed.weights], both)
         return tree_util.tree_unflatten(tree, weighed.results(*sums))
-    present = keys_of_present(keys, weights, placement=placement, n=n)
-    return replace(of_key, keys=present).reduced(op, values, tree)
+    return replace(of_key, keys=weights.keys_of_present(keys)).reduced(op, values, tree)
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,7 @@ class _Members:
 
         # Also where nothing is cast: a map says of its operands that they are placed.
         keys, ones, *values = self._mapped(op, prepare, values)
-        totals = [_SEGMENTS[op](value, keys, num_keys) for value in values]
+        totals = [_segments(op)(value, keys, num_keys) for value in values]
         if op == "mean":
             counts = jax.ops.segment_sum(ones, keys, num_keys)
             totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]

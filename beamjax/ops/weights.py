@@ -69,17 +69,15 @@ def _in_force(weights: _Weights) -> Iterator[None]:
         del _weights[call]
 
 
-def weights_for(op: str, placement: str, n: Size) -> jax.Array | None:
-    """The weights of the members in a reduction that is called now.
+def weights_for(op: str, placement: str, n: Size) -> MemberWeights | None:
+    """The weights of the members in a reduction that is called now; None where there are none.
+
+    They are the product of the weights of all reweighted functions that are being called.
 
     Args:
       op: the operator, for messages.
       placement: of the reduction.
       n: its number of members.
-
-    Returns:
-      A placed array (n,), the product of the weights of all reweighted functions that are being
-      called; None where there are none.
 
     Raises:
       PlacementError: there are not n weights, or the program has several placements and
@@ -97,8 +95,9 @@ def weights_for(op: str, placement: str, n: Size) -> jax.Array | None:
         if weights.placement in (None, placement):
             weights.used = placement
             each = _placed_weights(op, weights.given, placement, n)
-            found = each if found is None else _promoted_product(found, each)
-    return found
+            with jax.numpy_dtype_promotion("standard"):
+                found = each if found is None else found * each
+    return None if found is None else MemberWeights(found, placement, n)
 
 
 def refuse_weights(op: str, placement: str, n: Size, why: str) -> None:
@@ -108,11 +107,6 @@ def refuse_weights(op: str, placement: str, n: Size, why: str) -> None:
             f"{op}: found it in a function with weights (beamjax.reweight), expected "
             f"beamjax.reduce_sum or its like: {why}."
         )
-
-
-def _promoted_product(x: jax.Array, y: jax.Array) -> jax.Array:
-    with jax.numpy_dtype_promotion("standard"):
-        return x * y
 
 
 def _placed_weights(op: str, given: Any, placement: str, n: Size) -> jax.Array:
@@ -129,7 +123,8 @@ def _placed_weights(op: str, given: Any, placement: str, n: Size) -> jax.Array:
 
 def _as_weights(found: Any, shape: tuple[Size, ...]) -> jax.Array:
     array = jnp.asarray(found)
-    if array.shape != shape or not _is_real(array.dtype):
+    is_real = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.integer) or _is_float(array)
+    if array.shape != shape or not is_real:
         where = "the function of weights gives" if not shape else "weights is"
         raise StructureError(
             f"reweight: {where} {array.dtype}{list(array.shape)}, expected real numbers of shape "
@@ -138,51 +133,102 @@ def _as_weights(found: Any, shape: tuple[Size, ...]) -> jax.Array:
     return array
 
 
-def _is_real(dtype: Any) -> bool:
-    number = jnp.issubdtype(dtype, np.number) and not jnp.issubdtype(dtype, np.complexfloating)
-    return dtype == np.bool_ or number
-
-
 # --- weighted reductions
 
 
-def weighted_reduction(
-    op: str, values: Sequence[jax.Array], weights: jax.Array, *, placement: str, n: Size
-) -> list[jax.Array]:
-    """Reduces members that count as often as their weights say.
+@dataclass(frozen=True, eq=False)
+class MemberWeights:
+    """The weights of the members in a reduction.
 
-    Args:
-      op: "sum", "mean", "max", "min", "prod", "any", "all", "argmax" or "argmin".
-      values: placed arrays (n, ...).
-      weights: a placed array (n,).
+    Attributes:
+      array: a placed array (n,) of real numbers.
       placement: of the members.
       n: their number.
-
-    Returns:
-      An array (...) for each value.
     """
 
-    def reduce(op: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return [REDUCE_PRIMITIVES[op].bind(array, placement=placement) for array in arrays]
+    array: jax.Array
+    placement: str
+    n: Size
 
-    if op in ("sum", "prod", "mean"):
-        dtypes = [REDUCERS[op].result_dtype(value.dtype) for value in values]
-        weighed = weigh(op, values, weights, dtypes, placement=placement, n=n)
-        totals = reduce("prod" if op == "prod" else "sum", weighed.values)
-        return weighed.results(totals, reduce("sum", weighed.weights))
-    mapped = functools.partial(_map_with_weights, weights=weights, placement=placement, n=n)
-    extreme = {"argmax": "max", "argmin": "min"}.get(op, op)
-    present = mapped(functools.partial(_or_identity, extreme), values)
-    best = reduce(extreme, present)
-    if extreme == op:
-        return best
-    count = len(values)
+    def reduced(self, op: str, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Reduces placed arrays by any of `REDUCE_PRIMITIVES`, each member by its weight."""
+        if op in ("sum", "prod", "mean"):
+            weighed = self.weighed(op, values, [REDUCERS[op].result_dtype(x.dtype) for x in values])
+            totals = self._reduced("prod" if op == "prod" else "sum", weighed.values)
+            return weighed.results(totals, self._reduced("sum", weighed.weights))
+        extreme = {"argmax": "max", "argmin": "min"}.get(op, op)
+        identities = [REDUCERS[extreme].identity(np.dtype(x.dtype)) for x in values]
 
-    def is_best(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
-        pairs = zip(members[:count], best, strict=True)
-        return [(weight != 0) & ((x == top) | jnp.isnan(x)) for x, top in pairs]
+        def or_identity(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+            pairs = zip(members, identities, strict=True)
+            return [jnp.where(weight != 0, x, jnp.asarray(one, x.dtype)) for x, one in pairs]
 
-    return reduce("argmax", mapped(is_best, values))
+        best = self._reduced(extreme, self._mapped(or_identity, values))
+        if extreme == op:
+            return best
+
+        def is_best(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+            pairs = zip(members, best, strict=True)
+            return [(weight != 0) & ((x == top) | jnp.isnan(x)) for x, top in pairs]
+
+        return self._reduced("argmax", self._mapped(is_best, values))
+
+    def weighed(self, op: str, values: Sequence[jax.Array], dtypes: Sequence[Any]) -> Weighed:
+        """Multiplies members with their weights, or takes them to that power.
+
+        Sums and products of ints and bools stay ints where the weights are ints or bools. Where the
+        weights are floats, they become floats, so that they have a derivative.
+
+        Args:
+          op: "sum", "mean" or "prod".
+          values: placed arrays (n, ...).
+          dtypes: of the results without weights.
+        """
+        dtypes = [
+            np.dtype(
+                self.array.dtype
+                if _is_inexact(self.array.dtype) and not _is_inexact(dtype)
+                else dtype
+            )
+            for dtype in dtypes
+        ]
+        wide = [REDUCERS["sum"].partial_dtype(dtype) for dtype in dtypes]
+
+        def of_member(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+            factors = [weight.astype(dtype) for dtype in wide]
+            apply = _power if op == "prod" else _product
+            weighed = [
+                apply(x.astype(factor.dtype), factor)
+                for x, factor in zip(members, factors, strict=True)
+            ]
+            return [*weighed, *(factors if op == "mean" else [])]
+
+        found = self._mapped(of_member, values)
+        return Weighed(found[: len(values)], found[len(values) :], dtypes)
+
+    def keys_of_present(self, keys: jax.Array) -> jax.Array:
+        """The keys of members; that of a member with weight 0 is -1, which no member has."""
+        # Keys that can be in range are int32.
+        bits = jnp.iinfo(keys.dtype).bits
+        signed = np.dtype(f"int{max(bits, 32)}")
+        (found,) = self._mapped(
+            lambda weight, key: [jnp.where(weight != 0, key.astype(signed), -1)], [keys]
+        )
+        return found
+
+    def _reduced(self, op: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [REDUCE_PRIMITIVES[op].bind(array, placement=self.placement) for array in arrays]
+
+    def _mapped(
+        self, fn: Callable[..., list[jax.Array]], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Maps a function of a weight and of members' values."""
+        mesh = sharding.mesh_for("reweight", self.placement, self.n, None)
+        found = map_members(
+            fn, [], [self.array, *values],
+            placement=self.placement, n=self.n, name="weights", mesh=mesh,
+        )  # fmt: skip
+        return [sharding.whole(array) for array in found]
 
 
 @dataclass(frozen=True)
@@ -202,81 +248,15 @@ class Weighed:
     def results(self, totals: Sequence[jax.Array], counts: Sequence[jax.Array]) -> list[jax.Array]:
         """Sums of the values, or means where there are sums of the weights, in the final dtypes."""
         if counts:
-            pairs = zip(totals, counts, strict=True)
             totals = [
                 total / count.reshape(*count.shape, *[1] * (total.ndim - count.ndim))
-                for total, count in pairs
+                for total, count in zip(totals, counts, strict=True)
             ]
         return [total.astype(dtype) for total, dtype in zip(totals, self.dtypes, strict=True)]
 
 
-def weigh(
-    op: str,
-    values: Sequence[jax.Array],
-    weights: jax.Array,
-    dtypes: Sequence[Any],
-    *,
-    placement: str,
-    n: Size,
-) -> Weighed:
-    """Multiplies the values of members with their weights; takes them to that power for "prod".
-
-    Sums and products of ints and bools stay ints where the weights are ints or bools. Where the
-    weights are floats, they become floats, so that they have a derivative.
-
-    Args:
-      op: "sum", "mean" or "prod".
-      values: placed arrays (n, ...).
-      weights: a placed array (n,).
-      dtypes: of the results without weights.
-      placement: of the members.
-      n: their number.
-    """
-    dtypes = [_weighed_dtype(dtype, weights.dtype) for dtype in dtypes]
-    wide = [REDUCERS["sum"].partial_dtype(dtype) for dtype in dtypes]
-
-    def of_member(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
-        factors = [weight.astype(dtype) for dtype in wide]
-        pairs = zip(members, factors, strict=True)
-        apply = _power if op == "prod" else _product
-        weighed = [apply(x.astype(factor.dtype), factor) for x, factor in pairs]
-        return [*weighed, *(factors if op == "mean" else [])]
-
-    found = _map_with_weights(of_member, values, weights=weights, placement=placement, n=n)
-    return Weighed(found[: len(values)], found[len(values) :], dtypes)
-
-
-def keys_of_present(keys: jax.Array, weights: jax.Array, *, placement: str, n: Size) -> jax.Array:
-    """The keys of members; that of a member with weight 0 is -1, which no member has."""
-    (found,) = _map_with_weights(
-        lambda weight, key: [jnp.where(weight != 0, key.astype(_signed(key.dtype)), -1)], [keys],
-        weights=weights, placement=placement, n=n,
-    )  # fmt: skip
-    return found
-
-
-def _signed(dtype: Any) -> Any:
-    """A signed dtype that has the keys of `reduce_by_key` that can be in range: they are int32."""
-    return np.int32 if jnp.iinfo(dtype).bits < 32 else np.dtype(f"int{jnp.iinfo(dtype).bits}")
-
-
-def _map_with_weights(
-    fn: Callable[..., list[jax.Array]],
-    values: Sequence[jax.Array],
-    *,
-    weights: jax.Array,
-    placement: str,
-    n: Size,
-) -> list[jax.Array]:
-    mesh = sharding.mesh_for("reweight", placement, n, None)
-    found = map_members(
-        fn, [], [weights, *values], placement=placement, n=n, name="weights", mesh=mesh
-    )
-    return [sharding.whole(array) for array in found]
-
-
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, np.inexact):
+    if _is_inexact(x.dtype):
         # A member that is left out does not show, even if it is infinite or NaN.
         x = jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
     return x * weight
@@ -286,15 +266,8 @@ def _power(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, jnp.ones_like(x), jnp.power(x, weight))
 
 
-def _or_identity(op: str, weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
-    identities = [REDUCERS[op].identity(np.dtype(x.dtype)) for x in members]
-    pairs = zip(members, identities, strict=True)
-    return [jnp.where(weight != 0, x, jnp.asarray(identity, x.dtype)) for x, identity in pairs]
-
-
-def _weighed_dtype(dtype: Any, weight: Any) -> np.dtype:
-    exact = not jnp.issubdtype(dtype, np.inexact) and jnp.issubdtype(weight, np.inexact)
-    return np.dtype(weight if exact else dtype)
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.inexact)
 
 
 # --- what users call

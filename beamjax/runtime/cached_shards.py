@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +15,14 @@ from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.options import Options
 from beamjax.plan.shard import Shard, shards
 from beamjax.plan.steps import Body, Map, Plan
-from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint
+from beamjax.runtime.failing_members import Computed, partials_of
+from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint, digest
 from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.sources.array_source import ArraySource
 from beamjax.storage.partial_cache import PartialCache
 
-_FORM = "1"
+_FORM = "2"
 """Version of addresses and files. Increase it when either changes: old entries are then ignored."""
 _log = logging.getLogger(__name__)
 
@@ -70,16 +68,16 @@ class CachedShards:
         bodies = [plan.bodies[key] for key in step.executables]
         self._reads_start = any(_reads_start(body, step.guard is not None) for body in bodies)
         guard = step.guard
-        self._head = _digest(
+        self._head = digest([
             _FORM,
-            str(plan.shard_sizes[step.placement]),
-            str(plan.x64),
-            *sorted(provenance_here(xla_threads).kinds),
-            *map(_fingerprint_of, bodies),
-            str(self._types),
-            "" if guard is None else f"{guard.on_error} {guard.on_nonfinite} {guard.reads}",
-            *(array_fingerprint(np.asarray(broadcasts[name])) for name in step.broadcasts),
-        )
+            plan.shard_sizes[step.placement],
+            plan.x64,
+            sorted(provenance_here(xla_threads).kinds),
+            list(map(_fingerprint_of, bodies)),
+            self._types,
+            None if guard is None else (guard.on_error, guard.on_nonfinite, guard.reads),
+            [array_fingerprint(np.asarray(broadcasts[name])) for name in step.broadcasts],
+        ])  # fmt: skip
 
     def computed(
         self, shard: Shard, operands: Sequence[np.ndarray], compute: Callable[[], Computed]
@@ -102,11 +100,7 @@ class CachedShards:
             return found
         made = compute()
         if not made.dropped and all(part is not None for part in made.partials):
-            buffers = len(self._step.buffers)
-            arrays = [
-                *made.partials[:buffers],
-                *(x for part in made.partials[buffers:] for x in part),
-            ]
+            arrays = jax.tree.leaves(made.partials)
             self._cache.store(address, arrays, {"left_out": made.left_out})
         return made
 
@@ -122,7 +116,7 @@ class CachedShards:
         marks = reader.content_marks(self._step.operands, shard.start, shard.start + shard.count)
         if marks is None:
             return None
-        note = _digest(_FORM, "content of files", *marks)
+        note = _note_of(marks)
         _, meta = self._cache.find(note) or ([], {})
         contents = meta.get("contents")
         if isinstance(contents, list) and len(contents) == len(marks):
@@ -145,14 +139,14 @@ class CachedShards:
             found = reader.read(operands, shard.start, stop)
             contents = [array_fingerprint(found[name]) for name in operands]
         else:
-            note = _digest(_FORM, "content of files", *marks)
+            note = _note_of(marks)
             _, meta = self._cache.find(note) or ([], {})
             contents = list(map(str, meta.get("contents", ())))
         return self._cache.find(self._address(shard, contents)) is not None
 
     def _address(self, shard: Shard, contents: Sequence[str]) -> str:
-        start = str(shard.start) if self._reads_start else ""
-        return _digest(self._head, start, str(shard.count), *contents)
+        start = shard.start if self._reads_start else None
+        return digest([self._head, start, shard.count, list(contents)]).removeprefix("#")
 
     def _found(self, address: str) -> Computed | None:
         found = self._cache.find(address)
@@ -164,19 +158,18 @@ class CachedShards:
             _log.warning("cache: found other arrays than the pass gives in %s", address)
             return None
         counts.shards_cached += 1
-        buffers = len(self._step.buffers)
-        partials: list[Any] = arrays[:buffers]
-        rest = arrays[buffers:]
-        for combine in self._step.combines:
-            partials.append(rest[: len(combine.leaves)])
-            rest = rest[len(combine.leaves) :]
-        return Computed([], partials, meta["left_out"])
+        return Computed([], partials_of(self._step, arrays), meta["left_out"])
 
     @property
     def _types(self) -> list[tuple[tuple[int, ...], str]]:
         leaves = [leaf for combine in self._step.combines for leaf in combine.leaves]
         buffers = [((buffer.size,), buffer.dtype) for buffer in self._step.buffers]
         return [*buffers, *((leaf.shape, leaf.dtype) for leaf in leaves)]
+
+
+def _note_of(marks: Sequence[str]) -> str:
+    """The address of what is known of the content of files with these marks."""
+    return digest([_FORM, "content of files", list(marks)]).removeprefix("#")
 
 
 MOST_COUNTED = 10_000
@@ -256,10 +249,3 @@ def _exported_facts(data: bytes) -> tuple[str, tuple[int, ...]]:
     exported = export.deserialize(bytearray(data))
     body = Body("", {"": data})
     return body_fingerprint(body), tuple(exported.module_kept_var_idx)
-
-
-def _digest(*parts: str) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    for part in parts:
-        digest.update(f"{len(part)}:{part}".encode())
-    return digest.hexdigest()

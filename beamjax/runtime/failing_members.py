@@ -7,7 +7,7 @@ only on the members that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,13 @@ class Computed:
         for array in arrays:
             crc = google_crc32c.extend(crc, array.tobytes())
         return crc
+
+
+def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:
+    """What a body returns after the placed results, as the partials of buffers and combines."""
+    rest = iter(arrays)
+    buffers = [next(rest) for _ in step.buffers]
+    return [*buffers, *([next(rest) for _ in combine.leaves] for combine in step.combines)]
 
 
 def compute_rest(
@@ -128,25 +135,29 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
     Returns:
       The message of each member that fails alone, by its place.
     """
-    found: dict[int, str] = {}
 
-    def search(places: np.ndarray) -> None:
+    def attempt(places: np.ndarray) -> None:
         mask = np.zeros(len(kept), np.bool_)
         mask[places] = True
-        try:
-            call(*_stand_ins(mask))
-        except JobCancelledError:  # not the failure of a member
-            raise
-        except Exception as error:
-            if len(places) == 1:
-                found[int(places[0])] = message_of(error)
-                return
-            half = len(places) // 2
-            search(places[:half])
-            search(places[half:])
+        call(*_stand_ins(mask))
 
-    search(np.flatnonzero(kept))
-    return found
+    return dict(_bisected(np.flatnonzero(kept), attempt))
+
+
+def _bisected(
+    places: np.ndarray, attempt: Callable[[np.ndarray], None]
+) -> Iterator[tuple[int, str]]:
+    """Tries members together, and halves of those that fail; which fail alone, and why."""
+    try:
+        attempt(places)
+    except JobCancelledError:  # not the failure of a member
+        raise
+    except Exception as error:
+        if len(places) == 1:
+            yield int(places[0]), message_of(error)
+            return
+        for half in np.split(places, [len(places) // 2]):
+            yield from _bisected(half, attempt)
 
 
 def _stand_ins(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -181,24 +192,15 @@ def read_rest(
     lost: dict[int, str] = {}
     pieces: list[Mapping[str, np.ndarray]] = []
 
-    def search(first: int, last: int) -> None:
-        try:
-            pieces.append(read(first, last))
-        except JobCancelledError:
-            raise
-        except Exception as error:
-            if last - first > 1:
-                middle = (first + last) // 2
-                search(first, middle)
-                search(middle, last)
-                return
-            lost[first - start] = message_of(error)
-            pieces.append({
-                name: np.zeros((1, *value.shape), np.dtype(value.dtype))
-                for name, value in types.items()
-            })  # fmt: skip
+    def attempt(places: np.ndarray) -> None:
+        pieces.append(read(start + int(places[0]), start + int(places[-1]) + 1))
 
-    search(start, start + count)
+    for place, message in _bisected(np.arange(count), attempt):
+        lost[place] = message
+        pieces.append({
+            name: np.zeros((1, *value.shape), np.dtype(value.dtype))
+            for name, value in types.items()
+        })  # fmt: skip
     if len(pieces) == 1:
         return dict(pieces[0]), lost
     found = {}

@@ -49,9 +49,9 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
         "the option reduction": options.reduction,
         "jax_enable_x64": str(plan.x64),
         "the version of JAX": plan.jax_version,
-        "the types of its values": _digest(types),
-        "its steps": _digest(_without_bodies(steps)),
-        "what its steps compute": _digest(steps),
+        "the types of its values": digest(types),
+        "its steps": digest(_without_bodies(steps)),
+        "what its steps compute": digest(steps),
     }
 
 
@@ -93,7 +93,7 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
 
 def source_fingerprint(source: Source) -> str:
     """Of all leaves of a source; files count by path, size and time of change."""
-    return _digest([_source_leaf(source, leaf) for leaf in range(len(source.leaves))])
+    return digest([_source_leaf(source, leaf) for leaf in range(len(source.leaves))])
 
 
 def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) -> str:
@@ -102,29 +102,29 @@ def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) ->
     if source.inner:
         inner = [_source_leaf(s, i, hashes) for s in source.inner for i in range(len(s.leaves))]
         leaves = [found.to_json() for found in source.leaves]
-        return _digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
+        return digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
     if source.is_live:
-        return _digest([array_fingerprint(arrays[leaf]) for arrays in blocks_in_order(source)])
+        return digest([array_fingerprint(arrays[leaf]) for arrays in blocks_in_order(source)])
     if hashes is not None:
         identity, files = source.identity()
-        return _digest([identity, leaf, hashes.of(files)])
+        return digest([identity, leaf, hashes.of(files)])
     spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]
     spec["files"] = [(found.st_size, found.st_mtime_ns) for found in status]
-    return _digest(spec)
+    return digest(spec)
 
 
 def array_fingerprint(array: np.ndarray) -> str:
     """Of dtype, shape and content; no more than a block of it is copied."""
-    digest = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=16)
+    content = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=16)
     rows = max(1, _SCANNED // max(array[:1].nbytes, 1)) if array.ndim else 1
     blocks = (array[i : i + rows] for i in range(0, len(array), rows)) if array.ndim else [array]
     for block in blocks:
         if block.nbytes:
             native = np.ascontiguousarray(block, block.dtype.newbyteorder("="))
-            digest.update(native.reshape(-1).view(np.uint8).data)
-    return f"#{digest.hexdigest()}"
+            content.update(native.reshape(-1).view(np.uint8).data)
+    return f"#{content.hexdigest()}"
 
 
 def body_fingerprint(body: Body) -> str:
@@ -132,7 +132,7 @@ def body_fingerprint(body: Body) -> str:
     if body.python is not None:
         return f"python {body.python.fingerprint}"
     artefacts = {name: _stable_hlo(data) for name, data in sorted(body.artefacts.items())}
-    return _digest([artefacts, body.narrow])
+    return digest([artefacts, body.narrow])
 
 
 def _stable_hlo(data: bytes) -> str:
@@ -140,8 +140,8 @@ def _stable_hlo(data: bytes) -> str:
     try:
         text = export.deserialize(bytearray(data)).mlir_module()
     except Exception:  # of any kind, for an artefact that this version can't read
-        return _digest(data.hex())
-    return _digest(_LOCATION.sub("", text))
+        return digest(data.hex())
+    return digest(_LOCATION.sub("", text))
 
 
 def _plain(value: Any, bodies: Mapping[str, str]) -> Any:
@@ -168,6 +168,7 @@ def _without_bodies(value: Any) -> Any:
     return value
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Of plain values, as `json` writes them."""
     text = json.dumps(value, sort_keys=True, default=str)
     return f"#{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

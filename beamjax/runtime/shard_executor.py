@@ -18,7 +18,6 @@ from beamjax.errors import WorkerError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.reducers import PICK, make_accumulator, reducer_of
-from beamjax.numerics.side_by_side import are_alike, in_parts
 from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Bucketed, Combine, FusedBuffer, Map, PaddingCheck, Plan
@@ -29,6 +28,7 @@ from beamjax.runtime.failing_members import (
     compute_rest,
     filled,
     message_of,
+    partials_of,
     read_rest,
 )
 from beamjax.runtime.inputs import Reader
@@ -215,14 +215,9 @@ class ShardExecutor:
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Splits the results of a body into placed results and partials."""
-        step = self.step
-        results = [x[: shard.count] for x in arrays[: len(self._made)]]
-        partials: list[Any] = arrays[len(results) :][: len(step.buffers)]
-        rest = arrays[len(results) + len(partials) :]
-        for combine in step.combines:
-            partials.append(rest[: len(combine.leaves)])
-            rest = rest[len(combine.leaves) :]
-        return results, partials
+        made = len(self._made)
+        results = [x[: shard.count] for x in arrays[:made]]
+        return results, partials_of(self.step, arrays[made:])
 
     def _guarded(
         self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str], guard: Guard
@@ -337,20 +332,11 @@ def add_computed(
       shard: which.
       left_out: how many of its members are not in the partials.
     """
-    for buffer, accumulator, _ in accumulators:
+    for buffer, accumulator, partial in accumulators:
         if buffer.kind == "sum":
             accumulator.left_out += left_out
-    found = [(accumulator, part) for _, accumulator, part in accumulators if part is not None]
-
-    def add(first: int, last: int) -> None:
-        for accumulator, part in found[first:last]:
-            accumulator.add(part, shard.index)
-
-    sizes = [part.size for _, part in found]
-    if are_alike(sizes):
-        in_parts(len(found), sum(sizes), add)
-    else:
-        add(0, len(found))
+        if partial is not None:
+            accumulator.add(partial, shard.index)
     for tree, arrays in trees:
         if arrays is not None:
             tree.add(arrays, shard.index)

@@ -18,6 +18,7 @@ from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.table import FunctionReductionRule, ReductionRule
+from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.dropping import Guard
 from beamjax.plan.steps import FusedBuffer
 
@@ -140,7 +141,7 @@ def sequential_body(
         def step(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], Any]:
             made, rows = members(i)
             merged = [
-                _MERGE[buffer.kind](a, b)
+                REDUCERS[buffer.kind].merge(a, b)
                 for buffer, a, b in zip(buffers, totals, made, strict=True)
             ]
             return merged, rows
@@ -161,22 +162,10 @@ def sequential_body(
     return body
 
 
-_MERGE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "sum": jnp.add,
-    "prod": jnp.multiply,
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "any": jnp.logical_or,
-    "all": jnp.logical_and,
-}
-
-
 def can_run_sequentially(stage: MapStage, buffers: Sequence[FusedBuffer]) -> bool:
     """Whether a pass can compute its members sequentially: partials of batches can be merged."""
     whole = (e.rule.by_shard or isinstance(e.rule, FunctionReductionRule) for e in stage.emissions)
-    return not any(whole) and all(
-        buffer.kind in _MERGE and np.dtype(buffer.dtype).kind != "c" for buffer in buffers
-    )
+    return not any(whole) and all(np.dtype(buffer.dtype).kind != "c" for buffer in buffers)
 
 
 def _rows(x: jax.Array, i: Any, batch: int) -> jax.Array:

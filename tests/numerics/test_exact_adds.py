@@ -6,40 +6,30 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamjax.numerics import exact_add as exact_adds
 from beamjax.numerics import side_by_side
-from beamjax.numerics.exact_add import PROBED, add_and_take_apart, add_exactly
+from beamjax.numerics.exact_add import PROBED, add_exactly
 from beamjax.numerics.side_by_side import LONG, in_parts
 
-SHARED = [HealthCheck.function_scoped_fixture]  # of a way to add, for all examples
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
 WHOLE = st.integers(-(2**24), 2**24)
 DYADIC = st.builds(lambda whole, exponent: whole * 2.0**exponent, WHOLE, st.integers(-60, 60))
 
 
-@pytest.fixture(params=["flag", "taken apart"])
-def way(request, monkeypatch):
-    """Each way to add."""
-    exact_adds._adder.cache_clear()
-    if request.param == "flag":
-        if exact_adds._with_flag() is None:
-            pytest.skip("no flag on this machine")
-    else:
-        monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
-    yield request.param
-    exact_adds._adder.cache_clear()
+WITH_FLAG = pytest.mark.skipif(exact_adds._with_flag() is None, reason="no flag on this machine")
 
 
 def is_double(value):
     return value.denominator & (value.denominator - 1) == 0 and Fraction(float(value)) == value
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SHARED)
+@WITH_FLAG
+@settings(max_examples=300, deadline=None)
 @given(data=st.data(), terms=st.integers(1, 6), together=st.booleans())
-def test_it_is_exact_or_says_so(way, data, terms, together):
+def test_it_is_exact_or_says_so(data, terms, together):
     values = data.draw(st.lists(st.tuples(*[FINITE | DYADIC] * terms), min_size=1, max_size=4))
     rows = np.array(values, np.float32).T.copy()
     start = np.array(data.draw(st.lists(FINITE, min_size=len(values), max_size=len(values))))
@@ -64,9 +54,9 @@ def test_it_is_exact_or_says_so(way, data, terms, together):
         assert added == (exact if exact >= terms - 1 else 0)
 
 
-@settings(suppress_health_check=SHARED)
+@WITH_FLAG
 @given(st.lists(WHOLE, min_size=3, max_size=3), st.sampled_from([np.inf, -np.inf, np.nan]))
-def test_infinities_and_nan_are_added_as_numpy_does_or_not_at_all(way, values, bad):
+def test_infinities_and_nan_are_added_as_numpy_does_or_not_at_all(values, bad):
     row = np.array(values, np.float32)
     row[1] = bad
     ones = np.ones(3, np.float32)
@@ -78,8 +68,9 @@ def test_infinities_and_nan_are_added_as_numpy_does_or_not_at_all(way, values, b
         np.testing.assert_array_equal(total, expected)
 
 
+@WITH_FLAG
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_one_sum_that_rounds_is_noticed_wherever_it_is(way, dtype):
+def test_one_sum_that_rounds_is_noticed_wherever_it_is(dtype):
     for size in (1, 7, 4096, PROBED, 3 * PROBED + 5):
         total, ones = np.ones(size), np.ones(size, dtype)
         for place in {0, size // 3, size // 2, size - 1}:
@@ -93,7 +84,8 @@ def test_one_sum_that_rounds_is_noticed_wherever_it_is(way, dtype):
         assert (total == 3).all()
 
 
-def test_zeros_subnormals_and_overflow(way):
+@WITH_FLAG
+def test_zeros_subnormals_and_overflow():
     total = np.zeros(3)
     assert add_exactly(total, [np.float32([-0.0, 1, -1]), np.float32([-0.0, -1, 1])])
     assert not np.signbit(total).any()
@@ -109,7 +101,8 @@ def test_zeros_subnormals_and_overflow(way):
     assert np.isfinite(total).all()
 
 
-def test_threads_do_not_see_the_sums_of_others(way):
+@WITH_FLAG
+def test_threads_do_not_see_the_sums_of_others():
     """One rounds all the time, and the others never."""
     stop, found = threading.Event(), []
     tiny, ones = np.full(PROBED, 2.0**-60, np.float32), np.ones(PROBED, np.float32)
@@ -130,21 +123,24 @@ def test_threads_do_not_see_the_sums_of_others(way):
     assert all(found)
 
 
+@WITH_FLAG
 @pytest.mark.parametrize("misses", range(5))
 def test_a_flag_that_misses_anything_is_not_used(monkeypatch, misses):
     """As if NumPy added on threads of its own, or the processor had no flag."""
 
+    add = exact_adds._with_flag()
+
     def adds(total, rows, out):
         cut = PROBED * misses // 4
         rows = list(rows)
-        exact = add_and_take_apart(total[:cut], [row[:cut] for row in rows], out[:cut])
-        add_and_take_apart(total[cut:], [row[cut:] for row in rows], out[cut:])
+        exact = add(total[:cut], [row[:cut] for row in rows], out[:cut])
+        add(total[cut:], [row[cut:] for row in rows], out[cut:])
         return exact
 
     monkeypatch.setattr(exact_adds, "_with_flag", lambda: adds)
     exact_adds._adder.cache_clear()
     try:
-        assert exact_adds._adder() is (adds if misses == 4 else add_and_take_apart)
+        assert exact_adds._adder() is (adds if misses == 4 else None)
     finally:
         exact_adds._adder.cache_clear()
 

@@ -154,9 +154,9 @@ def test_mean_is_correctly_rounded_in_any_tree(dtype, data, count, rng):
         assert_bits(total.mean(0, 3, count, result), [rounded(mean, result) for mean in means])
 
 
-@pytest.fixture(params=["flag", "taken apart"])
+@pytest.fixture(params=["flag", "digits"])
 def adds(request, monkeypatch):
-    """Each way to find out whether additions are exact."""
+    """With additions that report whether they are exact, and without."""
     exact_adds._adder.cache_clear()
     if request.param != "flag":
         monkeypatch.setattr(exact_adds, "_with_flag", lambda: None)
@@ -480,7 +480,7 @@ def test_zeros_are_merged_with_numbers_of_any_size():
         assert found.total(0, 3, F32).tolist() == [2.0**-149, 2.0**127, 1.0]
 
 
-def test_only_vectors_that_cannot_change_wait_and_merging_adds_them(adds):
+def test_only_vectors_that_cannot_change_wait_and_merging_adds_them():
     total = make_accumulator("sum", F32, LARGE)
     row = np.ones(LARGE, np.float32)
     total.add(row)
