@@ -17,7 +17,7 @@ from beamjax.plan.steps import Map, Plan
 from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.large_reductions import LargeBuffers
-from beamjax.runtime.ordered_pool import OrderedPool
+from beamjax.runtime.ordered_pool import OrderedResults, Workers, most_jobs
 from beamjax.runtime.shard_executor import (
     add_computed,
     finish_buffer,
@@ -124,10 +124,13 @@ def computed(
         shard_times.learn(body, done.meter, begun)
         yield done
         left = None if left is None else left - 1
-    pool: OrderedPool[Done] = OrderedPool(shard_times.threads(body, threads), check=check)
+    threads = shard_times.threads(body, threads)
+    workers = Workers(threads, as_here=True)
+    results: OrderedResults[Done] = OrderedResults(most_jobs(threads), check)
     try:
         for job in jobs:
-            yield from pool.add(job)
-        yield from pool.rest()
+            yield from results.add(workers.submit(job))
+        yield from results.rest()
     finally:
-        pool.close()
+        results.cancel()
+        workers.close()

@@ -7,17 +7,15 @@ bundle has a thread of its own, where that pays, so that it reads and adds up wh
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.runtime.ordered_pool import OrderedResults, Workers
 
 AHEAD = 2
 """Jobs that a device has at most: one that it computes, and others that wait."""
@@ -36,7 +34,7 @@ class Dealer(Generic[T]):
     def __init__(self, devices: Sequence[Hashable | None]):
         self.devices = tuple(devices)
         self._turns = itertools.cycle(range(len(self.devices)))
-        self._jobs: collections.deque[Future[T]] = collections.deque()
+        self._results: OrderedResults[T] = OrderedResults(AHEAD * len(self.devices))
 
     def add(self, job: Callable[[int], T]) -> Iterator[T]:
         """Takes a job, a function of the index of a device.
@@ -53,19 +51,15 @@ class Dealer(Generic[T]):
             yield job(index)
             return
         call = functools.partial(with_settings_of_here(job), index)
-        self._jobs.append(_thread(device).submit(call))
-        while len(self._jobs) >= AHEAD * len(self.devices):
-            yield self._jobs.popleft().result()
+        yield from self._results.add(_thread(device).submit(call))
 
     def rest(self) -> Iterator[T]:
         """The results of all jobs that are left; raises what they raise."""
-        while self._jobs:
-            yield self._jobs.popleft().result()
+        yield from self._results.rest()
 
     def cancel(self) -> None:
         """Forgets all jobs; those that have not started never will."""
-        while self._jobs:
-            self._jobs.pop().cancel()
+        self._results.cancel()
 
 
 class CpuTurn:
@@ -82,38 +76,12 @@ class CpuTurn:
 _turns: set[int] = set()
 
 
-class _DeviceThread:
-    """Runs calls one after the other; unlike a pool of Python's, it lets the process end."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="beamjax-device", daemon=True).start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Has the thread call a function some time."""
-        future: Future[T] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            self._do(*self._calls.get())
-
-    def _do(self, future: Future[Any], call: Callable[[], Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-
-_threads: dict[Hashable, _DeviceThread] = {}
+_threads: dict[Hashable, Workers] = {}
 _lock = threading.Lock()
 
 
-def _thread(device: Hashable) -> _DeviceThread:
+def _thread(device: Hashable) -> Workers:
     with _lock:
         if device not in _threads:
-            _threads[device] = _DeviceThread()
+            _threads[device] = Workers(name="beamjax-device")
         return _threads[device]

@@ -386,7 +386,7 @@ HOSTILE = {
         lambda a, m: [a[0], np.append(a[1], a[1][:1]), a[2]],
         lambda a, m: [a[0][::-1], a[1], a[2]],
         *(entry(0, (0, 0), value) for value in (10**6, -1)),
-        *(entry(0, (0, 1), value) for value in (-1, 1000)),
+        *(entry(0, (0, 1), value) for value in (-2, 1000)),
         *(entry(1, 0, value) for value in (0.5, 2.0**200, np.inf, np.nan)),
         *(entry(2, (0, 0), value) for value in (-1, 10**6)),
         *(entry(2, (0, 1), value) for value in (8, 0)),

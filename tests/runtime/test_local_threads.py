@@ -15,7 +15,7 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.errors import SourceError, StagingError
 from beamjax.runtime import passes, shard_times
-from beamjax.runtime.ordered_pool import OrderedPool
+from beamjax.runtime.ordered_pool import Workers
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.telemetry.meters import Meter
 
@@ -46,9 +46,9 @@ def pools(monkeypatch):
 
     def pool(threads, **options):
         made.append(threads)
-        return OrderedPool(threads, **options)
+        return Workers(threads, **options)
 
-    monkeypatch.setattr(passes, "OrderedPool", pool)
+    monkeypatch.setattr(passes, "Workers", pool)
     return made
 
 
@@ -263,7 +263,9 @@ clock = [0.0]
 def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monkeypatch, pools):
     monkeypatch.undo()
     numbers = []
-    monkeypatch.setattr(passes, "OrderedPool", lambda n, check: numbers.append(n) or OrderedPool(n))
+    monkeypatch.setattr(
+        passes, "Workers", lambda n, as_here: numbers.append(n) or Workers(n, as_here=as_here)
+    )
     monkeypatch.setattr(passes.time, "process_time", lambda: clock[0])
     monkeypatch.setattr(shard_times, "_times", {})
     taken = []

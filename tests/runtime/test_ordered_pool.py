@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from beamjax.errors import JobCancelledError
 from beamjax.runtime import ordered_pool
-from beamjax.runtime.ordered_pool import OrderedPool, most_jobs, usual_threads
+from beamjax.runtime.ordered_pool import OrderedResults, Workers, most_jobs, usual_threads
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,16 @@ def no_thread_is_left():
     assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
 
 
-def results(jobs, threads, **options):
-    pool = OrderedPool(threads, **options)
+def results(jobs, threads, *, most=None, check=lambda: None):
+    workers = Workers(threads, as_here=True)
+    ordered = OrderedResults(most_jobs(threads) if most is None else most, check)
     try:
         for job in jobs:
-            yield from pool.add(job)
-        yield from pool.rest()
+            yield from ordered.add(workers.submit(job))
+        yield from ordered.rest()
     finally:
-        pool.close()
+        ordered.cancel()
+        workers.close()
 
 
 def after(seconds, value):
@@ -77,11 +79,16 @@ def test_the_error_is_that_of_the_first_job_that_fails(threads):
 def test_jobs_that_have_not_begun_are_forgotten():
     begun = []
     job = lambda i: [begun.append(i), time.sleep(0.02)]
-    pool = OrderedPool(1, jobs=50)
-    for i in range(20):
-        list(pool.add(functools.partial(job, i)))
-    pool.close()
-    assert len(begun) <= 2
+    found = results((functools.partial(job, i) for i in range(20)), 1, most=5)
+    next(found)
+    found.close()
+    assert len(begun) <= 3
+
+    def late():
+        raise TimeoutError("of the job itself")
+
+    with pytest.raises(TimeoutError, match="of the job itself"):
+        list(results([late], 1))
 
     def jobs():
         yield lambda: 1
