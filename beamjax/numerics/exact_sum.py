@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -32,13 +31,13 @@ from beamjax.numerics.superaccumulator import (
     NEGATIVE_INFINITY,
     NOT_A_NUMBER,
     POSITIVE_INFINITY,
-    WIDTH,
     Digits,
 )
 from beamjax.storage.arrays import Joined
 
-MAX_ROWS = 256
-"""Partials of which a small accumulator keeps copies, to add them all at once."""
+MAX_ROWS = 254
+"""Partials of which a small accumulator keeps copies, to add them all at once: the digits have room
+for so many (`CAPACITY`)."""
 
 MAX_COPIED = 1 << 15
 """Values of all these copies together, which stay in a core's second cache."""
@@ -90,33 +89,25 @@ class ExactSum(Accumulator):
         self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
         self._length = size * self._parts
         self._blocks: dict[int, Digits] = {}
-        # Copies of partials of a small accumulator, and read-only partials of a large one.
-        self._rows: np.ndarray | None = None
-        self._count = 0
+        # Copies of partials of a small accumulator, read-only partials of a large one.
         self._waiting: list[np.ndarray] = []
-        self._max_waiting = MAX_WAITING if self._real == np.float32 else 1
-        self._max_rows = min(MAX_ROWS, (1 << (52 - WIDTH)) - 2, MAX_COPIED // max(self._length, 1))
+        copied = min(MAX_ROWS, MAX_COPIED // max(self._length, 1))
+        self._is_small = copied > 1
+        self._max_waiting = copied if self._is_small else MAX_WAITING
+        if not self._is_small and self._real != np.float32:
+            self._max_waiting = 1
 
     @property
     def nbytes(self) -> int:
         waiting = sum(partial.nbytes for partial in self._waiting)
-        waiting += 0 if self._rows is None else self._rows.nbytes
         return waiting + sum(block.nbytes for block in self._blocks.values())
 
     def _add(self, partial: np.ndarray, shard: int) -> None:
         if self._parts == 2:
             partial = np.ascontiguousarray(partial).view(self._real)
-        if self._max_rows < 2:
-            self._waiting.append(partial)
-            if partial.flags.writeable or len(self._waiting) >= self._max_waiting:
-                self._flush()
-            return
-        rows = self._rows
-        if rows is None:
-            rows = self._rows = np.empty((self._max_rows, self._length), self._real)
-        rows[self._count] = partial
-        self._count += 1
-        if self._count == self._max_rows:
+        self._waiting.append(partial.copy() if self._is_small else partial)
+        is_last = partial.flags.writeable and not self._is_small
+        if is_last or len(self._waiting) >= self._max_waiting:
             self._flush()
 
     def _merge(self, other: ExactSum) -> None:
@@ -129,8 +120,8 @@ class ExactSum(Accumulator):
                     mine.merge(block)
 
         in_parts(len(pairs), self._length, merge)
-        for rows in other._rows_to_add():
-            self._deposit(rows)
+        if other._waiting:
+            self._deposit(other._rows())
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         """The sums of the coordinates [lo, hi), correctly rounded.
@@ -190,17 +181,13 @@ class ExactSum(Accumulator):
         return block
 
     def _flush(self) -> None:
-        for rows in self._rows_to_add():
-            self._deposit(rows)
-        self._rows, self._count = None, 0
-        self._waiting = []
-
-    def _rows_to_add(self) -> Iterator[Rows]:
-        """What is kept of partials, as real numbers."""
-        if self._rows is not None and self._count:
-            yield self._rows[: self._count]
         if self._waiting:
-            yield self._waiting
+            rows, self._waiting = self._rows(), []
+            self._deposit(rows)
+
+    def _rows(self) -> Rows:
+        """The partials that wait, as real numbers."""
+        return np.stack(self._waiting) if self._is_small else self._waiting
 
     def _deposit(self, rows: Rows) -> None:
         """Adds rows (length,) of real numbers."""

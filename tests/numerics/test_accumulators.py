@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 import beamjax as bj
 from beamjax.errors import (
     ArrayFormatError,
-    BeamjaxError,
     OptionsError,
     StructureError,
     WorkerError,
@@ -331,10 +331,16 @@ def test_other_lanes_dtypes_and_partials_are_refused():
     ]:  # fmt: skip
         with pytest.raises(StructureError, match="expected"):
             make_accumulator(reduction, dtype_of(dtype), 1)
-    with pytest.raises(BeamjaxError, match="expected float32"):
-        make_accumulator("sum", np.float32, 2).add(np.zeros(2, np.int32), 0)
-    make = lambda reduction, mode="exact": make_accumulator(reduction, np.float32, 1, mode=mode)
+    make = lambda reduction, mode="exact", size=1: make_accumulator(
+        reduction, np.float32, size, mode=mode
+    )
+    for reduction in ("sum", "prod", "max"):
+        for partial in (np.zeros(1, np.int32), np.zeros((1, 1), np.float32), np.float32([1, 2])):
+            found = f"{partial.dtype}{list(partial.shape)}, expected float32[1]"
+            with pytest.raises(StructureError, match=re.escape(found)):
+                make(reduction).add(partial, 0)
     for one, other in [
+        (make("sum"), make("sum", size=2)),
         (make("max"), make("min")), (make("sum"), make("prod")),
         (make("sum"), make("sum", "fast")), (make("sum", "fast"), make("prod", "fast")),
     ]:  # fmt: skip

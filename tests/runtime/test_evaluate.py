@@ -63,25 +63,6 @@ def test_no_split_shows(n, sizes, seed):
         exactly(got, {k: v for k, v in want.items() if k != "mean"})
 
 
-@functools.cache
-def sums_of_floats():
-    n = 130
-    return program(n, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x), jnp.sum(x)))
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 1000), size=st.sampled_from([8, 32, 64]))
-def test_sums_of_floats_are_close_whatever_the_split(seed, size):
-    rng = np.random.default_rng(seed)
-    x = (rng.normal(size=(130, 2)) * 10.0 ** rng.integers(-3, 3, (130, 2))).astype("float32")
-    found = run(sums_of_floats(), x, size=size)
-    exact = x.astype("float64").sum(0)
-    bound = 1e-6 * np.abs(x).sum(0)
-    assert (np.abs(found[0] - exact) <= bound).all()
-    assert (np.abs(found[1] - exact / 130) <= bound / 130).all()
-    assert abs(found[2] - exact.sum()) <= bound.sum()
-
-
 def test_members_are_the_same_in_any_company():
     x = jax.random.normal(jax.random.key(0), (30, 5, 3))
     body = lambda v: jax.grad(lambda w: jnp.sum(jnp.tanh(v @ w) ** 2))(v[0])
@@ -152,14 +133,6 @@ def test_a_mesh_at_home_does_not_matter(kind):
     with jax.set_mesh(mesh):
         again = program(16, prog.__wrapped__)
         assert_close(run(again, w, x), want)
-
-
-def test_gathered_and_placed_results_side_by_side():
-    def fn(x):
-        y = bj.map_fn(jnp.sin, x)
-        return jnp.swapaxes(y, 0, 1), y[3], jnp.cumsum(y.T, 1)
-
-    run_everywhere(program(11, fn), jnp.arange(33.0).reshape(11, 3), beam=False, shard_size=8)
 
 
 def test_a_shard_that_can_not_be_read_is_named():
