@@ -6,7 +6,6 @@ All of these show the facts of the plan, `beamjax.diagnostics.fact_types.PlanFac
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options
 from beamjax.options.choices import Choices, write_json
+from beamjax.storage.schema import to_plain
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
@@ -138,8 +138,8 @@ class Explanation:
         Raises:
           OptionsError: the stage is not "plan".
         """
-        facts = dataclasses.asdict(self._plan_facts("to_json"))
-        return json.loads(json.dumps(facts))
+        facts: dict[str, Any] = to_plain(self._plan_facts("to_json"))
+        return facts
 
     def to_mermaid(self) -> str:
         """Returns a Mermaid flowchart of the steps.

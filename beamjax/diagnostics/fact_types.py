@@ -1,160 +1,121 @@
-"""The facts of a plan: dataclasses of plain values, which `beamjax.diagnostics.facts` makes.
+"""The view of a plan that `explain`, the pages, `--json` and the records of jobs share.
 
-`Explanation`, the pages, `--json` and the records of jobs all read these, and `dataclasses.asdict`
-turns them into JSON values. Bytes and seconds are numbers; nothing is formatted.
+`beamjax.diagnostics.facts` makes it; `schema.to_plain` turns it into JSON values. Bytes and seconds
+are numbers; nothing is formatted.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import linecache
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from beamjax._text import Bytes
 from beamjax.plan.merging import FanOut
 
+# --- values and steps
+
 
 @dataclass(frozen=True)
 class ValueFact:
-    """A value of the plan.
-
-    Attributes:
-      name: the name of the value in the plan.
-      type: the type, such as `float32[5,3]@clients`.
-      nbytes: bytes of the value, of all members if it is placed.
-      member_bytes: bytes of one member; None for a server value.
-      shard_bytes: bytes of a full shard; None for a server value.
-    """
+    """A value of the plan."""
 
     name: str
-    type: str
-    nbytes: Bytes
-    member_bytes: int | None = None
-    shard_bytes: int | None = None
+    type: str  # such as `float32[5,3]@clients`
+    nbytes: Bytes  # of all members, if the value is placed
+    member_bytes: int | None = None  # None for a server value
+    shard_bytes: int | None = None  # of a full shard; None for a server value
 
 
 @dataclass(frozen=True)
 class InputFact:
-    """An input of the plan.
+    """An input of the plan."""
 
-    Attributes:
-      path: where it is in the arguments, such as `args[0]['w']`.
-      type: as for `ValueFact`.
-      nbytes: bytes of all of it.
-      read: how the plan reads it, in words.
-      values: the names under which steps read it.
-    """
-
-    path: str
+    path: str  # where it is in the arguments, such as `args[0]['w']`
     type: str
     nbytes: Bytes
-    read: str
-    values: tuple[str, ...]
+    read: str  # how the plan reads it, in words
+    values: tuple[str, ...]  # the names under which steps read it
+
+
+@dataclass(frozen=True)
+class OutputFact:
+    """An output of the plan."""
+
+    path: str  # where it is in the result, such as `result['w']`
+    type: str
+    nbytes: Bytes
+    source: str  # the input or step that it comes from, or "constant"
+    value: str  # the name of the value there; "" for a constant
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that passes from an input or a step to a step or an output."""
+
+    source: str
+    target: str
+    value: str
+    nbytes: Bytes
 
 
 @dataclass(frozen=True)
 class ReductionFact:
-    """A reduction that ends in a pass.
-
-    Attributes:
-      result: the value that it makes.
-      reducer: the name of the reduction, such as "sum".
-      buffer: the fused reduction buffer that it is part of, by kind and dtype.
-      exactness: what its bits depend on, in words.
-      nbytes: bytes that each shard sends for it.
-    """
+    """A reduction that ends in a pass."""
 
     result: ValueFact
-    reducer: str
-    buffer: str
-    exactness: str
-    nbytes: int
+    reducer: str  # such as "sum"
+    buffer: str  # the fused reduction buffer that it is part of, by kind and dtype
+    exactness: str  # what its bits depend on, in words
+    nbytes: int  # sent by each shard
 
 
 @dataclass(frozen=True)
 class HandedFact:
-    """A value that a loop carries, slices or stacks.
+    """A value that a loop carries, slices or stacks."""
 
-    Attributes:
-      how: "carries", "slices" or "stacks".
-      inside: the value in a round.
-      outside: the name of the value before the loop; None if it is stacked.
-      afterwards: the name of the value after the loop; None if it is sliced.
-    """
-
-    how: str
-    inside: ValueFact
-    outside: str | None = None
-    afterwards: str | None = None
+    how: str  # "carries", "slices" or "stacks"
+    inside: ValueFact  # the value in a round
+    outside: str | None = None  # its name before the loop; None if it is stacked
+    afterwards: str | None = None  # its name after the loop; None if it is sliced
 
 
 @dataclass(frozen=True)
 class BlockFact:
-    """A block of a loop or a branch.
+    """A block of a loop or a branch."""
 
-    Attributes:
-      title: "condition", "each round", or "block 1" for a block of a branch.
-      steps: its steps.
-      outputs: the values that it gives.
-    """
-
-    title: str
+    title: str  # "condition", "each round", or "block 1" for a block of a branch
     steps: tuple[StepFact, ...]
     outputs: tuple[ValueFact, ...]
 
 
 @dataclass(frozen=True)
 class StepFact:
-    """A step of the plan.
-
-    Attributes:
-      name: the name of the step.
-      kind: "Server", "Map", "Gather", "Scatter", "Loop" or "Branch".
-      placement: the placement of a pass, gather or scatter; None for other steps.
-      served: the server values that it reads.
-      placed: the placed values that it reads.
-      results: the values that it makes, without the results of reductions.
-      functions: the names of the functions that a pass maps.
-      reductions: the reductions that end in a pass.
-      executables: bytes of StableHLO, by platform.
-      axis: the axis of the members, of a gather or a scatter.
-      reason: why a value is gathered or scattered, why a map is on the server, or why a pass does
-        not compute all members of a shard at once.
-      lines: lines of the user's code, as `file:line (function)`.
-      python: why the step runs as Python; "" if it does not.
-      read_bytes: bytes of the placed values that a pass reads, of all members.
-      broadcast_bytes: bytes of the server values that a pass reads, counted once.
-      partial_bytes: bytes that each shard sends to the reductions.
-      saved_bytes: bytes that compression saves of these.
-      merge: how the accumulators of a pass are merged; None if it has none.
-      rounds: the number of rounds of a loop; None while a condition holds.
-      reverse: whether a loop begins with the last entries.
-      handed: the values that a loop carries, slices and stacks.
-      blocks: the blocks of a loop or a branch.
-    """
+    """A step of the plan."""
 
     name: str
-    kind: str
-    placement: str | None
-    served: tuple[ValueFact, ...]
-    placed: tuple[ValueFact, ...]
-    results: tuple[ValueFact, ...]
-    functions: tuple[str, ...] = ()
+    kind: str  # "Server", "Map", "Gather", "Scatter", "Loop" or "Branch"
+    placement: str | None  # of a pass, gather or scatter
+    served: tuple[ValueFact, ...]  # the server values that it reads
+    placed: tuple[ValueFact, ...]  # the placed values that it reads
+    results: tuple[ValueFact, ...]  # the values that it makes, but for results of reductions
+    functions: tuple[str, ...] = ()  # the names of the functions that a pass maps
     reductions: tuple[ReductionFact, ...] = ()
-    executables: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    axis: int | None = None
+    executables: Mapping[str, int] = field(default_factory=dict)  # bytes of StableHLO by platform
+    axis: int | None = None  # of the members, in a gather or a scatter
+    # Why a value is gathered or scattered, why a map is on the server, or why a pass does not
+    # compute all members of a shard at once.
     reason: str = ""
-    lines: tuple[str, ...] = ()
-    python: str = ""
-    read_bytes: Bytes = 0
-    broadcast_bytes: int = 0
-    partial_bytes: int = 0
-    saved_bytes: int = 0
-    merge: FanOut | None = None
-    rounds: int | None = None
-    reverse: bool = False
+    lines: tuple[str, ...] = ()  # of the user's code, as `file:line (function)`
+    python: str = ""  # why the step runs as Python; "" if it does not
+    read_bytes: Bytes = 0  # of the placed values that a pass reads, of all members
+    broadcast_bytes: int = 0  # of the server values that a pass reads, counted once
+    partial_bytes: int = 0  # sent by each shard to the reductions
+    saved_bytes: int = 0  # of these, by compression
+    merge: FanOut | None = None  # of the accumulators of a pass
+    rounds: int | None = None  # of a loop; None while a condition holds
+    reverse: bool = False  # whether a loop begins with the last entries
     handed: tuple[HandedFact, ...] = ()
     blocks: tuple[BlockFact, ...] = ()
 
@@ -167,46 +128,7 @@ def walk_facts(steps: Sequence[StepFact]) -> Iterator[StepFact]:
             yield from walk_facts(block.steps)
 
 
-@dataclass(frozen=True)
-class OutputFact:
-    """An output of the plan.
-
-    Attributes:
-      path: where it is in the result, such as `result['w']`.
-      type: as for `ValueFact`.
-      nbytes: bytes of all of it.
-      source: the input or step that it comes from, or "constant".
-      value: the name of the value there; "" for a constant.
-    """
-
-    path: str
-    type: str
-    nbytes: Bytes
-    source: str
-    value: str
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A value that passes from an input or a step to a step or an output, with its bytes."""
-
-    source: str
-    target: str
-    value: str
-    nbytes: Bytes
-
-
-@dataclass(frozen=True)
-class PlacementFact:
-    """A placement, with the numbers of members, of members in a shard, and of shards.
-
-    `members` and `shards` are None where they are known only while the program runs.
-    """
-
-    name: str
-    members: int | None
-    shard_size: int
-    shards: int | None
+# --- memory
 
 
 Parts = Mapping[str, int]
@@ -215,54 +137,35 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class DeviceFact:
-    """The estimated peak memory of an accelerator of a worker, in bytes.
+    """The estimated peak memory of an accelerator of a worker, in bytes."""
 
-    Attributes:
-      platform: "cuda", "rocm" or "tpu".
-      kept: the memory that is in use during all steps.
-      steps: the memory of each step in addition.
-      nbytes: the total, with the largest step.
-      made_from: how the memory of bodies was estimated, in words.
-    """
-
-    platform: str
-    kept: Parts
-    steps: Mapping[str, Parts]
-    nbytes: int
-    made_from: str
+    platform: str  # "cuda", "rocm" or "tpu"
+    kept: Parts  # in use during all steps
+    steps: Mapping[str, Parts]  # of each step in addition
+    nbytes: int  # the total, with the largest step
+    made_from: str  # how the memory of bodies was estimated, in words
 
 
 @dataclass(frozen=True)
 class MemoryFact:
-    """An upper bound of the memory of the processes of a run, in bytes.
+    """An upper bound of the memory of the processes of a run, in bytes."""
 
-    Attributes:
-      kept: the memory of a worker that is in use during all steps.
-      steps: the memory of each step in addition.
-      worker_bytes: the total of a worker process, with the largest step.
-      launcher: the memory of the launching process.
-      launcher_bytes: the total of `launcher`, or `worker_bytes` if it is `shared`.
-      shared: whether the launching process is the worker.
-      where: the runner and its workers, in words.
-      devices: one entry for each platform of accelerators in the plan.
-    """
-
-    kept: Parts
-    steps: Mapping[str, Parts]
-    worker_bytes: int
+    kept: Parts  # of a worker, in use during all steps
+    steps: Mapping[str, Parts]  # of each step in addition
+    worker_bytes: int  # the total of a worker process, with the largest step
     launcher: Parts
-    launcher_bytes: int
-    shared: bool
-    where: str = ""
-    devices: tuple[DeviceFact, ...] = ()
+    launcher_bytes: int  # the total of `launcher`, or `worker_bytes` if it is `shared`
+    shared: bool  # whether the launching process is the worker
+    where: str = ""  # the runner and its workers, in words
+    devices: tuple[DeviceFact, ...] = ()  # one for each platform of accelerators in the plan
+
+
+# --- choices and seconds
 
 
 @dataclass(frozen=True)
 class WayFact:
-    """An alternative, with its predicted seconds and bytes; None if they are unknown.
-
-    The seconds follow from fixed rates, the same on all machines, as the choices do.
-    """
+    """An alternative. Its seconds follow from fixed rates, the same on all machines."""
 
     what: str
     seconds: float | None = None
@@ -271,29 +174,20 @@ class WayFact:
 
 @dataclass(frozen=True)
 class ChoiceFact:
-    """A choice of the planner.
-
-    Attributes:
-      what: what was chosen.
-      chosen: the choice.
-      why: the reason, in words.
-      option: the option that fixes it, or "".
-      seconds, nbytes: the predicted seconds and bytes of the choice, as for `WayFact`.
-      others: the alternatives that it was compared with.
-    """
+    """A choice of the planner, and the alternatives that it was compared with."""
 
     what: str
     chosen: str
     why: str
-    option: str
-    seconds: float | None = None
+    option: str  # that fixes it, or ""
+    seconds: float | None = None  # as for `WayFact`
     nbytes: int | None = None
     others: tuple[WayFact, ...] = ()
 
 
 @dataclass(frozen=True)
 class TriedFact:
-    """A measurement of a probe: seconds of a member, by pass, shard size and vectorization."""
+    """A measurement of a probe."""
 
     step: str
     shard_size: int
@@ -304,29 +198,19 @@ class TriedFact:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The predicted seconds of a step, over all rounds, workers and threads together.
-
-    Attributes:
-      rounds: how often the step runs.
-      source: where `compute` comes from: "counted" or "probe".
-      guessed: whether a number of rounds depends on data.
-      workers: the number of processes that share the step.
-      gain: the speed-up by the threads of a worker.
-      shards: the number of shards in a round.
-      cores: the number of cores that XLA keeps busy in one thread.
-    """
+    """The predicted seconds of a step, over all rounds, workers and threads together."""
 
     step: str
-    rounds: int
+    rounds: int  # how often the step runs
     read: float = 0.0
     compute: float = 0.0
     merge: float = 0.0
-    source: str = "counted"
-    guessed: bool = False
-    workers: int = 1
-    gain: float = 1.0
-    shards: int = 1
-    cores: float = 1.0
+    source: str = "counted"  # where `compute` comes from: "counted" or "probe"
+    guessed: bool = False  # whether a number of rounds depends on data
+    workers: int = 1  # processes that share the step
+    gain: float = 1.0  # the speed-up by the threads of a worker
+    shards: int = 1  # in a round
+    cores: float = 1.0  # that XLA keeps busy in one thread
 
     @property
     def busy(self) -> float:
@@ -341,32 +225,19 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class PredictionFact:
-    """The predicted seconds of a plan on a runner, without compilation.
-
-    Attributes:
-      steps: the steps that compute, in order.
-      pipelines: the number of Beam pipelines.
-      overhead: seconds of the runner itself.
-      compile: seconds to compile the executables, once in a process.
-      seconds: seconds from start to end, with the overhead.
-      guessed: whether a number of rounds depends on data.
-      calibrated: whether the rates of this machine were measured.
-      is_small: whether the plan is clearly faster in this process than on the runner.
-      advice: a sentence if that saves enough time; "" otherwise.
-      local: `seconds` with `runner="local"`.
-    """
+    """The predicted seconds of a plan on a runner, without compilation."""
 
     runner: str
-    steps: tuple[StepSeconds, ...]
-    pipelines: int
-    overhead: float
-    compile: float
-    seconds: float
-    guessed: bool
-    calibrated: bool
-    is_small: bool = False
-    advice: str = ""
-    local: float = 0.0
+    steps: tuple[StepSeconds, ...]  # those that compute, in order
+    pipelines: int  # of Beam
+    overhead: float  # seconds of the runner itself
+    compile: float  # seconds to compile the executables, once in a process
+    seconds: float  # from start to end, with the overhead
+    guessed: bool  # whether a number of rounds depends on data
+    calibrated: bool  # whether the rates of this machine were measured
+    is_small: bool = False  # whether this process is clearly faster than the runner
+    advice: str = ""  # a sentence if that saves enough time
+    local: float = 0.0  # `seconds` with `runner="local"`
 
     def by_name(self) -> dict[str, float]:
         """Returns the seconds of each step over all workers, "(runner)" and "(total)"."""
@@ -374,37 +245,30 @@ class PredictionFact:
         return steps | {"(runner)": self.overhead, "(total)": self.seconds}
 
 
+# --- the plan
+
+
+@dataclass(frozen=True)
+class PlacementFact:
+    """A placement; the numbers are None where they are known only while the program runs."""
+
+    name: str
+    members: int | None
+    shard_size: int
+    shards: int | None
+
+
 @dataclass(frozen=True)
 class PlanFacts:
-    """All facts of a plan.
-
-    Attributes:
-      program: the name of the program.
-      jax_version: the version of JAX that traced it.
-      x64: whether 64-bit types are on.
-      passes: the number of passes over members.
-      placements: the placements and their shards.
-      inputs, outputs: the inputs and outputs of the plan.
-      steps: the steps; `walk_facts` also visits those of loops and branches.
-      edges: the values that pass between inputs, steps and outputs.
-      read_bytes, broadcast_bytes, partial_bytes, saved_bytes: the sums of those of all steps, where
-        each round of a loop counts once.
-      gathered_bytes: bytes that are gathered on the server.
-      executable_bytes: bytes of StableHLO, by platform.
-      notes: how sources of unknown length are read, and similar notes.
-      memory: the memory of a run on the runner of `explain`.
-      choices: the choices of the planner.
-      tried: the measurements behind them.
-      predicted: the predicted seconds; None if the number of members is unknown.
-    """
+    """All facts of a plan. Of a loop, each round counts once in the sums of bytes."""
 
     program: str
-    jax_version: str
-    x64: bool
+    jax_version: str  # that traced it
+    x64: bool  # whether 64-bit types are on
     passes: int
     placements: tuple[PlacementFact, ...]
     inputs: tuple[InputFact, ...]
-    steps: tuple[StepFact, ...]
+    steps: tuple[StepFact, ...]  # `walk_facts` also visits those of loops and branches
     edges: tuple[Edge, ...]
     outputs: tuple[OutputFact, ...]
     read_bytes: Bytes
@@ -412,12 +276,12 @@ class PlanFacts:
     partial_bytes: int
     saved_bytes: int
     gathered_bytes: Bytes
-    executable_bytes: Mapping[str, int]
-    notes: tuple[str, ...] = ()
-    memory: MemoryFact | None = None
+    executable_bytes: Mapping[str, int]  # of StableHLO, by platform
+    notes: tuple[str, ...] = ()  # how sources of unknown length are read, and similar notes
+    memory: MemoryFact | None = None  # of a run on the runner of `explain`
     choices: tuple[ChoiceFact, ...] = ()
-    tried: tuple[TriedFact, ...] = ()
-    predicted: PredictionFact | None = None
+    tried: tuple[TriedFact, ...] = ()  # the measurements behind the choices
+    predicted: PredictionFact | None = None  # None if the number of members is unknown
 
 
 _LINE = re.compile(r"(.+):(\d+)(?: \(|$)")

@@ -36,7 +36,7 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.buckets import padding_notes
 from beamjax.interpreters.tuning.search import named_passes
 from beamjax.options import Options
-from beamjax.plan.merging import FanOut, fan_out, workers_of
+from beamjax.plan.merging import fan_out, workers_of
 from beamjax.plan.steps import (
     Block,
     Body,
@@ -171,99 +171,93 @@ class _Merging(NamedTuple):
 
 def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
     """Returns the facts of one step."""
-
-    def values(names: Sequence[str]) -> tuple[ValueFact, ...]:
-        return tuple(value_fact(plan, name) for name in names)
-
+    more: dict[str, Any] = {}
+    placement: str | None = None
+    reads: Sequence[str]
+    made: Sequence[str]
     match step:
-        case Server(name, body, ins, outs, reason):
-            code = plan.bodies[body]
-            return StepFact(
-                name, "Server", None, values(ins), (), values(outs),
-                executables=_sizes([code]), lines=code.lines, python=_python(code),
-                reason=reason,
-            )  # fmt: skip
+        case Server():
+            body = plan.bodies[step.body]
+            reads, made, lines = step.inputs, step.outputs, body.lines
+            more = {"executables": _sizes([body]), "python": _python(body), "reason": step.reason}
         case Map():
-            code = plan.bodies[step.body]
-            codes = [plan.bodies[key] for key in step.executables]
-            broadcasts, operands = values(step.broadcasts), values(step.operands)
-            reductions = tuple(_reduction_facts(plan, step, merging.mode))
-            return StepFact(
-                step.name, "Map", step.placement, broadcasts, operands, values(step.results),
-                step.functions, reductions, _sizes(codes), lines=code.lines,
-                python=_python(code),
-                read_bytes=_total(operands),
-                broadcast_bytes=sum(plan.values[name].nbytes for name in step.broadcasts),
-                partial_bytes=sum(fact.nbytes for fact in reductions),
-                saved_bytes=step.saved,
-                reason=_ways(step),
-                merge=_merge(plan, step, merging),
-            )  # fmt: skip
-        case Gather(name, operand, result, axis, reason, line):
-            moved, lines, placement = values([operand]), (line,), plan.values[operand].placement
-            return StepFact(
-                name, "Gather", placement, (), moved, values([result]),
-                axis=axis, reason=reason, lines=lines,
-            )  # fmt: skip
-        case Scatter(name, operand, result, axis, reason, line):
-            moved, lines, placement = values([operand]), (line,), plan.values[result].placement
-            return StepFact(
-                name, "Scatter", placement, moved, (), values([result]),
-                axis=axis, reason=reason, lines=lines,
-            )  # fmt: skip
+            body = plan.bodies[step.body]
+            reads, made, lines = (*step.broadcasts, *step.operands), step.results, body.lines
+            placement, more = step.placement, _pass_facts(plan, step, merging)
+        case Gather() | Scatter():
+            reads, made, lines = [step.operand], [step.result], (step.line,)
+            more = {"axis": step.axis, "reason": step.reason}
+            placed = step.operand if isinstance(step, Gather) else step.result
+            placement = plan.values[placed].placement
         case Loop():
-            return _loop_fact(plan, step, merging)
-        case Branch(name, index, blocks, results, line):
-            facts = tuple(
-                _block_fact(plan, f"block {i}", block, merging) for i, block in enumerate(blocks)
-            )
-            return StepFact(
-                name, "Branch", None, values([index]), (), values(results), lines=(line,),
-                blocks=facts,
-            )  # fmt: skip
-
-
-def _ways(step: Map) -> str:
-    """Returns how shards are computed, if not all members at once by one executable."""
-    found = []
-    if step.loop_reason:
-        how = "sequentially" if step.vectorization.kind == "loop" else f"in {step.vectorization}"
-        found.append(f"members {how}: {step.loop_reason}")
-    if step.short_body not in (None, step.body):
-        found.append("full shards by a separate executable, without a mask")
-    return "; ".join(found)
-
-
-def _merge(plan: Plan, step: Map, by: _Merging) -> FanOut | None:
-    shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
-    return fan_out(step, shards, by.workers, by.mode, by.groups) if step.buffers else None
-
-
-def _loop_fact(plan: Plan, loop: Loop, merging: _Merging) -> StepFact:
-    handed = [
-        HandedFact("carries", value_fact(plan, v.param), v.init, v.result) for v in loop.carried
-    ]
-    handed += [HandedFact("slices", value_fact(plan, v.param), v.operand) for v in loop.sliced]
-    entries = loop.block.outputs[len(loop.carried) :]
-    handed += [
-        HandedFact("stacks", value_fact(plan, entry), None, name)
-        for entry, name in zip(entries, loop.stacked, strict=True)
-    ]
-    read = [value_fact(plan, fact.outside) for fact in handed if fact.outside is not None]
-    made = [value_fact(plan, fact.afterwards) for fact in handed if fact.afterwards is not None]
-    blocks = [_block_fact(plan, "each round", loop.block, merging)]
-    if loop.condition is not None:
-        blocks.insert(0, _block_fact(plan, "condition", loop.condition, merging))
+            reads = [v.init for v in step.carried] + [v.operand for v in step.sliced]
+            made = [*(v.result for v in step.carried), *step.stacked]
+            lines, more = (step.line,), _loop_facts(plan, step, merging)
+        case Branch():
+            reads, made, lines = [step.index], step.results, (step.line,)
+            blocks = enumerate(step.blocks)
+            more["blocks"] = tuple(_block(plan, f"block {i}", x, merging) for i, x in blocks)
+    read = [value_fact(plan, name) for name in reads]
     return StepFact(
-        loop.name, "Loop", None,
+        step.name,
+        type(step).__name__,
+        placement,
         tuple(value for value in read if value.member_bytes is None),
         tuple(value for value in read if value.member_bytes is not None),
-        tuple(made), lines=(loop.line,), rounds=loop.rounds, reverse=loop.reverse,
-        handed=tuple(handed), blocks=tuple(blocks),
-    )  # fmt: skip
+        tuple(value_fact(plan, name) for name in made),
+        lines=tuple(lines),
+        **more,
+    )
 
 
-def _block_fact(plan: Plan, title: str, block: Block, merging: _Merging) -> BlockFact:
+def _pass_facts(plan: Plan, step: Map, merging: _Merging) -> dict[str, Any]:
+    """Returns the facts of a step that only a pass has."""
+    reductions = tuple(_reduction_facts(plan, step, merging.mode))
+    shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
+    merge = fan_out(step, shards, merging.workers, merging.mode, merging.groups)
+    ways = []
+    if step.loop_reason:
+        how = "sequentially" if step.vectorization.kind == "loop" else f"in {step.vectorization}"
+        ways.append(f"members {how}: {step.loop_reason}")
+    if step.short_body not in (None, step.body):
+        ways.append("full shards by a separate executable, without a mask")
+    return {
+        "functions": step.functions,
+        "reductions": reductions,
+        "executables": _sizes([plan.bodies[key] for key in step.executables]),
+        "python": _python(plan.bodies[step.body]),
+        "read_bytes": _total(value_fact(plan, name) for name in step.operands),
+        "broadcast_bytes": sum(plan.values[name].nbytes for name in step.broadcasts),
+        "partial_bytes": sum(fact.nbytes for fact in reductions),
+        "saved_bytes": step.saved,
+        "reason": "; ".join(ways),
+        "merge": merge if step.buffers else None,
+    }
+
+
+def _loop_facts(plan: Plan, loop: Loop, merging: _Merging) -> dict[str, Any]:
+    """Returns the facts of a step that only a loop has."""
+    entries = loop.block.outputs[len(loop.carried) :]
+    handed = [
+        *(HandedFact("carries", value_fact(plan, v.param), v.init, v.result) for v in loop.carried),
+        *(HandedFact("slices", value_fact(plan, v.param), v.operand) for v in loop.sliced),
+        *(
+            HandedFact("stacks", value_fact(plan, entry), None, name)
+            for entry, name in zip(entries, loop.stacked, strict=True)
+        ),
+    ]
+    blocks = [_block(plan, "each round", loop.block, merging)]
+    if loop.condition is not None:
+        blocks.insert(0, _block(plan, "condition", loop.condition, merging))
+    return {
+        "rounds": loop.rounds,
+        "reverse": loop.reverse,
+        "handed": tuple(handed),
+        "blocks": tuple(blocks),
+    }
+
+
+def _block(plan: Plan, title: str, block: Block, merging: _Merging) -> BlockFact:
     steps = tuple(step_fact(plan, step, merging) for step in block.steps)
     return BlockFact(title, steps, tuple(value_fact(plan, name) for name in block.outputs))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from beamjax.diagnostics.text import (
     step_values,
     tables,
 )
+from beamjax.storage.schema import to_plain
 from beamjax.telemetry.progress import SECONDS, Tally
 
 KINDS = {
@@ -56,7 +56,7 @@ def plan_page(
     values, data = steps_section(facts, sources, steps or {})
     values |= {"tiles": list(_tiles(facts, steps or {}, wall)), "tables": tables(facts)}
     values |= {"moved": moved, "gathers": any(step.kind == "Gather" for step in every)}
-    data |= {"plan": dataclasses.asdict(facts), "source_lines": dict(sources)}
+    data |= {"plan": to_plain(facts), "source_lines": dict(sources)}
     return Page(f"plan of {facts.program}", "plan", values, data)
 
 
