@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from beamjax.bodies.compile_time import compile_clock
 from beamjax.bodies.counts import counts
@@ -50,8 +50,24 @@ class Reports:
     pipeline: str
 
 
-class Listener(Protocol):
-    """Receives the shards that are done."""
+class Listener:
+    """Adds up what is done of each step in a process.
+
+    Args:
+      worker: the name of the process in events.
+
+    Attributes:
+      spent: what was done, by the name of the step.
+      events: the shards that were computed, evenly thinned if they are many.
+      step: the name of the last step of which a shard was done.
+    """
+
+    def __init__(self, worker: str):
+        self.worker = worker
+        self.spent: dict[str, Tally] = {}
+        self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
+        self.step = ""
+        self._lock = threading.Lock()
 
     def add(
         self,
@@ -62,7 +78,7 @@ class Listener(Protocol):
         spent: Tally,
         checksum: int = NOT_CHECKED,
     ) -> None:
-        """Adds a shard of a step.
+        """Adds a shard that is done now.
 
         Args:
           step: the name of the step.
@@ -72,9 +88,21 @@ class Listener(Protocol):
           spent: what it took.
           checksum: of what came out; see `ShardEvent`.
         """
+        seconds = round(sum(getattr(spent, kind) for kind in SECONDS), 6)
+        now = round(time.time(), 6)
+        with self._lock:
+            self._count(step, spent)
+            self.events.add(ShardEvent(self.worker, step, start, count, now, seconds, checksum))
+            self.step = step
 
     def spend(self, step: str, spent: Tally) -> None:
         """Adds seconds of a step that belong to no shard."""
+        with self._lock:
+            self._count(step, spent)
+
+    def _count(self, step: str, spent: Tally) -> None:
+        """Adds to the sum of a step, while the lock is held."""
+        self.spent[step] = self.spent.get(step, _NONE) + spent
 
     def tick(self) -> None:
         """Called now and then, to write what has changed.
@@ -82,6 +110,9 @@ class Listener(Protocol):
         Raises:
           JobCancelledError: the job was cancelled.
         """
+
+    def flush(self) -> None:
+        """Writes what has changed."""
 
 
 class Meter:
@@ -186,7 +217,7 @@ def _readings() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Recorder:
+class Recorder(Listener):
     """Writes what this process did in one pipeline into the folder of the job.
 
     A record that can't be written is skipped; the work continues.
@@ -196,16 +227,12 @@ class Recorder:
     """
 
     def __init__(self, reports: Reports):
+        super().__init__(_new_worker())
         self._folder = JobFolder(reports.folder)
         self._pipeline = reports.pipeline
-        self._worker = _new_worker()
-        self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._ranges: dict[str, list[Range]] = {}
-        self._spent: dict[str, Tally] = {}
-        self._events: Moments[ShardEvent] = Moments(MOST_EVENTS)
-        self._step = ""
         self._every = EVERY * self._folder.slowness
         self._written = time.monotonic()
 
@@ -218,24 +245,15 @@ class Recorder:
         spent: Tally,
         checksum: int = NOT_CHECKED,
     ) -> None:
-        """Adds a shard that is done."""
+        """Adds a shard that is done now; see `Listener.add`."""
+        super().add(step, size, start, count, spent, checksum)
         with self._lock:
+            self._sizes[step] = size
             ranges = self._ranges.setdefault(step, [])
             if ranges and ranges[-1][1:] == (start, 1):
                 ranges[-1] = ranges[-1][0], start + count, 1
             else:
                 ranges.append((start, start + count, 1))
-            self._sizes[step] = size
-            self._spent[step] = self._spent.get(step, Tally()) + spent
-            self._events.add(shard_event(self._worker, step, start, count, spent, checksum))
-            self._step = step
-
-    def spend(self, step: str, spent: Tally) -> None:
-        """Adds seconds of a step that belong to no shard."""
-        with self._lock:
-            self._ranges.setdefault(step, [])
-            self._sizes.setdefault(step, 1)
-            self._spent[step] = self._spent.get(step, Tally()) + spent
 
     def tick(self) -> None:
         """Writes a record if the last one is older than `EVERY`.
@@ -257,95 +275,47 @@ class Recorder:
             self._folder.write_worker(self._pipeline, self.record())
 
     def record(self) -> WorkerRecord:
-        """What this process has done so far."""
+        """Returns what this process has done so far."""
         with self._lock:
-            for ranges in self._ranges.values():
-                ranges[:] = merged(ranges)
-            counts = {
-                name: StepCount(self._sizes[name], tuple(ranges), self._spent[name])
-                for name, ranges in self._ranges.items()
-            }
-            return WorkerRecord(self._worker, time.time(), self._step, counts, self._events.times)
-
-
-def shard_event(
-    worker: str, step: str, start: int, count: int, spent: Tally, checksum: int
-) -> ShardEvent:
-    """The event of a shard that is done now."""
-    seconds = sum(getattr(spent, kind) for kind in SECONDS)
-    now = round(time.time(), 6)
-    return ShardEvent(worker, step, start, count, now, round(seconds, 6), checksum)
+            counts = {}
+            for step, spent in self.spent.items():
+                # Shards that were done in another order, and again, are joined here.
+                self._ranges[step] = merged(self._ranges.get(step, []))
+                size, ranges = self._sizes.get(step, 1), tuple(self._ranges[step])
+                counts[step] = StepCount(size, ranges, spent)
+            return WorkerRecord(self.worker, time.time(), self.step, counts, self.events.times)
 
 
 _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict()
 _making = threading.Lock()
+_collectors = threading.local()
 
 
 def _new_worker() -> str:
-    """A name for a worker of this process."""
+    """Returns a name for a worker of this process."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-class Collector:
-    """Sums up what this thread does, by step, where another process learns it from a message.
-
-    Attributes:
-      spent: the sums by the name of the step.
-      events: the shards, the last ones if they are many.
-    """
-
-    def __init__(self) -> None:
-        if not hasattr(_collectors, "worker"):
-            _collectors.worker = _new_worker()
-        self.spent: dict[str, Tally] = {}
-        self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
-        self._worker: str = _collectors.worker
-        self._lock = threading.Lock()
-
-    def add(
-        self,
-        step: str,
-        size: int,
-        start: int,
-        count: int,
-        spent: Tally,
-        checksum: int = NOT_CHECKED,
-    ) -> None:
-        """Adds a shard that is done."""
-        self.spend(step, spent)
-        with self._lock:
-            self.events.add(shard_event(self._worker, step, start, count, spent, checksum))
-
-    def spend(self, step: str, spent: Tally) -> None:
-        """Adds seconds of a step that belong to no shard."""
-        with self._lock:
-            self.spent[step] = self.spent.get(step, _NONE) + spent
-
-    def tick(self) -> None:
-        """Does nothing."""
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-
 @contextlib.contextmanager
-def collecting() -> Iterator[Collector]:
-    """A context in which what this thread measures goes to a collector, and to no record."""
+def collecting() -> Iterator[Listener]:
+    """A context in which what this thread measures goes to a listener, and to no record.
+
+    Another process learns of it from a message.
+    """
+    if not hasattr(_collectors, "worker"):
+        _collectors.worker = _new_worker()
     former = getattr(_collectors, "current", None)
-    _collectors.current = collector = Collector()
+    _collectors.current = collector = Listener(_collectors.worker)
     try:
         yield collector
     finally:
         _collectors.current = former
 
 
-_collectors = threading.local()
-
-
-def recorder_for(reports: Reports | None) -> Recorder | Collector | None:
+def recorder_for(reports: Reports | None) -> Listener | None:
     """What listens to this thread: its collector, or the recorder of this process for a pipeline;
     None without either."""
-    collector: Collector | None = getattr(_collectors, "current", None)
+    collector: Listener | None = getattr(_collectors, "current", None)
     if collector is not None or reports is None:
         return collector
     with _making:

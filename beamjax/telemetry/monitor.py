@@ -15,10 +15,8 @@ from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.meters import Reports, shard_event
+from beamjax.telemetry.meters import Listener, Reports
 from beamjax.telemetry.progress import (
-    MOST_EVENTS,
-    NOT_CHECKED,
     Progress,
     ShardEvent,
     Tally,
@@ -34,10 +32,10 @@ HERE = "launching process"
 """The name of this process in events."""
 
 
-class Monitor:
+class Monitor(Listener):
     """Sums up what is done of a plan, by any worker.
 
-    It is a `Listener` for work in this process; workers elsewhere write records into the folder.
+    It listens to work in this process; workers elsewhere write records into the folder.
 
     Args:
       plan: what is to be done.
@@ -65,21 +63,17 @@ class Monitor:
         advice: str = "",
         strict: bool = False,
     ):
+        super().__init__(HERE)
         self.provenance = UNKNOWN
         self._strict = strict
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
         self.round_ends: Moments[float] = Moments()
         self.checkpoints: Moments[float] = Moments()
-        self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
         self.checksums = Checksums(enabled=folder is not None)
         self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
         self._began = time.monotonic()
-        self._lock = threading.Lock()
-        self._done = Tally()
-        self._steps: dict[str, Tally] = {}
         self._rounds = 0
-        self._step = ""
         self._workers: set[str] = set()
         self._pipeline: str | None = None
         self._results: list[Any] = []
@@ -87,41 +81,21 @@ class Monitor:
 
     # --- work in this process
 
-    def add(
-        self,
-        step: str,
-        size: int,
-        start: int,
-        count: int,
-        spent: Tally,
-        checksum: int = NOT_CHECKED,
-    ) -> None:
-        """A shard is done in this process."""
-        with self._lock:
-            self._count({step: spent})
-            self.events.add(shard_event(HERE, step, start, count, spent, checksum))
-            self._step = step
-
-    def spend(self, step: str, spent: Tally) -> None:
-        """A step took these seconds in this process, which are not those of a shard."""
-        with self._lock:
-            self._count({step: spent})
-
     def reported(
         self, worker: str, spent: Mapping[str, Tally], events: Iterable[ShardEvent] = ()
     ) -> None:
         """A worker has said in a message what it did of steps, and when it was done with shards."""
         with self._lock:
-            self._count(spent)
             self._workers.add(worker)
+            for step, more in spent.items():
+                self._count(step, more)
             for event in events:
                 self.events.add(event)
-                self._step = next(iter(spent), self._step)
+                self.step = event.step
 
-    def _count(self, spent: Mapping[str, Tally]) -> None:
-        """Adds what was done of steps, while the lock is held."""
-        self._done = sum(spent.values(), self._done)
-        self._steps = _added(self._steps, spent)
+    def _count(self, step: str, spent: Tally) -> None:
+        """Adds to the sum of a step of all rounds, while the lock is held."""
+        super()._count(step_name(step), spent)
 
     def tick(self) -> None:
         """Time has passed.
@@ -200,10 +174,13 @@ class Monitor:
         found = self.folder.workers(name) if self.folder is not None else []
         with self._lock:
             self._pipeline = None
-            self._count(tallies(found))
-            self._step = _last_step(found, self._step)
+            for step, spent in tallies(found).items():
+                self._count(step, spent)
+            self.step = _last_step(found, self.step)
             self._workers.update(record.worker for record in found)
-            for event in sorted((e for record in found for e in record.events), key=_time):
+            for event in sorted(
+                (e for record in found for e in record.events), key=lambda event: event.time
+            ):
                 self.events.add(event)
         if found and self.folder is not None:
             self.folder.forget_workers(name)
@@ -244,29 +221,19 @@ class Monitor:
         with self._lock:
             if name != self._pipeline:  # it ended meanwhile, and is counted
                 found = []
-            under_way = tallies(found)
+            steps = dict(self.spent)
+            for step, spent in tallies(found).items():
+                steps[step] = steps.get(step, Tally()) + spent
             return replace(
                 self._expected,
-                done=sum(under_way.values(), self._done),
-                steps=_added(self._steps, under_way),
+                done=sum(steps.values(), Tally()),
+                steps=steps,
                 rounds=self._rounds,
                 dropped=len(self.letters),
-                step=_last_step(found, self._step),
+                step=_last_step(found, self.step),
                 workers=len(self._workers.union(record.worker for record in found)),
                 seconds=time.monotonic() - self._began,
             )
-
-
-def _time(event: ShardEvent) -> float:
-    return event.time
-
-
-def _added(steps: Mapping[str, Tally], spent: Mapping[str, Tally]) -> dict[str, Tally]:
-    total = dict(steps)
-    for name, more in spent.items():
-        plain = step_name(name)
-        total[plain] = total.get(plain, Tally()) + more
-    return total
 
 
 def _last_step(found: Sequence[WorkerRecord], before: str) -> str:
