@@ -18,7 +18,7 @@ from beamjax.diagnostics import topology
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.facts import facts_of
 from beamjax.diagnostics.forecast import prediction
-from beamjax.diagnostics.memory_limit import check_memory, sources_of, with_fitting_threads
+from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import Planned, make_plan, plan_for
 from beamjax.interpreters.staging import stage as _stage

@@ -17,8 +17,7 @@ from beamjax import reading as reading_of
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.diagnostics.facts import facts_of
-from beamjax.diagnostics.mermaid import plan_mermaid
-from beamjax.diagnostics.text import graph_text, plan_text
+from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters import planning

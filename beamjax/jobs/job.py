@@ -19,10 +19,9 @@ from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
 from beamjax.jobs.display import Display, display_for
-from beamjax.jobs.recording import Recording, save_report
+from beamjax.jobs.recording import Recording, save_report, watched
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
-from beamjax.jobs.watching import watched
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan

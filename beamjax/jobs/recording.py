@@ -1,4 +1,4 @@
-"""Writes the records of a run for its report, in the launching process while it runs."""
+"""Follows a run in the launching process: writes and displays its progress, and its records."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from beamjax._version import __version__
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
+from beamjax.jobs.display import Display
 from beamjax.jobs.report import ABOUT, CHECKSUMS, COURSE, About, Course, Curve, read_report
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan
@@ -29,6 +30,10 @@ from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
 from beamjax.telemetry.timeline import MOST, Timeline, thinned
 
+LOOK = 0.5
+"""Seconds between two looks of the launching process at its workers."""
+SOON = (0.03, 0.05, 0.1, 0.2)
+"""Seconds before each of the first looks, so that the report of a short run has samples."""
 FIRST, SLOWEST = 1.0, 30.0
 """Seconds between two records of a run: at its beginning, and at most."""
 MAX_WARNINGS = 100
@@ -120,6 +125,54 @@ class Recording:
             fingerprint = plan_fingerprint(self._plan, self._options)
         lines = {} if plan is None else source_lines(plan)
         return About(shown_options(self._options), machine(), plan, lines, fingerprint)
+
+
+@contextlib.contextmanager
+def watched(
+    folder: JobFolder, monitor: Monitor, display: Display | None, kept: Recording | None
+) -> Iterator[None]:
+    """Runs a thread that writes and displays progress, and cancels the job on request.
+
+    Args:
+      folder: the folder of the job.
+      monitor: the monitor of its run.
+      display: displays the progress, if not None.
+      kept: records what a report needs, if not None.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        progress = monitor.progress()
+        with contextlib.suppress(Exception):  # the work continues without records of its progress
+            folder.write_progress(progress)
+            if folder.cancel_requested():
+                monitor.cancel()
+        if kept is not None:
+            kept.look(progress)
+        if display is not None:
+            with contextlib.suppress(Exception):  # as of a stderr that is closed
+                display.update(progress)
+
+    def watch() -> None:
+        if kept is not None:  # a short run has samples, too
+            for pause in SOON:
+                if over.wait(pause):
+                    return
+                kept.look(monitor.progress())
+        while not over.wait(LOOK * folder.slowness):
+            look()
+
+    thread = threading.Thread(target=watch, name="beamjax progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        look()
+        if display is not None:
+            with contextlib.suppress(Exception):
+                display.close()
 
 
 class _Heard(logging.Handler):

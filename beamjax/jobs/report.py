@@ -17,7 +17,7 @@ from beamjax.plan.dropping import Dropped
 from beamjax.storage import records
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, ShardEvent
+from beamjax.telemetry.progress import Progress, ShardEvent, step_name
 from beamjax.telemetry.timeline import COLUMNS, Samples
 
 if TYPE_CHECKING:
@@ -158,7 +158,6 @@ class Report:
           SourceError: the file cannot be written.
         """
         from beamjax.diagnostics.pages.page import write
-        from beamjax.jobs.trace import chrome_trace
 
         is_trace = os.fspath(path).lower().endswith(".json")
         write(path, json.dumps(chrome_trace(self)) if is_trace else self.to_html())
@@ -217,3 +216,71 @@ def read_report(folder: JobFolder) -> Report:
         **{f.name: getattr(about, f.name) for f in dataclasses.fields(About)},
         **{f.name: getattr(course, f.name) for f in dataclasses.fields(Course)[1:]},
     )  # fmt: skip
+
+
+# --- the trace
+
+LAUNCHER = 0
+"""The process of a trace that has the events of the whole run; workers are numbered from 1."""
+
+
+def chrome_trace(report: Report) -> dict[str, Any]:
+    """Returns a run in the Trace Event Format of Chrome, which Perfetto opens.
+
+    Times are in microseconds since the run began. The format is described in "Trace Event Format",
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+    """
+    return {
+        "traceEvents": [*_run(report), *_shards(report)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "program": report.program,
+            "runner": report.runner,
+            "state": report.state,
+            "began": report.started,
+        },
+    }
+
+
+def _run(report: Report) -> Iterator[dict[str, Any]]:
+    """The run itself, the ends of its rounds, its checkpoints and its members over time."""
+    yield _process(LAUNCHER, f"run on {report.runner}")
+    yield {
+        "ph": "X", "name": report.program, "pid": LAUNCHER, "tid": 0, "ts": 0,
+        "dur": _micro(report.progress.seconds),
+    }  # fmt: skip
+    moments = {"end of a round": report.round_ends, "checkpoint": report.checkpoints}
+    for name, times in moments.items():
+        for at in times:
+            yield {"ph": "i", "s": "p", "name": name, "pid": LAUNCHER, "tid": 0, "ts": _micro(at)}
+    columns = (report.samples.get(name, ()) for name in ("seconds", "members"))
+    for at, members in zip(*columns, strict=True):
+        args = {"members": members}
+        yield {"ph": "C", "name": "members", "pid": LAUNCHER, "ts": _micro(at), "args": args}
+
+
+def _shards(report: Report) -> Iterator[dict[str, Any]]:
+    """The shards of each worker. Those that overlap in time are on different tracks."""
+    workers = list(dict.fromkeys(event.worker for event in report.events))
+    for pid, worker in enumerate(workers, 1):
+        yield _process(pid, worker)
+        ends: list[float] = []  # of the last shard of each track
+        events = [event for event in report.events if event.worker == worker]
+        for event in sorted(events, key=lambda event: event.time - event.seconds):
+            start = max(event.time - event.seconds - report.began, 0.0)
+            free = (i for i, end in enumerate(ends) if end <= start)
+            track = next(free, len(ends))
+            ends[track : track + 1] = [start + event.seconds]
+            yield {
+                "ph": "X", "name": step_name(event.step), "cat": "shard", "pid": pid, "tid": track,
+                "ts": _micro(start), "dur": _micro(event.seconds),
+                "args": {"first member": event.start, "members": event.members},
+            }  # fmt: skip
+
+
+def _process(pid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+
+
+def _micro(seconds: float) -> float:
+    return round(1e6 * seconds, 1)

@@ -15,7 +15,7 @@ import beamjax
 from beamjax import sources
 from beamjax._text import MemberBytes, human_bytes
 from beamjax.diagnostics.facts import exactness
-from beamjax.diagnostics.mermaid import _escaped
+from beamjax.diagnostics.text import _escaped
 from beamjax.errors import OptionsError, StagingError
 from beamjax.explanation import STAGES, explain
 

@@ -153,7 +153,7 @@ def test_a_job_without_a_handle_removes_its_folder_at_its_end(empty_tmp, gate):
 def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
     by_workers = (runner, how) == ("DirectRunner", "folder")  # They see the folder first.
     monkeypatch.setattr("beamjax.telemetry.meters.EVERY", 0.0)
-    monkeypatch.setattr("beamjax.jobs.watching.LOOK", 60.0 if by_workers else 0.02)
+    monkeypatch.setattr("beamjax.jobs.recording.LOOK", 60.0 if by_workers else 0.02)
     with bj.launch(gate.program, X, runner=runner, options={"shard_size": 8}) as job:
         assert gate.reached.wait(60)
         (job if how == "handle" else bj.open_job(job.folder)).cancel()
