@@ -25,7 +25,7 @@ from beamjax.jobs.results import read_result, write_result
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan
-from beamjax.storage import records
+from beamjax.storage import files, records
 from beamjax.telemetry import termination
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
@@ -359,8 +359,6 @@ def _folder_of(
 
     if not needed and kept is None:
         return None, keep
-    from beamjax.storage import files  # imports Beam only for URLs
-
     parent = options.work_folder or tempfile.gettempdir()
     return JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}")), keep
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
-from beamjax.storage import records
+from beamjax.storage import files, records
 from beamjax.storage.arrays import decode_array, encode_array
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry import process_ids
@@ -47,12 +47,6 @@ _OWN = re.compile(
 )
 
 
-def _files() -> Any:
-    from beamjax.storage import files  # imports Beam only for URLs
-
-    return files
-
-
 class JobFolder:
     """The folder of one job.
 
@@ -61,12 +55,12 @@ class JobFolder:
     """
 
     def __init__(self, path: str):
-        self.path = path if _files().is_url(path) else os.path.abspath(path)
+        self.path = path if files.is_url(path) else os.path.abspath(path)
 
     @property
     def slowness(self) -> float:
         """How much longer than on a local disk one may wait between two looks into the folder."""
-        return 5.0 if _files().is_url(self.path) else 1.0
+        return 5.0 if files.is_url(self.path) else 1.0
 
     # --- records
 
@@ -77,9 +71,9 @@ class JobFolder:
           ArrayFormatError: the file is not what was written.
           SourceError: it cannot be read.
         """
-        path = _files().join(self.path, f"{name}{records.SUFFIX}")
+        path = files.join(self.path, f"{name}{records.SUFFIX}")
         try:
-            return records.decode(_files().read(path), path)
+            return records.decode(files.read(path), path)
         except ArrayFormatError:
             raise
         except Exception as error:  # of many kinds on other file systems
@@ -93,12 +87,12 @@ class JobFolder:
         Raises:
           SourceError: the folder cannot be written.
         """
-        path = _files().join(self.path, f"{name}{records.SUFFIX}")
+        path = files.join(self.path, f"{name}{records.SUFFIX}")
         self._write(path, records.encode(record), make)
 
     def _write(self, path: str, data: bytes, make: bool = True) -> None:
         try:
-            _files().write(path, data, make=make)
+            files.write(path, data, make=make)
         except Exception as error:
             raise SourceError(
                 f"{path}: cannot write a file of the job ({error}); expected a folder that this "
@@ -106,7 +100,7 @@ class JobFolder:
             ) from error
 
     def _has(self, name: str) -> bool:
-        return f"{name}{records.SUFFIX}" in _files().names(self.path)
+        return f"{name}{records.SUFFIX}" in files.names(self.path)
 
     # --- the job
 
@@ -125,8 +119,8 @@ class JobFolder:
         """
         try:
             self._refuse_other(overwrite)
-            _files().make_folder(self.path)  # for this user only, unlike those above the last one
-            _files().make_folder(_files().join(self.path, _RECORDS))
+            files.make_folder(self.path)  # for this user only, unlike those above the last one
+            files.make_folder(files.join(self.path, _RECORDS))
             self.clear()
         except OSError as error:
             raise SourceError(
@@ -227,7 +221,7 @@ class JobFolder:
 
     def write_dropped(self, dropped: Sequence[Dropped]) -> None:
         """Writes which members were dropped so far."""
-        self._write(_files().join(self.path, _DROPPED), encode_file(encode_lines(dropped)))
+        self._write(files.join(self.path, _DROPPED), encode_file(encode_lines(dropped)))
 
     def dropped(self) -> tuple[Dropped, ...]:
         """Undoes `write_dropped`.
@@ -235,10 +229,10 @@ class JobFolder:
         Raises:
           ArrayFormatError: the file is not what was written.
         """
-        path = _files().join(self.path, _DROPPED)
-        if _DROPPED not in _files().names(self.path):
+        path = files.join(self.path, _DROPPED)
+        if _DROPPED not in files.names(self.path):
             return ()
-        return tuple(decode_file(_files().read(path), path))
+        return tuple(decode_file(files.read(path), path))
 
     def request_cancel(self) -> None:
         """Asks the launching process and the workers to end the job."""
@@ -251,29 +245,29 @@ class JobFolder:
     def write_worker(self, pipeline: str, record: WorkerRecord) -> None:
         """Writes what a worker has done in a pipeline."""
         name = f"{pipeline}.{record.worker}{records.SUFFIX}"
-        path = _files().join(_files().join(self.path, _RECORDS), name)
+        path = files.join(files.join(self.path, _RECORDS), name)
         self._write(path, records.encode(to_plain(record)), make=False)
 
     def workers(self, pipeline: str) -> list[WorkerRecord]:
         """What workers have done in a pipeline; records that can't be read are left out."""
-        folder = _files().join(self.path, _RECORDS)
+        folder = files.join(self.path, _RECORDS)
         found = []
         for name in self._worker_files(pipeline):
-            path = _files().join(folder, name)
+            path = files.join(folder, name)
             with contextlib.suppress(Exception):
-                record = records.decode(_files().read(path), path)
+                record = records.decode(files.read(path), path)
                 found.append(from_plain(WorkerRecord, record, path))
         return found
 
     def forget_workers(self, pipeline: str) -> None:
         """Removes the records of a pipeline that is over."""
         with contextlib.suppress(Exception):
-            folder = _files().join(self.path, _RECORDS)
-            _files().remove_files(folder, self._worker_files(pipeline))
+            folder = files.join(self.path, _RECORDS)
+            files.remove_files(folder, self._worker_files(pipeline))
 
     def _worker_files(self, pipeline: str) -> list[str]:
         with contextlib.suppress(Exception):
-            names = _files().names(_files().join(self.path, _RECORDS))
+            names = files.names(files.join(self.path, _RECORDS))
             return [name for name in names if name.startswith(f"{pipeline}.")]
         return []
 
@@ -282,7 +276,7 @@ class JobFolder:
     def write_result(self, leaves: Sequence[np.ndarray], record: dict[str, Any]) -> None:
         """Writes the leaves of a result, and then the record that says what they are."""
         for number, leaf in enumerate(leaves):
-            path = _files().join(self.path, f"result-{number}.arrays")
+            path = files.join(self.path, f"result-{number}.arrays")
             self._write(path, encode_array(leaf))
         self.write("result", record | {"count": len(leaves)})
 
@@ -302,9 +296,9 @@ class JobFolder:
         return [self._leaf(number) for number in range(count)], record
 
     def _leaf(self, number: int) -> np.ndarray:
-        path = _files().join(self.path, f"result-{number}.arrays")
+        path = files.join(self.path, f"result-{number}.arrays")
         try:
-            data = _files().read(path)
+            data = files.read(path)
         except Exception as error:
             raise SourceError(f"{path}: cannot read a leaf of the result ({error})") from error
         try:
@@ -316,7 +310,6 @@ class JobFolder:
 
     def clear(self) -> None:
         """Removes the files of a job, but not the folder."""
-        files = _files()
         names = [name for name in files.names(self.path) if _OWN.fullmatch(name)]
         files.remove_files(self.path, names)
         folder = files.join(self.path, _RECORDS)
@@ -324,7 +317,7 @@ class JobFolder:
 
     def remove(self) -> None:
         """Removes the folder of a job that was temporary, with all that is in it."""
-        if not _files().is_url(self.path):
+        if not files.is_url(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
             return
         with contextlib.suppress(Exception):

@@ -240,8 +240,10 @@ def test_a_meter_times_laps_and_leaves_out_compiling():
     total = meter.total
     assert (total.members, total.shards, total.bytes_read) == (16, 2, 200)
     assert (total.bytes_reduced, total.bytes_saved) == (10, 6)
-    assert 0.02 <= total.read < 0.04
-    assert 0 < total.compute < 0.02
+    assert total.read >= 0.02
+    assert total.compute > 0
+    slept = 2 * 0.03  # before `start` and `resume`, which is in no lap
+    assert total.read + total.compute <= time.perf_counter() - began - slept
     assert total.merge == total.executables == 0
     meter.start()
     x = jnp.arange(7.0)

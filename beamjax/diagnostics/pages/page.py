@@ -24,6 +24,7 @@ from beamjax._text import human_bytes
 from beamjax._version import __version__
 from beamjax.diagnostics.text import human_seconds
 from beamjax.errors import SourceError
+from beamjax.storage import files
 
 SHORT = 20
 """Largest number of letters of a cell that stays on one line."""
@@ -71,8 +72,6 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     Raises:
       SourceError: the file cannot be written.
     """
-    from beamjax.storage import files  # imports Beam only for URLs
-
     name = os.fspath(path)
     try:
         if files.is_url(name):
