@@ -5,13 +5,12 @@ Predicted times depend on them, and so does the option `small_work`. The bits of
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from beamjax.errors import ArrayFormatError
 from beamjax.interpreters.tuning import plan_cache
 from beamjax.plan.cost import USUAL, Rates
+from beamjax.storage.schema import from_plain, to_plain
 
 FORMAT = 4
 MIN_SECONDS = 1e-9
@@ -37,36 +36,6 @@ class Calibration:
     merge: float = 4e9
     measured: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain JSON values."""
-        return {"format": FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Calibration:
-        """Makes the rates from the result of `to_json`.
-
-        Raises:
-          ValueError: the record is something else.
-        """
-        if record.get("format") != FORMAT:
-            raise ValueError(f"found format {record.get('format')!r}, expected {FORMAT}")
-        rates = record.get("rates")
-        if not isinstance(rates, dict):
-            raise ValueError("found no rates")
-        numbers = {f.name: _number(rates.get(f.name)) for f in fields(Rates)}
-        return cls(
-            Rates(**numbers),
-            _number(record.get("read")),
-            _number(record.get("merge")),
-            record.get("measured") is True,
-        )
-
-
-def _number(found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise ValueError(f"found {found!r:.100}, expected a number above 0")
-    return float(found)
-
 
 # --- the file
 
@@ -83,8 +52,12 @@ def calibration() -> Calibration:
     record = plan_cache.load(name)
     if record is not None:
         try:
-            return Calibration.from_json(record)
-        except ValueError as error:
+            found = from_plain(Calibration, record, name)
+            numbers = (*vars(found.rates).values(), found.read, found.merge)
+            if min(numbers) <= 0:
+                raise ArrayFormatError(f"found the rates {numbers}, expected numbers above 0")
+            return found
+        except ArrayFormatError as error:
             plan_cache.ignore(name, error)
     return _known.get(name, Calibration())
 
@@ -92,4 +65,4 @@ def calibration() -> Calibration:
 def remember(found: Calibration) -> None:
     """Saves rates for this process and later ones."""
     _known[_name()] = found
-    plan_cache.store(_name(), {**found.to_json(), "machine": plan_cache.machine()})
+    plan_cache.store(_name(), to_plain(found) | {"machine": plan_cache.machine()})

@@ -310,7 +310,7 @@ def test_files_of_something_else_or_of_another_format_are_ignored(cache):
     good = json.loads(path.read_text())
     calibration._known.clear()
     assert calibration.calibration() == Calibration(read=7.0)
-    changes = [{"format": 7}, {"rates": None}, {"rates": {"flops": 1.0}}, {"read": -1.0}]
+    changes = [{"rates": None}, {"rates": {"flops": 0.0}}, {"read": -1.0}]
     changes += [{"read": 0}, {"read": True}, {"merge": "x"}, {"merge": math.inf}]
     for change in changes:
         path.write_text(json.dumps(good | change))
