@@ -21,7 +21,7 @@ from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
 from beamjax.interpreters.lowering.map_bodies import map_body
 from beamjax.interpreters.planning import Planned, make_plan
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules.table import MemberwiseRule
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 from beamjax.interpreters.staging.stage import Argument, flatten_arguments
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.ops.primitives import map_p

@@ -30,7 +30,7 @@ from beamjax.interpreters.cutting.stages import (
 )
 from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, BranchEqn, Eqn, FlatBlock, LoopEqn, Var
-from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 
 
 def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Stage]:

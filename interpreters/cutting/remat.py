@@ -16,12 +16,12 @@ from beamjax.interpreters.cutting.stages import Emission, MapStage
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Eqn, FlatBlock, Var
-from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.table import MemberwiseRule
+from beamjax.interpreters.rules.factors import ELEMENTWISE
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 from beamjax.interpreters.staging.flatten import host_call
 from beamjax.plan.cost import USUAL
 
-CHEAP = frozenset(rules.ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
+CHEAP = frozenset(ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
     "bj_broadcast", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "rev",
     "concatenate", "split", "stack", "unstack", "random_wrap", "random_unwrap", "iota",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from beamjax.interpreters.placement.places import MemberAxis, Place
 from beamjax.interpreters.program import BranchEqn, Eqn, FlatBlock, LoopEqn, Var
-from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 
 
 @dataclass(eq=False)

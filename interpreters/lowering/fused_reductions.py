@@ -11,7 +11,11 @@ import numpy as np
 
 from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Var, aval_of
-from beamjax.interpreters.rules.table import FunctionReductionRule, MemberwiseRule, ReductionRule
+from beamjax.interpreters.rules.sharding_rules import (
+    FunctionReductionRule,
+    MemberwiseRule,
+    ReductionRule,
+)
 from beamjax.numerics.reducers import reducer_of
 from beamjax.plan.steps import FusedBuffer, Reduction, ValueType
 

@@ -46,9 +46,7 @@ from beamjax.interpreters.lowering.shard_size import (
 from beamjax.interpreters.lowering.vectorize import choose_vectorization
 from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
-from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.sharding_rules import draw_by_batch
-from beamjax.interpreters.rules.table import FunctionReductionRule
+from beamjax.interpreters.rules.sharding_rules import FunctionReductionRule, bind, draw_by_batch
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
@@ -306,7 +304,7 @@ class _Lowering:
             env = dict(zip(stage.inputs, map(wrap, raw, impls), strict=True))
             for eqn in stage.eqns:
                 args = [read(env, atom) for atom in eqn.inputs]
-                env.update(zip(eqn.outputs, rules.bind(eqn, args), strict=True))
+                env.update(zip(eqn.outputs, bind(eqn, args), strict=True))
             return [unwrap(env[var]) for var in stage.outputs]
 
         inputs = tuple(self.served(var) for var in stage.inputs)

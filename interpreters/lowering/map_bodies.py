@@ -16,8 +16,11 @@ from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.lowering.fused_reductions import fused_vector
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var
-from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.table import FunctionReductionRule, ReductionRule
+from beamjax.interpreters.rules.sharding_rules import (
+    FunctionReductionRule,
+    ReductionRule,
+    TracedShard,
+)
 from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.dropping import Guard
 from beamjax.plan.steps import FusedBuffer
@@ -45,7 +48,7 @@ def map_body(
         would keep XLA from making one matrix product of a sum of products.
     """
 
-    def emit(shard: rules.TracedShard, raw: Sequence[Any]) -> list[jax.Array]:
+    def emit(shard: TracedShard, raw: Sequence[Any]) -> list[jax.Array]:
         wrapped = list(map(wrap, raw, impls))
         served = dict(zip(stage.broadcasts, wrapped[: len(stage.broadcasts)], strict=True))
         placed: dict[tuple[Var, int], Any] = {}
@@ -83,17 +86,13 @@ def map_body(
 
     everybody = functools.partial(jnp.ones, size, np.bool_)
     if guard is not None and full:
-        return lambda _, members, kept, *raw: emit(
-            rules.TracedShard(members[0], size, everybody()), raw
-        )
+        return lambda _, members, kept, *raw: emit(TracedShard(members[0], size, everybody()), raw)
     if guard is not None:
-        return lambda start, members, kept, *raw: emit(
-            rules.TracedShard(start, size, kept, members), raw
-        )
+        return lambda start, members, kept, *raw: emit(TracedShard(start, size, kept, members), raw)
 
     def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
         mask = everybody() if full else lax.iota(np.dtype("int32"), size) < count
-        return emit(rules.TracedShard(start, size, mask), raw)
+        return emit(TracedShard(start, size, mask), raw)
 
     return body
 
@@ -186,7 +185,7 @@ def _places(program: PlacedProgram, stage: MapStage) -> list[tuple[Var, int]]:
 
 
 def _combined(
-    eqn: Eqn, rule: FunctionReductionRule, args: Sequence[Any], shard: rules.TracedShard
+    eqn: Eqn, rule: FunctionReductionRule, args: Sequence[Any], shard: TracedShard
 ) -> Any:
     shard, args = shard.in_front(args, rule.in_axes)
     return rule.partial(eqn, args, shard)

@@ -22,7 +22,7 @@ from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.lowering.callbacks import reason_for_python
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.rules.table import MemberwiseRule
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 from beamjax.options import Options
 from beamjax.plan.cost import USUAL, Cost
 

@@ -16,6 +16,7 @@ from beamjax.interpreters.program import (
     aval_of,
 )
 from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.sharding_rules import Axes
 
 
 class PlacementKeys:
@@ -63,7 +64,7 @@ def _members(eqn: Eqn) -> int:
     return aval_of(eqn.inputs[0]).shape[0] if n is None else n
 
 
-def requirements(eqn: Eqn, in_axes: rules.Axes) -> Iterator[tuple[Var, int]]:
+def requirements(eqn: Eqn, in_axes: Axes) -> Iterator[tuple[Var, int]]:
     """The placed operands that are variables, each with the axis that its members must be on."""
     for atom, axis in zip(eqn.inputs, in_axes, strict=True):
         if axis is not None and isinstance(atom, Var):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, MemberEqn, Var
-from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,20 @@ class PlacedProgram:
         of its blocks read, including values of these blocks.
         """
         if eqn.blocks:
-            border = self.borders[eqn]
-            yield from zip(eqn.inputs, border.inputs, strict=True)
-            for block, places in zip(eqn.blocks, border.outputs, strict=True):
+            yield from self.border_reads(eqn)
+            for block in eqn.blocks:
                 for inner in self.equations(block):
                     yield from self.reads(inner)
-                yield from zip(block.outputs, places, strict=True)
             return
         placement, rule = self.rules.get(eqn, ("", None))
         yield from _reads_of(eqn, placement, rule)
+
+    def border_reads(self, eqn: Eqn) -> Iterator[tuple[Atom, Place]]:
+        """The inputs of a loop or a branch and the outputs of its blocks, with their places."""
+        border = self.borders[eqn]
+        yield from zip(eqn.inputs, border.inputs, strict=True)
+        for block, places in zip(eqn.blocks, border.outputs, strict=True):
+            yield from zip(block.outputs, places, strict=True)
 
     def reads_to_create(self, var: Var, along: MemberAxis) -> Iterator[tuple[Atom, Place]]:
         """The atoms that a shard reads to compute the members of a server value."""

@@ -9,7 +9,7 @@ the same place in all rounds, and an output of a branch the same place in all bl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
@@ -38,9 +38,8 @@ from beamjax.interpreters.program import (
     WholeEqn,
 )
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.member_reads import MAX_SHARE
-from beamjax.interpreters.rules.sharding_rules import shape_of
-from beamjax.interpreters.rules.table import MemberwiseRule, ReductionRule
+from beamjax.interpreters.rules.indexing import MAX_SHARE
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
 from beamjax.plan.steps import MAX_MEMBERS
 
 PATTERNS = expansions, windows, reshaped, order_statistics
@@ -106,7 +105,7 @@ def place(
         if not rewrites.are_settled(program):
             continue
         many = _selected_too_often(program)
-        refuted = set() if many else _Gathered(program, tried, guarded).inputs
+        refuted = set() if many else _gathered_inputs(program, tried.keys(), guarded)
         if not refuted and not many:
             share_gathers(program, program.flat)
             if guarded:
@@ -374,75 +373,45 @@ def _selected_too_often(program: PlacedProgram) -> set[Var]:
     return many
 
 
-class _Gathered:
-    """Finds inputs that are gathered or selected from, or whose derived values are.
+def _gathered_inputs(program: PlacedProgram, tried: Set[Var], guarded: bool) -> set[Var]:
+    """The inputs of `tried` that are gathered or selected from, or values computed from them.
 
     A view only counts if that happens before a placed operator has read it. With `guarded`, only
     server reads of placed operators and loops count.
     """
+    # For each placed value, those that it is computed from, and whether by a placed operator.
+    sources: dict[Var, list[tuple[Atom, bool]]] = {}
+    gathered: list[Atom] = [] if guarded else [a for a in program.flat.outputs if a in tried]
 
-    def __init__(self, program: PlacedProgram, tried: Iterable[Var], guarded: bool):
-        self.program = program
-        self.guarded = guarded
-        self.origins: dict[Var, frozenset[Var]] = {var: frozenset({var}) for var in tried}
-        self.inputs: set[Var] = set()
-        if self.origins:
-            self.block(program.flat)
-            outputs = {atom for atom in program.flat.outputs if isinstance(atom, Var)}
-            if not guarded:
-                self.inputs |= self.origins.keys() & set(program.flat.inputs) & outputs
+    def link(outs: Iterable[Var], atoms: Sequence[Atom], by_operator: bool = False) -> None:
+        for var in outs:
+            sources.setdefault(var, []).extend((atom, by_operator) for atom in atoms)
 
-    def block(self, block: FlatBlock) -> None:
-        for eqn in self.program.equations(block):
-            if eqn.blocks:
-                self.nested(eqn)
-                continue
-            counts = not self.guarded or eqn.is_placed_operator
-            reads = self.program.reads(eqn)
-            found = frozenset[Var]().union(*(self.read(*pair, counts) for pair in reads))
-            _, rule = self.program.rules.get(eqn, ("", None))
-            if eqn.is_placed_operator:
-                found -= self.program.flat.views.keys()
-            if not isinstance(rule, ReductionRule):
-                self.add(eqn.outputs, found)
-            elif rule.selects_members and counts:
-                self.inputs |= found
-
-    def nested(self, eqn: Eqn) -> None:
-        border = self.program.borders[eqn]
-        for atom, along in zip(eqn.inputs, border.inputs, strict=True):
-            self.read(atom, along)
-        while True:
-            before = dict(self.origins)
-            if isinstance(eqn, LoopEqn):
-                for atom, var in zip(eqn.inputs, eqn.block.inputs, strict=True):
-                    self.add([var], self.origin(atom))
-            for block, places in zip(eqn.blocks, border.outputs, strict=True):
-                self.block(block)
-                for atom, along in zip(block.outputs, places, strict=True):
-                    self.read(atom, along)
-            for block in eqn.blocks[-1:] if isinstance(eqn, LoopEqn) else eqn.blocks:
-                for atom, var in zip(block.outputs, eqn.outputs, strict=True):
-                    self.add([var], self.origin(atom))
-            if isinstance(eqn, LoopEqn):
-                for var, param in zip(eqn.outputs, eqn.params_of_carried, strict=False):
-                    self.add([param], self.origin(var))
-            if self.origins == before:
-                return
-
-    def read(self, atom: Atom, along: Place, counts: bool = True) -> frozenset[Var]:
-        """Records that a value is read at a place; returns the inputs it is computed from."""
-        if not isinstance(atom, Var) or self.program.place(atom) is None:
-            return frozenset()
-        found = self.origin(atom)
-        if counts and self.program.place(atom) != along:
-            self.inputs |= found
-        return found
-
-    def origin(self, atom: Atom) -> frozenset[Var]:
-        return self.origins.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
-
-    def add(self, variables: Iterable[Var], found: frozenset[Var]) -> None:
-        for var in variables:
-            if found and self.program.place(var) is not None:
-                self.origins[var] = self.origins.get(var, frozenset()) | found
+    for eqn in program.flat.walk():
+        reads = [*program.border_reads(eqn)] if eqn.blocks else [*program.reads(eqn)]
+        counts = not guarded or eqn.is_placed_operator or bool(eqn.blocks)
+        _, rule = program.rules.get(eqn, ("", None))
+        selects = isinstance(rule, ReductionRule) and rule.selects_members
+        gathered += [a for a, along in reads if counts and (selects or program.place(a) != along)]
+        if isinstance(eqn, LoopEqn):
+            pairs = zip(eqn.block.inputs, eqn.inputs, strict=True)
+            carried = zip(eqn.params_of_carried, eqn.block.outputs, strict=False)
+            for param, atom in (*pairs, *carried):
+                link([param], [atom])
+        for block in eqn.blocks[-1:] if isinstance(eqn, LoopEqn) else eqn.blocks:
+            for var, atom in zip(eqn.outputs, block.outputs, strict=True):
+                link([var], [atom])
+        if not eqn.blocks and not isinstance(rule, ReductionRule):
+            link(eqn.outputs, [atom for atom, _ in reads], eqn.is_placed_operator)
+    found: set[Var] = set()
+    seen: set[tuple[Atom, bool]] = set()
+    left = [(atom, False) for atom in gathered]
+    while left:
+        atom, passed = left.pop()
+        if not isinstance(atom, Var) or program.place(atom) is None or (atom, passed) in seen:
+            continue
+        seen.add((atom, passed))
+        if atom in tried and not (passed and atom in program.flat.views):
+            found.add(atom)
+        left += ((source, passed or by_operator) for source, by_operator in sources.get(atom, ()))
+    return found

@@ -20,7 +20,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, aval_of
-from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.factors import ELEMENTWISE
 from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
 from beamjax.numerics.accumulators import lowest_value
@@ -61,7 +61,7 @@ def reshaped(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     change = next(filter(None, changes), None)
     if change is None:
         return None
-    if eqn.primitive.name in rules.ELEMENTWISE:
+    if eqn.primitive.name in ELEMENTWISE:
         return _elementwise(rewriter, eqn, change)
     function = _end(eqn, change) if len(eqn.inputs) == 1 else None
     return Rewrite(function, made[0].inputs) if function and made[0] else None

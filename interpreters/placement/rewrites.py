@@ -19,8 +19,12 @@ import jax
 
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
-from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.sharding_rules import ReductionRule
+from beamjax.interpreters.rules.sharding_rules import (
+    EXPANSIONS,
+    ORDERED_EXPANSIONS,
+    Members,
+    ReductionRule,
+)
 from beamjax.interpreters.staging.flatten import flatten
 
 
@@ -169,9 +173,9 @@ def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:
 def expansions(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     """Expands a single equation; see `rules.table`."""
     program, name = rewriter.program, eqn.primitive.name
-    find = rules.EXPANSIONS.get(name)
+    find = EXPANSIONS.get(name)
     if find is None and rewriter.rewrites.moves:
-        find = rules.ORDERED_EXPANSIONS.get(name)
+        find = ORDERED_EXPANSIONS.get(name)
     places = list(map(program.place, eqn.inputs))
     keys = {along.placement for along in places if along is not None}
     if find is None or len(keys) != 1:
@@ -179,7 +183,7 @@ def expansions(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     (key,) = keys
     n = program.sizes[key]
     # See `PlacementKeys` for the names.
-    members = rules.Members(key.removesuffix(f"[{n}]"), n, program.shard_size)
+    members = Members(key.removesuffix(f"[{n}]"), n, program.shard_size)
     function = find(eqn, [along.axis if along else None for along in places], members)
     return None if function is None else Rewrite(function, eqn.inputs)
 

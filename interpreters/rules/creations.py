@@ -14,35 +14,19 @@ from jax.extend.random import threefry2x32_p
 
 from beamjax import _compat
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules.memberwise import at_shard_size
+from beamjax.interpreters.rules.operators import broadcast
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,
     bind,
     is_threefry,
     replaced,
-    resizing,
     shape_of,
 )
 
 
 def _broadcast(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
-    return MemberwiseRule((None,), (axis,), at_shard_size) if axis == 0 else None
-
-
-def _broadcast_in_dim(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
-    dims = eqn.params["broadcast_dimensions"]
-    if len(eqn.inputs) > 1 or eqn.params["shape"][axis] != n:
-        return None
-    if axis in dims and (shape_of(eqn.inputs[0])[dims.index(axis)] != 1 or n == 1):
-        return None
-    return MemberwiseRule((None,), (axis,), resizing("shape", axis))
-
-
-def _tile(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
-    if shape_of(eqn.inputs[0])[axis] != 1 or eqn.params["reps"][axis] != n:
-        return None
-    return MemberwiseRule((None,), (axis,), resizing("reps", axis))
+    return broadcast(eqn, (None,), n) if axis == 0 else None
 
 
 def _stack(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
@@ -150,12 +134,10 @@ def _element_numbers(shard: TracedShard, inner: int) -> tuple[jax.Array, jax.Arr
 
 CREATE: dict[str, Callable[[Eqn, int, Any], MemberwiseRule | None]] = {
     "bj_broadcast": _broadcast,
-    "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,
     "pad": _pad,
     "random_bits": _random_bits,
     "random_split": _random_split,
     "stack": _stack,
-    "tile": _tile,
 }
 """For each primitive, a function of the equation, the axis of its result and n to its rule."""

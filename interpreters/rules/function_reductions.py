@@ -16,18 +16,14 @@ from jax.extend import core as jex
 
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
-from beamjax.interpreters.rules.member_reads import MAX_SHARE
+from beamjax.interpreters.rules.indexing import MAX_SHARE
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     FunctionReductionRule,
-    MemberwiseRule,
     TracedShard,
-    as_is,
     bind,
     draw_by_batch,
-    dropping,
-    everywhere,
-    only,
+    reduction,
     rule,
     shape_of,
 )
@@ -59,20 +55,16 @@ def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule |
     )
 
 
-@rule("reduce")
-def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRule | None:
+@reduction("reduce")
+def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     """`lax.reduce` by an associative function of numbers, in the order of the members.
 
     XLA calls the function in row-major order, which matters if it is not commutative. So the axis
     of the members must be the first of the reduced axes.
     """
     size, reduced = len(eqn.outputs), eqn.params["dimensions"]
-    axis = only(axes[:size])
-    if axis is None or any(k is not None for k in axes[size:]):
-        return None
-    in_axes = (axis,) * size + (None,) * size
-    if axis not in reduced:
-        return MemberwiseRule(in_axes, (dropping(axis, reduced),) * size, as_is)
+    axis = in_axes[0]
+    assert axis is not None
     others = [k for k in sorted(reduced) if k != axis]
     entries = [shape_of(eqn.inputs[0])[k] for k in others]
     if axis != min(reduced) or 0 in entries or draw_by_batch(eqn.params["jaxpr"]) is not None:
@@ -98,24 +90,25 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionR
         return joined(left, right)
 
     leaves = tuple(aval_of(var) for var in eqn.outputs)
-    return FunctionReductionRule(in_axes, "reduce", partial, combine, leaves, tuple(range(size)))
+    return FunctionReductionRule(
+        tuple(in_axes), "reduce", partial, combine, leaves, tuple(range(size))
+    )
 
 
 # --- argmax, argmin and top_k
 
 
-@rule("argmax", "argmin", "bj_reduce_argmax", "bj_reduce_argmin")
-def _place_of_extreme(
-    eqn: Eqn, axes: Axes, n: Any
-) -> MemberwiseRule | FunctionReductionRule | None:
+@rule("bj_reduce_argmax", "bj_reduce_argmin")
+def _operator(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule | None:
+    return _place_of_extreme(eqn, (0,), n)
+
+
+@reduction("argmax", "argmin")
+def _place_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     """The index of the first extreme along the members; a partial holds index and extreme."""
     name = eqn.primitive.name.removeprefix("bj_reduce_")
-    reduced = eqn.params.get("axes", (0,))
-    axis = 0 if eqn.is_placed_operator else axes[0]
-    if axis is None:
-        return None
-    if axis not in reduced:
-        return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
+    axis = in_axes[0]
+    assert axis is not None
     function, reducer = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
     last = np.iinfo(result.dtype).max
@@ -145,15 +138,11 @@ NOWHERE = np.int32(MAX_MEMBERS)
 """The index of padding: `MAX_MEMBERS`, which is larger than that of any member."""
 
 
-@rule("top_k")
-def _top_k(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRule | None:
+@reduction("top_k")
+def _top_k(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     """The k highest values along the members with their indices; a partial holds k of both."""
-    axis, k = axes[0], eqn.params["k"]
-    busy = eqn.params.get("axis", -1) % len(shape_of(eqn.inputs[0]))
-    if axis is None:
-        return None
-    if axis != busy:
-        return everywhere(eqn, axis)
+    axis, k = in_axes[0], eqn.params["k"]
+    assert axis is not None
     if k == 0 or (not is_unknown(n) and k > MAX_SHARE * n):
         return None
     lowest = _lowest_of_all(aval_of(eqn.inputs[0]).dtype)
@@ -200,8 +189,11 @@ _BITS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
 """For each bitwise reduction, its function of two values and its neutral bit."""
 
 
-def reduce_bits(eqn: Eqn, axis: int) -> FunctionReductionRule:
-    """The rule of a bitwise reduction of integers over `axis`, that of the members, and others."""
+@reduction("reduce_xor")
+def reduce_bits(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule:
+    """The rule of a bitwise reduction of integers over the members and other axes."""
+    axis = in_axes[0]
+    assert axis is not None
     function, bit = _BITS[eqn.primitive.name]
     result = aval_of(eqn.outputs[0])
     zero = np.zeros((), result.dtype)
@@ -213,13 +205,3 @@ def reduce_bits(eqn: Eqn, axis: int) -> FunctionReductionRule:
         return [function(*left, *right)]
 
     return FunctionReductionRule((axis,), eqn.primitive.name, partial, combine, (result,), (0,))
-
-
-@rule("reduce_xor")
-def _reduce_xor(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | FunctionReductionRule | None:
-    axis, reduced = axes[0], eqn.params["axes"]
-    if axis is None:
-        return None
-    if axis not in reduced:
-        return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
-    return reduce_bits(eqn, axis)

@@ -1,137 +1,278 @@
-"""Rules for gather and scatter."""
+"""Reads and writes of few members by their number, which is a server value.
+
+A slice, or a gather, that takes at most half of the members is a reduction: each shard sends the
+bits of the rows that it holds, and zeros for the others. Otherwise all members are gathered. A
+scatter or an update of members is a map, in which each shard writes to its own members.
+
+Indices have any integer dtype. It may be too narrow for the number of members (int8, with 200
+members) or wider than int32 (uint32, or int64 with x64 enabled). So indices are compared in a dtype
+that holds both, and converted to int32 once they are in bounds. `TracedShard.rows` converts them to
+rows of a shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.lax import GatherScatterMode
 
+from beamjax.bodies.export import unwrap, value_type
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
-from beamjax.interpreters.rules.member_reads import read_gathered
-from beamjax.interpreters.rules.member_writes import write_scattered
 from beamjax.interpreters.rules.sharding_rules import (
+    OUTSIDE,
     Axes,
     MemberwiseRule,
     ReductionRule,
     TracedShard,
-    as_is,
-    resizing,
+    any_placed,
+    bind,
+    replaced,
     rule,
     shape_of,
 )
-from beamjax.numerics.reducers import REDUCERS
+from beamjax.numerics.reducers import PICK
+from beamjax.plan.dropping import hole_of
+from beamjax.plan.steps import MAX_MEMBERS
+
+MAX_SHARE = 0.5
+"""Largest share of the members that is read in this way; for more, all members are gathered."""
 
 
-def _remaining(rank: int, *gone: Sequence[int]) -> list[int]:
-    return [d for d in range(rank) if not any(d in dims for dims in gone)]
+def _clamped(index: jax.Array, last: int) -> jax.Array:
+    """`index` clamped to [0, last], as XLA does for starts of slices; int32 of the same shape."""
+    index = index if index.dtype.itemsize >= 4 else index.astype(np.int32)
+    return jnp.clip(index, 0, last).astype(np.int32)
+
+
+def _bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array:
+    """The indices of a gather or a scatter, all in bounds or `OUTSIDE`.
+
+    Args:
+      indices: integers of shape (..., k), one column for each indexed axis.
+      lasts: the largest valid index of each column.
+      clamps: whether to clamp indices that are out of bounds; else they become `OUTSIDE`.
+
+    Returns:
+      An int32 array of the same shape.
+    """
+    columns = []
+    for i, last in enumerate(lasts):
+        index = indices[..., i]
+        found = _clamped(index, last)
+        if not clamps:
+            wide = index if index.dtype.itemsize >= 4 else index.astype(np.int32)
+            found = jnp.where((wide >= 0) & (wide <= last), found, OUTSIDE)
+        columns.append(found)
+    return jnp.stack(columns, axis=-1)
+
+
+# --- reads
+
+
+@rule("slice")
+def _slice(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
+    axis, p = axes[0], eqn.params
+    if axis is None:
+        return None
+    stride = 1 if p["strides"] is None else p["strides"][axis]
+    members = range(p["start_indices"][axis], p["limit_indices"][axis], stride)
+
+    def rows(args: Sequence[Any], size: int) -> Any:
+        starts, limits = (replaced(p[f"{end}_indices"], axis, k)
+                          for end, k in (("start", 0), ("limit", size)))  # fmt: skip
+        strides = p["strides"] and replaced(p["strides"], axis, 1)
+        return bind(eqn, args, start_indices=starts, limit_indices=limits, strides=strides)[0]
+
+    return _read_rows(eqn, axis, n, rows, lambda args: jnp.arange(*_bounds(members), dtype="int32"))
+
+
+def _bounds(members: range) -> tuple[int, int, int]:
+    return members.start, members.stop, members.step
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
+    axis, sizes = axes[0], eqn.params["slice_sizes"]
+    if axis is None or any_placed(axes[1:]):
+        return None
+
+    def rows(args: Sequence[Any], size: int) -> Any:
+        return bind(eqn, args, slice_sizes=replaced(sizes, axis, size))[0]
+
+    def members(args: Sequence[Any]) -> Any:
+        return _clamped(args[1 + axis], n - sizes[axis]) + jnp.arange(sizes[axis], dtype="int32")
+
+    return _read_rows(eqn, axis, n, rows, members)
+
+
+def _read_rows(
+    eqn: Eqn,
+    axis: int,
+    n: Any,
+    rows: Callable[[Sequence[Any], int], Any],
+    members: Callable[[Sequence[Any]], Any],
+) -> ReductionRule | None:
+    """The rule of a slice or a dynamic slice that reads few members, None for one that reads many.
+
+    Args:
+      eqn: the slice.
+      axis: the axis of the members in its first operand.
+      n: the number of members.
+      rows: takes the operands and the size of a shard to the slice along all other axes.
+      members: takes the operands to the indices of the members: an int32 vector, all in bounds.
+    """
+    if not _is_worth(eqn, shape_of(eqn.outputs[0])[axis], n):
+        return None
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
+        row = shard.rows(members(args))
+        taken = jnp.take(rows(args, shard.size), row, axis=axis, mode="clip")
+        return _bits(taken, [axis], shard.has(row), shard.left_out(row))
+
+    in_axes = (axis, *(None for _ in eqn.inputs[1:]))
+    return ReductionRule(in_axes, PICK.name, partial, selects_members=True)
 
 
 @rule("gather")
-def _gather(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
-    d = eqn.params["dimension_numbers"]
-    operand, index = axes
-    batching = dict(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True))
-    # For each dimension of the indices but the last, its dimension in the result.
-    positions = _remaining(len(shape_of(eqn.outputs[0])), d.offset_dims)
-    if operand is None and index in batching.values():
-        operand = next(a for a, b in batching.items() if b == index)
-    if operand in batching:
-        index = batching[operand] if index is None else index
-        if batching[operand] != index or eqn.params["slice_sizes"][operand] != 1:
-            return None
-        return MemberwiseRule((operand, index), (positions[index],), as_is)
-    if operand is None:
-        if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
-            return None
-        return MemberwiseRule((None, index), (positions[index],), as_is)
-    rank = len(shape_of(eqn.inputs[0]))
-    windows = _remaining(rank, d.collapsed_slice_dims, d.operand_batching_dims)
-    whole = operand in windows and eqn.params["slice_sizes"][operand] == n
-    if index is None and operand in d.start_index_map:
-        return read_gathered(eqn, operand, n)
-    if index is not None or not whole:
+def _gather(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
+    """The rule of a gather whose indices are server values that select few members."""
+    (axis, index), d = axes, eqn.params["dimension_numbers"]
+    if axis is None or index is not None or axis not in d.start_index_map:
         return None
-    out = d.offset_dims[windows.index(operand)]
-    return MemberwiseRule((operand, None), (out,), resizing("slice_sizes", operand))
+    out, sizes = shape_of(eqn.outputs[0]), eqn.params["slice_sizes"]
+    batch = [k for k in range(len(out)) if k not in d.offset_dims]
+    single = sizes[axis] == 1 and axis not in d.operand_batching_dims
+    if not single or not _is_worth(eqn, math.prod(out[k] for k in batch), n):
+        return None
+    column = d.start_index_map.index(axis)
+    lasts = [shape_of(eqn.inputs[0])[k] - sizes[k] for k in d.start_index_map]
+    fills = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
+        operand, indices = args
+        if fills:  # JAX casts indices of this mode to int32 before it checks bounds, even int64.
+            indices = indices.astype(np.int32)
+        indices = _bounded(indices, lasts, clamps=not fills)
+        member = indices[..., column]
+        row = shard.rows(member)
+        (rows,) = bind(eqn, [operand, indices.at[..., column].set(row)])
+        # The first shard sends the fill value for indices out of bounds.
+        own = shard.has(row) | ((member == OUTSIDE) & (shard.start == 0))
+        return _bits(rows, batch, own, shard.left_out(row))
+
+    return ReductionRule((axis, None), PICK.name, partial, selects_members=True)
+
+
+def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
+    dtype = value_type(aval_of(eqn.outputs[0])).dtype
+    known = not is_unknown(n) and not is_unknown(taken)
+    return known and PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
+
+
+def _bits(rows: Any, axes: Sequence[int], mask: Any, left_out: Any) -> Any:
+    """The bits of rows, with zeros for rows of other shards.
+
+    Args:
+      rows: the rows.
+      axes: their axes that are those of the masks.
+      mask: bools, which rows this shard holds.
+      left_out: bools, which rows are dropped members; these become NaN, or 0 without NaN.
+    """
+    front = range(len(axes))
+    rows = jnp.moveaxis(unwrap(rows), axes, front)
+    hole = np.array(hole_of(rows.dtype), rows.dtype)
+    missing = jnp.reshape(left_out, left_out.shape + (1,) * (rows.ndim - left_out.ndim))
+    bits = PICK.partial(jnp.where(missing, hole, rows), mask | left_out)
+    return jnp.moveaxis(bits, front, axes)
+
+
+# --- writes
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
+    axis = axes[0]
+    # XLA clamps the start to n - count, which must be known.
+    if axis is None or any_placed(axes[1:]) or is_unknown(n):
+        return None
+    count = shape_of(eqn.inputs[1])[axis]
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
+        operand, update, *starts = args
+        if count == 0:
+            return [operand]
+        row = shard.indices() - _clamped(starts[axis], n - count)
+        rows = jnp.take(update, jnp.clip(row, 0, count - 1), axis=axis, mode="clip")
+        first = replaced(starts, axis, jnp.zeros_like(starts[axis]))
+        (written,) = bind(eqn, [operand, rows, *first])
+        inside = lax.broadcast_in_dim((row >= 0) & (row < count), operand.shape, (axis,))
+        return [jnp.where(inside, written, operand)]
+
+    return MemberwiseRule((axis,) + (None,) * (len(eqn.inputs) - 1), (axis,), emit)
 
 
 @rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub")
-def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
-    d = eqn.params["dimension_numbers"]
-    operand, index, updates = axes
-    if operand is not None and operand in d.scatter_dims_to_operand_dims:
-        # The indices say to which members it writes.
-        return write_scattered(eqn, operand, n) if (index, updates) == (None, None) else None
-    batching = dict(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
-    rank = len(shape_of(eqn.inputs[0]))
-    windows = _remaining(rank, d.inserted_window_dims, d.operand_batching_dims)
-    # For each dimension of the indices but the last, its dimension in the updates.
-    positions = _remaining(len(shape_of(eqn.inputs[2])), d.update_window_dims)
-    if operand is None and index in batching.values():
-        operand = next(a for a, b in batching.items() if b == index)
-    if operand is None and updates in positions and positions.index(updates) in batching.values():
-        operand = next(a for a, b in batching.items() if b == positions.index(updates))
-    want: tuple[int | None, int | None, int | None]
-    if operand in batching:
-        want = (operand, batching[operand], positions[batching[operand]])
-    elif operand in windows:
-        want = (operand, None, d.update_window_dims[windows.index(operand)])
-    elif operand is None and updates in d.update_window_dims:
-        want = (windows[d.update_window_dims.index(updates)], None, updates)
-    elif operand is None:
-        return _scatter_fold(eqn, index, updates, positions)
-    else:
+def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
+    """The rule of a scatter whose indices are server values that select members."""
+    dims, clamps = eqn.params["dimension_numbers"], eqn.params["mode"] == GatherScatterMode.CLIP
+    axis, indexed = axes[0], dims.scatter_dims_to_operand_dims
+    if axis is None or any_placed(axes[1:]) or axis not in indexed:
         return None
-    agrees = all(have in (None, axis) for have, axis in zip(axes, want, strict=True))
-    out = want[0]
-    if not agrees or out is None or out in d.scatter_dims_to_operand_dims:
+    column, window = indexed.index(axis), _window(eqn, axis)
+    # For each indexed axis, the last index at which the whole window is in bounds.
+    lasts = [shape_of(eqn.inputs[0])[d] - _width(eqn, d) for d in indexed]
+    if is_unknown(n):
+        if clamps or window is not None:
+            return None
+        lasts[column] = MAX_MEMBERS - 1  # Rows after the last member are padding.
+
+    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
+        operand, indices, updates = args
+        indices, numbers = _bounded(indices, lasts, clamps), dims
+        index = indices[..., column]
+        if window is not None:
+            width = updates.shape[window]
+            offsets = lax.broadcasted_iota(index.dtype, (*index.shape, width), index.ndim)
+            index = jnp.where(index[..., None] == OUTSIDE, OUTSIDE, index[..., None] + offsets)
+            indices = jnp.repeat(indices[..., None, :], width, axis=-2)
+            updates, numbers = _row_by_row(updates, dims, axis, window)
+        # FILL_OR_DROP drops updates for other shards.
+        indices = indices.at[..., column].set(shard.rows(index))
+        changes = {"mode": GatherScatterMode.FILL_OR_DROP, "dimension_numbers": numbers}
+        changes |= {"indices_are_sorted": False, "unique_indices": False}
+        return bind(eqn, [operand, indices, updates], **changes)
+
+    return MemberwiseRule((axis, None, None), (axis,), emit)
+
+
+def _width(eqn: Eqn, axis: int) -> int:
+    """The number of entries along `axis` of its operand that a scatter writes per index."""
+    window = _window(eqn, axis)
+    return 1 if window is None else shape_of(eqn.inputs[2])[window]
+
+
+def _window(eqn: Eqn, axis: int) -> int | None:
+    """The axis of a scatter's updates that is the window along `axis` of the operand, or None."""
+    dims = eqn.params["dimension_numbers"]
+    gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    if axis in gone:
         return None
-    return MemberwiseRule(want, (out,), as_is)
+    windows = [d for d in range(len(shape_of(eqn.inputs[0]))) if d not in gone]
+    return dims.update_window_dims[windows.index(axis)]
 
 
-# For each scatter of placed rows into a server table: its reduction, and the primitive for a shard.
-_SCATTERS = {
-    "scatter-add": ("sum", lax.scatter_add),
-    "scatter-mul": ("prod", lax.scatter_mul),
-    "scatter-max": ("max", lax.scatter_max),
-    "scatter-min": ("min", lax.scatter_min),
-}
-
-
-def _scatter_fold(
-    eqn: Eqn, index: int | None, updates: int | None, positions: list[int]
-) -> ReductionRule | None:
-    """A scatter of placed rows into a server table, as `jax.ops.segment_sum` does."""
-    if eqn.primitive.name not in _SCATTERS:
-        return None
-    name, scatter = _SCATTERS[eqn.primitive.name]
-    if name in ("max", "min") and aval_of(eqn.inputs[0]).dtype.kind == "c":
-        return None  # In XLA, whether a complex NaN gets lost depends on its position.
-    if index is None and updates in positions:
-        index = positions.index(updates)
-    if index is None or index == len(shape_of(eqn.inputs[1])) - 1:
-        return None
-    if updates not in (None, positions[index]):
-        return None
-    position, p, reducer = positions[index], eqn.params, REDUCERS[name]
-
-    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
-        table, where, rows = args
-        dtype = reducer.partial_dtype(table.dtype)
-        neutral = jnp.asarray(reducer.identity(dtype))
-        # The initial table counts once: in the first shard.
-        table = jnp.where(shard.start == 0, table.astype(dtype), neutral)
-        return scatter(
-            table,
-            where,
-            shard.masked(rows.astype(dtype), position, neutral),
-            p["dimension_numbers"],
-            # The copy of a member that stands for a dropped one is out of order.
-            indices_are_sorted=p["indices_are_sorted"] and shard.members is None,
-            unique_indices=False,  # Padding repeats an index.
-            mode=p["mode"],
-        )
-
-    return ReductionRule((None, index, position), name, partial)
+def _row_by_row(updates: Any, dims: Any, axis: int, window: int) -> tuple[Any, Any]:
+    """Updates and dimension numbers of an equal scatter with one index per row of the window."""
+    batch = [d for d in range(updates.ndim) if d not in dims.update_window_dims]
+    others = [d for d in dims.update_window_dims if d != window]
+    updates = jnp.transpose(updates, (*batch, window, *others))
+    inserted = tuple(sorted((*dims.inserted_window_dims, axis)))
+    windows = tuple(range(len(batch) + 1, updates.ndim))
+    return updates, dims._replace(update_window_dims=windows, inserted_window_dims=inserted)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.function_reductions import reduce_bits
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    MemberwiseRule,
     ReductionRule,
-    Rule,
     TracedShard,
-    as_is,
     bind,
     dropping,
-    rule,
-    shape_of,
+    reduction,
 )
 from beamjax.numerics.reducers import REDUCERS
 
@@ -39,17 +36,13 @@ REDUCTIONS = {
 }
 
 
-@rule(*REDUCTIONS)
-def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
-    axis, reduced = axes[0], eqn.params["axes"]
-    if axis is None:
-        return None
-    if axis not in reduced:
-        return MemberwiseRule((axis,), (dropping(axis, reduced),), as_is)
-    name = REDUCTIONS[eqn.primitive.name]
+@reduction(*REDUCTIONS)
+def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
+    (axis,), name = in_axes, REDUCTIONS[eqn.primitive.name]
+    assert axis is not None
     if name in ("any", "all") and aval_of(eqn.inputs[0]).dtype != np.bool_:
-        return reduce_bits(eqn, axis)
-    others = tuple(a for a in reduced if a != axis)
+        return reduce_bits(eqn, in_axes, n)
+    others = tuple(a for a in eqn.params["axes"] if a != axis)
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         (x,) = args
@@ -62,22 +55,15 @@ def _reduce(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | No
     return ReductionRule((axis,), name, partial)
 
 
-def _placed_reduction(name: str) -> Rule:
-    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
-        return REDUCERS[name].partial(args[0], shard.mask)
-
-    return lambda eqn, axes, n: ReductionRule((0,), name, partial)
-
-
-for _name in REDUCERS:
-    rule(f"bj_reduce_{_name}")(_placed_reduction(_name))
-
-
 # --- products
 
 
-def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], TracedShard], Any]:
-    """The partial of a product that contracts axis `lhs` with `rhs`, those of the members."""
+@reduction("dot_general", "conv_general_dilated")
+def _product(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
+    """A product that contracts the axes of the members, or the gradient of a shared kernel."""
+    lhs, rhs = in_axes
+    assert lhs is not None
+    assert rhs is not None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         # Masking one side is not enough: padding repeats a member, and 0 * inf is nan.
@@ -93,52 +79,44 @@ def _product(lhs: int, rhs: int) -> Callable[[Eqn, Sequence[Any], TracedShard], 
             return bind(eqn, operands, preferred_element_type=wide)[0]
         return bind(eqn, operands)[0].astype(wide)
 
-    return partial
+    return ReductionRule((lhs, rhs), "sum", partial)
 
 
-@rule("dot_general")
-def _dot_general(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    lhs, rhs = axes
-    paired = dict(zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True))
-    if lhs is None and rhs in paired.values():
-        lhs = next(a for a, b in paired.items() if b == rhs)
-    if lhs in paired and rhs is None:
-        rhs = paired[lhs]
-    if lhs is not None and lhs in paired:
-        if rhs is None or paired[lhs] != rhs:
-            return None
-        if lhs in lhs_batch:
-            return MemberwiseRule((lhs, rhs), (lhs_batch.index(lhs),), as_is)
-        return ReductionRule((lhs, rhs), "sum", _product(lhs, rhs))
-    if lhs is not None and rhs is not None:
-        return None
-    if lhs is not None:
-        out = len(lhs_batch) + dropping(lhs, (*lhs_contract, *lhs_batch))
-        return MemberwiseRule((lhs, None), (out,), as_is)
-    if rhs is None:
-        return None
-    before = len(shape_of(eqn.inputs[0])) - len(lhs_contract)
-    return MemberwiseRule(
-        (None, rhs), (before + dropping(rhs, (*rhs_contract, *rhs_batch)),), as_is
-    )
+# --- scatters
+
+_SCATTERS = {
+    "scatter-add": ("sum", lax.scatter_add),
+    "scatter-mul": ("prod", lax.scatter_mul),
+    "scatter-max": ("max", lax.scatter_max),
+    "scatter-min": ("min", lax.scatter_min),
+}
+"""For each scatter, its reduction and the function for a shard."""
 
 
-@rule("conv_general_dilated")
-def _conv(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
-    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
-    if eqn.params["batch_group_count"] != 1:
-        return None
-    batch, features = numbers.lhs_spec[:2]
-    kernels, contracted = numbers.rhs_spec[:2]
-    lhs, rhs = axes
-    if lhs == batch and rhs is None:
-        return MemberwiseRule((batch, None), (numbers.out_spec[0],), as_is)
-    if groups != 1:
-        return None
-    if lhs is None and rhs == kernels:
-        return MemberwiseRule((None, kernels), (numbers.out_spec[1],), as_is)
-    # The gradient of a kernel that the members share contracts over the members.
-    if lhs in (None, features) and rhs in (None, contracted):
-        return ReductionRule((features, contracted), "sum", _product(features, contracted))
-    return None
+@reduction(*_SCATTERS)
+def _scatter(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule | None:
+    """A scatter of placed rows into a server table, as `jax.ops.segment_sum` does."""
+    (name, scatter), (_, index, position) = _SCATTERS[eqn.primitive.name], in_axes
+    if name in ("max", "min") and aval_of(eqn.inputs[0]).dtype.kind == "c":
+        return None  # In XLA, whether a complex NaN gets lost depends on its position.
+    p, reducer = eqn.params, REDUCERS[name]
+    assert position is not None
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
+        table, where, rows = args
+        dtype = reducer.partial_dtype(table.dtype)
+        neutral = jnp.asarray(reducer.identity(dtype))
+        # The initial table counts once: in the first shard.
+        table = jnp.where(shard.start == 0, table.astype(dtype), neutral)
+        return scatter(
+            table,
+            where,
+            shard.masked(rows.astype(dtype), position, neutral),
+            p["dimension_numbers"],
+            # The copy of a member that stands for a dropped one is out of order.
+            indices_are_sorted=p["indices_are_sorted"] and shard.members is None,
+            unique_indices=False,  # Padding repeats an index.
+            mode=p["mode"],
+        )
+
+    return ReductionRule((None, index, position), name, partial)

@@ -14,8 +14,10 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules.member_indices import OUTSIDE
 from beamjax.interpreters.staging.lines import user_line
+
+OUTSIDE = -1
+"""The index that stands for out-of-bounds members and rows: gathers fill it, scatters drop it."""
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis of the members; None for a server value."""
@@ -143,6 +145,18 @@ Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
 """Takes an equation, the axes of its operands and the number of members; None if it has no rule."""
 
 RULES: dict[str, Rule] = {}
+REDUCTION_RULES: dict[str, Callable[[Eqn, Axes, Any], ReductionRule | None]] = {}
+"""For equations that reduce over the members by `factors`; `in_axes` are those of the members."""
+
+
+def reduction(*names: str) -> Callable[[Any], Any]:
+    """Registers a reduction over the members for the primitives with these names."""
+
+    def register(function: Any) -> Any:
+        REDUCTION_RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -209,15 +223,6 @@ def as_is(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     return bind(eqn, args)
 
 
-def resizing(param: str, axis: int) -> Emit:
-    """Emits the equation with entry `axis` of a shape-like parameter set to the shard's size."""
-
-    def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
-        return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
-
-    return emit
-
-
 # --- shapes and axes
 
 
@@ -240,11 +245,6 @@ def only(axes: Axes) -> int | None:
 def any_placed(axes: Axes) -> bool:
     """Whether some operand is placed."""
     return any(axis is not None for axis in axes)
-
-
-def everywhere(eqn: Eqn, axis: int) -> MemberwiseRule:
-    """The rule that all operands and results have their members along `axis`."""
-    return MemberwiseRule((axis,) * len(eqn.inputs), (axis,) * len(eqn.outputs), as_is)
 
 
 def dropping(axis: int, dropped: Sequence[int]) -> int:

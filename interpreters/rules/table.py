@@ -1,7 +1,8 @@
 """Looks up the sharding rule of an equation.
 
-The function that is registered for a primitive is asked: if the operands have their members along
-these axes, can the equation be computed a shard at a time? It returns one of
+If the operands of an equation have their members along these axes, can it be computed a shard at a
+time? `factors` answers for most primitives by the axes alone, and functions in `RULES` for the
+others. The answer is one of
 
 * `MemberwiseRule`: yes, it acts on each member. The rule gives the axis of the members in each
   operand and result, and how to emit the equation for a shard.
@@ -13,6 +14,7 @@ these axes, can the equation be computed a shard at a time? It returns one of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,61 +24,44 @@ from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
-    memberwise,
+    operators,
     ordered,
     reductions,
     scans,
 )
 from beamjax.interpreters.rules.creations import CREATE
-from beamjax.interpreters.rules.memberwise import ELEMENTWISE
+from beamjax.interpreters.rules.factors import FACTORS, backward, forward
 from beamjax.interpreters.rules.sharding_rules import (
-    EXPANSIONS,
-    ORDERED_EXPANSIONS,
     RULES,
     Axes,
-    FunctionReductionRule,
-    Members,
     MemberwiseRule,
     ReductionRule,
-    TracedShard,
-    bind,
+    replaced,
     shape_of,
 )
-
-__all__ = [
-    "ELEMENTWISE",
-    "EXPANSIONS",
-    "ORDERED_EXPANSIONS",
-    "RULES",
-    "Axes",
-    "FunctionReductionRule",
-    "Members",
-    "MemberwiseRule",
-    "ReductionRule",
-    "TracedShard",
-    "bind",
-    "classify",
-    "create",
-    "invert",
-]  # fmt: skip
 
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule for `eqn`, whose operands have their n members along `axes`; None to gather them."""
-    found = RULES.get(eqn.primitive.name)
-    sharding_rule = found(eqn, axes, n) if found else None
-    if sharding_rule is None or not _fits(eqn, sharding_rule, n):
+    name = eqn.primitive.name
+    found = forward(eqn, axes, n) if name in FACTORS else None
+    if found is None and name in RULES:
+        found = RULES[name](eqn, axes, n)
+    return _checked(eqn, found, n)
+
+
+def _checked(
+    eqn: Eqn, found: MemberwiseRule | ReductionRule | None, n: Any
+) -> MemberwiseRule | ReductionRule | None:
+    """The rule with axes of type `int` (parameters of JAX equations may be NumPy integers), if it
+    fits.
+    """
+    if found is None or not _fits(eqn, found, n):
         return None
-    if isinstance(sharding_rule, MemberwiseRule):
-        return _plain_local(sharding_rule)
-    return replace(sharding_rule, in_axes=_ints(sharding_rule.in_axes))
-
-
-def _plain_local(sharding_rule: MemberwiseRule) -> MemberwiseRule:
-    """The rule with axes of type `int`: parameters of JAX equations may be NumPy integers."""
-    return replace(
-        sharding_rule, in_axes=_ints(sharding_rule.in_axes), out_axes=_ints(sharding_rule.out_axes)
-    )
+    found = replace(found, in_axes=_ints(found.in_axes))
+    if isinstance(found, MemberwiseRule):
+        found = replace(found, out_axes=_ints(found.out_axes))
+    return found
 
 
 def _ints(axes: Axes) -> tuple[int | None, ...]:
@@ -94,24 +79,25 @@ def _fits(eqn: Eqn, sharding_rule: MemberwiseRule | ReductionRule, n: Any) -> bo
     return n is None or all(axis is None or shape_of(atom)[axis] == n for atom, axis in pairs)
 
 
-def create(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
-    """The rule by which `eqn` computes members along `axis` from server values alone, or None."""
-    found = CREATE.get(eqn.primitive.name)
-    sharding_rule = found(eqn, axis, n) if found else None
-    return None if sharding_rule is None else _plain_local(sharding_rule)
-
-
 def invert(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | None:
     """The rule by which result number `out` of `eqn` gets its members along `axis`, or None."""
-    created = create(eqn, axis, n)
-    if created is not None:
-        return created
+    name = eqn.primitive.name
+    candidates: list[MemberwiseRule | ReductionRule | None] = []
+    if name in CREATE:
+        candidates.append(CREATE[name](eqn, axis, n))
+    if name in FACTORS:
+        candidates.append(_checked(eqn, backward(eqn, out, axis, n), n))
+    if name in RULES:
+        candidates += (classify(eqn, axes, n) for axes in _axes_of_members(eqn, n))
+    for found in candidates:
+        if isinstance(found, MemberwiseRule) and found.out_axes[out] == axis:
+            return found
+    return None
+
+
+def _axes_of_members(eqn: Eqn, n: Any) -> Iterator[Axes]:
+    """The axes with n members of the operands of an equation, one at a time."""
     for i, atom in enumerate(eqn.inputs):
         for k, dim in enumerate(shape_of(atom)):
             if dim == n:
-                axes: list[int | None] = [None] * len(eqn.inputs)
-                axes[i] = k
-                found = classify(eqn, axes, n)
-                if isinstance(found, MemberwiseRule) and found.out_axes[out] == axis:
-                    return found
-    return None
+                yield replaced([None] * len(eqn.inputs), i, k)

@@ -12,7 +12,6 @@ import pytest
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.interpreters.placement import order_statistics, propagate, rewrites, views, windows
-from beamjax.interpreters.rules import table
 from beamjax.interpreters.staging import flatten, simplify
 from tests.helpers import planned
 
@@ -99,12 +98,12 @@ def counted(x):
 
 
 REWRITES = [
-    (decomposed, table, "ORDERED_EXPANSIONS", {}),
+    (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
     (counted, order_statistics, "_picked", nothing),
     (differences, windows, "_meet", nothing),
     (neighbours, windows, "_roll", nothing),
-    (running_sums, table, "ORDERED_EXPANSIONS", {}),
-    (maps_and_adds, table, "EXPANSIONS", {}),
+    (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
+    (maps_and_adds, rewrites, "EXPANSIONS", {}),
     (mean_of_most, windows, "_slice_of", nothing),
     (slope_of_most, windows, "_slice_of", nothing),
     (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),

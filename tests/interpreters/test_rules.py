@@ -14,8 +14,15 @@ from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
+from beamjax.interpreters.rules import factors
 from beamjax.interpreters.rules.creations import CREATE
-from beamjax.interpreters.rules.table import RULES
+from beamjax.interpreters.rules.factors import FACTORS
+from beamjax.interpreters.rules.sharding_rules import (
+    EXPANSIONS,
+    ORDERED_EXPANSIONS,
+    REDUCTION_RULES,
+    RULES,
+)
 
 OPTIONS = {"shard_size": 8}
 IN_GATE = """
@@ -97,10 +104,15 @@ def test_every_rule_fires(monkeypatch):
 
         return found
 
-    names = {name for name in (*RULES, *CREATE) if not name.startswith("bj_")}
-    for table in (RULES, CREATE):
+    of_label = factors._of_label
+    tables = RULES, CREATE, REDUCTION_RULES, EXPANSIONS, ORDERED_EXPANSIONS
+    names = {name for name in (*FACTORS, *RULES, *CREATE) if not name.startswith("bj_")}
+    for table in tables:
         for name, sharding_rule in table.items():
             monkeypatch.setitem(table, name, noted(name, sharding_rule))
+    monkeypatch.setattr(
+        factors, "_of_label", lambda eqn, *args: noted(eqn.primitive.name, of_label)(eqn, *args)
+    )
     for args, functions in GROUPS.values():
         for kind, function in functions.items():
             if kind != "gather":
