@@ -312,6 +312,7 @@ group("sliced", placed(normal(N, 4)), placed(ints(N, seed=1)), normal(4, 3, seed
         jax.grad(lambda w: jnp.sum(conv_rows(jnp.tanh(x[1:]), w)))(w[:2]),
         [jnp.mean(jnp.argmax(x[part] @ w, 1) == k[part]) for part in (np.s_[:8], np.s_[2:])],
         jnp.sum(jnp.abs(x[1:] - x[:-1])), jnp.mean(k[1:] != k[:-1]),
+        jnp.sum(jnp.concatenate([x[1:], 2 * x[1:]], 1), 0),
     ],
     local=lambda x, k, w: [jax.grad(lambda x: jnp.mean(jnp.tanh(x[:8] @ w) ** 2))(x)],
 )  # fmt: skip

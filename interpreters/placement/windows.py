@@ -75,8 +75,9 @@ def windows(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     part = _slice_of(rewriter, eqn)
     if part is not None:
         return _cut(rewriter, eqn, part) if part.is_large else None
-    if rewriter.rewrites.moves and eqn.primitive.name == "concatenate":
-        return _roll(rewriter, eqn)
+    rolled = _roll(rewriter, eqn)
+    if rolled is not None:
+        return rolled
     parts = {found[0] for atom in eqn.inputs if (found := _view(rewriter, atom))}
     if not parts:
         return None
@@ -160,6 +161,8 @@ def _move(
 
 def _roll(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     """Rewrites the concatenation of the last and the first members: `jnp.roll`."""
+    if not rewriter.rewrites.moves or eqn.primitive.name != "concatenate":
+        return None
     cuts = [cut for atom in eqn.inputs if (cut := rewriter.maker(atom, "slice")) is not None]
     parts = [part for cut in cuts if (part := _slice_of(rewriter, cut)) is not None]
     if not len(eqn.inputs) == len(parts) == 2:

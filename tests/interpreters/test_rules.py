@@ -121,23 +121,18 @@ def test_every_rule_fires(monkeypatch):
     assert sorted(names - fired - NEW_IN_JAX - set(WITHOUT_ROWS)) == []
 
 
-def values_of(name):
+def marked(name):
+    return name if name in IN_GATE else pytest.param(name, marks=pytest.mark.table)
+
+
+@pytest.mark.parametrize("name", map(marked, GROUPS))
+def test_values(name):
+    if name in IN_GATE:
+        jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
     args, functions = GROUPS[name]
     prog, values = as_program(lambda *xs: {k: f(*xs) for k, f in functions.items()}, args)
     found = bj.run(prog, *values, runner="local", options=OPTIONS)
     assert_close(found, jax.jit(prog)(*values), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", IN_GATE)
-def test_values(name):
-    jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
-    values_of(name)
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("name", [name for name in GROUPS if name not in IN_GATE])
-def test_values_of_all_other_rows(name):
-    values_of(name)
 
 
 def test_a_member_picked_out_is_not_rounded():
