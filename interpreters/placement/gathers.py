@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.placement.places import Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 
@@ -105,78 +105,39 @@ def _clone(
 # --- runs with a guard
 
 
-_LOGICAL = frozenset({"reduce_and", "reduce_or"})
-
-
 def gather_from_passes(program: PlacedProgram) -> None:
     """Changes a program in place so that all gathered and returned values are results of passes."""
     _Tests(program).block(program.flat)
-    copies = _Copies(program)
-    copies.block(program.flat)
-    program.flat.outputs[:] = [
-        copies.of(atom) if atom in program.flat.inputs and program.place(atom) else atom
-        for atom in program.flat.outputs
-    ]
-    copies.insert(program.flat)
+    flat, copies = program.flat, dict[Var, Eqn]()
+    made = {var for eqn in flat.walk() if eqn in program.rules for var in eqn.outputs}
 
-
-class _Copies:
-    """Adds copies of placed values that the server reads and no equation of a pass computes."""
-
-    def __init__(self, program: PlacedProgram):
-        self.program = program
-        self.made: set[Var] = set()
-        self.copies: dict[Var, Eqn] = {}
-
-    def block(self, block: FlatBlock) -> None:
-        """Makes the equations of a block, and of blocks in it, read the copies."""
-        program = self.program
-        for eqn in block.eqns:
-            if not eqn.blocks:
-                eqn.inputs[:] = [
-                    self.of(atom) if along is None and program.place(atom) else atom
-                    for atom, along in program.reads(eqn)
-                ]
-                if eqn in program.rules:
-                    self.made.update(eqn.outputs)
-                continue
-            border = program.borders[eqn]
-            eqn.inputs[:] = [
-                self.of(atom) if along is None and program.place(atom) else atom
-                for atom, along in zip(eqn.inputs, border.inputs, strict=True)
-            ]
-            for inner, places in zip(eqn.blocks, border.outputs, strict=True):
-                self.block(inner)
-                inner.outputs[:] = [
-                    self.of(atom) if along is None and program.place(atom) else atom
-                    for atom, along in zip(inner.outputs, places, strict=True)
-                ]
-
-    def of(self, atom: Atom) -> Atom:
-        """The value to read instead of a placed one."""
-        if not isinstance(atom, Var) or atom in self.made:
+    def copied(atom: Atom, along: Place) -> Atom:
+        """What to read at a place instead of a value: a copy, if the server gathers it."""
+        place = program.place(atom)
+        if not isinstance(atom, Var) or atom in made or place is None or along is not None:
             return atom
-        if atom not in self.copies:
-            self.copies[atom] = _copy(atom)
-            along = self.program.places[atom]
-            rule = MemberwiseRule((along.axis,), (along.axis,), lambda eqn, args, shard: list(args))
-            self.program.rules[self.copies[atom]] = along.placement, rule
-            self.program.places[self.copies[atom].outputs[0]] = along
-        return self.copies[atom].outputs[0]
+        if atom not in copies:
+            eqn = copies[atom] = _copy(atom)
+            rule = MemberwiseRule((place.axis,), (place.axis,), lambda eqn, args, shard: [*args])
+            program.rules[eqn] = place.placement, rule
+            program.places[eqn.outputs[0]] = place
+        return copies[atom].outputs[0]
 
-    def insert(self, block: FlatBlock) -> None:
-        """Inserts the equation of each copy after the definition of the copied value."""
-        found = list(self._copied(block.inputs))
-        if isinstance(block, type(self.program.flat)):
-            found += self._copied(list(block.views))
+    for eqn in flat.walk():
+        if not eqn.blocks:
+            eqn.inputs[:] = [copied(*pair) for pair in program.reads(eqn)]
+            continue
+        border = program.borders[eqn]
+        eqn.inputs[:] = map(copied, eqn.inputs, border.inputs)
+        for block, places in zip(eqn.blocks, border.outputs, strict=True):
+            block.outputs[:] = map(copied, block.outputs, places)
+    flat.outputs[:] = [copied(a, None) if a in flat.inputs else a for a in flat.outputs]
+    for block in (flat, *[block for eqn in flat.walk() for block in eqn.blocks]):
+        inputs = (*block.inputs, *(flat.views if block is flat else ()))
+        eqns = [copies[var] for var in inputs if var in copies]
         for eqn in block.eqns:
-            for inner in eqn.blocks:
-                self.insert(inner)
-            found += [eqn, *self._copied(eqn.outputs)]
-        block.eqns[:] = found
-
-    def _copied(self, variables: Sequence[Var]) -> Iterator[Eqn]:
-        return (self.copies[var] for var in variables if var in self.copies)
+            eqns += [eqn, *(copies[var] for var in eqn.outputs if var in copies)]
+        block.eqns[:] = eqns
 
 
 class _Tests:
@@ -215,7 +176,10 @@ class _Tests:
         if eqn is None or not isinstance(atom, Var):
             return False
         if atom not in self.tested:
-            is_test = eqn in self.program.rules and eqn.primitive.name in _LOGICAL
+            is_test = eqn in self.program.rules and eqn.primitive.name in (
+                "reduce_and",
+                "reduce_or",
+            )
             self.tested[atom] = is_test or any(map(self.is_tested, eqn.inputs))
         return self.tested[atom]
 

@@ -381,7 +381,8 @@ def _gathered_inputs(program: PlacedProgram, tried: Set[Var], guarded: bool) -> 
     """
     # For each placed value, those that it is computed from, and whether by a placed operator.
     sources: dict[Var, list[tuple[Atom, bool]]] = {}
-    gathered: list[Atom] = [] if guarded else [a for a in program.flat.outputs if a in tried]
+    outputs = [atom for atom in program.flat.outputs if isinstance(atom, Var) and atom in tried]
+    gathered: list[Atom] = [] if guarded else [*outputs]
 
     def link(outs: Iterable[Var], atoms: Sequence[Atom], by_operator: bool = False) -> None:
         for var in outs:

@@ -156,7 +156,7 @@ PROGRAMS = {
     "whole too": (lambda w, x: mapped(w, x) + x[3], (W, X), ".m", (0, 0)),
     "closed over": (lambda w, x: bj.map_fn(lambda v: x @ v * w[0], x), (W, X), ".m", (1, 0)),
     "never placed": (lambda w, x: x[3] * w, (W, X), "..", (0, 0)),
-    "returned": (lambda w, x: (x, w), (W, X), "..", (0, 0)),
+    "returned": (lambda w, x: (x, w, jnp.float32(2)), (W, X), "..", (0, 0)),
     "gathered and placed": (
         lambda w, x, y: jnp.sort(x * 2, 0)[0] + mapped(w, y), (W, X, Y), "..m", (0, 0)),
     "a dimension as long as the placement": (

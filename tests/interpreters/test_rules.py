@@ -125,7 +125,7 @@ def marked(name):
     return name if name in IN_GATE else pytest.param(name, marks=pytest.mark.table)
 
 
-@pytest.mark.parametrize("name", map(marked, GROUPS))
+@pytest.mark.parametrize("name", [marked(name) for name in GROUPS])
 def test_values(name):
     if name in IN_GATE:
         jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
