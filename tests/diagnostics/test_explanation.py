@@ -309,3 +309,49 @@ def test_an_early_stage_is_shown_where_a_later_one_fails():
         explain(mixed, W, X, options=options)
     with pytest.raises(OptionsError, match="found 'graphs', expected one of staged, flat, placed"):
         explain(total, W, X, stage="graphs")
+
+
+# --- words and bytes that stand nowhere else
+
+
+def test_steps_say_their_shards_and_how_members_are_computed():
+    x = np.zeros((100, 5, 3), np.float32)
+    options = {"shard_size": 8}
+    assert ": Map, a pass over clients, 13 shards\n" in str(explain(free, W, x, options=options))
+    stream = beamjax.from_chunks(lambda: [np.asarray(x)])
+    unknown = explain(free, W, stream, options=options)
+    assert ": Map, a pass over clients, shards of 8\n" in str(unknown)
+    (number,) = [i for i in unknown.facts.inputs if i.path == "number of clients"]
+    assert (number.type, number.nbytes) == ("int32[]", 4)
+    for more, words in (
+        ({"member_loop": "loop"}, "members sequentially: "),
+        (
+            {"member_loop": "batches", "member_batch": 8, "shard_size": 16},
+            "members in batches of 8: ",
+        ),
+    ):
+        (step,) = explain(free, W, x, options=options | more).facts.steps
+        assert step.reason.startswith(words), step.reason
+
+
+@beamjax.program(clients=None)
+def free(w, x):
+    return beamjax.reduce_sum(beamjax.map_fn(lambda v: v @ w, x))
+
+
+def test_inputs_without_values_take_no_bytes():
+    nothing = np.zeros((3,), jax.dtypes.float0)
+    facts = explain(lambda x, y: jnp.sum(x), W, nothing).facts
+    assert [(fact.type, fact.nbytes) for fact in facts.inputs] == [
+        ("float32[3]", 12), ("float0[3]", 0),
+    ]  # fmt: skip
+
+
+def test_merging_takes_memory_of_each_bundle_and_of_the_pieces():
+    def merged(threads):
+        beam = {"direct_running_mode": "multi_threading", "direct_num_workers": threads}
+        found = explain(total, W, X, options={"shard_size": 8, **beam}).facts.memory
+        return found.steps["map_clients_0"]["sums that are merged"]
+
+    one, two = merged(1), merged(2)
+    assert two > one > 9 / 10 * 4 * 2 * (two - one)  # half a sum a bundle, and four whole ones

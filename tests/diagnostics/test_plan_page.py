@@ -49,6 +49,10 @@ def test_a_gather_is_red_and_says_where():
         assert any(text in words for words in words_of(box)), text
     assert any(words.startswith("at test_plan_page.py:") for words in words_of(box))
     assert len(found.all("tr", class_="loud")) == 1
+    table = bj.explain(trimmed, X).to_html().split("<h2>Inputs</h2>")[1]
+    assert re.findall("<code>(.*?)</code>", table.split("</table>")[0]) == [
+        "args[0]", "arg0@clients", "float32[5,3]@clients",
+    ]  # fmt: skip
     (step,) = found.all("details", class_="gather")
     assert step["data-step"] == "gather_0"
     assert "Nothing is gathered" not in found.text
