@@ -266,7 +266,7 @@ def test_charts_are_drawn_and_losses_have_a_logarithmic_axis():
         (None, 1.0, 1e-9),
         (None,),
     ]
-    curves = tuple(Curve(str(i), range(len(y)), y, len(y)) for i, y in enumerate(losses))
+    curves = tuple(Curve(str(i), tuple(range(len(y))), y, len(y)) for i, y in enumerate(losses))
     script = """
     const inked = canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height)
       .data.some((value, i) => i % 4 == 3 && value);
