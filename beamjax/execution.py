@@ -212,7 +212,7 @@ class PreparedRun:
             return run_plan(self.plan, self.inputs, self.backend, *arguments)
         if self.options.checkpoint is None:
             return evaluate(self.plan, self.inputs, self.options, monitor, results=self.results)
-        from beamjax.pipelines.checkpoints.states import local_checkpointer
+        from beamjax.pipelines.run import local_checkpointer
 
         with local_checkpointer(self.plan, self.inputs, self.options) as checkpointer:
             return evaluate(

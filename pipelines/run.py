@@ -12,8 +12,8 @@ import numpy as np
 
 from beamjax.errors import JobCancelledError, SourceError
 from beamjax.options import Options
-from beamjax.pipelines.checkpoints.folder import work_folder
-from beamjax.pipelines.checkpoints.states import DriverCheckpointer, folder_of
+from beamjax.pipelines.checkpoints.checkpointer import Checkpointer, LocalCheckpointer
+from beamjax.pipelines.checkpoints.folder import folder_of, work_folder
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
@@ -33,9 +33,8 @@ from beamjax.plan.steps import Map, Output, Plan, Scatter, ValueType, size_name
 from beamjax.runtime.control_flow import starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
-from beamjax.sources import live_spec, register, release
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import StreamSource, open_spec
+from beamjax.sources.source_base import StreamSource, live_spec, open_spec, register, release
 from beamjax.storage import files
 from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
@@ -154,17 +153,38 @@ def drive(
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan on resident workers; see `run_plan`."""
     store, options = launcher.store, launcher.connection.options
-    values: dict[str, Value] = {
-        name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
-    }
-    values |= {name: ServerValue(store, array) for name, array in inputs.server().items()}
+    values = given_values(inputs, sources, store)
     checkpointer = (
-        DriverCheckpointer(plan, inputs, options, store, values) if options.checkpoint else None
+        Checkpointer(plan, inputs, options, store, values) if options.checkpoint else None
     )
     launcher.monitor.letters.begin(anew=starts_anew(checkpointer))
     lost_workers.begin_pipeline(store, launcher.connection.shared)
     found = Driver(plan, values, launcher, job, checkpointer).run()
     return fetched(found, plan, launcher, results)
+
+
+def given_values(inputs: Inputs, sources: Sources, store: Store) -> dict[str, Value]:
+    """The inputs of a plan by name, as the launching process has them."""
+    values: dict[str, Value] = {
+        name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
+    }
+    return values | {name: ServerValue(store, array) for name, array in inputs.server().items()}
+
+
+@contextlib.contextmanager
+def local_checkpointer(plan: Plan, inputs: Inputs, options: Options) -> Iterator[LocalCheckpointer]:
+    """Checkpoints of a run in this process.
+
+    Raises:
+      CheckpointError: the folder can't be used for this run.
+    """
+    with (
+        folder_of(options),
+        temporary_store(options) as store,
+        sources_for(inputs, store, shared=True) as sources,
+    ):
+        given = given_values(inputs, sources, store)
+        yield LocalCheckpointer(Checkpointer(plan, inputs, options, store, given))
 
 
 def fetched(

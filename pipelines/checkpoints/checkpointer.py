@@ -1,11 +1,19 @@
-"""What all checkpointers do: they choose the values to save, and the checkpoint to go on from."""
+"""Saves the state of a run, and finds the checkpoint to go on from.
+
+A run on Beam has references and sources: their files are linked into the folder, so that the bytes of
+placed values never are in the launching process. `LocalCheckpointer` writes the arrays of a run in
+this process as such values. Either reads what the other one wrote.
+"""
 
 from __future__ import annotations
 
-import abc
+import base64
+import hashlib
+import json
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,63 +21,92 @@ from beamjax.errors import ArrayFormatError, CheckpointError
 from beamjax.numerics.provenance import UNKNOWN
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
-from beamjax.pipelines.checkpoints.records import (
-    FolderStore,
-    check_type,
-    entry_type,
-    record_of,
-    ref_of,
-)
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.pipelines.values.values import leaf_spec
+from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.values import (
+    PlacedValue,
+    ServerValue,
+    Value,
+    leaf_spec,
+    scattered,
+    stack_of,
+)
 from beamjax.plan.liveness import Position, live_at, loops_at
 from beamjax.plan.steps import Block, Plan, ValueType
 from beamjax.runtime import fingerprints
 from beamjax.runtime.checkpoints import (
     Array,
     Checkpoint,
+    Entry,
+    Given,
     Members,
     Record,
     Rows,
+    Scattered,
+    Stack,
     Stored,
     members_file,
 )
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources.arrays.data_files import FileHashes
+from beamjax.sources.source_base import LeafSpec, open_spec
 from beamjax.storage import files
-from beamjax.storage.arrays import decode_arrays
+from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
+from beamjax.storage.dtypes import dtype_name
 
 ROWS = 1024
 """Small entries of a stacked result in one array; after that many it is not written again."""
 ROWS_BYTES = 1 << 20
 """Or after so many bytes."""
+FILE_BYTES = 16 << 20
+"""Bytes of a file with members that a run in this process writes."""
 
-V = TypeVar("V")
+
+@dataclass(frozen=True)
+class FolderStore(Store):
+    """A store in a folder of checkpoints: it trusts no file that this process has not checked."""
+
+    folder: CheckpointFolder | None = None
+
+    def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
+        """Writes a file, unless this process did or checked it."""
+        assert self.folder is not None
+        self.folder.write(name, data)
 
 
 @dataclass
 class _Entries:
     """What is written already of a stacked result: records, and rows that are still too few."""
 
-    values: Sequence[Any]
+    values: Sequence[Value]
     done: int = 0
     records: list[Record] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
 
 
-class BaseCheckpointer(abc.ABC, Generic[V]):
+class Checkpointer:
     """Saves the state of a run; see `control_flow.Checkpointer`.
 
     Args:
       plan: that is run.
       inputs: of it.
       options: with the folder.
+      store: of the run.
+      given: the inputs by name, as the run has them.
 
     Raises:
       CheckpointError: the folder is that of another plan, or of other inputs.
     """
 
-    def __init__(self, plan: Plan, inputs: Inputs, options: Options):
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        options: Options,
+        store: Store,
+        given: Mapping[str, Value],
+    ):
         assert options.checkpoint is not None
         self.plan = plan
         self.every = options.checkpoint_every
@@ -83,41 +120,55 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
         self.folder.save_input_hashes(hashes.to_json())
         self.position: Position = ()
         self.finished = False
-        self.values: dict[str, V] = {}
-        self.stacks: dict[str, list[V]] = {}
+        self.values: dict[str, Value] = {}
+        self.stacks: dict[str, list[Value]] = {}
         self._entries: dict[str, _Entries] = {}
         self.provenance = UNKNOWN
-
-    @abc.abstractmethod
-    def is_given(self, name: str) -> bool:
-        """Whether a name is that of an input."""
-
-    @abc.abstractmethod
-    def record(self, name: str, value: V) -> Record:
-        """Writes a value of the plan."""
-
-    @abc.abstractmethod
-    def value(self, record: Record, spec: ValueType) -> V:
-        """Undoes `record`, for a value of this type."""
-
-    @abc.abstractmethod
-    def row(self, array: np.ndarray) -> V:
-        """A server value that is one entry of a stacked result."""
+        self._run_store = store
+        self._given = dict(given)
+        self._names = {id(value): name for name, value in given.items()}
+        self._placed = {
+            _key(value.spec, value.leaf): name
+            for name, value in given.items()
+            if isinstance(value, PlacedValue)
+        }
+        self._token = uuid.uuid4().hex[:16]
+        self._restore_last()
 
     # ------------------------------------------------------------------------------- saving
 
     def save(
-        self, position: Position, values: Mapping[str, V], stacks: Mapping[str, Sequence[V]]
+        self, position: Position, values: Mapping[str, Value], stacks: Mapping[str, Sequence[Value]]
     ) -> None:
         """Saves a checkpoint: what is live of these values."""
-        live = (name for name in sorted(live_at(self.whole, position)) if not self.is_given(name))
-        records = {name: self.record(name, values[name]) for name in live}
+        records = {name: self._record(name, values[name]) for name in self.live(position)}
         entries = {name: self._stack(name, of) for name, of in stacks.items()}
         self._save(position, False, records, entries)
 
-    def finish(self, values: Mapping[str, V]) -> None:
+    def live(self, position: Position) -> list[str]:
+        """The names of the values that a checkpoint at a position has, but for the inputs."""
+        return sorted(live_at(self.whole, position) - self._given.keys())
+
+    def value_of(self, name: str, array: np.ndarray) -> Value:
+        """An array as a value of a plan; a placed one goes to files that its content names."""
+        if self.plan.values[name].placement is None:
+            return ServerValue(self._run_store, array)
+        array = plain_array(array)
+        digest = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=20)
+        if array.nbytes:
+            digest.update(array.reshape(-1).view(np.uint8).data)
+        stem, n = digest.hexdigest(), len(array)
+        count = min(n, max(1, FILE_BYTES // max(array[:1].nbytes, 1)))
+        parts = [(start, min(count, n - start)) for start in range(0, n, count)]
+        for start, count in parts:
+            data = encode_arrays([array[start : start + count]])
+            self.folder.write(members_file(stem, start, count), data)
+        leaf = LeafSpec(array.shape[1:], array.dtype)
+        return PlacedValue(MembersSource(self.folder.path, stem, parts, leaf, n).to_spec())
+
+    def finish(self, values: Mapping[str, Value]) -> None:
         """Saves the outputs of a run that is at its end."""
-        self._save((), True, {n: self.record(n, value) for n, value in values.items()}, {})
+        self._save((), True, {n: self._record(n, value) for n, value in values.items()}, {})
 
     def _save(
         self,
@@ -132,32 +183,70 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
             )
         )
 
-    def _stack(self, name: str, values: Sequence[V]) -> tuple[Record, ...]:
+    def _stack(self, name: str, values: Sequence[Value]) -> tuple[Record, ...]:
         """Writes what is new in a stacked result; small entries go together into one array."""
         entries = self._entries.get(name)
         if entries is None or entries.values is not values:
             entries = self._entries[name] = _Entries(values)
-        entry = entry_type(self.plan.values[name])
+        entry = _entry_type(self.plan.values[name])
         for value in values[entries.done :]:
-            record = self.record(name, value)
+            record = self._record(name, value)
             if not isinstance(record, Array):
                 entries.records.append(record)
                 continue
             entries.rows.append(record.array)
             if len(entries.rows) >= ROWS or len(entries.rows) * entry.nbytes >= ROWS_BYTES:
-                entries.records.append(Rows(self.stored(name, np.stack(entries.rows))))
+                rows = self.store.put([np.stack(entries.rows)], name)
+                entries.records.append(Rows(_record_of(rows)))
                 entries.rows = []
         entries.done = len(values)
         rest = (Rows(Array(np.stack(entries.rows))),) if entries.rows else ()
         return (*entries.records, *rest)
 
-    def stored(self, name: str, array: np.ndarray) -> Array | Stored:
-        """Writes a server value, to the manifest if it is small."""
-        return record_of(self.store.put([array], name))
+    def _record(self, name: str, value: Value) -> Record:
+        if id(value) in self._names:
+            return Given(self._names[id(value)])
+        if isinstance(value, ServerValue):
+            return self._served(value.ref(name))
+        if value.entries is not None:
+            return Stack(tuple(self._record(name, entry) for entry in value.entries))
+        return self._spec(value.spec, value.leaf)
+
+    def _served(self, ref: Ref) -> Array | Stored:
+        for name, _ in ref.files:
+            self.folder.link(files.join(self._run_store.root, name), name)
+        return _record_of(ref)
+
+    def _spec(self, spec: Mapping[str, Any], leaf: int) -> Record:
+        """A leaf of a source that the driver made, or that is an input."""
+        given = self._placed.get(_key(spec, leaf))
+        if given is not None:
+            return Given(given)
+        match spec["kind"]:
+            case "members":
+                return self._linked(spec)
+            case "entry":
+                size = open_spec(spec["base"]).leaves[leaf].shape[0]
+                return Entry(self._spec(spec["base"], leaf), spec["index"], size)
+            case "scattered":
+                ref = Ref.from_json(spec["ref"], base64.b64decode(spec["inline"]))
+                return Scattered(self._served(ref), spec["axis"])
+        raise TypeError(spec["kind"])
+
+    def _linked(self, spec: Mapping[str, Any]) -> Members:
+        parts = tuple((start, count) for start, count in spec["parts"])
+        if spec["folder"] == self.folder.path:
+            return Members(spec["stem"], parts)
+        # Runs before this one used the same stems.
+        stem = f"{self._token}-{spec['stem']}"
+        for part in parts:
+            source = files.join(spec["folder"], members_file(spec["stem"], *part))
+            self.folder.link(source, members_file(stem, *part))
+        return Members(stem, parts)
 
     # ------------------------------------------------------------------------------ reading
 
-    def restore(self) -> None:
+    def _restore_last(self) -> None:
         """Finds the last checkpoint that is whole.
 
         Raises:
@@ -179,7 +268,7 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
 
     def _restore(self, found: Checkpoint) -> None:
         self.values = {
-            name: self.value(record, self._type(name)) for name, record in found.values.items()
+            name: self._value(record, self._type(name)) for name, record in found.values.items()
         }
         self.stacks, self._entries = {}, {}
         for loop, done in loops_at(self.whole, found.position):
@@ -187,19 +276,19 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
                 self._restore_stack(name, found.stacks[name], done)
 
     def _restore_stack(self, name: str, records: Sequence[Record], done: int) -> None:
-        entry = entry_type(self._type(name))
-        values: list[V] = []
+        entry = _entry_type(self._type(name))
+        values: list[Value] = []
         whole = _Entries(values)
         for record in records:
             if not isinstance(record, Rows):
-                values.append(self.value(record, entry))
+                values.append(self._value(record, entry))
                 whole.records.append(record)
                 continue
-            rows = self.array(record.of, None)
+            rows = self._array(record.of, None)
             if rows.ndim == 0 or len(rows) > done - len(values):
                 raise ArrayFormatError(f"{name}: found rows {rows.shape} for {done} rounds")
-            check_type(name, rows, entry, len(rows))
-            values.extend(map(self.row, rows))
+            _check_type(name, rows, entry, len(rows))
+            values.extend(ServerValue(self._run_store, row) for row in rows)
             if isinstance(record.of, Stored) or len(rows) >= ROWS:
                 whole.records.append(record)
             else:
@@ -209,21 +298,66 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
         whole.done = done
         self.stacks[name], self._entries[name] = values, whole
 
-    def array(self, record: Record, spec: ValueType | None) -> np.ndarray:
+    def _value(self, record: Record, spec: ValueType) -> Value:
+        if isinstance(record, Given):
+            return self._given_value(record.name, spec)
+        if spec.placement is None:
+            return self._restored(record, spec)
+        match record:
+            case Members():
+                return PlacedValue(self._source(record, spec).to_spec())
+            case Scattered(of=of, axis=axis):
+                whole = _uncut(spec, axis, self.plan.sizes[spec.placement])
+                return scattered(self._restored(of, whole), "scattered", axis, self._run_store)
+            case Entry(of=of, index=index, size=size) if index < size:
+                whole = replace(spec, shape=(size, *spec.shape))
+                return self._value(of, whole).entry(index)
+            case Stack(of=of):
+                return self._stacked(of, spec)
+        raise ArrayFormatError(f"found {type(record).__name__} for {spec}")
+
+    def _given_value(self, name: str, spec: ValueType) -> Value:
+        if name not in self._given:
+            raise ArrayFormatError(f"found the input {name!r:.80}, which is none")
+        found = self.plan.values.get(name)
+        if found is None or replace(found, key_impl=spec.key_impl) != spec:
+            raise ArrayFormatError(f"found the input {name!r:.80} of type {found}, expected {spec}")
+        return self._given[name]
+
+    def _restored(self, record: Record, spec: ValueType) -> ServerValue:
+        if isinstance(record, Stored):
+            if (record.dtype, record.shape) != (spec.dtype, spec.shape):
+                raise ArrayFormatError(f"found {record.dtype}{list(record.shape)} for {spec}")
+            self._check_files(record)
+            for name, _ in record.files:
+                files.link(self.folder.join(name), files.join(self._run_store.root, name))
+            return ServerValue(self._run_store, ref=_ref_of(record))
+        return ServerValue(self._run_store, self._array(record, spec))
+
+    def _stacked(self, of: tuple[Record, ...], spec: ValueType) -> PlacedValue:
+        if len(of) != spec.shape[:1][0]:
+            raise ArrayFormatError(f"found a stack of {len(of)} for {spec}")
+        entries = [self._value(part, _entry_type(spec)) for part in of]
+        n = self.plan.sizes[spec.placement or ""]
+        return stack_of(
+            spec, [e for e in entries if isinstance(e, PlacedValue)], n, self._run_store
+        )
+
+    def _array(self, record: Record, spec: ValueType | None) -> np.ndarray:
         """A server value that is in the manifest or in files; of this type, if one is given."""
         match record:
             case Array(array=array):
                 pass
             case Stored():
-                self.check_files(record)
-                (array,) = self.store.get(ref_of(record), cache=False)
+                self._check_files(record)
+                (array,) = self.store.get(_ref_of(record), cache=False)
             case _:
                 raise ArrayFormatError(f"found {type(record).__name__}, expected an array")
         if spec is not None:
-            check_type(str(spec), array, spec)
+            _check_type(str(spec), array, spec)
         return array
 
-    def check_files(self, record: Stored) -> None:
+    def _check_files(self, record: Stored) -> None:
         """Reads the files of a value, one at a time, and checks their sizes and checksums.
 
         Their names say nothing of their content: workers write parts of reductions under unique
@@ -241,7 +375,7 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
             self._decoded(name, data)
             self.folder.known.add(name)
 
-    def source(self, record: Members, spec: ValueType) -> MembersSource:
+    def _source(self, record: Members, spec: ValueType) -> MembersSource:
         """A placed value in files, once all of them were read, one at a time.
 
         Raises:
@@ -253,7 +387,7 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
             arrays = self._decoded(name, self._file(name))
             if len(arrays) != 1:
                 raise ArrayFormatError(f"{name}: found {len(arrays)} arrays, expected one")
-            check_type(name, arrays[0], spec, count)
+            _check_type(name, arrays[0], spec, count)
             self.folder.known.add(name)
         if sum(count for _, count in record.parts) != n:
             raise ArrayFormatError(f"{record.stem}: the members of {n} are not all there")
@@ -305,9 +439,113 @@ class BaseCheckpointer(abc.ABC, Generic[V]):
                 under_way = number + 1 < len(loops) or found.position[-1][0] != loop.name
                 if loop.rounds is not None and done + under_way > loop.rounds:
                     raise KeyError(loop.name)
-            missing = {n for n in names - found.values.keys() if not self.is_given(n)}
+            missing = {n for n in names - found.values.keys() if n not in self._given}
             missing |= {n for loop, _ in loops for n in loop.stacked if n not in found.stacks}
         except (KeyError, ValueError):
             raise ArrayFormatError(f"the plan has no place {found.position!r:.80}") from None
         if missing:
             raise ArrayFormatError(f"found no value of {', '.join(sorted(missing))}")
+
+
+class LocalCheckpointer:
+    """Checkpoints of a run in this process, whose values are arrays: placed ones by members.
+
+    Args:
+      saved: the checkpoints of the same run, with values.
+    """
+
+    def __init__(self, saved: Checkpointer):
+        self._saved = saved
+        self.every, self.position, self.finished = saved.every, saved.position, saved.finished
+        self.provenance = saved.provenance
+        self.values = {name: _whole(value) for name, value in saved.values.items()}
+        # The entries of each stack, and the values of those that are written.
+        self._stacks = {name: (list(map(_whole, of)), of) for name, of in saved.stacks.items()}
+        self.stacks = {name: arrays for name, (arrays, _) in self._stacks.items()}
+        # What the last checkpoint has, and this one: unchanged arrays are not written again.
+        self._last: dict[int, tuple[np.ndarray, Value]] = {}
+        self._now: dict[int, tuple[np.ndarray, Value]] = {}
+
+    def save(
+        self,
+        position: Position,
+        values: Mapping[str, np.ndarray],
+        stacks: Mapping[str, list[np.ndarray]],
+    ) -> None:
+        """Saves a checkpoint: what is live of these values."""
+        self._last, self._now = self._now, {}
+        live = self._saved.live(position)
+        written = {name: self._value(name, values[name]) for name in live}
+        for name, arrays in stacks.items():
+            known, done = self._stacks.get(name, ([], []))
+            if known is not arrays:  # a loop inside of another one has started anew
+                done = []
+            done += [self._value(name, array) for array in arrays[len(done) :]]
+            self._stacks[name] = arrays, done
+        self._saved.provenance = self.provenance
+        self._saved.save(position, written, {name: self._stacks[name][1] for name in stacks})
+
+    def finish(self, values: Mapping[str, np.ndarray]) -> None:
+        """Saves the outputs of a run that is at its end."""
+        self._saved.provenance = self.provenance
+        self._saved.finish({name: self._value(name, array) for name, array in values.items()})
+
+    def _value(self, name: str, array: np.ndarray) -> Value:
+        known, value = (self._now | self._last).get(id(array), (None, None))
+        if value is None or known is not array:
+            value = self._saved.value_of(name, array)
+        self._now[id(array)] = array, value
+        return value
+
+
+def _whole(value: Value) -> np.ndarray:
+    return value.array() if isinstance(value, ServerValue) else value.whole()
+
+
+def _record_of(ref: Ref) -> Array | Stored:
+    """A server value that is in a store, with its files in the folder."""
+    if ref.inline:
+        (array,) = decode_arrays(ref.inline)[0]
+        return Array(array)
+    ((dtype, shape),) = ref.leaves
+    return Stored(ref.key, dtype, shape, ref.files)
+
+
+def _ref_of(record: Stored) -> Ref:
+    """Undoes `record_of`."""
+    return Ref(record.key, ((record.dtype, record.shape),), files=record.files)
+
+
+def _entry_type(value: ValueType) -> ValueType:
+    """The type of an entry of a stacked result."""
+    return replace(value, shape=value.shape[1:])
+
+
+def _check_type(what: str, array: np.ndarray, spec: ValueType, rows: int | None = None) -> None:
+    """Compares an array with what a plan says of it.
+
+    Args:
+      what: it is, for messages.
+      array: as it was read.
+      spec: its type, or that of its rows.
+      rows: how many it must have, if it has any.
+
+    Raises:
+      ArrayFormatError: it has another shape or dtype.
+    """
+    shape = spec.shape if rows is None else (rows, *spec.shape)
+    if array.shape != shape or dtype_name(array.dtype) != spec.dtype:
+        raise ArrayFormatError(
+            f"{what}: found {array.dtype}{list(array.shape)}, expected {spec.dtype}{list(shape)}"
+        )
+
+
+def _uncut(spec: ValueType, axis: int, n: int) -> ValueType:
+    """The type of a server value whose n members, along an axis, are of this type."""
+    if axis > len(spec.shape):
+        raise ArrayFormatError(f"found the axis {axis} of members of {spec}")
+    return replace(spec, placement=None, shape=(*spec.shape[:axis], n, *spec.shape[axis:]))
+
+
+def _key(spec: Mapping[str, Any], leaf: int) -> str:
+    return json.dumps([spec, leaf], sort_keys=True)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from beamjax.errors import ArrayFormatError, CheckpointError
+from beamjax.options import Options
 from beamjax.runtime import checkpoints
 from beamjax.runtime.checkpoints import Checkpoint
 from beamjax.storage import files as file_io
@@ -33,6 +34,11 @@ _OURS = re.compile(
     r"\d{8,18}\.checkpoint|[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays|[A-Za-z0-9_-]+-\d+-\d+\.members"
     r"|tmp\w{8}\.tmp|[\w.-]+\.[0-9a-f]{32}\.tmp"
 )
+
+
+def folder_of(options: Options) -> contextlib.AbstractContextManager[None]:
+    """While a run has its folder of checkpoints to itself, if it has one."""
+    return held(options.checkpoint) if options.checkpoint else contextlib.nullcontext()
 
 
 def work_folder(folder: str) -> str:
