@@ -306,7 +306,7 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
     Raises:
       OptionsError: the runner is unknown or can't be had, or an option does not fit.
     """
-    from beamjax.pipelines.own_pipeline import own_pipeline
+    from beamjax.pipelines.launch import own_pipeline
 
     if runner == LOCAL:
         raise OptionsError(f"runner: found {LOCAL!r}, which is without Beam; name a runner of Beam")

@@ -27,7 +27,7 @@ from beamjax.pipelines.graph.results import find_placed, find_provenance
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.job import ResidentJob
-from beamjax.pipelines.resident.messages import Output, Pass, Program
+from beamjax.pipelines.resident.mailbox import Output, Pass, Program
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.values import (
     PlacedValue,
@@ -51,11 +51,11 @@ from beamjax.pipelines.worker.merge import (
     Assemble,
     FinishCombine,
     FinishPieces,
+    FinishSections,
     MergeAccumulators,
     MergeGroup,
     PartsOfSource,
 )
-from beamjax.pipelines.worker.merge_in_files import FinishSections
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.dropping import decode_file, encode_file
 from beamjax.plan.liveness import used

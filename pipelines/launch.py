@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions
 
-from beamjax._beam_compat import FnApiRunner, PrismRunner, SparkRunner, temporary_folder
-from beamjax.pipelines import waiting
+from beamjax._beam_compat import (
+    WORKER_THREAD,
+    FnApiRunner,
+    PipelineResult,
+    PrismRunner,
+    SparkRunner,
+    control_address,
+    temporary_folder,
+)
+from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.errors import BeamjaxError, OptionsError, WorkerError
+from beamjax.options import Options
+from beamjax.pipelines.clusters import flink_cluster
 from beamjax.pipelines.graph import build
-from beamjax.pipelines.graph.outputs import Outputs
-from beamjax.pipelines.runners import submission_files
-from beamjax.pipelines.runners.connect import Connection
-from beamjax.pipelines.runners.loopback import loopback_only
+from beamjax.pipelines.graph.build import Outputs
+from beamjax.pipelines.runners.connect import Connection, connect
+from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
+from beamjax.pipelines.runners.options import ClusterOptions
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Value
@@ -27,9 +42,7 @@ from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.telemetry.monitor import Monitor
-
-if TYPE_CHECKING:
-    from beamjax.pipelines.resident.messages import Program
+from beamjax.telemetry.watchdog import SECONDS_TO_STOP
 
 KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
 """Runners that wait for a worker process that died, and start no other one for it."""
@@ -56,7 +69,7 @@ class Launcher:
     program: Ref | None = None
     results: MaterializedOutputs = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
-    programs: dict[Any, Program] = field(default_factory=dict)
+    programs: dict[Any, Any] = field(default_factory=dict)
     lasting: frozenset[str] = frozenset()
 
     def files(self) -> set[str]:
@@ -98,16 +111,13 @@ class Launcher:
 
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
         connection, running = self.connection, self.monitor.running
-        runner, flags, shared = connection.runner, connection.flags, connection.shared
+        runner, shared = connection.runner, connection.shared
+        if connection.is_one_process and connection.options.shard_timeout is None:
+            run_pipeline(pipeline, running=running)
+            return
         look = lost_workers.Look(store, plan.steps, isinstance(runner, KEEP_WORKERS))
-        with loopback_only():
-            if not isinstance(runner, FnApiRunner):
-                waiting.run(pipeline, flags, running, look)
-            elif shared and connection.options.shard_timeout is None:
-                waiting.run(pipeline, flags, running)
-            else:
-                end = functools.partial(lost_workers.end_workers, store)
-                waiting.run_apart(pipeline, look, None if shared else end)
+        end = None if shared else functools.partial(lost_workers.end_workers, store)
+        run_pipeline(pipeline, look, running, end)
 
     def outputs(
         self,
@@ -155,8 +165,8 @@ def run_steps(
     """
     name = type(connection.runner).__name__
     own = own_errors(store, name, steps, connection.shared)
-    with own, errors or contextlib.nullcontext(), loopback_only():
-        waiting.run(pipeline, connection.flags)
+    with own, errors or contextlib.nullcontext():
+        run_pipeline(pipeline)
 
 
 @contextlib.contextmanager
@@ -164,8 +174,201 @@ def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pi
     """A pipeline that leaves no folder behind; `runner` in place of that of the connection."""
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
     try:
-        with submission_files.made_in(temporary_folder(pipeline)):
+        with submission_files_in(temporary_folder(pipeline)):
             yield pipeline
     finally:
         # Beam makes this folder at once, and removes it only if the pipeline gets to run.
         shutil.rmtree(temporary_folder(pipeline), ignore_errors=True)
+
+
+class OwnPipeline(beam.Pipeline):
+    """A pipeline of Beam for which nothing of this process listens beyond loopback addresses."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with loopback_only(), submission_files_in(temporary_folder(self)):
+            return super().run(*args, **kwargs)
+
+
+def own_pipeline(runner: Any, options: Options) -> OwnPipeline:
+    """An empty pipeline; see `beamjax.pipeline`."""
+    found = [name for name, value in vars(options).items() if value != getattr(Options, name, ())]
+    if misplaced := [name for name in found if name != "beam"]:
+        raise OptionsError(
+            f"{misplaced[0]}: found in the options of a pipeline, which are Beam's; give it to "
+            "beamjax.transform in the pipeline"
+        )
+    connection = connect(runner, options)
+    return OwnPipeline(connection.runner, connection.flags)
+
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+"""Seconds between two looks at a pipeline that runs: at first, and later."""
+_SECONDS_TO_CANCEL = 10.0
+_SECONDS_TO_END = 15.0
+"""Seconds from the end of the first worker to that of the pipeline, at most."""
+
+Look = Callable[[], BeamjaxError | None]
+"""Looks at a pipeline that runs, and gives an error if it has to end."""
+
+
+def run_pipeline(
+    pipeline: beam.Pipeline,
+    look: Look | None = None,
+    running: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    end: Callable[[], None] | None = None,
+) -> None:
+    """Runs a pipeline and waits for it.
+
+    Args:
+      pipeline: what to run; `pipeline_timeout` and `flink_cluster` are among its options.
+      look: is called while it runs, and ends the run if it gives an error. Beam's in-memory runner
+        runs in a thread of its own then: it would wait for ever for a worker that has died.
+      running: makes a context of the result of Beam, which is entered while the pipeline runs.
+      end: ends the worker processes of the in-memory runner; None where they are threads.
+
+    Raises:
+      WorkerError: the time is over, or workers are gone.
+      BeamjaxError: what `look` gave.
+      RuntimeError: the runner says that the pipeline failed.
+    """
+    with loopback_only():
+        if isinstance(pipeline.runner, FnApiRunner) and look is not None:
+            _run_apart(pipeline, look, end)
+            return
+        result = pipeline.run()
+        with running(result):
+            if not isinstance(result, PipelineResult):
+                result.wait_until_finish()
+                return
+            looks = [*_looks_by_options(pipeline.options), *([look] if look else [])]
+            try:
+                thread, failure = _in_thread(result.wait_until_finish)
+                _watch(thread, looks)
+                if failure:
+                    raise RuntimeError(str(failure[0])) from failure[0]
+            except BaseException:
+                # A run that gives up here must leave no workers that go on.
+                _in_thread(result.cancel)[0].join(_SECONDS_TO_CANCEL)
+                raise
+
+
+def _run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | None) -> None:
+    """Runs a pipeline in a thread, as is all that the runner starts from there: it dies with the
+    process.
+    """
+
+    @with_settings_of_here
+    def work() -> None:
+        pipeline.run().wait_until_finish()
+
+    with _worker_threads() as ended:
+        thread, failure = _in_thread(work)
+        try:
+            _watch(thread, [look, ended])
+        except BaseException:
+            if end is not None:
+                end()
+            thread.join(SECONDS_TO_STOP if end is None else _SECONDS_TO_CANCEL)
+            raise
+    if failure:
+        raise look() or failure[0]
+
+
+def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
+    options, begun = flags.view_as(ClusterOptions), time.monotonic()
+
+    def late() -> BeamjaxError | None:
+        if time.monotonic() - begun <= options.pipeline_timeout:
+            return None
+        return WorkerError(
+            f"the pipeline was cancelled: it took longer than {options.pipeline_timeout} s "
+            "(option pipeline_timeout); are there workers, and do they reach the runner?"
+        )
+
+    def lost_cluster() -> BeamjaxError | None:
+        trouble = flink_cluster.trouble(options.flink_cluster)
+        return WorkerError(trouble) if trouble else None
+
+    if options.pipeline_timeout is not None:
+        yield late
+    if options.flink_cluster:
+        yield lost_cluster
+
+
+def _watch(thread: threading.Thread, looks: Sequence[Look]) -> None:
+    """Waits until a thread ends; raises the first error that a look gives until then."""
+    pause = _SHORTEST_PAUSE
+    while thread.is_alive():
+        thread.join(pause)
+        pause = min(1.2 * pause, _LONGEST_PAUSE)
+        for look in looks:
+            error = look() if thread.is_alive() else None
+            if error is not None:
+                raise error
+
+
+def _in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
+    """Starts a thread that does work; why it failed is in the list once the thread has ended."""
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="beamjax pipeline", daemon=True)
+    thread.start()
+    return thread, failure
+
+
+_apart: set[object] = set()
+"""The pipelines that run apart at this time."""
+
+
+@contextlib.contextmanager
+def _worker_threads() -> Iterator[Look]:
+    """Watches the threads in which Beam waits for its worker processes.
+
+    Beam waits for ever if a process dies that had not yet asked for work.
+
+    Yields:
+      What says that one has ended, but the pipeline has not. It can't distinguish the threads of
+      several pipelines at a time, and says nothing then.
+    """
+    seen: dict[threading.Thread, str] = {}
+    since, mixed = float("inf"), False
+
+    def look() -> dict[threading.Thread, str]:
+        threads = [t for t in threading.enumerate() if t.name == WORKER_THREAD]
+        return {t: address for t in threads if (address := control_address(t)) is not None}
+
+    # Beam may start a worker of a pipeline when its others have done all the work already; such a
+    # worker ends while the next pipeline runs.
+    _earlier.extend(set(look().values()) - set(_earlier))
+
+    def ended() -> BeamjaxError | None:
+        nonlocal since, mixed
+        mixed = mixed or len(_apart) > 1
+        seen.update(look())
+        if mixed or all(t.is_alive() for t, address in seen.items() if address not in _earlier):
+            return None
+        since = min(since, time.monotonic())
+        if time.monotonic() - since < _SECONDS_TO_END:
+            return None
+        return WorkerError(
+            "a worker process ended before the pipeline did, and did not say why; what it wrote to "
+            "stderr may. Can it import what it needs, and is there memory for so many workers?"
+        )
+
+    me = object()
+    _apart.add(me)
+    try:
+        yield ended
+    finally:
+        _apart.discard(me)
+        _earlier.extend(set(seen.values()) - set(_earlier))
+
+
+_earlier: collections.deque[str] = collections.deque(maxlen=64)
+"""The control addresses of pipelines that ran apart before: each pipeline has its own."""

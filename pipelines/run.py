@@ -19,10 +19,9 @@ from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.job import ResidentJob, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
-from beamjax.pipelines.values import in_memory as in_process
-from beamjax.pipelines.values import uploads
+from beamjax.pipelines.values.members import Uploads, in_files
 from beamjax.pipelines.values.refs import Ref
-from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
 from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, placed
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
@@ -299,11 +298,11 @@ def in_memory(store: Store, connection: Connection) -> Iterator[None]:
     if not connection.is_one_process or options.keeps_files:
         yield  # Checkpoints link files, and people may look at those of a folder that is kept.
         return
-    in_process.open_memory_store(store.root, store_budget(options.memory_bytes))
+    open_memory_store(store.root, store_budget(options.memory_bytes))
     try:
         yield
     finally:
-        in_process.close_memory_store(store.root)
+        close_memory_store(store.root)
 
 
 def remove_store(store: Store) -> None:
@@ -326,7 +325,7 @@ def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]
 
 
 def source_specs(
-    inputs: Inputs, store: Store, shared: bool, known: uploads.Uploads | None = None
+    inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
 ) -> tuple[Sources, list[str]]:
     """Placed inputs as plain data.
 
@@ -349,7 +348,7 @@ def source_specs(
             tokens.append(register(source))
             found = [live_spec(tokens[-1])]
         else:
-            found = uploads.in_files(source, store, reader.x64, number, known)
+            found = in_files(source, store, reader.x64, number, known)
         each = len(found) == len(source.leaves)
         first, count = len(specs), len(source.leaves)
         leaves.append([(first + leaf * each, leaf * (not each)) for leaf in range(count)])

@@ -16,10 +16,9 @@ from beamjax.pipelines.launch import Launcher, files_of
 from beamjax.pipelines.resident.job import resident_job
 from beamjax.pipelines.run import drive, run_store, source_specs, store_program
 from beamjax.pipelines.runners.connect import connect
-from beamjax.pipelines.values import uploads
+from beamjax.pipelines.values.members import Uploads, remove_upload
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.uploads import Uploads
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
@@ -158,5 +157,5 @@ class SessionWorkers:
         """Removes the values of a run; bodies and arrays of the caller stay."""
         while len(self._uploads) > MOST_UPLOADS:
             stem, _ = self._uploads.popitem(last=False)
-            uploads.remove(self._store, stem)
+            remove_upload(self._store, stem)
         self._store.sweep(set().union(*(known.files() for known in self._known.values())))

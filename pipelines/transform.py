@@ -18,11 +18,10 @@ from beamjax.bodies.export import unwrap
 from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
-from beamjax.pipelines.graph.counting import count_members
+from beamjax.pipelines.graph.streaming import count_members
 from beamjax.pipelines.run import remove_store, source_specs, store_program, stream_specs
 from beamjax.pipelines.runners.connect import Connection, connection_of
-from beamjax.pipelines.values.elements import MemberBlock
-from beamjax.pipelines.values.large_blocks import whole
+from beamjax.pipelines.values.elements import MemberBlock, whole
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn

@@ -45,7 +45,7 @@ class Runner:
 
 def available(mark):
     """Whether tests with this mark can run here; notes what they lack."""
-    from beamjax.pipelines.clusters import programs as tools
+    from beamjax.pipelines.clusters import processes as tools
     from beamjax.pipelines.runners import prism
 
     if mark == "prism" and prism.installed().exists():

@@ -233,17 +233,17 @@ def check_folder(folder: str, label: str) -> Finding:
 
 def check_runner(name: str, required: bool) -> Finding:
     """Whether this machine can start a runner of Beam, or submit to it."""
-    from beamjax.pipelines.clusters import programs
+    from beamjax.pipelines.clusters import processes
     from beamjax.storage.cache_folder import cache_folder
 
     if name == "PrismRunner":
         built = any(cache_folder("").glob("prism-*-loopback/prism"))
-        missing = [] if built else programs.missing("go")
+        missing = [] if built else processes.missing("go")
     elif name == "DataflowRunner":
         there = all(map(importlib.util.find_spec, ("apitools", "google.auth")))
         missing = [] if there else ["the extra: pip install 'beamjax[dataflow]'"]
     else:
-        missing = programs.missing("java", "mvn")
+        missing = processes.missing("java", "mvn")
     if not missing:
         return Finding(name, OK, "can be used from here")
     remedy = f"install {' and '.join(missing)}"

@@ -122,7 +122,7 @@ def _table(
 def _shuffle(source: Source, shuffle: KeyShuffle, runner: Any, options: Options) -> None:
     """Reduces the members of each key into files, in this process or by a runner of Beam."""
     if runner != "local":
-        from beamjax.pipelines.tables.by_key import reduce_by_key
+        from beamjax.pipelines.tables.shuffle import reduce_by_key
 
         reduce_by_key(source, shuffle, runner, options)
         return

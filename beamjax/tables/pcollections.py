@@ -169,7 +169,7 @@ def _collect(
     options: Options,
 ) -> dict[str, Any]:
     """Runs the pipeline; gives the parts that its workers wrote, and the elements left out."""
-    from beamjax.pipelines.tables import collect as pipeline
+    from beamjax.pipelines.tables import shuffle as pipeline
 
     with scratch_in(folder) as scratch:
         shuffle = ElementShuffle(

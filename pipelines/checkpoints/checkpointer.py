@@ -1,8 +1,8 @@
 """Saves the state of a run, and finds the checkpoint to go on from.
 
-A run on Beam has references and sources: their files are linked into the folder, so that the bytes of
-placed values never are in the launching process. `LocalCheckpointer` writes the arrays of a run in
-this process as such values. Either reads what the other one wrote.
+A run on Beam has references and sources: their files are linked into the folder, so that the bytes
+of placed values never are in the launching process. `LocalCheckpointer` writes the arrays of a run
+in this process as such values. Either reads what the other one wrote.
 """
 
 from __future__ import annotations
@@ -459,9 +459,11 @@ class LocalCheckpointer:
         self.every, self.position, self.finished = saved.every, saved.position, saved.finished
         self.provenance = saved.provenance
         self.values = {name: _whole(value) for name, value in saved.values.items()}
+        self.stacks = {name: list(map(_whole, of)) for name, of in saved.stacks.items()}
         # The entries of each stack, and the values of those that are written.
-        self._stacks = {name: (list(map(_whole, of)), of) for name, of in saved.stacks.items()}
-        self.stacks = {name: arrays for name, (arrays, _) in self._stacks.items()}
+        self._stacks: dict[str, tuple[Sequence[np.ndarray], list[Value]]] = {
+            name: (self.stacks[name], of) for name, of in saved.stacks.items()
+        }
         # What the last checkpoint has, and this one: unchanged arrays are not written again.
         self._last: dict[int, tuple[np.ndarray, Value]] = {}
         self._now: dict[int, tuple[np.ndarray, Value]] = {}
@@ -470,7 +472,7 @@ class LocalCheckpointer:
         self,
         position: Position,
         values: Mapping[str, np.ndarray],
-        stacks: Mapping[str, list[np.ndarray]],
+        stacks: Mapping[str, Sequence[np.ndarray]],
     ) -> None:
         """Saves a checkpoint: what is live of these values."""
         self._last, self._now = self._now, {}

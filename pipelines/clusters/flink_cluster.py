@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import jars, processes, programs
+from beamjax.pipelines.clusters import jars, processes
 from beamjax.pipelines.clusters.processes import LOOPBACK, Process
 from beamjax.pipelines.clusters.worker_pool import READY
 from beamjax.storage.cache_folder import cache_folder
@@ -159,7 +159,7 @@ def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
     settings = Settings() if settings is None else settings
     folder = Path(folder).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with programs.locked(folder):
+    with processes.locked(folder):
         found = read(folder)
         if found is not None and status(folder)["healthy"]:
             has = found.settings
@@ -193,7 +193,7 @@ def down(folder: Path | str) -> list[str]:
     folder = Path(folder).absolute()
     if not folder.is_dir():
         return []
-    with programs.locked(folder):
+    with processes.locked(folder):
         return _stop(folder)
 
 

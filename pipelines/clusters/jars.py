@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from beamjax.pipelines.clusters import programs
+from beamjax.pipelines.clusters import processes
 from beamjax.storage.cache_folder import cache_folder
 
 _OPENED = ("lang", "util", "nio", "io", "util.concurrent", "net", "lang.reflect", "text", "time")
@@ -40,14 +40,14 @@ def classpath(name: str) -> Path:
     purpose = f"the jars of {name.capitalize()}"
     folder = cache_folder(f"{name}-{_digest(pom)}")
     jars = folder / "jars"
-    with programs.locked(folder):
+    with processes.locked(folder):
         if not jars.exists():
-            maven = programs.require("mvn", purpose)
-            programs.require("java", purpose)
+            maven = processes.require("mvn", purpose)
+            processes.require("java", purpose)
             _LOG.warning("beamjax: fetching %s to %s (about 200 MB, once)", purpose, folder)
             fetched = folder / "fetched"
             shutil.rmtree(fetched, ignore_errors=True)
-            programs.run(
+            processes.run(
                 [maven, "-B", "-q", "-f", str(pom), "dependency:copy-dependencies",
                  f"-DoutputDirectory={fetched}"],
                 purpose,
@@ -69,14 +69,14 @@ def own_classes(jars: Path, *names: str) -> Path:
     """
     sources = [SOURCES / f"{name}.java" for name in names]
     folder = jars.parent / f"classes-{_digest(*sources)}"
-    with programs.locked(jars.parent):
+    with processes.locked(jars.parent):
         if not folder.exists():
             purpose = f"the servers of Beam ({', '.join(names)})"
             made = jars.parent / "compiled"
             shutil.rmtree(made, ignore_errors=True)
-            javac = programs.require("javac", purpose)
+            javac = processes.require("javac", purpose)
             command = [javac, "-nowarn", "-cp", f"{jars}/*", "-d", str(made), *map(str, sources)]
-            programs.run(command, purpose)
+            processes.run(command, purpose)
             os.replace(made, folder)
     return folder
 
@@ -93,7 +93,7 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
       OptionsError: there is no Java.
     """
     entries = [str(path / "*") if path.name == "jars" else str(path) for path in classes]
-    program = programs.require("java", "runner")
+    program = processes.require("java", "runner")
     return [program, *JAVA_OPTIONS, f"-Xmx{heap}m", "-cp", os.pathsep.join(entries), *arguments]
 
 

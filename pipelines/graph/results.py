@@ -10,8 +10,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
-from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, MemberBlock
-from beamjax.pipelines.values.large_blocks import cut
+from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, MemberBlock, cut
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import leaf_spec

@@ -6,16 +6,20 @@ some runners hold elements in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import apache_beam as beam
 import numpy as np
+from apache_beam import typehints
 from apache_beam.transforms.window import GlobalWindows
+from apache_beam.typehints.decorators import IOTypeHints
 
-from beamjax.pipelines.values.elements import Environment, MemberBlock
-from beamjax.pipelines.values.large_blocks import whole
+from beamjax.errors import SourceError
+from beamjax.pipelines.values.elements import Environment, MemberBlock, whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.plan.steps import size_name
 from beamjax.sources.source_base import StreamSource
 from beamjax.sources.streams.chunks import Streams
 
@@ -111,3 +115,99 @@ class LoadBlocks(StepFn):
             }
             count = len(values[self.names[0]])
             yield whole(MemberBlock(int(start) + first, count, self.size, values), self.store)
+
+
+Range = tuple[int, int]
+"""Members [start, stop)."""
+
+
+def count_members(blocks: beam.PCollection, store: Store, placement: str) -> beam.PCollection:
+    """The number of members in blocks, as an `Environment`; fails the pipeline if one is missing.
+
+    Args:
+      blocks: of consecutive members, in which none is twice.
+      store: where the number goes.
+      placement: of the members.
+    """
+    return (
+        blocks
+        | "Ranges of blocks" >> beam.ParDo(RangeOfBlock())
+        | "Join ranges" >> beam.CombineGlobally(JoinRanges())
+        | "Count members" >> beam.ParDo(CountMembers(store, placement))
+    )
+
+
+class RangeOfBlock(StepFn):
+    """A block to the range of its members."""
+
+    yields = typehints.Tuple[int, int]
+
+    def process(self, block: MemberBlock) -> Iterator[Range]:
+        yield block.start, block.start + block.count
+
+
+class JoinRanges(beam.CombineFn):
+    """Ranges to the fewest ranges with the same members, in order."""
+
+    def default_type_hints(self) -> IOTypeHints:
+        ranges: Any = typehints.Tuple[int, int]
+        hints = IOTypeHints.empty().with_input_types(ranges)
+        return hints.with_output_types(typehints.List[ranges])
+
+    def create_accumulator(self) -> list[Range]:
+        return []
+
+    def add_input(self, accumulator: list[Range], element: Range) -> list[Range]:
+        accumulator.append(element)
+        return accumulator
+
+    def merge_accumulators(self, accumulators: Iterable[list[Range]]) -> list[Range]:
+        return joined(found for accumulator in accumulators for found in accumulator)
+
+    def compact(self, accumulator: list[Range]) -> list[Range]:
+        return joined(accumulator)
+
+    def extract_output(self, accumulator: list[Range]) -> list[Range]:
+        return joined(accumulator)
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """The fewest ranges with the same members, in order."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and found[-1][1] >= start:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+class CountMembers(StepFn):
+    """The ranges of all members to their number, under its name in the plan.
+
+    Raises, when it runs:
+      SourceError: there are no members, or there are gaps between them.
+    """
+
+    yields = Environment
+
+    def __init__(self, store: Store, placement: str):
+        self.store = store
+        self.placement = placement
+
+    def process(self, ranges: list[Any]) -> Iterator[Environment]:
+        if not ranges:
+            raise SourceError(
+                f"transform: the PCollection is empty, expected the members 0, 1, ... of placement "
+                f"{self.placement!r}, at least one: without any, a mean or a maximum has no value"
+            )
+        n = ranges[-1][1]
+        missing = n - sum(stop - start for start, stop in ranges)
+        if missing:
+            first = 0 if ranges[0][0] else ranges[0][1]
+            raise SourceError(
+                f"transform: {missing} members are missing in the PCollection, the first one is "
+                f"member {first}; the last one found is member {n - 1}, expected each from 0 to it"
+            )
+        size = self.store.put([np.asarray(n, np.int32)], size_name(self.placement))
+        yield Environment({size_name(self.placement): size})

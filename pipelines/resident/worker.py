@@ -11,8 +11,15 @@ import apache_beam as beam
 from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.pipelines.graph.results import WritePlaced
-from beamjax.pipelines.resident.mailbox import WorkerEnd, join
-from beamjax.pipelines.resident.messages import Output, Pass, Program, Reply, WorkerTask
+from beamjax.pipelines.resident.mailbox import (
+    Output,
+    Pass,
+    Program,
+    Reply,
+    WorkerEnd,
+    WorkerTask,
+    join,
+)
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.telemetry.meters import collecting
 

@@ -26,8 +26,8 @@ from beamjax._beam_compat import (
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.clusters.job_servers import loops_back
-from beamjax.pipelines.quick_options import QuickOptions
 from beamjax.pipelines.runners import dataflow, direct, flink, prism, spark
+from beamjax.pipelines.runners.options import QuickOptions
 from beamjax.runtime.ordered_pool import computing_threads
 
 RUNNERS: dict[str, Callable[[], Any]] = {

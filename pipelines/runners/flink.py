@@ -13,7 +13,7 @@ from apache_beam.options.pipeline_options import (
 
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import flink_cluster, jars, job_servers, orphans
-from beamjax.pipelines.runners.cluster_options import ClusterOptions
+from beamjax.pipelines.runners.options import ClusterOptions
 
 _EMBEDDED = ("[local]", "[auto]")
 _LOG = logging.getLogger("beamjax")

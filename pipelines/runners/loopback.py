@@ -10,11 +10,12 @@ of them are looked for at "localhost" in any case.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from beamjax._beam_compat import server_modules
+from beamjax._beam_compat import redirect_submission_files, server_modules
 from beamjax.pipelines.clusters.processes import LOOPBACK
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
@@ -67,3 +68,23 @@ def loopback_only() -> Iterator[None]:
             if not _users:
                 for module in _MODULES:
                     module.grpc = module.grpc._original
+
+
+_folder: contextvars.ContextVar[str | None] = contextvars.ContextVar("folder", default=None)
+
+
+@contextlib.contextmanager
+def submission_files_in(folder: str) -> Iterator[None]:
+    """A context in which the folders that Beam makes for a submission are in this one.
+
+    On runners other than its in-memory one it makes a folder for the files of each environment,
+    which it never removes.
+    """
+    token = _folder.set(folder)
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+redirect_submission_files(_folder.get)

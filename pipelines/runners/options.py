@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from apache_beam.options.pipeline_options import PipelineOptions
 
-import beamjax.pipelines.runners.cluster_options  # noqa: F401  (adds its flags to Beam's)
 from beamjax._text import hint
 from beamjax.errors import OptionsError
 from beamjax.options import OWN
@@ -57,3 +58,45 @@ def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -
                 f"options: found {name!r}, expected an option of beamjax (see beamjax.Options) or "
                 f"one of Beam{close}{more}"
             )
+
+
+class ClusterOptions(PipelineOptions):
+    """Options of beamjax that are given like Beam's own."""
+
+    @classmethod
+    def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--flink_cluster",
+            help="Folder of a cluster that `beamjax flink up` started; runner='FlinkRunner' uses "
+            "the one in its default folder if it runs.",
+        )
+        parser.add_argument(
+            "--pipeline_timeout",
+            type=float,
+            help="Seconds after which one pipeline on Prism, Flink or Spark is cancelled; a run "
+            "with control flow may be several pipelines. By default they may take any time.",
+        )
+        # The job server of Flink takes it; Beam's Python would warn that it is not known.
+        parser.add_argument(
+            "--execution_mode_for_batch",
+            help="How Flink passes data between steps: PIPELINED or BATCH_FORCED.",
+        )
+
+
+class QuickOptions(PipelineOptions):
+    """The same options; all requests for a view of one type get the same one.
+
+    Views share their values in any case: what is set in one is seen in all.
+    """
+
+    def __init__(self, flags: list[str]):
+        # Beam keeps others from setting attributes that are no options.
+        self.__dict__["_views"] = {}
+        super().__init__(flags)
+
+    def view_as(self, cls: Any) -> Any:
+        """As that of `PipelineOptions`."""
+        views: dict[Any, Any] = self.__dict__["_views"]
+        if cls not in views:
+            views[cls] = super().view_as(cls)
+        return views[cls]

@@ -21,7 +21,7 @@ from apache_beam.version import __version__ as beam_version
 from beamjax import _beam_compat
 from beamjax._beam_compat import PrismJobServer
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import job_servers, programs
+from beamjax.pipelines.clusters import job_servers, processes
 from beamjax.storage.cache_folder import cache_folder
 
 MODULE = "github.com/apache/beam/sdks/v2"
@@ -83,7 +83,7 @@ def locate(options: PipelineOptions | None = None) -> str:
     given = options.view_as(PrismRunnerOptions)
     location = given.prism_location
     if not location and not given.prism_beam_version_override:
-        if programs.find("go") is None and not installed().exists():
+        if processes.find("go") is None and not installed().exists():
             raise OptionsError(
                 f"runner: found no Prism at {installed()}, and there is no Go to build it; {ADVICE}"
                 f"{_on_path()}"
@@ -132,9 +132,9 @@ def install() -> str:
       OptionsError: there is no Go, the build fails, or the line is another one.
     """
     target = installed()
-    with programs.locked(target.parent):
+    with processes.locked(target.parent):
         if not target.exists():
-            go = programs.require("go", "beamjax prism install")
+            go = processes.require("go", "beamjax prism install")
             _LOG.warning(
                 "beamjax: building Prism of Beam %s with Go in %s (about three minutes of CPU, "
                 "once)%s", beam_version, target.parent, _on_path(),
@@ -150,7 +150,7 @@ def _build(go: str, folder: Path) -> None:
     purpose, environment = "beamjax prism install", {"GOWORK": "off"}
     advice = "; it needs the Go module proxy ($GOPROXY)"
     download = [go, "mod", "download", "-json", f"{MODULE}@v{beam_version}"]
-    downloaded = json.loads(programs.run(download, purpose, environment, advice, folder))
+    downloaded = json.loads(processes.run(download, purpose, environment, advice, folder))
     _extract(Path(downloaded["Zip"]), folder)
     server = folder / _SERVER
     text = server.read_text(encoding="utf-8") if server.exists() else ""
@@ -166,7 +166,7 @@ def _build(go: str, folder: Path) -> None:
     # Without what depends on the folder, so that Go's cache serves a second build.
     flags = ["-mod=readonly", "-trimpath", "-buildvcs=false"]
     build = [go, "build", *flags, "-o", installed().name, f"./{PACKAGE}"]
-    programs.run(build, purpose, environment, advice, folder)
+    processes.run(build, purpose, environment, advice, folder)
 
 
 def _extract(module: Path, folder: Path) -> None:

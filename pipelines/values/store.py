@@ -11,16 +11,16 @@ import dataclasses
 import math
 import os
 import tempfile
+import threading
 import uuid
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from beamjax.bodies.transfer_time import transferring
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
-from beamjax.pipelines.values.flat_chunks import CHUNK_OVERHEAD, assemble, pack
-from beamjax.pipelines.values.in_memory import MemoryStore, is_fixed, memory_store_of
 from beamjax.pipelines.values.refs import (
     SUFFIX,
     Ref,
@@ -338,3 +338,125 @@ def _flat_and_fixed(array: np.ndarray) -> np.ndarray:
     flat = array.reshape(-1)
     flat.flags.writeable = False
     return flat
+
+
+class MemoryStore:
+    """What a store keeps in the memory of this process, by name; thread-safe.
+
+    Args:
+      limit: of the bytes of arrays; further ones are in files.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._arrays: dict[str, list[np.ndarray]] = {}
+        self._sums: dict[str, Any] = {}
+        self._nbytes = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much may come to what is here."""
+        return self._nbytes + nbytes <= self.limit
+
+    def put(self, name: str, arrays: list[np.ndarray]) -> None:
+        """Stores arrays, which may not change any more."""
+        with self._lock:
+            self._arrays[name] = arrays
+            self._nbytes += sum(array.nbytes for array in arrays)
+
+    def get(self, name: str) -> list[np.ndarray] | None:
+        """The arrays of a name, if they are here."""
+        return self._arrays.get(name)
+
+    def hand_over(self, name: str, accumulator: Any) -> None:
+        """Stores an accumulator for the worker that takes it; the caller gives it up."""
+        self._sums[name] = accumulator
+
+    def take(self, name: str) -> Any:
+        """The accumulator of a name, which is the caller's from now on; None if it is not here."""
+        return self._sums.pop(name, None)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Forgets these, as far as they are here."""
+        with self._lock:
+            for name in names:
+                self._sums.pop(name, None)
+                self._nbytes -= sum(array.nbytes for array in self._arrays.pop(name, ()))
+
+    def sweep(self, live: Container[str]) -> None:
+        """Forgets all but these."""
+        self.release([name for name in (*self._arrays, *self._sums) if name not in live])
+
+
+_memory_stores: dict[str, MemoryStore] = {}
+
+
+def open_memory_store(root: str, limit: int) -> None:
+    """From now on the store in a folder keeps sums, and arrays of so many bytes, in memory."""
+    _memory_stores[root] = MemoryStore(limit)
+
+
+def memory_store_of(root: str) -> MemoryStore | None:
+    """That of the store in a folder, if it has one."""
+    return _memory_stores.get(root)
+
+
+def close_memory_store(root: str) -> None:
+    """Forgets what a store has in memory, and that it may have any."""
+    _memory_stores.pop(root, None)
+
+
+def is_fixed(array: np.ndarray) -> bool:
+    """Whether an array can't be changed: it is a view of a `jax.Array` or of bytes."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, memoryview) and isinstance(base.obj, jax.Array | bytes)
+
+
+CHUNK_OVERHEAD = 256
+"""Bytes of a chunk in its file besides its values, at most: header and alignment."""
+
+
+def pack(arrays: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]:
+    """Cuts arrays to flat chunks and gathers these to lists that fit a file of `limit` bytes."""
+    chunks: list[np.ndarray] = []
+    used = CHUNK_OVERHEAD
+    for array in arrays:
+        flat = array.reshape(-1)
+        step = (limit - 2 * CHUNK_OVERHEAD) // max(flat.itemsize, 1)
+        for start in range(0, flat.size if flat.nbytes else 0, step):
+            chunk = flat[start : start + step]
+            cost = chunk.nbytes + CHUNK_OVERHEAD
+            if chunks and used + cost > limit:
+                yield chunks
+                chunks, used = [], CHUNK_OVERHEAD
+            chunks.append(chunk)
+            used += cost
+    if chunks:
+        yield chunks
+
+
+def assemble(
+    dtype: np.dtype, shape: tuple[int, ...], chunks: Iterator[np.ndarray], where: str
+) -> np.ndarray:
+    """One array from the flat chunks that come next; without a copy if there is only one."""
+    size = math.prod(shape) if dtype.itemsize else 0
+    whole, found = None, 0
+    while found < size:
+        chunk = next(chunks, None)
+        if chunk is None or chunk.dtype != dtype or found + chunk.size > size:
+            what = "nothing" if chunk is None else f"{chunk.dtype}[{chunk.size}]"
+            raise ArrayFormatError(
+                f"{where}: found {what} at element {found} of an array, expected {dtype}"
+                f"{list(shape)}; another file took the place of this one."
+            )
+        if chunk.size == size:
+            return chunk.reshape(shape)
+        if whole is None:
+            whole = aligned.empty((size,), dtype)
+        whole[found : found + chunk.size] = chunk
+        found += chunk.size
+    whole = np.empty(shape, dtype) if whole is None else whole
+    whole.flags.writeable = False
+    return whole.reshape(shape)

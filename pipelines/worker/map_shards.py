@@ -17,13 +17,10 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies.export import run_server
 from beamjax.bodies.python_bodies import with_settings
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.pipelines.values.elements import Environment, MemberBlock
-from beamjax.pipelines.values.large_blocks import cut, whole
+from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, Dealer
-from beamjax.pipelines.worker.merge import partials_of_tree
-from beamjax.pipelines.worker.merge_in_files import scratch_of, terms_of_bundle
+from beamjax.pipelines.worker.merge import partials_of_tree, scratch_of, send, terms_of_bundle
 from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
-from beamjax.pipelines.worker.spill import send
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines

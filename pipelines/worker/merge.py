@@ -14,20 +14,32 @@ from apache_beam.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.bodies.transfer_time import transferring
+from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values.elements import Environment, MemberBlock
-from beamjax.pipelines.values.refs import Ref
-from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.refs import Ref, is_name, unique_key
+from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import StepTimes
-from beamjax.pipelines.worker.spill import receive, send
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
 from beamjax.plan.shard import shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
+from beamjax.runtime.large_reductions import (
+    LargeBuffers,
+    Terms,
+    decoded_terms,
+    encoded_terms,
+    finished_sections,
+    merge_terms,
+    merged_pieces,
+)
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
-from beamjax.storage import aligned
+from beamjax.storage import aligned, files
+from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays
+from beamjax.storage.scratch import Scratch
 from beamjax.telemetry.meters import Reports
 
 
@@ -367,3 +379,207 @@ def _encoded(accumulator: Any, store: Store | None = None) -> bytes:
         return accumulator
     encoded: bytes = accumulator.encode() if store is None else send(store, accumulator)
     return encoded
+
+
+LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
+"""Largest accumulator, in bytes, that is not spilled: with a store in a local folder, and with one
+at a URL, where each file costs a request."""
+
+_NAMES_BYTES = 1 << 13
+"""An upper bound of the bytes of an element that names files; a larger one is an accumulator."""
+
+
+def send(store: Store, accumulator: Accumulator) -> bytes:
+    """The element for an accumulator; the caller must not use the accumulator afterwards.
+
+    Raises:
+      SourceError: the store can't be written.
+    """
+    memory = memory_store_of(store.root)
+    if memory is not None and accumulator.nbytes > LOCAL_BYTES:
+        name = _new_name()
+        memory.hand_over(name, accumulator)
+        return encode_arrays([], {"here": name})
+    data = accumulator.encode()
+    limit = REMOTE_BYTES if files.is_url(store.root) else LOCAL_BYTES
+    if len(data) <= limit:
+        return data
+    names = []
+    for start in range(0, len(data), store.piece_bytes):
+        names.append(_new_name())
+        store.write(names[-1], data[start : start + store.piece_bytes])
+    return encode_arrays([], {"spilled": names, "nbytes": len(data)})
+
+
+def receive(store: Store, element: bytes) -> Accumulator:
+    """The accumulator of an element; one in memory can be received once.
+
+    Raises:
+      SourceError: a file is gone, or can't be read.
+      ArrayFormatError: the element or the file is damaged.
+    """
+    if len(element) > _NAMES_BYTES:
+        return decode_accumulator(element)
+    meta = decode_arrays(element)[1]
+    if "here" in meta:
+        return _taken(store, str(meta["here"]))
+    if "spilled" not in meta:
+        return decode_accumulator(element)
+    parts = [_read(store, str(name)) for name in meta["spilled"]]
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    if len(data) != meta.get("nbytes"):
+        raise ArrayFormatError(
+            f"{store.root}: an accumulator has {len(data)} bytes, expected {meta.get('nbytes')}."
+        )
+    return decode_accumulator(data)
+
+
+def _new_name() -> str:
+    return f"{unique_key()}-sums.arrays"
+
+
+def _taken(store: Store, name: str) -> Accumulator:
+    memory = memory_store_of(store.root)
+    found: Accumulator | None = None if memory is None else memory.take(name)
+    if found is None:
+        raise SourceError(
+            f"{store.root}: the partial result {name} is not in this process, or was merged "
+            "before; each is merged once, in the process that computed it."
+        )
+    return found
+
+
+def _read(store: Store, name: str) -> Buffer:
+    if not is_name(name):
+        raise ArrayFormatError(f"{store.root}: {name!r} is not a file name that a store gives.")
+    path = files.join(store.root, name)
+    try:
+        return files.read(path)
+    except Exception as error:
+        raise SourceError(
+            f"{path}: cannot read a partial result ({error}). Is the folder shared by all workers, "
+            "and was it not cleaned up?"
+        ) from error
+
+
+MAX_OPEN = 64
+"""Partials of a section that are merged at once: each is a file that is open."""
+
+
+def scratch_of(store: Store) -> Scratch:
+    """Where the partials of a bundle wait: beside the store, if that is a local folder."""
+    return Scratch(None if files.is_url(store.root) else store.root)
+
+
+def terms_of_bundle(
+    wide: LargeBuffers, store: Store, provenance: Provenance = UNKNOWN
+) -> Iterator[tuple[str, bytes]]:
+    """What a bundle sends of buffers that are too large for memory."""
+    for section, terms in wide.terms():
+        terms.provenance = provenance
+        yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
+
+
+class MergeSections(StepFn):
+    """What merges the terms of a section.
+
+    Args:
+      task: the pass.
+      mode: of the accumulators.
+    """
+
+    def __init__(self, task: Task[Map], mode: Any):
+        self.task = task
+        self.mode = mode
+        self.times = StepTimes(task.step.name, "merge", task.store.reports)
+
+    def load(self, ref: Ref) -> np.ndarray:
+        """A partial, or an encoded accumulator."""
+        return self.task.store.array(ref, cache=False)
+
+    def terms(self, section: ValueRange, elements: Iterable[bytes]) -> Terms[Any]:
+        """All terms of a section; those that are too many to be open at once are merged."""
+        buffer, terms = self.task.step.buffers[section.buffer], Terms[Any]()
+        for data in elements:
+            terms += _received(data)
+            if len(terms.rows) >= MAX_OPEN:
+                terms = merge_terms(section, buffer, self.mode, terms, self._array, _kept)
+        return terms
+
+    def _array(self, where: Ref | np.ndarray) -> np.ndarray:
+        return self.load(where) if isinstance(where, Ref) else where
+
+    def finish_bundle(self) -> None:
+        """Tells how long it took."""
+        self.times.report()
+
+
+class MergeSectionGroup(MergeSections):
+    """The terms of a group, merged: what is left for the last merge."""
+
+    yields = typehints.KV[str, bytes]
+
+    def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
+        key = element[0].rpartition("|")[0]
+        section = ValueRange.from_key(key)
+        buffer, store = self.task.step.buffers[section.buffer], self.task.store
+        with self.times.measured(), self.task.at_work("merging"):
+            terms = self.terms(section, element[1])
+            merged = merge_terms(
+                section, buffer, self.mode, terms, self._array, lambda array: _save(store, array)
+            )
+        yield key, _sent(merged)
+
+
+class FinishSections(MergeSections):
+    """The terms of a section to parts of the results, `name|offset`."""
+
+    yields = Environment
+    whole = False
+
+    def process(
+        self, element: tuple[str, Iterable[bytes]], *served: Environment
+    ) -> Iterator[Environment]:
+        section, step = ValueRange.from_key(element[0]), self.task.step
+        plan, buffer = plan_with_size(self.task, served), step.buffers[section.buffer]
+        parts = {}
+        for r in buffer.reductions:
+            start, stop = max(section.start, r.offset), min(section.stop, r.offset + r.size)
+            if start < stop or not r.size:
+                dtype = np.dtype(plan.values[r.result].dtype)
+                size = max(stop - start, 0)
+                parts[r.result] = start - r.offset, aligned.empty((size,), dtype)
+
+        def room(name: str, lo: int, hi: int) -> np.ndarray:
+            start, part = parts[name]
+            return part[lo - start : hi - start]
+
+        with self.times.measured(), self.task.at_work("merging"):
+            terms = self.terms(section, element[1])
+            provenance = self.task.accept(terms.provenance)
+            pieces = merged_pieces(section, buffer, self.mode, terms, self._array)
+            finished_sections(plan, step, section, pieces, room)
+        put = self.task.store.put
+        yield Environment(
+            {
+                f"{n}|{start}": put([part], n, inline=False, hashed=False)
+                for n, (start, part) in parts.items()
+            },
+            provenance,
+        )
+
+
+def _save(store: Store, array: np.ndarray) -> Ref:
+    return store.put([array], "partial", inline=False, hashed=False)
+
+
+def _kept(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def _sent(terms: Terms[Ref]) -> bytes:
+    return encode_arrays([], {"terms": encoded_terms(terms, Ref.to_json)})
+
+
+def _received(data: bytes) -> Terms[Ref]:
+    return decoded_terms(decode_arrays(data)[1]["terms"], Ref.from_json)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,12 +19,12 @@ import jax
 import numpy as np
 from apache_beam.typehints.decorators import IOTypeHints
 
+from beamjax._beam_compat import INSPECT, get_function_args_defaults
 from beamjax.bodies.export import with_x64
 from beamjax.bodies.python_bodies import debugging
 from beamjax.bodies.transfer_time import transferring
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.numerics.provenance import Provenance, merged
-from beamjax.pipelines.signatures import remember_signatures
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
@@ -209,6 +210,36 @@ class Sources:
     def open(self) -> Reader:
         """A reader of them in this process."""
         return Reader(tuple(map(open_spec, self.specs)), self.where, self.x64)
+
+
+_Found = tuple[list[str], list[Any]]
+
+
+def remember_signatures(cls: type) -> None:
+    """Has Beam find the parameters of the methods of a class, and their defaults, where they are
+    remembered: it calls `_inspect_NAME` of the object that has it.
+    """
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if isinstance(method, classmethod):
+            method = getattr(cls, name)
+        elif inspect.isfunction(method):
+            method = functools.partial(method, None)
+        else:
+            continue
+        setattr(cls, f"{INSPECT}{name}", staticmethod(_asked(method)))
+
+
+def _asked(method: Callable[..., Any]) -> Callable[[], _Found]:
+    @functools.cache
+    def found() -> _Found:
+        return get_function_args_defaults(method)
+
+    def asked() -> _Found:
+        names, defaults = found()
+        return list(names), list(defaults)
+
+    return asked
 
 
 class StepFn(beam.DoFn):

@@ -243,7 +243,7 @@ def test_a_run_leaves_nothing(empty_tmp, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "broken", ["beamjax.sources.ArraySource.read", "beamjax.pipelines.graph.outputs.Outputs.write"]
+    "broken", ["beamjax.sources.ArraySource.read", "beamjax.pipelines.graph.build.Outputs.write"]
 )
 def test_a_run_that_fails_leaves_nothing(empty_tmp, broken, monkeypatch):
     monkeypatch.setattr(broken, None)

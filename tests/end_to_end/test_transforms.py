@@ -14,15 +14,11 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
 from helpers import assert_close
-from plans import inputs_of
 from programs import Pair
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
-from beamjax.options import Options
-from beamjax.pipelines.transform import PlanTransform
 from beamjax.sources import source_base
-from tests.pipelines import test_driver
 
 N = 21
 W = np.arange(3, dtype=np.float32)
@@ -304,16 +300,11 @@ def test_applied_to_the_wrong_thing():
             windowed | "windowed" >> bj.transform(total, W, abstract(X))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("counting", r"^program\.py:7 \(fn\): found the rounds of a loop .*beamjax\.run"),
-        ("choice", r"^p\.py:1: found a choice of branches around placed operators"),
-    ],
-)
-def test_rounds_and_branches_need_a_driver(name, message):
-    plan = getattr(test_driver, name)()
-    arrays = {"x": test_driver.X, "w": test_driver.W, "i": np.int32(0), "limit": np.int32(3)}
-    inputs = inputs_of(plan, **arrays)
-    with pytest.raises(StagingError, match=message):
-        PlanTransform(plan, inputs, jax.tree.structure((0, 0)), [], Options())
+def test_rounds_and_branches_need_a_driver():
+    more = lambda w: w[0] < 9
+    rounds = lambda w, x: jax.lax.while_loop(more, lambda w: w + total(w, x).sum(), w)
+    branch = lambda w, x: jax.lax.cond(w[0] > 0, total, lambda w, x: w[0] * x[0], w, x)
+    for fn, what in ((rounds, "the rounds of a loop"), (branch, "a choice of branches")):
+        message = rf"test_transforms\.py:\d+.*: found {what} around .*beamjax\.run"
+        with pytest.raises(StagingError, match=message):
+            bj.transform(fn, W, X)

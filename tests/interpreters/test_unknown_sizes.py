@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
-from beamjax.pipelines.graph.counting import joined
+from beamjax.pipelines.graph.streaming import joined
 
 (UNKNOWN,) = jax.export.symbolic_shape("n")
 W = np.asarray([0.5, -1.25, 2.0], np.float32)

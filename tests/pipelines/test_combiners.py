@@ -15,11 +15,17 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
-from beamjax.pipelines.values import in_memory as in_process
+from beamjax.pipelines.values import store as in_process
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import spill
-from beamjax.pipelines.worker.merge import AccumulatorCoder, MergeAccumulators
-from beamjax.pipelines.worker.spill import LOCAL_BYTES, REMOTE_BYTES, receive, send
+from beamjax.pipelines.worker import merge as spill
+from beamjax.pipelines.worker.merge import (
+    LOCAL_BYTES,
+    REMOTE_BYTES,
+    AccumulatorCoder,
+    MergeAccumulators,
+    receive,
+    send,
+)
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, buffer_ranges, key_of
 from beamjax.plan.steps import FusedBuffer, Map
 from beamjax.storage import files

@@ -12,7 +12,7 @@ import pytest
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, Failure, SourceError, WorkerError
-from beamjax.pipelines import waiting
+from beamjax.pipelines import launch as waiting
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import (
     RepeatedError,

@@ -10,7 +10,8 @@ from faults import PROCESSES, THREADS
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines.values import in_memory as in_process
+from beamjax.pipelines import run as runs
+from beamjax.pipelines.values import store as in_process
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import INLINE_BYTES, Store
 
@@ -115,7 +116,7 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
         )
         sweep(self, live)
 
-    monkeypatch.setattr(in_process, "open_memory_store", opened)
+    monkeypatch.setattr(runs, "open_memory_store", opened)
     monkeypatch.setattr(Store, "sweep", swept)
     w = np.linspace(-1, 1, 1_100_000, dtype=np.float32)
     x = np.arange(1, 5, dtype=np.float32)

@@ -10,13 +10,12 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines import driver
+from beamjax.pipelines import run as runs
 from beamjax.pipelines import transform as transforms
 from beamjax.pipelines.graph import results, streaming
 from beamjax.pipelines.runners.connect import make_runner
-from beamjax.pipelines.values import large_blocks
-from beamjax.pipelines.values.elements import MemberBlock, MemberBlockCoder
-from beamjax.pipelines.values.large_blocks import cut, whole
+from beamjax.pipelines.values import elements as large_blocks
+from beamjax.pipelines.values.elements import MemberBlock, MemberBlockCoder, cut, whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import map_shards as workers
 
@@ -107,11 +106,11 @@ def here(fn, *args):
 
 
 def test_passes_hand_on_large_members(sizes, monkeypatch):
-    """In two pipelines, and in one, where the next pass needs whole shards."""
+    """On resident workers, and in one pipeline, where the next pass needs whole shards."""
     expected = here(two_passes, X)
     for handed in (0, 1 << 30):
         sizes.clear()
-        monkeypatch.setattr(driver, "HANDED_BYTES", handed)
+        monkeypatch.setattr(runs, "HANDED_BYTES", handed)
         assert_same_bits(bj.run(two_passes, X, options={"shard_size": 8}), expected)
         assert any(refs for *_, refs in sizes) == (handed > 0)
         assert any(count < 8 for _, count, _ in sizes)

@@ -10,7 +10,7 @@ from source_files import SOURCES
 
 import beamjax as bj
 from beamjax.pipelines.runners import connect as connections
-from beamjax.pipelines.values import uploads
+from beamjax.pipelines.values import members as uploads
 from beamjax.pipelines.values.store import Store
 from beamjax.sources.source_base import open_spec
 

@@ -7,14 +7,14 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax._beam_compat import PipelineResult
 from beamjax.errors import WorkerError
-from beamjax.pipelines import waiting
+from beamjax.pipelines import launch as waiting
 
 
 class Running(PipelineResult):
     """A pipeline, and its result, that runs until it is cancelled unless it has an end."""
 
     def __init__(self, end=None):
-        self.end, self.cancelled = end, threading.Event()
+        self.end, self.cancelled, self.runner = end, threading.Event(), None
 
     def run(self):
         return self
@@ -45,12 +45,13 @@ LOST = WorkerError("a worker is gone")
     ],
 )
 def test_a_pipeline_ends_fails_or_is_cancelled(end, flags, look, raised, monkeypatch):
-    monkeypatch.setattr(waiting, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(waiting, "_LONGEST_PAUSE", 0.05)
     monkeypatch.setattr(waiting.flink_cluster, "trouble", "{} has ended".format)
-    pipeline, options = Running(end), PipelineOptions(flags)
+    pipeline = Running(end)
+    pipeline.options = PipelineOptions(flags)
     if raised is None:
-        waiting.run(pipeline, options, look=look)
+        waiting.run_pipeline(pipeline, look)
     else:
         with pytest.raises(raised[0], match=raised[1]):
-            waiting.run(pipeline, options, look=look)
+            waiting.run_pipeline(pipeline, look)
     assert pipeline.cancelled.is_set() == (raised is not None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import merge_in_files as wide
+from beamjax.pipelines.worker import merge as wide
 from beamjax.pipelines.worker.merge import AssignGroups
 from beamjax.pipelines.worker.tasks import Task
 from beamjax.plan import buffer_ranges

@@ -33,8 +33,8 @@ from tfrecords import Encoded, delimited, example, feature, framed, varint, writ
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
+from beamjax.pipelines.values.members import stays_here
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.uploads import stays_here
 from beamjax.sources.derived_sources import grouped
 from beamjax.sources.records import tfrecord_frames, tfrecord_source
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
