@@ -26,7 +26,7 @@ from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.one_pass import open_placements
-from beamjax.plan.steps import MAX_MEMBERS, Branch, Loop, Output, Plan, walk
+from beamjax.plan.steps import MAX_MEMBERS, Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import release
 from beamjax.storage.arrays import decode_arrays, encode_arrays
@@ -53,15 +53,15 @@ class PlanTransform(beam.PTransform):
       options: `reduction` and `work_folder`.
 
     Raises:
-      StagingError: an abstract argument holds arrays too, or is a scalar; or there are rounds or
-        branches that only a launching process can drive.
+      StagingError: an abstract argument holds arrays too, or is a scalar; or there are rounds
+        that only a launching process can drive.
     """
 
     def __init__(
         self, plan: Plan, inputs: Inputs, out_tree: Any, groups: Sequence[Any], options: Options
     ):
         super().__init__(label=f"beamjax {plan.name}")
-        _refuse_control_flow(plan)
+        _refuse_rounds(plan)
         self.plan = plan
         self.given = inputs
         self.out_tree = out_tree
@@ -374,15 +374,15 @@ def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
     return store
 
 
-def _refuse_control_flow(plan: Plan) -> None:
+def _refuse_rounds(plan: Plan) -> None:
+    """StagingError for a loop whose rounds depend on values; all others are unrolled."""
     for step in walk(plan.steps):
-        if isinstance(step, Loop | Branch):
-            what = "the rounds of a loop" if isinstance(step, Loop) else "a choice of branches"
+        if isinstance(step, Loop):
             raise StagingError(
-                f"{step.line}: found {what} around placed operators, which can't be part of your "
-                "own pipeline: a Beam graph is fixed before it runs, and here values decide what "
-                "runs next. Use beamjax.run, which runs a pipeline at a time; or write a known "
-                "number of rounds as a Python loop, and a choice with jnp.where"
+                f"{step.line}: found the rounds of a loop around placed operators, which can't be "
+                "part of your own pipeline: a Beam graph is fixed before it runs, and here values "
+                "decide what runs next. Use beamjax.run, or write a known number of rounds as a "
+                "Python loop"
             )
 
 
