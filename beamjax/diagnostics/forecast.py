@@ -186,7 +186,7 @@ def _pipelines(
     plan: Plan, options: Options, workers: Workers, in_memory: bool
 ) -> tuple[int, int, int, int]:
     """The number of pipelines, their steps and shards, and the bytes between steps."""
-    from beamjax.pipelines.worker.merge import LOCAL_BYTES
+    from beamjax.pipelines.values.store import LOCAL_BYTES
 
     def counted(steps: Sequence[Step]) -> np.ndarray:
         total = np.zeros(4, np.int64)

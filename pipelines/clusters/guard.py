@@ -1,21 +1,39 @@
-"""Runs a command for as long as the process lives that asked for it.
+"""Ends what a launcher has started elsewhere, if the launcher is killed and runs no more Python.
 
-A server that a launcher starts outlives it where the launcher is killed and runs no more Python.
-This stands between the two. It is run as a file and imports the standard library alone, so that it
-costs a small interpreter and no time.
+A process of this file stands beside the launcher. It runs a job server and stops it, or it cancels
+the pipelines on a Flink cluster, which would hold slots and compute what nothing reads. It is
+started as a file and imports the standard library alone, so that it is small and quick to start.
 """
 
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
+import uuid
 from types import FrameType
+from typing import Any
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_STOP = 5
+_SECONDS_TO_ARRIVE = 30
+"""Seconds after the end of a launcher in which its last submission may still reach Flink."""
+_ENDED = ("FINISHED", "FAILED", "CANCELED", "CANCELLING")
 
 
-def main(command: list[str]) -> int:
+def guarded(command: list[str]) -> list[str]:
+    """A command that runs another one, and ends with the process that starts it."""
+    return [sys.executable, "-I", "-S", __file__, "run", *command]
+
+
+def run(command: list[str]) -> int:
     """Runs a command until it ends, the parent of this process does, or this one is stopped.
 
     Args:
@@ -47,5 +65,63 @@ def main(command: list[str]) -> int:
         return child.wait()
 
 
+@functools.cache
+def watched(address: str, launcher: int) -> str:
+    """Starts a process that cancels the pipelines of this one if it is killed.
+
+    Args:
+      address: of the job manager, as a URL.
+      launcher: the id of this process; part of the key, since a fork has pipelines of its own.
+
+    Returns:
+      The name to give to these pipelines.
+    """
+    name = f"beamjax-{launcher}-{uuid.uuid4().hex[:12]}"
+    command = [sys.executable, "-I", "-S", __file__, "cancel", str(launcher), address, name]
+    # A session of its own: Ctrl-C is for the launcher, which cancels its pipelines itself.
+    watch = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(_stop, watch, launcher)
+    return name
+
+
+def _stop(watch: subprocess.Popen[bytes], launcher: int) -> None:
+    if os.getpid() == launcher:
+        watch.terminate()
+        watch.wait()
+
+
+def cancel(launcher: int, address: str, name: str) -> None:
+    """Waits until a launcher ends, then cancels its pipelines.
+
+    Args:
+      launcher: the id of its process, the parent of this one.
+      address: the URL of the job manager.
+      name: the name of the pipelines.
+    """
+    while os.getppid() == launcher:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    end = time.monotonic() + _SECONDS_TO_ARRIVE
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            for job in _ask(f"{address}/jobs/overview")["jobs"]:
+                if job["name"] == name and job["state"] not in _ENDED:
+                    _ask(f"{address}/jobs/{job['jid']}?mode=cancel", "PATCH")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _ask(address: str, method: str = "GET") -> Any:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(urllib.request.Request(address, method=method), timeout=5) as answer:
+        return json.load(answer)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1] == "run":
+        sys.exit(run(sys.argv[2:]))
+    cancel(int(sys.argv[2]), *sys.argv[3:])

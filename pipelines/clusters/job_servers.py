@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -176,11 +175,14 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
     for _ in range(_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f"beamjax-{name.lower()}-"))
         ports = processes.free_ports(3)
-        guarded = [sys.executable, "-I", "-S", guard.__file__, *command(ports, folder)]
         with open(folder / "log", "wb") as log:
             # A session of its own: Ctrl-C is for the launcher, which stops its servers at its end.
             process = subprocess.Popen(
-                guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                guard.guarded(command(ports, folder)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
         if _ready(server):

@@ -54,7 +54,7 @@ class Process:
     @property
     def alive(self) -> bool:
         """Whether the server still runs."""
-        return bool(self.started) and _started(self.pid) == self.started
+        return bool(self.started) and process_ids.started(self.pid) == self.started
 
     def stop(self) -> None:
         """Ends the server and its process group, if it still runs, and removes its pid file."""
@@ -91,8 +91,7 @@ def start(
         setsid=True,
         setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # which Python ignores, and its children would
     )
-    _children.add(pid)
-    process = Process(name, folder, pid, _started(pid), tuple(command))
+    process = Process(name, folder, pid, process_ids.started(pid) or "", tuple(command))
     record = {"pid": process.pid, "started": process.started, "command": process.command}
     _pid_file(folder, name).write_text(json.dumps(record), encoding="utf-8")
     return process
@@ -172,10 +171,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-# Processes that this one started: it has to collect their exit status.
-_children: set[int] = set()
-
-
 def _pid_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.pid"
 
@@ -183,30 +178,6 @@ def _pid_file(folder: Path, name: str) -> Path:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _started(pid: int) -> str:
-    """The start time of a process, in any unit; "" if it has ended."""
-    if _has_ended(pid):
-        return ""
-    found = process_ids.started(pid)
-    if found is None:  # it ended just now
-        _has_ended(pid)
-    return found or ""
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; its pid may belong to another process then."""
-    if pid not in _children:
-        return False
-    try:
-        ended = os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # the status was collected elsewhere, or this process is a fork
-        _children.discard(pid)
-        return False
-    if ended:
-        _children.discard(pid)
-    return ended
 
 
 _HELP = {

@@ -6,14 +6,13 @@ some runners hold elements in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import apache_beam as beam
 import numpy as np
 from apache_beam import typehints
 from apache_beam.transforms.window import GlobalWindows
-from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.errors import SourceError
 from beamjax.pipelines.values.elements import Environment, MemberBlock, whole
@@ -132,7 +131,7 @@ def count_members(blocks: beam.PCollection, store: Store, placement: str) -> bea
     return (
         blocks
         | "Ranges of blocks" >> beam.ParDo(RangeOfBlock())
-        | "Join ranges" >> beam.CombineGlobally(JoinRanges())
+        | "All ranges" >> beam.combiners.ToList()
         | "Count members" >> beam.ParDo(CountMembers(store, placement))
     )
 
@@ -144,42 +143,6 @@ class RangeOfBlock(StepFn):
 
     def process(self, block: MemberBlock) -> Iterator[Range]:
         yield block.start, block.start + block.count
-
-
-class JoinRanges(beam.CombineFn):
-    """Ranges to the fewest ranges with the same members, in order."""
-
-    def default_type_hints(self) -> IOTypeHints:
-        ranges: Any = typehints.Tuple[int, int]
-        hints = IOTypeHints.empty().with_input_types(ranges)
-        return hints.with_output_types(typehints.List[ranges])
-
-    def create_accumulator(self) -> list[Range]:
-        return []
-
-    def add_input(self, accumulator: list[Range], element: Range) -> list[Range]:
-        accumulator.append(element)
-        return accumulator
-
-    def merge_accumulators(self, accumulators: Iterable[list[Range]]) -> list[Range]:
-        return joined(found for accumulator in accumulators for found in accumulator)
-
-    def compact(self, accumulator: list[Range]) -> list[Range]:
-        return joined(accumulator)
-
-    def extract_output(self, accumulator: list[Range]) -> list[Range]:
-        return joined(accumulator)
-
-
-def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The fewest ranges with the same members, in order."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and found[-1][1] >= start:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
 
 
 class CountMembers(StepFn):
@@ -201,10 +164,14 @@ class CountMembers(StepFn):
                 f"transform: the PCollection is empty, expected the members 0, 1, ... of placement "
                 f"{self.placement!r}, at least one: without any, a mean or a maximum has no value"
             )
-        n = ranges[-1][1]
+        n = max(stop for _, stop in ranges)
         missing = n - sum(stop - start for start, stop in ranges)
         if missing:
-            first = 0 if ranges[0][0] else ranges[0][1]
+            first = 0
+            for start, stop in sorted(ranges):
+                if start > first:
+                    break
+                first = stop
             raise SourceError(
                 f"transform: {missing} members are missing in the PCollection, the first one is "
                 f"member {first}; the last one found is member {n - 1}, expected each from 0 to it"

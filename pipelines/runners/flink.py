@@ -12,7 +12,7 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import flink_cluster, jars, job_servers, orphans
+from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers
 from beamjax.pipelines.runners.options import ClusterOptions
 
 _EMBEDDED = ("[local]", "[auto]")
@@ -42,7 +42,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             _LOG.info("beamjax: on the Flink cluster in %s", folder)
             # Flink goes on without a launcher that was killed; nothing would read what it makes.
             address = f"http://localhost:{cluster.rest_port}"
-            flags = {"job_name": orphans.watched(address, os.getpid()), **cluster.flags}
+            flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))
         if named is not None:
             raise OptionsError(

@@ -43,6 +43,10 @@ PIECE_BYTES = 64 * 2**20
 INLINE_BYTES = 64 * 2**10
 """Largest encoded value that travels inside of its `Ref`, in bytes."""
 
+LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
+"""Largest accumulator, in bytes, that is not spilled: with a store in a local folder, and with one
+at a URL, where each file costs a request."""
+
 _SUFFIXES = (SUFFIX, ".members", ".record")  # of all that is written to the folder of a run
 
 

@@ -19,6 +19,7 @@ from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.reducers import decode_accumulator
+from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.refs import Ref, is_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
@@ -381,10 +382,6 @@ def _encoded(accumulator: Any, store: Store | None = None) -> bytes:
     return encoded
 
 
-LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
-"""Largest accumulator, in bytes, that is not spilled: with a store in a local folder, and with one
-at a URL, where each file costs a request."""
-
 _NAMES_BYTES = 1 << 13
 """An upper bound of the bytes of an element that names files; a larger one is an accumulator."""
 
@@ -396,12 +393,12 @@ def send(store: Store, accumulator: Accumulator) -> bytes:
       SourceError: the store can't be written.
     """
     memory = memory_store_of(store.root)
-    if memory is not None and accumulator.nbytes > LOCAL_BYTES:
+    if memory is not None and accumulator.nbytes > stores.LOCAL_BYTES:
         name = _new_name()
         memory.hand_over(name, accumulator)
         return encode_arrays([], {"here": name})
     data = accumulator.encode()
-    limit = REMOTE_BYTES if files.is_url(store.root) else LOCAL_BYTES
+    limit = stores.REMOTE_BYTES if files.is_url(store.root) else stores.LOCAL_BYTES
     if len(data) <= limit:
         return data
     names = []

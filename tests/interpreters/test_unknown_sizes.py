@@ -1,6 +1,5 @@
 """Placements whose number of members is found only while a pipeline runs."""
 
-import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -12,12 +11,9 @@ import numpy as np
 import pytest
 from apache_beam.testing.util import assert_that
 from helpers import assert_close, raw
-from hypothesis import given
-from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
-from beamjax.pipelines.graph.streaming import joined
 
 (UNKNOWN,) = jax.export.symbolic_shape("n")
 W = np.asarray([0.5, -1.25, 2.0], np.float32)
@@ -349,15 +345,6 @@ def test_members_that_should_not_be_there():
     caught = failing([])
     assert caught.type is SourceError
     assert "PCollection is empty" in str(caught.value)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=8))
-def test_joined_ranges_have_the_same_members_and_gaps_between_them(pairs):
-    ranges = [(start, start + count) for start, count in pairs]
-    found = joined(ranges)
-    members = [member for start, stop in found for member in range(start, stop)]
-    assert members == sorted({member for pair in ranges for member in range(*pair)})
-    assert all(left[1] < right[0] for left, right in itertools.pairwise(found))
 
 
 # --- what needs the number as a constant

@@ -16,11 +16,9 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.values import store as in_process
-from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values.store import LOCAL_BYTES, REMOTE_BYTES, Store
 from beamjax.pipelines.worker import merge as spill
 from beamjax.pipelines.worker.merge import (
-    LOCAL_BYTES,
-    REMOTE_BYTES,
     AccumulatorCoder,
     MergeAccumulators,
     receive,
@@ -107,7 +105,7 @@ def test_the_coder_of_accumulators():
 
 @pytest.mark.parametrize("repeat", [0, 1])
 def test_a_merge_in_a_pipeline(repeat, tmp_path, monkeypatch):
-    monkeypatch.setattr(spill, "LOCAL_BYTES", 10)  # All are files on their way.
+    monkeypatch.setattr(in_process, "LOCAL_BYTES", 10)  # All are files on their way.
     options = PipelineOptions([f"--direct_runner_bundle_repeat={repeat}"])
     store = Store(str(tmp_path))
 

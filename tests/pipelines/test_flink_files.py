@@ -10,7 +10,7 @@ import yaml
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import flink_cluster, jars, job_servers, orphans, processes
+from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, processes
 from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
 from beamjax.pipelines.runners.flink import connected
 
@@ -184,7 +184,7 @@ def test_where_jobs_go(given, runs, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(flink_cluster, "default_folder", lambda: tmp_path / "default")
     monkeypatch.setattr(flink_cluster, "read", lambda folder: CLUSTER if folder in there else None)
     monkeypatch.setattr(flink_cluster, "trouble", lambda folder: "")
-    monkeypatch.setattr(orphans, "watched", lambda address, pid: "a-name")
+    monkeypatch.setattr(guard, "watched", lambda address, pid: "a-name")
     monkeypatch.setattr(
         job_servers,
         "connected_to_java",

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from beamjax.pipelines.clusters import orphans, processes
+from beamjax.pipelines.clusters import guard, processes
 from beamjax.telemetry import process_ids
 
 LAUNCHER = """
 import os, signal, sys
-from beamjax.pipelines.clusters import orphans
-print(orphans.watched(sys.argv[1], os.getpid()), flush=True)
+from beamjax.pipelines.clusters import guard
+print(guard.watched(sys.argv[1], os.getpid()), flush=True)
 input()
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -92,15 +92,15 @@ def test_a_launcher_that_ends_leaves_no_watch(flink):
 
 def test_what_is_forked_has_pipelines_of_its_own(monkeypatch):
     started = []
-    monkeypatch.setattr(orphans.subprocess, "Popen", lambda *a, **_: started.append(a[0]))
-    monkeypatch.setattr(orphans.atexit, "register", lambda *_: None)
-    orphans.watched.cache_clear()
+    monkeypatch.setattr(guard.subprocess, "Popen", lambda *a, **_: started.append(a[0]))
+    monkeypatch.setattr(guard.atexit, "register", lambda *_: None)
+    guard.watched.cache_clear()
     try:
-        first, again = (orphans.watched("http://x", 11) for _ in range(2))
-        assert first == again != orphans.watched("http://x", 12)
+        first, again = (guard.watched("http://x", 11) for _ in range(2))
+        assert first == again != guard.watched("http://x", 12)
     finally:
-        orphans.watched.cache_clear()
-    assert [command[4] for command in started] == ["11", "12"]
+        guard.watched.cache_clear()
+    assert [command[5] for command in started] == ["11", "12"]
 
 
 STARTING = """

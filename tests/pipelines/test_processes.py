@@ -11,6 +11,7 @@ import pytest
 
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import guard, job_servers, processes
+from beamjax.telemetry import process_ids
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 PARENT = """
@@ -106,7 +107,7 @@ def test_what_a_process_starts_ends_with_it(tmp_path):
     assert processes.wait_until(lambda: "here" in process.log.read_text(), 20)
     child = int(process.log.read_text().split()[0])
     process.stop()
-    assert processes.wait_until(lambda: not processes._started(child), 10)
+    assert processes.wait_until(lambda: not process_ids.started(child), 10)
 
 
 def test_logs_and_ports(tmp_path):
@@ -124,7 +125,7 @@ def test_logs_and_ports(tmp_path):
 
 def guarded(tmp_path):
     """A process whose child is a guard of a sleeping process; and the pid of that."""
-    command = [sys.executable, "-c", PARENT, "-I", "-S", guard.__file__, *SLEEP]
+    command = [sys.executable, "-c", PARENT, *guard.guarded(SLEEP)[1:]]
     launcher = processes.start("launcher", command, tmp_path)
     assert processes.wait_until(lambda: "here" in launcher.log.read_text(), 20)
     of_guard = int(launcher.log.read_text().split()[0])
@@ -136,19 +137,19 @@ def guarded(tmp_path):
 
 def test_a_guard_gives_the_status_of_its_command():
     command = [sys.executable, "-c", "raise SystemExit(7)"]
-    assert subprocess.run([sys.executable, guard.__file__, *command]).returncode == 7
+    assert subprocess.run(guard.guarded(command)).returncode == 7
 
 
 @pytest.mark.parametrize("who", ["launcher", "guard"])
 def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
     launcher, of_guard, server = guarded(tmp_path)
     try:
-        assert processes._started(server)
+        assert process_ids.started(server)
         if who == "launcher":
             os.kill(launcher.pid, signal.SIGKILL)
         else:
             os.kill(of_guard, signal.SIGTERM)
-        assert processes.wait_until(lambda: not processes._started(server), 10)
+        assert processes.wait_until(lambda: not process_ids.started(server), 10)
     finally:
         launcher.stop()
 
