@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.placement.associative_scans import associative_scans
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
@@ -42,7 +43,7 @@ from beamjax.interpreters.rules.indexing import MAX_SHARE
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
 from beamjax.plan.steps import MAX_MEMBERS
 
-PATTERNS = expansions, windows, reshaped, order_statistics
+PATTERNS = expansions, associative_scans, windows, reshaped, order_statistics
 """The rewrites of equations without a rule."""
 
 

@@ -39,7 +39,7 @@ MAX_RANGE_BYTES = 16 << 20
 reduce_p = jex.Primitive("reduce_by_shard")
 map_p = jex.Primitive("map_by_shard")
 
-Table = Callable[[TracedShard, Any], tuple[Any, Any]]
+Table = Callable[..., tuple[Any, Any]]
 Result = Callable[..., Any]
 
 
@@ -65,22 +65,29 @@ def range_size(
     return size if size >= fewest and small else None
 
 
-def reduced_by_shard(function: Table, x: Any, *, block: int, reducer: str = PICK.name) -> jax.Array:
+def reduced_by_shard(
+    function: Table, *operands: Any, block: int, members: int = 1, reducer: str = PICK.name
+) -> jax.Array:
     """A reduction over shards.
 
     Args:
-      function: takes a shard and its members to a table of one shape and dtype for all shards, and
+      function: takes a shard and its operands to a table of one shape and dtype for all shards, and
         to bools of its first axes: the rows that the shard has. The others do not count.
-      x: (n, ...), the members.
+      *operands: arrays of members (n, ...), then server values.
+      members: the number of arrays of members.
       block: members per range; each shard begins at a multiple of it.
       reducer: by which the tables are reduced; by default, each row is in one of them at most.
     """
-    return reduce_p.bind(x, function=function, block=block, reducer=reducer)
+    params = {"function": function, "block": block, "members": members, "reducer": reducer}
+    return reduce_p.bind(*operands, **params)
 
 
-def mapped_by_shard(function: Result, x: Any, *served: Any, block: int) -> jax.Array:
-    """What `function(shard, x, *served)` gives for each shard: a row for each of its members."""
-    return map_p.bind(x, *served, function=function, block=block)
+def mapped_by_shard(function: Result, *operands: Any, block: int, members: int = 1) -> jax.Array:
+    """What `function(shard, *operands)` gives for each shard: a row for each of its members.
+
+    The first operands, as many as `members` says, are arrays of members; see `reduced_by_shard`.
+    """
+    return map_p.bind(*operands, function=function, block=block, members=members)
 
 
 @rule("reduce_by_shard")
@@ -90,9 +97,10 @@ def _reduce_rule(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         if name == PICK.name:
             return PICK.partial(*function(shard, *args))
-        return _table(args[0], shard, function, name)
+        return _table(args, shard, function, name)
 
-    return ReductionRule((0,), name, partial, by_shard=True) if axes[0] == 0 else None
+    in_axes = _in_axes(eqn, axes)
+    return ReductionRule(in_axes, name, partial, by_shard=True) if in_axes else None
 
 
 @rule("map_by_shard")
@@ -100,13 +108,20 @@ def _map_rule(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         return [eqn.params["function"](shard, *args)]
 
-    if axes[0] != 0 or any(axis is not None for axis in axes[1:]):
-        return None
-    return MemberwiseRule((0, *axes[1:]), (0,), emit, by_shard=True)
+    in_axes = _in_axes(eqn, axes)
+    return MemberwiseRule(in_axes, (0,), emit, by_shard=True) if in_axes else None
 
 
-def _table(x: Any, shard: TracedShard, function: Table, reducer: str) -> jax.Array:
-    values, own = function(shard, x)
+def _in_axes(eqn: Eqn, axes: Axes) -> tuple[int | None, ...] | None:
+    """The axes of the members in the operands; None if they lie along others, or are not placed."""
+    members = eqn.params["members"]
+    in_axes = (0,) * members + (None,) * (len(axes) - members)
+    fits = all(axis in (None, k) for axis, k in zip(axes, in_axes, strict=True))
+    return in_axes if fits and any(axis is not None for axis in axes) else None
+
+
+def _table(operands: Sequence[Any], shard: TracedShard, function: Table, reducer: str) -> jax.Array:
+    values, own = function(shard, *operands)
     neutral = 0 if reducer == PICK.name else REDUCERS[reducer].identity(values.dtype)
     rows = own.reshape(own.shape + (1,) * (values.ndim - own.ndim))
     return jnp.where(rows, values, jnp.asarray(neutral, values.dtype))
@@ -115,12 +130,12 @@ def _table(x: Any, shard: TracedShard, function: Table, reducer: str) -> jax.Arr
 # --- on the server
 
 
-def _reduced(x: Any, *, function: Table, block: int, reducer: str) -> jax.Array:
-    return _table(x, all_members(x.shape[0]), function, reducer)
+def _reduced(*operands: Any, function: Table, block: int, members: int, reducer: str) -> jax.Array:
+    return _table(operands, all_members(operands[0].shape[0]), function, reducer)
 
 
-def _mapped(x: Any, *served: Any, function: Result, block: int) -> jax.Array:
-    return function(all_members(x.shape[0]), x, *served)
+def _mapped(*operands: Any, function: Result, block: int, members: int) -> jax.Array:
+    return function(all_members(operands[0].shape[0]), *operands)
 
 
 def _define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import walk_facts
-from beamjax.interpreters.placement import order_statistics, propagate, rewrites, views, windows
+from beamjax.interpreters.placement import (
+    associative_scans,
+    order_statistics,
+    propagate,
+    rewrites,
+    views,
+    windows,
+)
 from beamjax.interpreters.staging import flatten, simplify
 from tests.helpers import planned
 
@@ -89,6 +96,13 @@ def running_sums(x):
     return jnp.cumsum(x, axis=0)
 
 
+def recurrence(x):
+    def function(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    return jax.lax.associative_scan(function, (x, 2 * x), reverse=True)
+
+
 def decomposed(x):
     return jnp.linalg.qr(x), jnp.linalg.svd(x, compute_uv=False)
 
@@ -102,6 +116,7 @@ REWRITES = [
     (counted, order_statistics, "_picked", nothing),
     (differences, windows, "_meet", nothing),
     (neighbours, windows, "_roll", nothing),
+    (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
     (mean_of_most, windows, "_slice_of", nothing),
