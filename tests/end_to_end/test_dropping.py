@@ -384,7 +384,7 @@ def test_impossible_options():
     for options, message in [
         ({"on_error": "keep"}, r"on_error: found 'keep', expected one of raise, drop"),
         ({"on_nonfinite": 3}, r"on_nonfinite: found 3, expected one of keep, raise, drop"),
-        ({"drop_limit": "many"}, r"drop_limit: found 'many', expected a number"),
+        ({"drop_limit": "many"}, r"drop_limit: found 'many', expected a share from 0 to 1"),
         ({"dead_letters": "", "on_error": "drop"}, r"dead_letters: found '', expected the path"),
     ]:
         with pytest.raises(OptionsError, match=message):
