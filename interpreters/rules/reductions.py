@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,9 +66,7 @@ def _product(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
     assert lhs is not None
     assert rhs is not None
 
-    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
-        # Masking one side is not enough: padding repeats a member, and 0 * inf is nan.
-        operands = [shard.masked(args[0], lhs), shard.masked(args[1], rhs)]
+    def product(eqn: Eqn, *operands: Any) -> Any:
         result = eqn.outputs[0].aval.dtype
         wide = REDUCERS["sum"].partial_dtype(result)
         algorithm = isinstance(
@@ -75,9 +74,17 @@ def _product(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
         )
         if wide == np.float32 != result and not algorithm:
             # XLA's CPU backend lacks products of bfloat16 with a float32 result in some fusions.
-            operands = [x.astype(wide) for x in operands]
+            operands = tuple(x.astype(wide) for x in operands)
             return bind(eqn, operands, preferred_element_type=wide)[0]
         return bind(eqn, operands)[0].astype(wide)
+
+    def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
+        def masked(x: Any, y: Any) -> Any:
+            # Masking one side is not enough: padding repeats a member, and 0 * inf is nan.
+            return product(eqn, shard.masked(x, lhs), shard.masked(y, rhs))
+
+        # A mask copies both operands, which takes up to half as long as the product.
+        return lax.cond(jnp.all(shard.mask), functools.partial(product, eqn), masked, *args)
 
     return ReductionRule((lhs, rhs), "sum", partial)
 

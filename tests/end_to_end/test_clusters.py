@@ -242,7 +242,7 @@ def test_the_command_tells_of_the_cluster(started, capsys):
     assert cli.main([*up, "--slots=2"]) == 0  # it runs already
     assert "ready" in capsys.readouterr().out
     assert cli.main(["flink", "status", "--json", "--folder", folder]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(before))
+    assert json.loads(capsys.readouterr().out).items() >= json.loads(json.dumps(before)).items()
     assert cli.main([*up, "--slots=1"]) == 2
     assert "found a running cluster of 2 task managers with 2 slots" in capsys.readouterr().err
 
