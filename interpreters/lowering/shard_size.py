@@ -48,9 +48,9 @@ MOST_BATCHES, FEWEST_SHARDS = 256, 16
 """Largest number of batches per shard, and the fewest such shards of a placement."""
 MAX_BATCHED_BYTES = 8 << 20
 """Largest size of what a shard of several batches reads and returns, in bytes."""
-PRODUCT_MEMBERS = 512
-"""Members that a product contracts over, if a placement has twice as many. Each shard writes the
-result of the product and adds it up: of 128 members that takes longer than the product itself."""
+PRODUCT_MEMBERS = 1024
+"""Members that a product contracts over, if that leaves two shards. Each shard writes the result of
+the product and adds it up: of 128 members that takes longer than the product itself."""
 MERGED_BYTES = 2e9
 """Bytes of partials that are added up exactly in a second, about."""
 MERGE_SHARE = 8
@@ -158,7 +158,7 @@ def cost_of_member(stage: MapStage, n: Any) -> Cost:
 
 def best_shard_size(stage: MapStage, n: Any) -> int:
     """The number of members per shard at which a pass over n members should be fastest."""
-    several = math.inf if is_unknown(n) else n / 2
+    half = math.inf if is_unknown(n) else 1 << ((n + 1) // 2 - 1).bit_length()
     n = _counted(n)
     moved = _moved(stage, n)
     used = _read(stage, n) + _used(stage, n)
@@ -167,7 +167,7 @@ def best_shard_size(stage: MapStage, n: Any) -> int:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
     if _contracts(stage):
-        size = max(size, min(PRODUCT_MEMBERS, several, MAX_SHARD_BYTES / max(used, 1)))
+        size = max(size, min(PRODUCT_MEMBERS, half, MAX_SHARD_BYTES / max(used, 1)))
     return max(MULTIPLE, power_of_two(size))
 
 
