@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,7 @@ from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import Planned, make_plan, plan_for
-from beamjax.interpreters.staging import stage as _stage
-from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.stage import Argument, FlatCall, flatten_call
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
 from beamjax.jobs.job import Job, launch_work, run_work
 from beamjax.options import Options, parse_options
@@ -145,27 +145,25 @@ class PreparedRun:
     Attributes:
       planned: the plan with what it was made from.
       plan: the same plan, as other processes need it.
-      arguments: of the call.
+      call: the function and its arguments, those of unknown length as they are read.
       inputs: the values of the plan's inputs.
       backend: the user's runner, or "local".
       options: of the run.
       results: where results that are kept go.
       files: with members that were counted before; they go when the run is over.
-      fn: the user's function; None for streams, whose members can't be read again.
-      restore: as of `flatten_arguments`.
+      can_replay: whether the members can be read again, which those of streams can't.
       workers: those of a session, in place of those that a run starts.
     """
 
     planned: Planned
     plan: Plan
-    arguments: Sequence[Argument]
+    call: FlatCall
     inputs: Inputs
     backend: Any
     options: Options
     results: MaterializedOutputs
     files: contextlib.ExitStack
-    fn: Callable[..., Any] | None
-    restore: Callable[..., Any]
+    can_replay: bool
     workers: SessionWorkers | None = None
 
     @property
@@ -197,7 +195,7 @@ class PreparedRun:
 
     def _note_replay(self, error: BeamjaxError, monitor: Monitor) -> None:
         """Lets `beamjax.replay` run again what failed."""
-        if error.failure is not None and error.failure.shard is not None and self.fn is not None:
+        if error.failure is not None and error.failure.shard is not None and self.can_replay:
             error.run, error.rounds = self, monitor.progress().rounds
             error.add_note("beamjax.replay(error) calls its members as Python, for pdb and print.")
 
@@ -222,7 +220,7 @@ class PreparedRun:
     def plan_facts(self) -> PlanFacts:
         """What `explain` shows of the plan."""
         notes = self.planned.notes
-        return facts_of(self.planned, self.arguments, self.options, notes, self.runner)
+        return facts_of(self.planned, self.call.arguments, self.options, notes, self.runner)
 
     def prediction(self) -> tuple[dict[str, float], str]:
         """Predicted seconds by step, and what would be quicker."""
@@ -243,18 +241,18 @@ def prepare(
     Members of unknown number are counted first, if the program needs their number. With `snapshot`,
     the caller may write to its arrays before the run is over. `workers` are those of a session.
     """
-    arguments, key, restore = _flatten("run", fn, args)
-    _refuse_abstract(arguments)
-    _refuse_streams_with_checkpoint(arguments, options)
-    has_streams = any(argument.is_stream for argument in arguments)
+    call = _concrete_call(fn, args)
+    can_replay = not call.has_streams
+    if options.checkpoint is not None:
+        _refuse_streams_with_checkpoint(call)
     with contextlib.ExitStack() as files:
-        if _must_count(fn, arguments, key, restore, runner, options):
+        if call.has_streams and _must_count(call, runner, options):
             args = files.enter_context(counted(args, runner, options, local=runner == LOCAL))
-            arguments, key, restore = _stage.flatten_arguments(args)
-        planned = plan_for(fn, arguments, key, restore, options)
-        plan = _with_recipe(planned.plan, fn, arguments, restore, options)
-        inputs = bind_inputs(plan, arguments)
-        warn_of_changes(arguments, plan.x64, stacklevel=4)
+            call = flatten_call(fn, args)
+        planned = plan_for(call, options)
+        plan = _with_recipe(planned.plan, call, options)
+        inputs = bind_inputs(plan, call.arguments)
+        warn_of_changes(call.arguments, plan.x64, stacklevel=4)
         if snapshot:
             inputs = inputs.snapshot()
         if options.small_work == "here" and _is_small(plan, options, _name_of(runner)):
@@ -264,8 +262,8 @@ def prepare(
         check_memory(plan, read, options, topology.Workers.of(name, options))
         results = _materialized_outputs(planned, plan, options)
         return PreparedRun(
-            planned, plan, arguments, inputs, runner, options, results, files.pop_all(),
-            None if has_streams else fn, restore, workers,
+            planned, plan, call, inputs, runner, options, results, files.pop_all(), can_replay,
+            workers,
         )  # fmt: skip
 
 
@@ -370,17 +368,17 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
                 f"{name}: found 'drop' in the options of transform, which does not report "
                 "dropped members; drop elements of your own pipeline before, or use beamjax.run"
             )
-    arguments, key, restore = _flatten("transform", fn, args)
-    planned = plan_for(fn, arguments, key, restore, parsed, unroll=True)
+    call = _flat_call("transform", fn, args)
+    planned = plan_for(call, parsed, unroll=True)
     for output in keyed_outputs(planned.staged.out_tree, parsed):
         raise StagingError(
             f"result{output.path}: found reduce_by_key without a number of keys, which transform "
             "does not have; return the keys and values, and use Beam's CombinePerKey, or "
             "beamjax.run"
         )
-    plan = _with_recipe(planned.plan, fn, arguments, restore, parsed, unroll=True)
-    warn_of_changes(arguments, plan.x64, stacklevel=3)
-    inputs = bind_inputs(plan, arguments).snapshot()
+    plan = _with_recipe(planned.plan, call, parsed, unroll=True)
+    warn_of_changes(call.arguments, plan.x64, stacklevel=3)
+    inputs = bind_inputs(plan, call.arguments).snapshot()
     check_memory(plan, sources_of(inputs.values), parsed, topology.Workers.of("", parsed))
     groups = [
         jax.tree_util.tree_structure(arg)
@@ -392,11 +390,9 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
 
 def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tuple[Plan, Inputs]:
     """The plan of `fn(*args)` and its inputs, as other processes run it; raises as `run` does."""
-    arguments, key, restore = _flatten("run", fn, args)
-    _refuse_abstract(arguments)
-    plan = plan_for(fn, arguments, key, restore, options).plan
-    plan = _with_recipe(plan, fn, arguments, restore, options)
-    return plan, bind_inputs(plan, arguments)
+    call = _concrete_call(fn, args)
+    plan = _with_recipe(plan_for(call, options).plan, call, options)
+    return plan, bind_inputs(plan, call.arguments)
 
 
 def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
@@ -405,9 +401,9 @@ def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
     return Inputs(plan, [*values, *plan.constants])
 
 
-def _refuse_streams_with_checkpoint(arguments: Sequence[Argument], options: Options) -> None:
-    stream = next((argument for argument in arguments if argument.is_stream), None)
-    if stream is not None and options.checkpoint is not None:
+def _refuse_streams_with_checkpoint(call: FlatCall) -> None:
+    stream = next((argument for argument in call.arguments if argument.is_stream), None)
+    if stream is not None:
         raise OptionsError(
             f"checkpoint: {stream.path} is a source of unknown length, of which no run can know on "
             "the next start that its members are still the same; write them to files of known "
@@ -415,42 +411,22 @@ def _refuse_streams_with_checkpoint(arguments: Sequence[Argument], options: Opti
         )
 
 
-def _must_count(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    key: Any,
-    restore: Callable[..., Any],
-    runner: Any,
-    options: Options,
-) -> bool:
+def _must_count(call: FlatCall, runner: Any, options: Options) -> bool:
     """Whether sources of unknown length have to be counted before the program can run."""
-    streams = [argument.value for argument in arguments if argument.is_stream]
-    if not streams:
-        return False
-    reading = choose(
-        fn, arguments, restore, lambda known: plan_for(fn, known, key, restore, options)
-    )
+    reading = choose(call, functools.partial(plan_for, options=options))
     if reading.counted_because or runner == LOCAL:
         return bool(reading.counted_because)
     from beamjax.pipelines.tables.spool import open_on_workers
 
+    streams = [argument.value for argument in call.arguments if argument.is_stream]
     return not open_on_workers(streams, runner, options)
 
 
-def _with_recipe(
-    plan: Plan,
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool = False,
-) -> Plan:
+def _with_recipe(plan: Plan, call: FlatCall, options: Options, unroll: bool = False) -> Plan:
     """The plan as other processes need it; a cached one must not keep the user's function."""
     if not any(body.python for body in plan.bodies.values()):
         return plan
-    return replace(
-        plan, recipe=Recipe(make_plan, fn, arguments, restore, options, plan.choices, unroll)
-    )
+    return replace(plan, recipe=Recipe(make_plan, call, options, plan.choices, unroll))
 
 
 def output_array(
@@ -487,22 +463,21 @@ def _device_array(inputs: Inputs, index: int) -> Any:
     return wrap(jax.numpy.asarray(inputs.whole(index)), source.leaves[leaf].key_impl)
 
 
-def _flatten(front: str, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """The same as `flatten_arguments`, of arguments that have values.
-
-    Raises:
-      StagingError: JAX traces the call.
-    """
-    flat = _stage.flatten_arguments(args)
-    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in flat[0]})
+def _flat_call(front: str, fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
+    """A call with its arguments flattened; raises StagingError if JAX traces it."""
+    call = flatten_call(fn, args)
+    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in call.arguments})
     refuse_compilation(front, fn)
-    return flat
+    return call
 
 
-def _refuse_abstract(arguments: Sequence[Argument]) -> None:
-    for argument in arguments:
+def _concrete_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
+    """A call whose arguments have values, flattened; raises StagingError if one has none."""
+    call = _flat_call("run", fn, args)
+    for argument in call.arguments:
         if isinstance(argument.value, jax.ShapeDtypeStruct):
             raise StagingError(
                 f"{argument.path}: found a jax.ShapeDtypeStruct, expected an array or a source; "
                 "only beamjax.transform takes abstract arguments, for values of a PCollection"
             )
+    return call

@@ -6,8 +6,9 @@ All of these show the facts of the plan, `beamjax.diagnostics.fact_types.PlanFac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -193,36 +194,27 @@ def explain(
     if stage not in STAGES:
         raise OptionsError(f"stage: found {stage!r}, expected one of {', '.join(STAGES)}")
     parsed = parsed_options(options, runner)
-    arguments, key, restore = _stage.flatten_arguments(args)
-    arguments = [_as_array(argument) for argument in arguments]
+    call = _stage.flatten_call(fn, args)
+    call = call.with_arguments([_as_array(argument) for argument in call.arguments])
     if stage != "plan":
-        return Explanation(stage, _stage_text(fn, arguments, restore, stage, parsed))
-    planned, notes = _planned(fn, arguments, key, restore, parsed)
+        return Explanation(stage, _stage_text(call, stage, parsed))
+    planned, notes = _planned(call, parsed)
     name = runner if isinstance(runner, str) else type(runner).__name__
-    given = all(argument.value is not None for argument in arguments)
-    inputs = bind_inputs(planned.plan, arguments) if given else None
-    facts = facts_of(planned, arguments, parsed, notes, name, inputs)
+    given = all(argument.value is not None for argument in call.arguments)
+    inputs = bind_inputs(planned.plan, call.arguments) if given else None
+    facts = facts_of(planned, call.arguments, parsed, notes, name, inputs)
     return Explanation(stage, plan_text(facts), facts, planned.plan.choices)
 
 
-def _planned(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    key: Any,
-    restore: Callable[..., Any],
-    options: Options,
-) -> tuple[planning.Planned, tuple[str, ...]]:
-    """Returns the plan for arguments, and notes of how they are read."""
-
-    def plan(known: Sequence[Argument]) -> planning.Planned:
-        return planning.plan_for(fn, known, key, restore, options)
-
-    if not any(argument.is_stream for argument in arguments):
-        planned = plan(arguments)
+def _planned(call: _stage.FlatCall, options: Options) -> tuple[planning.Planned, tuple[str, ...]]:
+    """Returns the plan of a call, and notes of how its arguments are read."""
+    plan = functools.partial(planning.plan_for, options=options)
+    if not call.has_streams:
+        planned = plan(call)
         return planned, planned.notes
-    reading = reading_of.choose(fn, arguments, restore, plan)
-    planned = reading.planned or plan(reading_of.with_number(arguments, reading.number))
-    return planned, reading_of.notes(arguments, reading)
+    reading = reading_of.choose(call, plan)
+    planned = reading.planned or plan(reading_of.with_number(call, reading.number))
+    return planned, reading_of.notes(call, reading)
 
 
 def _as_array(argument: Argument) -> Argument:
@@ -231,20 +223,14 @@ def _as_array(argument: Argument) -> Argument:
     return dataclasses.replace(argument, value=None) if abstract else argument
 
 
-def _stage_text(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    stage: str,
-    options: Options,
-) -> str:
-    staged = _stage.stage(fn, arguments, restore)
+def _stage_text(call: _stage.FlatCall, stage: str, options: Options) -> str:
+    staged = _stage.stage(call)
     if stage == "staged":
         return str(staged)
     flat = _flatten.flatten(staged.closed)
     if stage == "flat":
         return str(flat)
-    placed = planning.placed_program(staged, flat, arguments, options)
+    placed = planning.placed_program(staged, flat, call.arguments, options)
     if stage == "placed":
         return str(placed)
     return graph_text(_split.split(placed, Decisions(options.recompute)))

@@ -16,15 +16,16 @@ import jax
 
 from beamjax.errors import PlacementError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.staging.stage import Argument, declared_sizes
+from beamjax.interpreters.planning import Planned
+from beamjax.interpreters.staging.stage import FlatCall, declared_sizes
 from beamjax.interpreters.staging.unknown_sizes import SOME_NUMBER, UnknownSizeError
 from beamjax.options import Options
 from beamjax.plan.one_pass import obstacle
 from beamjax.sources.source_base import Source, StreamSource
 from beamjax.sources.streams.spool import spooled_here
 
-Planner = Callable[[Sequence[Argument]], Any]
-"""Makes the `planning.Planned` of a function for arguments."""
+Planner = Callable[[FlatCall], Planned]
+"""Makes the plan of a call."""
 
 
 TRIALS = 5
@@ -45,32 +46,27 @@ class Reading:
     """
 
     counted_because: str
-    planned: Any = None
+    planned: Planned | None = None
     number: int = SOME_NUMBER
 
 
-def choose(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    plan: Planner,
-) -> Reading:
-    """Decides how the sources of unknown length among the arguments of a function are read.
+def choose(call: FlatCall, plan: Planner) -> Reading:
+    """Decides how the sources of unknown length among the arguments of a call are read.
 
     Raises:
       Exception: of the function, if it does not depend on the number of members.
     """
     try:
-        planned = plan(arguments)
+        planned = plan(call)
     except UnknownSizeError as error:
         return Reading(error.reason)
     except Exception as error:  # of any kind: it may be that of a size that does not fit
         because = f"it can't be staged without their number ({_told(error)})"
-        numbers = _numbers(fn, arguments, restore)
+        numbers = _numbers(call)
         failures: dict[int, str] = {}
         for number in numbers[:TRIALS]:
             try:
-                plan(with_number(arguments, number))
+                plan(with_number(call, number))
             except Exception as other:
                 failures[number] = _told(other)
             else:
@@ -81,17 +77,15 @@ def choose(
         if tried_all and failures.get(SOME_NUMBER) == _told(error):
             raise
         return Reading(because)
-    streamed = [i for i, argument in enumerate(arguments) if argument.is_stream]
+    streamed = [i for i, argument in enumerate(call.arguments) if argument.is_stream]
     return Reading(obstacle(planned.plan, streamed), planned)
 
 
-def _numbers(
-    fn: Callable[..., Any], arguments: Sequence[Argument], restore: Callable[..., Any]
-) -> list[int]:
+def _numbers(call: FlatCall) -> list[int]:
     """The numbers of members that a program might be written for."""
-    shapes = [getattr(argument.aval, "shape", ()) for argument in arguments]
+    shapes = [getattr(aval, "shape", ()) for aval in call.avals]
     lengths = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
-    sizes = declared_sizes(fn, arguments, restore)
+    sizes = declared_sizes(call)
     return list(dict.fromkeys([*sizes, SOME_NUMBER, *filter(None, lengths)]))
 
 
@@ -99,20 +93,20 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
-def with_number(arguments: Sequence[Argument], n: int) -> list[Argument]:
-    """The arguments with this number of members in place of an unknown one."""
+def with_number(call: FlatCall, n: int) -> FlatCall:
+    """A call with this number of members in place of an unknown one."""
 
     def known(aval: Any) -> Any:
         if not any(map(is_unknown, getattr(aval, "shape", ()))):
             return aval
         return jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype)
 
-    return [replace(argument, aval=known(argument.aval)) for argument in arguments]
+    return call.with_arguments([replace(a, aval=known(a.aval)) for a in call.arguments])
 
 
-def notes(arguments: Sequence[Argument], reading: Reading) -> tuple[str, ...]:
+def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
     """What an error message says of the sources of unknown length of a call."""
-    paths = dict.fromkeys(argument.path for argument in arguments if argument.is_stream)
+    paths = dict.fromkeys(argument.path for argument in call.arguments if argument.is_stream)
     what = f"{', '.join(paths)}: the number of members is unknown. They are read once"
     if not reading.counted_because:
         return (f"{what}, in the one pass of the plan, and counted there.",)

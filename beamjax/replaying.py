@@ -22,7 +22,7 @@ from beamjax.interpreters.lowering.map_bodies import map_body
 from beamjax.interpreters.planning import Planned, make_plan
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
-from beamjax.interpreters.staging.stage import Argument, flatten_arguments
+from beamjax.interpreters.staging.stage import FlatCall, flatten_call
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.ops.primitives import map_p
 from beamjax.ops.python_calls import collecting, keeping
@@ -84,30 +84,26 @@ def replay(
       StagingError, PlacementError, StructureError, SourceError: as `run`.
     """
     with contextlib.ExitStack() as stack:
-        call, found = stack.enter_context(_call_of(failed, fn, args, options))
-        return _replay(call, found, member, shard, step, round)
+        restaged, found = stack.enter_context(_call_of(failed, fn, args, options))
+        return _replay(restaged, found, member, shard, step, round)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Restaged:
     """A call to be staged again; `values` are its flat arguments, as `Inputs` takes them."""
 
-    fn: Callable[..., Any]
-    arguments: Sequence[Argument]
-    restore: Callable[..., Any]
+    call: FlatCall
     options: Options
     values: Sequence[Any] | None = None
 
     def planned(self, shard_sizes: Mapping[str, int]) -> tuple[Planned, Inputs]:
         """The plan with bodies that are Python functions, and its inputs."""
         with keeping():
-            planned = make_plan(
-                self.fn, self.arguments, self.restore, self.options, shard_sizes=shard_sizes or None
-            )
+            planned = make_plan(self.call, self.options, shard_sizes=shard_sizes or None)
         plan = planned.plan
         if self.values is None:
-            return planned, bind_inputs(plan, self.arguments)
-        return planned, Inputs(plan, [*self.values[: len(self.arguments)], *plan.constants])
+            return planned, bind_inputs(plan, self.call.arguments)
+        return planned, Inputs(plan, [*self.values[: len(self.call.arguments)], *plan.constants])
 
 
 @dataclass(frozen=True)
@@ -126,19 +122,21 @@ class _Found:
 @contextlib.contextmanager
 def _call_of(
     failed: Any, fn: Callable[..., Any] | None, args: Sequence[Any], options: Any
-) -> Iterator[tuple[_Call, _Found]]:
+) -> Iterator[tuple[_Restaged, _Found]]:
     if isinstance(failed, str | os.PathLike):
         failed = open_job(failed)
     if fn is None:
         error = _error_of(failed) if isinstance(failed, Job) else failed
         run = getattr(error, "run", None)
-        if not (isinstance(error, BeamjaxError) and isinstance(run, PreparedRun) and run.fn):
+        if not (
+            isinstance(error, BeamjaxError) and isinstance(run, PreparedRun) and run.can_replay
+        ):
             raise JobError(
                 f"replay: found {failed!r:.200} without the function of the job, expected it and "
                 "its arguments: beamjax.replay(folder, fn, *args)"
             )
-        call = _Call(run.fn, run.arguments, run.restore, run.options, run.inputs.values)
-        yield call, _Found(error.failure, error.rounds, run.plan.shard_sizes)
+        restaged = _Restaged(run.call, run.options, run.inputs.values)
+        yield restaged, _Found(error.failure, error.rounds, run.plan.shard_sizes)
         return
     parsed = parse_options(options)
     if not isinstance(failed, Job):
@@ -146,12 +144,12 @@ def _call_of(
         found = _Found(failure, getattr(failed, "rounds", 0), {})
     else:
         found = _found_in(JobFolder(failed.folder), failed)
-    arguments, _, restore = flatten_arguments(args)
+    call = flatten_call(fn, args)
     with contextlib.ExitStack() as files:
-        if any(argument.is_stream for argument in arguments):
+        if call.has_streams:
             args = files.enter_context(counted(args, LOCAL, parsed, local=True))
-            arguments, _, restore = flatten_arguments(args)
-        yield _Call(fn, arguments, restore, parsed), found
+            call = flatten_call(fn, args)
+        yield _Restaged(call, parsed), found
 
 
 def _error_of(job: Job) -> BaseException | None:
@@ -179,14 +177,14 @@ def _found_in(folder: JobFolder, job: Job) -> _Found:
 
 
 def _replay(
-    call: _Call,
+    restaged: _Restaged,
     found: _Found,
     member: int | None,
     shard: int | None,
     step: str | None,
     rounds: int | None,
 ) -> Any:
-    planned, inputs = call.planned(found.shard_sizes)
+    planned, inputs = restaged.planned(found.shard_sizes)
     plan, failure = planned.plan, found.failure
     for placement, n in plan.sizes.items():
         if found.sizes.get(placement, str(n)) != str(n):
@@ -199,7 +197,7 @@ def _replay(
         rounds = found.rounds if failure is None or failure.step == chosen.name else 0
     members = _members(plan, chosen, failure, member, shard)
     run = _Step(planned, inputs, chosen, values_before(
-        plan, inputs, call.options, chosen.name, rounds))  # fmt: skip
+        plan, inputs, restaged.options, chosen.name, rounds))  # fmt: skip
     results = []
     for index in members:
         with _compat.callback_errors() as on_host:

@@ -169,7 +169,7 @@ def verify(
         if value is not None and not value >= 0:
             raise OptionsError(f"{tolerance}: found {value!r}, expected a number >= 0, or None")
     found = execution.run(fn, *args, runner=runner, options=options)
-    expected = jax.jit(fn)(*whole_arguments(args))
+    expected = jax.jit(fn)(*whole_arguments(fn, args))
     found, expected = _by_key(found), _by_key(expected)
     name = runner if isinstance(runner, str) else type(runner).__name__
     rows = compare(found, expected, rtol=rtol, atol=atol)
@@ -193,10 +193,10 @@ def _by_key(result: Any) -> Any:
     return jax.tree_util.tree_map(arrays, result, is_leaf=lambda node: isinstance(node, Keyed))
 
 
-def whole_arguments(args: Sequence[Any]) -> Any:
+def whole_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Arguments of `run` as `jit` takes them: each source is read, once for all its leaves."""
-    arguments, _, restore = _stage.flatten_arguments(args)
-    return restore(_whole(arguments))
+    call = _stage.flatten_call(fn, args)
+    return call.restore(_whole(call.arguments))
 
 
 def _whole(arguments: Sequence[Argument]) -> list[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 import beamjax as bj
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_arguments
+from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.options import parse_options
 from beamjax.plan.shard import Shard
@@ -124,8 +124,8 @@ def bodies_alone(
     program: Callable[..., object], w: jax.Array, members: int, options: dict[str, object]
 ) -> float:
     """Seconds in which the usual threads compute all shards of the one pass, and forget them."""
-    arguments, key, restore = flatten_arguments((w, bj.from_range(members)))
-    plan = plan_for(program, arguments, key, restore, parse_options(options)).plan
+    call = flatten_call(program, (w, bj.from_range(members)))
+    plan = plan_for(call, parse_options(options)).plan
     (step,) = (step for step in plan.steps if isinstance(step, Map))
     execute = ShardExecutor(plan, step, {name: np.asarray(w) for name in step.broadcasts})
 

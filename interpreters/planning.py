@@ -23,7 +23,7 @@ from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.staging import flatten as _flatten
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.contractions import contract_sums
-from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.stage import Argument, FlatCall
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
     bucket_notes,
@@ -58,45 +58,37 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
-def plan_for(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    key: Any,
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool = False,
-) -> Planned:
-    """Plans `fn` for arguments of these types, or returns the cached result.
+def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
+    """Plans a call, or returns the cached plan of its function for arguments of these types.
 
     Args:
-      fn: the user's function.
-      arguments: from `flatten_arguments`.
-      key: the hashable structure of the arguments, from `flatten_arguments`.
-      restore: from `flatten_arguments`.
+      call: the function and its arguments.
       options: options of the run.
       unroll: whether to unroll loops and branches, for graphs without a driver.
     """
     types = tuple(
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
-        for a in arguments
+        for a in call.arguments
     )
-    buckets = tuple(buckets_of(arguments).values())
-    full_key = (key, types, buckets, options.planning, tuple(settings().values()), unroll)
+    buckets = tuple(buckets_of(call.arguments).values())
+    full_key = (
+        call.structure, types, buckets, options.planning, tuple(settings().values()), unroll
+    )  # fmt: skip
     pending_key = (*full_key, PENDING)
-    found = _plans.get(fn, full_key)
-    if found is None and any(map(_is_abstract, arguments)):
-        found = _plans.get(fn, pending_key)
+    found = _plans.get(call.fn, full_key)
+    if found is None and any(map(_is_abstract, call.arguments)):
+        found = _plans.get(call.fn, pending_key)
     if found is not None:
         return found
-    planned = make_plan(fn, arguments, restore, options, unroll)
+    planned = make_plan(call, options, unroll)
     special = "members have unequal lengths" if buckets else ""
-    planned = _chosen(planned, arguments, options, special)
+    planned = _chosen(planned, call.arguments, options, special)
     if buckets:
-        planned = _with_buckets(planned, fn, arguments, restore, options, unroll)
-    if any(map(is_ragged, arguments)):
-        planned = _with_padding_checks(planned, fn, arguments, restore, options, unroll)
+        planned = _with_buckets(planned, call, options, unroll)
+    if any(map(is_ragged, call.arguments)):
+        planned = _with_padding_checks(planned, call, options, unroll)
     is_pending = planned.plan.choices.origin == PENDING
-    _plans.put(fn, pending_key if is_pending else full_key, planned)
+    _plans.put(call.fn, pending_key if is_pending else full_key, planned)
     return planned
 
 
@@ -120,49 +112,35 @@ def _is_abstract(argument: Argument) -> bool:
     return argument.value is None or isinstance(argument.value, jax.ShapeDtypeStruct)
 
 
-def _with_buckets(
-    planned: Planned,
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool,
-) -> Planned:
+def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bool) -> Planned:
     """The same with bodies for each bucket of lengths, if that is possible."""
-
     vectorizations = planned.plan.choices.vectorizations if options.plan is not None else None
 
-    def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
+    def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
         if sizes is None and options.plan is not None:
             sizes = planned.plan.shard_sizes
-        return make_plan(fn, others, restore, options, unroll, sizes, vectorizations).plan
+        other = call.with_arguments(arguments)
+        return make_plan(other, options, unroll, sizes, vectorizations).plan
 
-    plan, reason = with_buckets(planned.plan, arguments, make)
-    return replace(planned, plan=plan, notes=bucket_notes(plan, arguments, reason))
+    plan, reason = with_buckets(planned.plan, call.arguments, make)
+    return replace(planned, plan=plan, notes=bucket_notes(plan, call.arguments, reason))
 
 
 def _with_padding_checks(
-    planned: Planned,
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
-    options: Options,
-    unroll: bool,
+    planned: Planned, call: FlatCall, options: Options, unroll: bool
 ) -> Planned:
     """The same with bodies that check whether bodies read the padding of members."""
 
-    def make(others: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
-        return make_plan(fn, others, restore, options, unroll, sizes).plan
+    def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
+        return make_plan(call.with_arguments(arguments), options, unroll, sizes).plan
 
-    plan, reason = with_padding_checks(planned.plan, arguments, make)
+    plan, reason = with_padding_checks(planned.plan, call.arguments, make)
     note = f"beamjax can't check whether bodies read the padding of members, because {reason}."
     return replace(planned, plan=plan, notes=(*planned.notes, note) if reason else planned.notes)
 
 
 def make_plan(
-    fn: Callable[..., Any],
-    arguments: Sequence[Argument],
-    restore: Callable[..., Any],
+    call: FlatCall,
     options: Options,
     unroll: bool = False,
     shard_sizes: Mapping[str, int] | None = None,
@@ -171,24 +149,22 @@ def make_plan(
     """Runs all passes: stage, flatten, place, cut and lower.
 
     Args:
-      fn: the user's function.
-      arguments: from `flatten_arguments`.
-      restore: from `flatten_arguments`.
+      call: the function and its arguments.
       options: options of the run.
       unroll: whether to unroll loops and branches, for graphs without a driver.
       shard_sizes: members per shard of each placement; by default chosen by rules.
       vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
     """
-    staged = _stage.stage(fn, arguments, restore)
+    staged = _stage.stage(call)
     flat = _flatten.flatten(staged.closed, unroll)
     if guard_of(options) is None:  # Members that are dropped are found by their own values.
         flat = contract_sums(flat)
-    placed = placed_program(staged, flat, arguments, options)
+    placed = placed_program(staged, flat, call.arguments, options)
     saved = options.plan.made_again if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)
     stages = _split.split(placed, decisions)
     _unknown.settle_sizes(placed, stages)
-    paths = _paths(arguments, placed)
+    paths = _paths(call.arguments, placed)
     plan = _lower.lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, made_again=tuple(decisions.made))
     plan = replace(plan, choices=choices)

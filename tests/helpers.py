@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_arguments
+from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.options import parse_options
 
 
@@ -68,8 +68,7 @@ def assert_close(found, expected, rtol=5e-5, atol=5e-5):
 
 def planned(fn, *args, **options):
     """What `bj.run(fn, *args, options=options)` makes of `fn` before it runs anything."""
-    arguments, key, restore = flatten_arguments(args)
-    return plan_for(fn, arguments, key, restore, parse_options(options))
+    return plan_for(flatten_call(fn, args), parse_options(options))
 
 
 def plan_of(fn, *args, **options):

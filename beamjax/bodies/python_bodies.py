@@ -191,9 +191,7 @@ class Recipe:
 
     Attributes:
       make_plan: `interpreters.planning.make_plan`, which workers call again.
-      fn: the user's function.
-      arguments: the flat arguments of `interpreters.stage`, with or without their values.
-      restore: from flat values to the arguments.
+      call: a `FlatCall` of `interpreters.staging.stage`, with or without the arguments' values.
       options: those that planning depends on.
       choices: shard sizes and loops of the plan, which another process must not choose anew: there
         nothing is exported, and what the rules choose depends on that.
@@ -202,9 +200,7 @@ class Recipe:
     """
 
     make_plan: Callable[..., Any]
-    fn: Callable[..., Any]
-    arguments: Sequence[Any]
-    restore: Callable[..., Any]
+    call: Any
     options: Options
     choices: Choices
     unroll: bool = False
@@ -216,7 +212,10 @@ class Recipe:
         Raises:
           StagingError: the function can't be pickled; names what in it.
         """
-        arguments = [_abstract(argument) for argument in self.arguments]
+        # The arguments with numbers as leaves: a tree needs no registry, unlike its structure.
+        skeleton = self.call.restore(range(len(self.call.arguments)))
+        arguments = [_abstract(argument) for argument in self.call.arguments]
+        call = replace(self.call, arguments=arguments, structure=skeleton, restore=None)
         options = Options(
             recompute=self.options.recompute,
             plan=replace(self.choices, tried=()),
@@ -225,23 +224,19 @@ class Recipe:
             on_nonfinite=self.options.on_nonfinite,
         )
         try:
-            call = self.fn, arguments, self._skeleton(), options, self.unroll, dict(self.settings)
-            recipe = _dumps((self.make_plan, *call))
+            recipe = _dumps((self.make_plan, call, options, self.unroll, dict(self.settings)))
             nodes = _nodes()
         except Exception as error:  # of any kind: objects say so as they like
+            fn = self.call.fn
             raise StagingError(
-                f"{_where(self.fn)}: a step runs as Python on the workers, so the function must "
-                f"travel by cloudpickle, but {_culprit(self.fn)} can't be pickled "
+                f"{_where(fn)}: a step runs as Python on the workers, so the function must "
+                f"travel by cloudpickle, but {_culprit(fn)} can't be pickled "
                 f"({type(error).__name__}: {error}). Make it where it is used, or import it from a "
                 'module; or run with runner="local", or on a DirectRunner in this process, where '
                 f"nothing is pickled; {WITHOUT} says which step it is"
             ) from error
         # The nodes are read first, so that the rest can be taken apart.
         return b"\n".join([json.dumps(versions()).encode(), base64.b64encode(nodes), recipe])
-
-    def _skeleton(self) -> Any:
-        """The arguments with numbers as leaves; unlike its treedef, a tree needs no registry."""
-        return self.restore(range(len(self.arguments)))
 
 
 def versions() -> dict[str, str]:
@@ -336,18 +331,16 @@ def _restage(name: str, program: bytes) -> Plan:
 
 def _make_plan(
     make_plan: Callable[..., Any],
-    fn: Any,
-    arguments: Any,
-    skeleton: Any,
+    call: Any,
     options: Options,
     unroll: bool,
     values: Mapping[str, Any],
 ) -> Plan:
-    restore = functools.partial(jax.tree.unflatten, jax.tree.structure(skeleton))
+    restore = functools.partial(jax.tree.unflatten, jax.tree.structure(call.structure))
     assert isinstance(options.plan, Choices)
     chosen = options.plan.sizes, options.plan.vectorizations
     with with_settings(values):
-        return make_plan(fn, arguments, restore, options, unroll, *chosen).plan
+        return make_plan(replace(call, restore=restore), options, unroll, *chosen).plan
 
 
 # --- messages

@@ -164,14 +164,14 @@ class Call:
         """As `load`, with a source for each big .npy file that is used only as a placed value."""
         import beamjax
         from beamjax.interpreters.planning import plan_for
-        from beamjax.interpreters.staging.stage import flatten_arguments
+        from beamjax.interpreters.staging.stage import flatten_call
 
         fn, args = self.load()
         big = {f"args[{i}]": i for i, value in enumerate(args) if _is_big_file(value)}
         if not big or any(isinstance(value, beamjax.StreamSource) for value in args):
             return fn, args
         found = list(args)
-        for spec in plan_for(fn, *flatten_arguments(args), self.options).plan.inputs:
+        for spec in plan_for(flatten_call(fn, args), self.options).plan.inputs:
             placed = spec.placed is not None or spec.views
             if spec.path in big and placed and spec.server is None and spec.axis == 0:
                 number = big[spec.path]

@@ -177,10 +177,10 @@ def bench(call: Call, runner: tuple[str, ...], repeat: int, no_jit: bool) -> Ans
     if options.checkpoint is not None or options.job_folder is not None:
         raise OptionsError("bench: found a folder of a job or of checkpoints, expected neither")
     fn, args = call.load()
-    reason = "--no-jit" if no_jit else _too_big(args)
+    reason = "--no-jit" if no_jit else _too_big(fn, args)
     rows = []
     if reason is None:
-        whole, jitted = whole_arguments(args), jax.jit(fn)
+        whole, jitted = whole_arguments(fn, args), jax.jit(fn)
         rows.append(_measured("jit", lambda: jax.block_until_ready(jitted(*whole)), repeat))
     fn, args = call.load_for_workers()
     for name in dict.fromkeys(runner):
@@ -213,14 +213,14 @@ def _measured(name: str, call: Callable[[], Any], repeat: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _too_big(args: tuple[Any, ...]) -> str | None:
+def _too_big(fn: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     """Why the arguments can't all be arrays in memory, if so."""
-    from beamjax.interpreters.staging.stage import flatten_arguments
+    from beamjax.interpreters.staging.stage import flatten_call
 
-    arguments, _, _ = flatten_arguments(args)
-    if any(argument.is_stream for argument in arguments):
+    call = flatten_call(fn, args)
+    if call.has_streams:
         return "a source is a stream of unknown length"
-    need = sum(argument.aval.size * argument.aval.dtype.itemsize for argument in arguments)
+    need = sum(aval.size * aval.dtype.itemsize for aval in call.avals)
     if need > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
         return f"the arguments have {need / 2**30:.1f} GiB, more than a quarter of the memory"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,12 +71,39 @@ class Staged:
         return str(self.closed)
 
 
-def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callable[..., Any]]:
-    """Flattens the arguments of a call; a `Source` stands for a tree of placed arrays.
+@dataclass(frozen=True)
+class FlatCall:
+    """A call of a function of programs, with its arguments flattened.
 
-    Returns:
-      The flat arguments, a hashable key of their structure, and the function that makes the
-      arguments again from one value for each flat argument.
+    Attributes:
+      fn: the user's function.
+      arguments: a `Source` stands for a tree of placed arrays.
+      structure: the structure of the arguments, hashable.
+      restore: makes the arguments again from one value for each flat argument.
+    """
+
+    fn: Callable[..., Any]
+    arguments: Sequence[Argument]
+    structure: Any
+    restore: Callable[[Sequence[Any]], Any]
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether the number of members of a source is unknown."""
+        return any(argument.is_stream for argument in self.arguments)
+
+    @property
+    def avals(self) -> list[Any]:
+        """Shapes and dtypes of the arguments."""
+        return [argument.aval for argument in self.arguments]
+
+    def with_arguments(self, arguments: Sequence[Argument]) -> FlatCall:
+        """The call with other arguments of the same structure."""
+        return replace(self, arguments=arguments)
+
+
+def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
+    """Flattens the arguments of a call.
 
     Raises:
       StructureError: a leaf is neither an array nor a scalar nor a source; names its path.
@@ -106,7 +133,7 @@ def flatten_arguments(args: Sequence[Any]) -> tuple[list[Argument], Any, Callabl
             groups.append(group[0] if subtree is None else tree_util.tree_unflatten(subtree, group))
         return tree_util.tree_unflatten(tree, groups)
 
-    return flat, (tree, tuple(counts)), restore
+    return FlatCall(fn, flat, (tree, tuple(counts)), restore)
 
 
 def _source_arguments(name: str, source: Source, symbols: dict[str, Any]) -> list[Argument]:
@@ -196,32 +223,27 @@ def _checked(
     return aval.update(shape=(n, *aval.shape[1:]))
 
 
-def stage(fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any) -> Staged:
-    """Traces `fn` on abstract arguments. It may be a program of beamjax or of DrJAX.
-
-    Args:
-      fn: the user's function.
-      arguments: from `flatten_arguments`.
-      restore: from `flatten_arguments`.
+def stage(call: FlatCall) -> Staged:
+    """Traces the function of a call, which may be a program of beamjax or of DrJAX.
 
     Raises:
-      StagingError: `fn` needs an unknown number of members as a constant, or closes over a tracer.
+      StagingError: it needs an unknown number of members as a constant, or closes over a tracer.
     """
+    fn, restore, avals = call.fn, call.restore, call.avals
     out_tree = None
 
     # With `wraps`, messages of JAX name the user's function, its file and its parameters.
     @functools.wraps(fn, assigned=(), updated=())
-    def call(*args: Any) -> list[Any]:
+    def flat(*args: Any) -> list[Any]:
         nonlocal out_tree
         results, out_tree = tree_util.tree_flatten(fn(*args))
         return results
 
-    avals = [argument.aval for argument in arguments]
     with observe() as placements, drjax.operators_of_beamjax():
         try:
-            closed = jax.make_jaxpr(call)(*restore(avals))
+            closed = jax.make_jaxpr(flat)(*restore(avals))
         except Exception as error:
-            explanation = explained(error, lambda *leaves: call(*restore(leaves)), avals)
+            explanation = explained(error, lambda *leaves: flat(*restore(leaves)), avals)
             if explanation is None:
                 _add_note(error, fn)
                 raise
@@ -245,12 +267,10 @@ def _unchanging(array: np.ndarray) -> np.ndarray:
     return array if is_immutable(array) else _compat.copied_constant(array)
 
 
-def declared_sizes(
-    fn: Callable[..., Any], arguments: Sequence[Argument], restore: Any
-) -> list[int]:
-    """Sizes of the placements of all programs that `fn` calls, until tracing ends or fails."""
+def declared_sizes(call: FlatCall) -> list[int]:
+    """Sizes of the placements of all programs that are called, until tracing ends or fails."""
     with observe() as placements, drjax.operators_of_beamjax(), contextlib.suppress(Exception):
-        jax.make_jaxpr(lambda *leaves: tree_util.tree_leaves(fn(*restore(leaves))))(
-            *(argument.aval for argument in arguments)
+        jax.make_jaxpr(lambda *leaves: tree_util.tree_leaves(call.fn(*call.restore(leaves))))(
+            *call.avals
         )
     return [n for _, n in placements if isinstance(n, int)]

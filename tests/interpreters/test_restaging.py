@@ -22,7 +22,7 @@ from beamjax.bodies import python_bodies as restaging
 from beamjax.errors import StagingError, WorkerError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters import planning
-from beamjax.interpreters.staging.stage import flatten_arguments
+from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.options import Options
 from beamjax.plan.steps import Body
 from beamjax.runtime import local as evaluate
@@ -46,12 +46,10 @@ def host_sin(v):
 
 def plan_and_inputs(fn, args):
     found, options = planned(fn, *args, shard_size=8), Options(shard_size=8)
-    arguments, _, restore = flatten_arguments(args)
-    recipe = restaging.Recipe(
-        planning.make_plan, fn, arguments, restore, options, found.plan.choices
-    )
+    call = flatten_call(fn, args)
+    recipe = restaging.Recipe(planning.make_plan, call, options, found.plan.choices)
     plan = dataclasses.replace(found.plan, recipe=recipe)
-    return plan, bind_inputs(plan, arguments)
+    return plan, bind_inputs(plan, call.arguments)
 
 
 def elsewhere(plan, program=None):

@@ -17,7 +17,7 @@ import beamjax as bj
 from beamjax.errors import SourceError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters.planning import make_plan
-from beamjax.interpreters.staging.stage import flatten_arguments
+from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.options import Options
 from beamjax.runtime.fingerprints import differences, input_fingerprints, plan_fingerprint
 from beamjax.sources.arrays.data_files import FileHashes
@@ -29,10 +29,9 @@ W = jnp.ones(3)
 
 def prints(fn, *args, **options):
     """The fingerprints of a plan and of its inputs."""
-    arguments, _, restore = flatten_arguments(args)
-    parsed = Options(**options)
-    plan = make_plan(fn, arguments, restore, parsed).plan
-    return plan_fingerprint(plan, parsed), input_fingerprints(bind_inputs(plan, arguments))
+    call, parsed = flatten_call(fn, args), Options(**options)
+    plan = make_plan(call, parsed).plan
+    return plan_fingerprint(plan, parsed), input_fingerprints(bind_inputs(plan, call.arguments))
 
 
 PROGRAM = """
