@@ -442,6 +442,8 @@ def output_array(
             assert constant is not None
             return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
         array, spec = values[output.value], plan.values[output.value]
+        if output.members is not None:
+            array = array[slice(*output.members)]
         if isinstance(array, Placed):
             return array
         if spec.placement is not None:

@@ -191,9 +191,22 @@ TABLE: dict[str, dict[str, Row]] = {
         "a reduction of `x[1:] - x[:-1]`, differentiated": Row(
             outside(jax.value_and_grad(lambda x: jnp.sum((x[1:] - x[:-1]) ** 2)))
         ),
-        "`jnp.diff` of members as a result": Row(outside(lambda x: jnp.diff(x, axis=0))),
-        "`jnp.convolve` of members": Row(
-            outside(lambda x: jnp.convolve(x[:, 0, 0], jnp.ones(3), "same"))
+        "`jnp.diff` of members as a result, differences of differences": Row(
+            outside(lambda x: (jnp.diff(x, axis=0), jnp.diff(x, n=2, axis=0)))
+        ),
+        "`jnp.convolve` of members, `\"same\"` and `\"valid\"`, differentiated": Row(
+            outside(
+                jax.value_and_grad(
+                    lambda x: jnp.sum(jnp.convolve(x[:, 0, 0], jnp.ones(3), "same") ** 2)
+                    - jnp.sum(jnp.convolve(x[:, 1, 0], jnp.arange(3.0), "valid") ** 2)
+                )
+            )
+        ),
+        "`jnp.convolve` of members, `\"full\"`": Row(
+            outside(lambda x: jnp.convolve(x[:, 0, 0], jnp.ones(3)))
+        ),
+        "`lax.reduce_window` along members with stride 1": Row(
+            outside(lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1, 1), (1, 1, 1), "SAME"))
         ),
         "`jnp.histogram`, `bincount` of members": Row(
             outside(

@@ -222,7 +222,7 @@ group("slices", placed(normal(N, 6, 7)), jnp.int32(2),
         lax.complex(x, x)[0], x[::-1], x[::2], x.reshape(-1), jnp.split(x, [3])[1],
         jnp.concatenate([x, x]), jnp.pad(x, 1), jnp.unstack(x)[1],
         lax.dynamic_update_slice(jnp.ones((30, 6, 7)), x, (i, i, i)), x.reshape(N * 6, 7),
-        jnp.diff(x, axis=0), first_members(x, 4),
+        jnp.concatenate([x[1:], x[:1], x[:1]]), first_members(x, 4),
     ],
 )  # fmt: skip
 
@@ -250,6 +250,10 @@ group("along_1", placed(normal(N, 6, 5)), placed(normal(N, 6, 5, seed=1)),
         jnp.polyval(jnp.arange(4.0), x),
         lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), "VALID"),
         jnp.cumsum(x, 0), jnp.cumprod(1 + x.T / 9, 2), lax.cummax(x, 0, reverse=True),
+        lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"),
+        lax.reduce_window(x, -jnp.inf, lax.max, (3, 2, 1), (1, 2, 1), "VALID"), jnp.diff(x, 2, 0),
+        jnp.convolve(x[:, 0, 0], jnp.arange(3.0), "same"),
+        jnp.cumsum(x > 0, 0)[:8],
         jnp.cumsum((x * 99).astype("int8"), 0), lax.cummin((x * 9).astype("uint32"), 0),
         jnp.roll(x, 1, 0), jnp.roll(x, -1, 0), lax.map(jnp.sin, x),
         lax.scan(lambda c, v: (c + v[0], v * 2), jnp.zeros(5), x)[1],
@@ -274,8 +278,9 @@ group("along_1", placed(normal(N, 6, 5)), placed(normal(N, 6, 5, seed=1)),
          for f in (lax.psum, lax.pmax, lax.pmin)],
     ],
     gather=lambda x, y: [
-        jnp.sort(x, 0), jnp.median(x, 0), lax.cumlogsumexp(x, 0), jnp.cumsum(x > 0, 0)[:8],
-        lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"), lax.top_k(x[:, 0, 0], 6),
+        jnp.sort(x, 0), jnp.median(x, 0), lax.cumlogsumexp(x, 0),
+        lax.reduce_window(x, 0.0, lax.add, (2, 1, 1), (2, 1, 1), "SAME"), lax.top_k(x[:, 0, 0], 6),
+        jnp.convolve(x[:, 0, 0], jnp.ones(3)),
         lax.scan(lambda c, v: (c * v + 1, None), jnp.zeros((6, 5)), x)[0], x[:, 0] @ y[:, 1].T,
     ],
 )  # fmt: skip
@@ -314,11 +319,14 @@ group("sliced", placed(normal(N, 4)), placed(ints(N, seed=1)), normal(4, 3, seed
         jnp.sum(jnp.abs(x[1:] - x[:-1])), jnp.mean(k[1:] != k[:-1]),
         jnp.sum(jnp.concatenate([x[1:], 2 * x[1:]], 1), 0),
     ],
-    local=lambda x, k, w: [jax.grad(lambda x: jnp.mean(jnp.tanh(x[:8] @ w) ** 2))(x)],
+    local=lambda x, k, w: [
+        jax.grad(lambda x: jnp.mean(jnp.tanh(x[:8] @ w) ** 2))(x), jnp.diff(x[:8], axis=0),
+        jnp.exp(x[2:] @ w)[1:], x[1:, :2], x.T[:, 1:],
+    ],
 )  # fmt: skip
 group("sliced_and_whole", placed(normal(N, 4)), placed(ints(N, seed=1)), normal(4, 3, seed=2),
     gather=lambda x, k, w: [
-        jnp.cumsum(x[:8], 0), x[:8], (x[:8], jnp.sum(x[:8], 0)), jnp.diff(x[:8], axis=0),
+        jnp.cumsum(x[:8], 0), x[:8], jnp.cumsum(jnp.diff(x, axis=0), 0), jnp.sort(x[:8], 0),
         jnp.sum(x[:8] * jnp.concatenate([w, w])[:, :1], 0),
     ],
 )  # fmt: skip
@@ -416,12 +424,11 @@ group("convolutions", placed(normal(N, 6, 6, 2)), normal(3, 3, 2, 4, seed=1),
         conv(x.transpose(0, 3, 1, 2), k.transpose(3, 2, 0, 1)),
         conv(x.transpose(1, 2, 0, 3), k, dimension_numbers=("HWNC", "HWIO", "HWNC")),
         jax.vmap(jax.grad(lambda x: conv_loss(k, x[None])))(x),
-        window(x, 0.0, lax.add) / 4,
+        window(x, 0.0, lax.add) / 4, conv(x.transpose(1, 0, 2, 3), k, dimension_numbers=NHWC),
     ],
     fold=lambda x, k: [jax.grad(conv_loss)(k, x)],
     gather=lambda x, k: [
         jax.vmap(lambda x: conv(x[None], x[:3, :3, :, None], dimension_numbers=NHWC))(x),
-        conv(x.transpose(1, 0, 2, 3), k, dimension_numbers=NHWC),
     ],
 )  # fmt: skip
 

@@ -395,7 +395,8 @@ def _output_fact(
 ) -> OutputFact:
     if out.value is not None:
         value = value_fact(plan, out.value)
-        return OutputFact(path, value.type, value.nbytes, makers[value.name], value.name)
+        part = "" if out.members is None else f", members {out.members[0]} to {out.members[1] - 1}"
+        return OutputFact(path, f"{value.type}{part}", value.nbytes, makers[value.name], value.name)
     if out.input is not None:
         fact = inputs[out.input]
         return OutputFact(path, fact.type, fact.nbytes, fact.path, fact.path)

@@ -95,12 +95,14 @@ class Output:
       input: index of the returned input, or None.
       constant: raw array of an output that depends on no input, or None.
       axis: the axis of the members in the result, for a placed value.
+      members: of which members of a placed value it is, [start, stop); None for all.
     """
 
     value: str | None = None
     input: int | None = None
     constant: np.ndarray | None = None
     axis: int = 0
+    members: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ NOTHING = MaterializedOutputs()
 def materialized_outputs(
     plan: Plan, paths: Sequence[str], options: Options, numbers: Container[int] = ()
 ) -> MaterializedOutputs:
-    """What a run keeps: placed results with their members along axis 0.
+    """What a run keeps: placed results with all members, along axis 0.
 
     Args:
       plan: of the run.
@@ -144,7 +144,7 @@ def materialized_outputs(
     base = base if is_url(base) else os.path.abspath(base)
     folders: dict[str, str] = {}
     for number, (path, out) in enumerate(zip(paths, plan.outputs, strict=True)):
-        if options.keep is None and number not in numbers:
+        if out.members is not None or (options.keep is None and number not in numbers):
             continue
         name = out.value
         if name is None or plan.values[name].placement is None or name in folders:

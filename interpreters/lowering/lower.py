@@ -143,7 +143,7 @@ class _Lowering:
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(stage) for stage in self.stages]
-        outputs = tuple(self.output(atom) for atom in self.program.flat.outputs)
+        outputs = tuple(self.output(*each) for each in enumerate(self.program.flat.outputs))
         plan = self.with_steps(steps, name, outputs, paths)
         if self.guard is None or not self.guard.drops:
             return plan
@@ -220,7 +220,7 @@ class _Lowering:
             return Input(path, served, None, views=views)
         return Input(path, served, self.placed(var, along), along.axis, views)
 
-    def output(self, atom: Atom) -> Output:
+    def output(self, number: int, atom: Atom) -> Output:
         if not isinstance(atom, Var):
             return Output(constant=np.asarray(atom.val, aval_of(atom).dtype))
         if atom in self.program.flat.inputs:
@@ -228,7 +228,8 @@ class _Lowering:
         along = self.program.place(atom)
         if along is None:
             return Output(value=self.served(atom))
-        return Output(value=self.placed(atom, along), axis=along.axis)
+        members = self.program.slices.get(number)
+        return Output(value=self.placed(atom, along), axis=along.axis, members=members)
 
     # ------------------------------------------------------------------------------- steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, MemberEqn, Var
@@ -53,6 +53,8 @@ class PlacedProgram:
       creations: for server values that a shard can compute, by value and place, the equation and
         its sharding rule.
       borders: places of inputs and outputs of loops and branches.
+      slices: for outputs of the program that are slices of a placed value, by number, the first
+        member and the one after the last.
       shard_size: members per shard where the user gives it.
       expanded: for equations that are rewritten, and for scans, whiles and conds without placed
         operators, the equations that replace them, if any.
@@ -67,6 +69,7 @@ class PlacedProgram:
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
+    slices: dict[int, tuple[int, int]] = field(default_factory=dict)
     shard_size: int | None = None
 
     def place(self, atom: Atom) -> Place:
@@ -74,8 +77,15 @@ class PlacedProgram:
 
     def equations(self, block: FlatBlock) -> Iterator[Eqn]:
         """The equations of a block, with replacements from `expanded`."""
-        for eqn in block.eqns:
-            yield from self.expanded.get(eqn, [eqn])
+        return self._expanded(block.eqns)
+
+    def _expanded(self, eqns: Iterable[Eqn]) -> Iterator[Eqn]:
+        """These equations, with replacements, which may have replacements themselves."""
+        for eqn in eqns:
+            if eqn in self.expanded:
+                yield from self._expanded(self.expanded[eqn])
+            else:
+                yield eqn
 
     def walk(self, block: FlatBlock) -> Iterator[Eqn]:
         """Like `equations`, including the equations in loops and branches."""

@@ -27,7 +27,7 @@ from beamjax.interpreters.placement.rewrites import (
     expansions,
 )
 from beamjax.interpreters.placement.views import drop_view, make_views
-from beamjax.interpreters.placement.windows import windows
+from beamjax.interpreters.placement.windows import return_slices, windows
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -102,6 +102,7 @@ def place(
         program = PlacedProgram(flat.copied(), keys.sizes, inputs, shard_size=shard_size)
         _Placing(program, keys, demand, gathering, rewrites).block(program.flat)
         program.settle()
+        return_slices(program)
         drop_unused(program.flat)
         if not rewrites.are_settled(program):
             continue

@@ -1,10 +1,13 @@
 """Moves slices of the members past equations, until a reduction masks the other members.
 
 Members outside of the slice are computed as well, which at most doubles the work: `jnp.mean(loss(w,
-x[:800]))` computes the loss of each member and sums the first 800.
+x[:800]))` computes the loss of each member and sums the first 800. A slice that the program returns
+is cut out of the placed result.
 
 Slices of as many members that meet in an equation, as in `jnp.sum((x[1:] - x[:-1]) ** 2)`, are
 moved onto each other by an exchange of the borders of shards; so are the two parts of `jnp.roll`.
+With the same exchange, each shard computes what reads windows of the members, such as
+`jnp.convolve`.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import numpy as np
 from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.by_shard import range_size
-from beamjax.interpreters.rules.ordered import shifted
+from beamjax.interpreters.rules.ordered import shifted, with_neighbours
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     MemberwiseRule,
@@ -72,13 +76,13 @@ class Slice:
 
 def windows(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     """Rewrites an equation that slices the members, or that reads slices of them."""
-    part = _slice_of(rewriter, eqn)
+    part = _slice_of(rewriter.program, eqn)
     if part is not None:
         return _cut(rewriter, eqn, part) if part.is_large else None
-    rolled = _roll(rewriter, eqn)
-    if rolled is not None:
-        return rolled
-    parts = {found[0] for atom in eqn.inputs if (found := _view(rewriter, atom))}
+    found = _roll(rewriter, eqn) or _slid(rewriter, eqn)
+    if found is not None:
+        return found
+    parts = {view[0] for atom in eqn.inputs if (view := _view_of(rewriter, atom))}
     if not parts:
         return None
     if len(parts) > 1:
@@ -88,29 +92,49 @@ def windows(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     return _Window(rewriter, part).rewrite(eqn)
 
 
-def _slice_of(rewriter: BlockRewriter, eqn: Eqn) -> Slice | None:
+def return_slices(program: PlacedProgram) -> None:
+    """Lets a program return placed values instead of large slices of them, in place.
+
+    Not in a user's own pipeline, where an array without all members is one element.
+    """
+    if program.flat.unrolled:
+        return
+    makers = {var: eqn for eqn in program.flat.eqns for var in eqn.outputs}
+    for number, atom in enumerate(program.flat.outputs):
+        view = _view(program, makers.get(atom)) if isinstance(atom, Var) else None
+        if view is not None and view[1] in makers:
+            program.flat.outputs[number] = view[1]
+            program.slices[number] = view[0].start, view[0].start + view[0].count
+
+
+def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
     """The slice of members that a server equation takes, or None."""
-    if eqn.primitive.name != "slice" or not runs_on_server(rewriter.program, eqn):
+    if eqn.primitive.name != "slice" or not runs_on_server(program, eqn):
         return None
-    along = rewriter.program.place(eqn.inputs[0])
+    along = program.place(eqn.inputs[0])
     if along is None:
         return None
-    n, strides = rewriter.program.sizes[along.placement], eqn.params["strides"]
+    n, strides = program.sizes[along.placement], eqn.params["strides"]
     if is_unknown(n) or (strides is not None and strides[along.axis] != 1):
         return None
-    start = eqn.params["start_indices"][along.axis]
-    return Slice(along.placement, start, eqn.params["limit_indices"][along.axis] - start, n)
+    # Parameters of JAX equations may be NumPy integers.
+    start, stop = (int(eqn.params[f"{end}_indices"][along.axis]) for end in ("start", "limit"))
+    return Slice(along.placement, start, stop - start, n)
 
 
-def _view(rewriter: BlockRewriter, atom: Atom) -> tuple[Slice, Atom, int] | None:
-    """If a value is a large slice of members: the slice, the members and their axis; else None."""
-    eqn = rewriter.maker(atom, "slice")
-    part = _slice_of(rewriter, eqn) if eqn is not None else None
+def _view(program: PlacedProgram, eqn: Eqn | None) -> tuple[Slice, Atom, int] | None:
+    """If an equation takes a large slice of members: it, the members and their axis; else None."""
+    part = _slice_of(program, eqn) if eqn is not None else None
     if eqn is None or part is None or not part.is_large:
         return None
-    along = rewriter.program.place(eqn.inputs[0])
-    pure = replaced(shape_of(eqn.inputs[0]), along.axis, part.count) if along else ()
-    return (part, eqn.inputs[0], along.axis) if along and shape_of(atom) == pure else None
+    (members,), along = eqn.inputs, program.place(eqn.inputs[0])
+    pure = replaced(shape_of(members), along.axis, part.count) if along else ()
+    return (part, members, along.axis) if along and shape_of(eqn.outputs[0]) == pure else None
+
+
+def _view_of(rewriter: BlockRewriter, atom: Atom) -> tuple[Slice, Atom, int] | None:
+    """If a value of the block is a large slice of members, the same as `_view`; else None."""
+    return _view(rewriter.program, rewriter.maker(atom, "slice"))
 
 
 def _cut(rewriter: BlockRewriter, eqn: Eqn, part: Slice) -> Rewrite | None:
@@ -149,14 +173,28 @@ def _move(
     rewriter: BlockRewriter, atom: Atom, axis: int, k: int
 ) -> Callable[[jax.Array], jax.Array] | None:
     """A function that moves all members by k, as `shifted` does; None if that is not worth it."""
+    if k == 0:
+        return lambda x: x
+    block = _range(rewriter, atom, axis, abs(k), fewest=abs(k))
+    return functools.partial(shifted, k=k, axis=axis, block=block) if block else None
+
+
+def _range(rewriter: BlockRewriter, atom: Atom, axis: int, rows: int, *, fewest: int) -> int | None:
+    """The number of members per range where shards exchange `rows` of each; None if there is none.
+
+    Args:
+      rewriter: of the block.
+      atom: the members.
+      axis: their axis.
+      rows: how many members of each range its neighbours read.
+      fewest: how many of them one of its neighbours reads.
+    """
     aval, n = aval_of(atom), shape_of(atom)[axis]
     numbers = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == np.bool_
-    if k == 0 or not numbers or not PICK.takes(aval.dtype):
-        return None if k else lambda x: x
+    if not numbers or not PICK.takes(aval.dtype):
+        return None
     member = aval.dtype.itemsize * math.prod(aval.shape) // n
-    size = rewriter.program.shard_size
-    block = range_size(n, abs(k) * member, member, size, fewest=abs(k))
-    return functools.partial(shifted, k=k, axis=axis, block=block) if block else None
+    return range_size(n, rows * member, member, rewriter.program.shard_size, fewest=fewest)
 
 
 def _roll(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
@@ -164,7 +202,7 @@ def _roll(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     if not rewriter.rewrites.moves or eqn.primitive.name != "concatenate":
         return None
     cuts = [cut for atom in eqn.inputs if (cut := rewriter.maker(atom, "slice")) is not None]
-    parts = [part for cut in cuts if (part := _slice_of(rewriter, cut)) is not None]
+    parts = [part for cut in cuts if (part := _slice_of(rewriter.program, cut)) is not None]
     if not len(eqn.inputs) == len(parts) == 2:
         return None
     (last, first), members = parts, cuts[0].inputs[0]
@@ -181,6 +219,127 @@ def _roll(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     return Rewrite(lambda x: [move(x)], [members]) if rolls and move is not None else None
 
 
+# --- windows of the members
+
+
+@dataclass(frozen=True)
+class _Sliding:
+    """How the results of an equation read windows of its first operand, along one axis.
+
+    Attributes:
+      width: the number of entries from the first one of a window to its last one.
+      padding: how many entries there are before the first entry and after the last one.
+      neutral: the value of these entries.
+      out_axis: the axis of the results.
+      changes: parameters of the equation without the padding.
+    """
+
+    width: int
+    padding: tuple[int, int]
+    neutral: Any
+    out_axis: int
+    changes: dict[str, Any]
+
+    @classmethod
+    def of(cls, eqn: Eqn, axis: int) -> _Sliding | None:
+        """How an equation reads windows along an axis, if neighbours read neighbouring ones."""
+        params, name, out_axis = eqn.params, eqn.primitive.name, axis
+        neutral: Any = 0
+        if name == "conv_general_dilated":
+            numbers = params["dimension_numbers"]
+            spatial = numbers.lhs_spec[2:]
+            if axis not in spatial or params["batch_group_count"] != 1:
+                return None
+            k = spatial.index(axis)
+            out_axis = numbers.out_spec[2 + k]
+            size = shape_of(eqn.inputs[1])[numbers.rhs_spec[2 + k]]
+            strides, dilations = params["window_strides"], params["rhs_dilation"]
+            between = params["lhs_dilation"]
+        else:
+            k, size = axis, params["window_dimensions"][axis]
+            strides, dilations = params["window_strides"], params["window_dilation"]
+            between = params["base_dilation"]
+            neutral = REDUCERS[_WINDOWED[name]].identity(aval_of(eqn.inputs[0]).dtype)
+        if strides[k] != 1 or between[k] != 1:
+            return None
+        padding = params["padding"]
+        changes = {"padding": replaced(padding, k, (0, 0))}
+        width = (size - 1) * int(dilations[k]) + 1
+        low, high = map(int, padding[k])
+        return cls(width, (low, high), neutral, out_axis, changes)
+
+
+_WINDOWED = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}
+"""The primitives that reduce windows, and their reductions."""
+
+
+def _slid(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites an equation whose results each read a window of consecutive members."""
+    program = rewriter.program
+    if eqn.primitive.name not in (*_WINDOWED, "conv_general_dilated"):
+        return None
+    if not rewriter.rewrites.moves or any(map(program.place, eqn.inputs[1:])):
+        return None
+    # The derivative of windows pads its operand.
+    pad = rewriter.maker(eqn.inputs[0], "pad")
+    atom = pad.inputs[0] if pad is not None else eqn.inputs[0]
+    part, members, axis = _view_of(rewriter, atom) or _all_of(program, atom) or (None, atom, 0)
+    sliding = _Sliding.of(eqn, axis) if part is not None else None
+    if part is None or sliding is None:
+        return None
+    low, high = sliding.padding
+    if pad is not None:
+        before, after, between = map(int, pad.params["padding_config"][axis])
+        fill = pad.inputs[1]
+        if (
+            isinstance(fill, Var)
+            or fill.val != sliding.neutral
+            or min(before, after) < 0
+            or between
+        ):
+            return None
+        low, high = low + before, high + after
+    count = part.count + low + high - (sliding.width - 1)
+    if not (0 <= low < sliding.width > high >= 0 and sliding.width > 1) or count > part.n:
+        return None
+    # Results begin at the same member as the slice, or before it if they are more.
+    start = min(part.start, part.n - count)
+    made = replace(part, start=start, count=count)
+    before = start - part.start + low
+    after = sliding.width - 1 - before
+    block = _range(rewriter, members, axis, before + after, fewest=max(before, after))
+    if block is None or not (made.is_large or count == part.n):
+        return None
+
+    def windows_of(shard: TracedShard, rows: Any, *others: Any) -> Any:
+        member = shard.start - before + lax.iota(np.dtype("int32"), len(rows))
+        inside = (member >= part.start) & (member < part.start + part.count)
+        inside = inside.reshape(-1, *(1 for _ in rows.shape[1:]))
+        rows = jnp.where(inside, rows, jnp.asarray(sliding.neutral, rows.dtype))
+        (found,) = bind(eqn, [jnp.moveaxis(rows, 0, axis), *others], **sliding.changes)
+        return jnp.moveaxis(found, sliding.out_axis, 0)
+
+    def function(x: Any, *others: Any) -> Sequence[Any]:
+        if pad is not None:
+            config = replaced(pad.params["padding_config"], axis, (0, 0, 0))
+            (x,) = bind(pad, [x, sliding.neutral], padding_config=config)
+        x = jnp.moveaxis(x, axis, 0)
+        found = with_neighbours(windows_of, x, *others, before=before, after=after, block=block)
+        found = jnp.moveaxis(found, 0, sliding.out_axis)
+        return [found if count == part.n else made.of(found, sliding.out_axis)]
+
+    return Rewrite(function, [members, *eqn.inputs[1:]], is_view=count < part.n)
+
+
+def _all_of(program: PlacedProgram, atom: Atom) -> tuple[Slice, Atom, int] | None:
+    """All members of a placed value, as a slice; None for others."""
+    along = program.place(atom)
+    if along is None or is_unknown(program.sizes[along.placement]):
+        return None
+    n = program.sizes[along.placement]
+    return Slice(along.placement, 0, n, n), atom, along.axis
+
+
 class _Window:
     """Rewrites equations that read a slice of the members to ones that read all members."""
 
@@ -189,9 +348,11 @@ class _Window:
         self.part = part
 
     def rewrite(self, eqn: Eqn) -> Rewrite | None:
-        views = [_view(self.rewriter, atom) for atom in eqn.inputs]
+        views = [_view_of(self.rewriter, atom) for atom in eqn.inputs]
         if views[0] is not None and eqn.primitive.name == "pad":
             return self.padded(eqn, *views[0][1:])
+        if views[0] is not None and eqn.primitive.name == "slice":
+            return self.cut_again(eqn, *views[0][1:])
         rule = rules.classify(eqn, [view[2] if view else None for view in views], self.part.count)
         atoms = self.operands(eqn, rule)
         if rule is None or atoms is None:
@@ -215,7 +376,7 @@ class _Window:
         for atom, axis in zip(eqn.inputs, rule.in_axes, strict=True):
             found = atom if axis is None else self.whole(atom, axis)
             is_placed = self.rewriter.program.place(atom) is not None
-            if found is None or is_placed or (axis is None and _view(self.rewriter, atom)):
+            if found is None or is_placed or (axis is None and _view_of(self.rewriter, atom)):
                 return None
             atoms.append(found)
         return atoms
@@ -225,7 +386,7 @@ class _Window:
 
         Of a server value, such as `jnp.arange(800)`, they can be created.
         """
-        view = _view(self.rewriter, atom)
+        view = _view_of(self.rewriter, atom)
         if view is not None or not isinstance(atom, Var):
             return view[1] if view and view[0] == self.part and view[2] == axis else None
         maker = self.rewriter.makers.get(atom)
@@ -242,21 +403,36 @@ class _Window:
         self.rewriter.added += made
         return result
 
+    def cut_again(self, eqn: Eqn, members: Atom, axis: int) -> Rewrite | None:
+        """Rewrites a slice of a slice to one of the members."""
+        if eqn.params["strides"] is not None and eqn.params["strides"][axis] != 1:
+            return None
+        bounds = {
+            key: replaced(eqn.params[key], axis, eqn.params[key][axis] + self.part.start)
+            for key in ("start_indices", "limit_indices")
+        }
+        return Rewrite(lambda x: bind(eqn, [x], **bounds), [members], is_view=True)
+
     def padded(self, eqn: Eqn, members: Atom, axis: int) -> Rewrite | None:
         """Rewrites the derivative of a slice: fills the other members, and moves all."""
-        low, high, between = eqn.params["padding_config"][axis]
-        fits = min(low, high) >= 0 == between and low + self.part.count + high == self.part.n
-        moves = self.rewriter.rewrites.moves or low == self.part.start
-        move = _move(self.rewriter, eqn.outputs[0], axis, self.part.start - low)
-        if not fits or not moves or move is None or self.rewriter.program.place(eqn.inputs[1]):
+        low, high, between = map(int, eqn.params["padding_config"][axis])
+        part, count = self.part, low + self.part.count + high
+        if not min(low, high) >= 0 == between or not count <= part.n:
+            return None
+        made = replace(part, start=min(max(part.start - low, 0), part.n - count), count=count)
+        k = part.start - low - made.start
+        move = _move(self.rewriter, members, axis, k)
+        moves = self.rewriter.rewrites.moves or k == 0
+        if not moves or move is None or self.rewriter.program.place(eqn.inputs[1]):
             return None
 
         def function(x: Any, fill: Any) -> Sequence[Any]:
             config = replaced(eqn.params["padding_config"], axis, (0, 0, 0))
             (padded,) = bind(eqn, [x, fill], padding_config=config)
-            return [move(self.part.masked(padded, axis, fill))]
+            found = move(part.masked(padded, axis, fill))
+            return [found if count == part.n else made.of(found, axis)]
 
-        return Rewrite(function, [members, eqn.inputs[1]])
+        return Rewrite(function, [members, eqn.inputs[1]], is_view=count < part.n)
 
     def reduced(self, eqn: Eqn, rule: ReductionRule, *args: Any) -> Sequence[Any]:
         """Reduces all members, where those outside of the slice are the neutral element."""

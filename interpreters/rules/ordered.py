@@ -85,13 +85,11 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
     return mapped_by_shard(scanned, wide, table, block=block).astype(x.dtype)
 
 
-# --- shifts
+# --- neighbours
 
 
 def shifted(x: jax.Array, k: int, *, axis: int, block: int) -> jax.Array:
     """Row i of the result is row `(i + k) % n` of `x` along `axis`, where its n members are.
-
-    Of each range, the table has the first k members, or the last ones for k < 0.
 
     Args:
       x: the members, of a dtype of at most 8 bytes that is not complex.
@@ -101,36 +99,79 @@ def shifted(x: jax.Array, k: int, *, axis: int, block: int) -> jax.Array:
     """
     if k == 0:
         return x
-    members = jnp.moveaxis(x, axis, 0)
-    n = members.shape[0]
+
+    def moved(shard: TracedShard, rows: Any) -> Any:
+        return rows[max(k, 0) :][: shard.size]
+
+    ends = {"before": max(-k, 0), "after": max(k, 0)}
+    found = with_neighbours(moved, jnp.moveaxis(x, axis, 0), **ends, block=block)
+    return jnp.moveaxis(found, 0, axis)
+
+
+def with_neighbours(
+    function: Callable[..., Any],
+    x: jax.Array,
+    *served: jax.Array,
+    before: int,
+    after: int,
+    block: int,
+) -> jax.Array:
+    """What `function(shard, rows, *served)` gives for each shard: a row for each of its members.
+
+    The rows are those of the shard, with their neighbours: `before` members before them, and
+    `after` members after them. The last members come before the first one. Tables have the members
+    that others read: of each range the last ones and the first ones.
+
+    Args:
+      function: see above.
+      x: (n, ...), the members, of a dtype of at most 8 bytes that is not complex.
+      *served: server values.
+      before: at most `block`.
+      after: at most `block`.
+      block: members per range.
+    """
+    n, number = x.shape[0], np.dtype("int32")
     starts = block * np.arange(-(-n // block))
-    if k < 0:
-        starts = np.append(starts + block, n) + k
-    at_borders = np.clip(starts[:, None] + np.arange(abs(k)), 0, n - 1).astype(np.int32)
 
-    def borders(shard: TracedShard, x: Any) -> tuple[Any, Any]:
-        rows = shard.rows(jnp.asarray(at_borders))
-        return jnp.take(x, rows, axis=0, mode="clip"), shard.has(rows)
+    def table(first: np.ndarray, count: int) -> jax.Array:
+        """The `count` members from each of these on."""
+        members = np.clip(first[:, None] + np.arange(count), 0, n - 1).astype(number)
 
-    def moved(shard: TracedShard, x: Any, borders: Any) -> Any:
-        row = lax.iota(np.dtype("int32"), shard.size) + np.int32(k)
+        def borders(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+            rows = shard.rows(jnp.asarray(members))
+            return jnp.take(x, rows, axis=0, mode="clip"), shard.has(rows)
+
+        return reduced_by_shard(borders, x, block=block)
+
+    tables = []
+    if before:
+        tables.append(table(np.append(starts + block, n) - before, before))
+    if after:
+        tables.append(table(starts, after))
+
+    def extended(shard: TracedShard, x: Any, *others: Any) -> Any:
+        row = lax.iota(number, before + shard.size + after) - np.int32(before)
         member = shard.start + row
-        if k > 0:
-            outside = (row >= shard.size) | (member >= n)
-            member = jnp.where(member >= n, member - n, member)
-            index = member // block, member % block
-        else:
-            outside = row < 0
-            index = (
-                jnp.where(member < 0, borders.shape[0] - 1, member // block),
-                jnp.where(member < 0, member, member % block - block) - k,
-            )
-        others = borders[jnp.clip(index[0], 0), jnp.clip(index[1], 0, abs(k) - 1)]
-        own = jnp.take(x, jnp.clip(row, 0, shard.size - 1), axis=0)
-        return jnp.where(outside.reshape(-1, *(1 for _ in x.shape[1:])), others, own)
+        rows = jnp.take(x, jnp.clip(row, 0, shard.size - 1), axis=0)
+        last = others[len(served) :]
 
-    table = reduced_by_shard(borders, members, block=block)
-    return jnp.moveaxis(mapped_by_shard(moved, members, table, block=block), 0, axis)
+        def put(outside: Any, table: Any, range_: Any, index: Any, rows: Any) -> Any:
+            found = table[jnp.clip(range_, 0), jnp.clip(index, 0, table.shape[1] - 1)]
+            return jnp.where(outside.reshape(-1, *(1 for _ in x.shape[1:])), found, rows)
+
+        if before:
+            wraps = member < 0
+            range_ = jnp.where(wraps, len(last[0]) - 1, member // block)
+            index = jnp.where(wraps, member, member % block - block) + before
+            rows = put(row < 0, last[0], range_, index, rows)
+        if after:
+            wraps = member >= n
+            member = jnp.where(wraps, member - n, member)
+            outside = (row >= shard.size) | wraps
+            rows = put(outside, last[-1], member // block, member % block, rows)
+        return function(shard, rows, *others[: len(served)])
+
+    return mapped_by_shard(extended, x, *served, *tables, block=block)
 
 
 # --- QR decompositions

@@ -114,6 +114,45 @@ def slope_of_differences(x):
     return jax.grad(loss)(x)
 
 
+def returned_slices(x):
+    later = jnp.roll(jnp.diff(x, axis=0) ** 2, 2, 1)
+    return jnp.diff(x, axis=0), later[1:], jnp.diff(x, n=3, axis=0), (x * 50).astype("int8")[4:-2].T
+
+
+def slope_of_second_differences(x):
+    return jax.grad(lambda x: jnp.sum(jnp.diff(x, n=2, axis=0) ** 3))(x)
+
+
+def convolved(x):
+    column, kernel = x[:, 0], jnp.asarray([1.0, 2.0, -1.0, 0.5])
+    both = [jnp.convolve(column, kernel, mode) for mode in ("same", "valid")]
+    changes = jnp.convolve(jnp.diff(column), kernel[:2])
+    return (
+        both,
+        changes,
+        jnp.max(jnp.abs(both[1])),
+        jnp.correlate(column > 0, kernel[1:] > 0, "same"),
+    )
+
+
+def windows(x):
+    small = (x * 50).astype("int16")
+    sums = [lax.reduce_window(x, 0.0, lax.add, (4, 2), (1, 1), p) for p in ("SAME", "VALID")]
+    wide = lax.reduce_window(
+        small, np.int16(-(2**15)), lax.max, (5, 1), (1, 1), "SAME", window_dilation=(2, 1)
+    )
+    low = lax.reduce_window(x[2:], jnp.inf, lax.min, (3, 1), (1, 1), ((2, 0), (0, 0)))
+    return sums, wide, low, jnp.var(low, 0)
+
+
+def slope_of_windows(x):
+    def loss(x):
+        sums = lax.reduce_window(x, 0.0, lax.add, (3, 2), (1, 1), "VALID")
+        return jnp.sum(sums**2) + jnp.sum(jnp.convolve(x[:, 1], W, "same") ** 2)
+
+    return jax.grad(loss)(x)
+
+
 # --- tall matrices
 
 
@@ -129,7 +168,8 @@ PASSES = [
     mapped, mapped_with_numbers, mapped_with_a_loop, slope_of_mapped, totals_of_a_scan,
     running_sums, running_products, running_extremes, slope_of_running_sums, totals_of_totals,
     sums_in_rounds, differences, autocovariances, second_differences, rolled, slope_of_differences,
-    decomposed, bucketed,
+    returned_slices, slope_of_second_differences, convolved, windows, slope_of_windows, decomposed,
+    bucketed,
 ]  # fmt: skip
 
 
@@ -148,12 +188,17 @@ def running_logsumexp(x):
     return lax.cumlogsumexp(x, axis=0)
 
 
-def returned_differences(x):
-    return jnp.diff(x, axis=0)
+def convolved_past_the_ends(x):
+    return jnp.convolve(x[:, 0], W)
+
+
+def windows_apart(x):
+    return lax.reduce_window(x, 0.0, lax.add, (2, 1), (2, 1), "VALID")
 
 
 GATHERS = [
-    scan_that_reads_its_carry, mapped_in_batches, running_logsumexp, returned_differences
+    scan_that_reads_its_carry, mapped_in_batches, running_logsumexp, convolved_past_the_ends,
+    windows_apart,
 ]  # fmt: skip
 
 
@@ -180,6 +225,31 @@ def test_members_are_moved_over_many_shards(k):
     for options in ({"shard_size": 16}, {"shard_size": 24}, {}):
         np.testing.assert_array_equal(bj.run(prog, x, options=options), np.roll(x + 1, k, 0))
         assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 7), (7, 0), (3, 4), (5, 5)])
+def test_windows_of_members_over_many_shards(low, high):
+    """Windows read up to a whole shard on either side; the last shard has two members."""
+    n, width = 1_010, 8
+    x = np.random.default_rng(n).integers(-1000, 1000, (n, 2)).astype("int32")
+
+    def sums(x):
+        padding = (low, high), (0, 0)
+        return lax.reduce_window(x, np.int32(0), lax.add, (width, 1), (1, 1), padding)
+
+    def fn(x):
+        y = bj.map_fn(lambda v: v + 1, x)
+        return sums(y[2:-1]), sums(y)[5:]
+
+    prog = bj.program(clients=n)(fn)
+    padded = np.pad(x + 1, ((low, high), (0, 0)))
+    whole = np.lib.stride_tricks.sliding_window_view(padded, width, 0).sum(-1, dtype="int32")
+    for options in ({"shard_size": 8}, {"shard_size": 24}, {}):
+        found = bj.run(prog, x, options=options)
+        np.testing.assert_array_equal(found[0], sums(jnp.asarray(x[2:-1] + 1)))
+        if low + high == width - 1:
+            np.testing.assert_array_equal(found[1], whole[5:])
+            assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_size": 40}, {"member_loop": "loop"}], ids=str)

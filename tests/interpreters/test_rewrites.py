@@ -88,6 +88,14 @@ def neighbours(x):
     return jnp.roll(x, 1, axis=0)
 
 
+def smooth(x):
+    return jnp.convolve(x[:, 0], jnp.ones(3), "same")
+
+
+def returned_differences(x):
+    return jnp.diff(x, axis=0)
+
+
 def maps_and_adds(x):
     return jax.grad(lambda w: jnp.sum(jax.lax.map(lambda row: jnp.sin(row @ w), x)))(jnp.ones(4))
 
@@ -116,6 +124,8 @@ REWRITES = [
     (counted, order_statistics, "_picked", nothing),
     (differences, windows, "_meet", nothing),
     (neighbours, windows, "_roll", nothing),
+    (smooth, windows, "_slid", nothing),
+    (returned_differences, propagate, "return_slices", nothing),
     (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),

@@ -66,6 +66,22 @@ def test_results_are_those_of_a_run_in_memory(way, tmp_path):
         assert bj.verify(total_of, placed).ok
 
 
+@pytest.mark.parametrize("way", ["local", "one"])
+def test_slices_of_members_are_arrays(way, tmp_path):
+    """Of a value that is kept as a whole, or not at all."""
+
+    @bj.program(clients=N)
+    def changes(w, x):
+        y = bj.map_fn(lambda v: v @ w, x)
+        return y, y[1:], jnp.diff(y * 2)
+
+    found = run(changes, W, X, way=way, results_folder=str(tmp_path))
+    assert [isinstance(leaf, bj.Placed) for leaf in found] == [True, False, False]
+    assert_same_bits(found, run(changes, W, X, way="local", keep=None))
+    assert_same_bits(found[1], found[0][1:])
+    assert bj.explain(changes, W, X).facts.gathered_bytes == 0
+
+
 @pytest.mark.parametrize("way", ["local", "one", PROCESSES])
 def test_the_state_of_a_loop_and_what_it_stacks(way, tmp_path):
     expected = run(rounds, W, X, way="local", keep=None)
