@@ -26,13 +26,13 @@ _WORKER = "apache_beam.runners.worker"
 NAMES = {
     # Beam's in-memory runner, whose worker command `direct` replaces; no run on it works without.
     "FnApiRunner": f"{_RUNNERS}.fn_api_runner:FnApiRunner",
-    # Tells `connect` to start a job server of Flink; no run on Flink works without.
+    # Makes `connect` start a job server of Flink; no run on Flink works without.
     "FlinkRunner": f"{_RUNNERS}.flink_runner:FlinkRunner",
-    # Tells which runners have a job server and may loop back; `connect` can't be imported without.
+    # Lists which runners have a job server and may loop back; `connect` can't be imported without.
     "PortableRunner": f"{_RUNNERS}.portable_runner:PortableRunner",
     # Beam's runner for Prism, whose time limit `prism` lifts; no run on Prism works without.
     "PrismRunner": f"{_RUNNERS}.prism_runner:PrismRunner",
-    # Tells `connect` to start a job server of Spark; no run on Spark works without.
+    # Makes `connect` start a job server of Spark; no run on Spark works without.
     "SparkRunner": f"{_RUNNERS}.spark_runner:SparkRunner",
     # A running job on a job server; without it, timeouts and lost clusters go unnoticed.
     "PipelineResult": f"{_RUNNERS}.portable_runner:PipelineResult",
@@ -58,7 +58,7 @@ NAMES = {
         "apache_beam.utils.thread_pool_executor:shared_unbounded_instance",
     # Finds the parameters of a DoFn's method, which `signatures` caches; no DoFn works without.
     "get_function_args_defaults": "apache_beam.transforms.core:get_function_args_defaults",
-    # Tells where Beam needs its interactive packages; without it, notebooks get Beam's own error.
+    # Raised where Beam needs its interactive packages; without it, notebooks get Beam's own error.
     "is_in_ipython": "apache_beam.utils.interactive_utils:is_in_ipython",
     # Describes a job as Dataflow would get it; without it, `dataflow.dry_run` fails.
     "DataflowApplicationClient":

@@ -183,7 +183,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | None:
     """The number of shards of a pass that a run on this machine would find in the cache.
 
     None where that takes reading or computing: where the pass reads results of other steps, members
-    that are neither in memory nor in files that tell of changes, or too much.
+    that are neither in memory nor in files that show when they change, or too much.
 
     Args:
       inputs: the values of the plan's inputs.

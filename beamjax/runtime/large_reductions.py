@@ -1,9 +1,9 @@
 """Reductions too large to add up in memory: partials wait in files, and are merged piece by piece.
 
-Lanes are cut to sections, of which a file holds the partial of a shard as it is; an accumulator
-is in memory for a piece of a section at a time, and for no longer than it takes to merge it. Where
-partials become many, they are merged to encoded accumulators, which take their place. As merging is
-associative, the results do not show when that happens.
+A reduction buffer is cut into sections. A file holds the partial of one shard for one section,
+unchanged. Accumulators are in memory for one piece of a section at a time, while it is merged. When
+there are many partials, they are merged to encoded accumulators, which replace them. Merging is
+associative, so the results do not depend on when that happens.
 """
 
 from __future__ import annotations

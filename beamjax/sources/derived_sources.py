@@ -202,11 +202,11 @@ def sample(source: Any, k: int, key: Any) -> TakenSource:
     return TakenSource(source, from_arrays(np.sort(drawn.astype(np.int64))))
 
 
-def _source(given: Any, who: str) -> Source:
+def _source(given: Any, caller: str) -> Source:
     source = given if isinstance(given, Source) else from_arrays(given)
     if isinstance(source, StreamSource):
         raise SourceError(
-            f"{who}: found {source!r:.200}, whose members are known when all have been read; "
+            f"{caller}: found {source!r:.200}, whose members are known when all have been read; "
             "expected a source of known length."
         )
     return source

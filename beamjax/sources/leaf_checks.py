@@ -90,12 +90,12 @@ def native_view(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def member_leaves(member: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
+def member_leaves(member: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
     """What a tree of types, or of arrays, says of a member.
 
     Args:
       member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), typed keys included.
-      who: the caller, for messages: "from_chunks".
+      caller: the caller, for messages: "from_chunks".
 
     Raises:
       StructureError: there is no leaf, or one that is neither.
@@ -113,9 +113,9 @@ def member_leaves(member: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
             leaves.append(LeafSpec(value.shape, np.dtype(value.dtype), value.key_impl, name))
         except (AttributeError, TypeError) as error:
             raise StructureError(
-                f"{who}, member{name}: found {leaf!r:.80}, expected a jax.ShapeDtypeStruct "
+                f"{caller}, member{name}: found {leaf!r:.80}, expected a jax.ShapeDtypeStruct "
                 f"or an array ({error})."
             ) from error
     if not leaves:
-        raise StructureError(f"{who}, member: found a tree without leaves.")
+        raise StructureError(f"{caller}, member: found a tree without leaves.")
     return leaves, treedef

@@ -27,7 +27,7 @@ from beamjax.sources.source_base import (
     row_text,
 )
 
-WHO = "from_random_access"
+CALLER = "from_random_access"
 
 
 class Dataset(Protocol):
@@ -74,7 +74,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
-        stack = MemberStack(self._leaves, self._treedef, stop - start, WHO)
+        stack = MemberStack(self._leaves, self._treedef, stop - start, CALLER)
         for index, member in self._members(start, stop):
             stack.put(index - start, member, index)
         return stack.arrays()
@@ -94,7 +94,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         found = _called(lambda: list(several(list(range(start, stop)))), where)
         if len(found) != stop - start:
             raise SourceError(
-                f"{WHO}, {where}: __getitems__ gives {len(found)} members, expected "
+                f"{CALLER}, {where}: __getitems__ gives {len(found)} members, expected "
                 f"{stop - start}, one for each index in the list."
             )
         yield from enumerate(found, start)
@@ -112,7 +112,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         path = self._leaves[leaf].path
-        return f"{WHO}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
+        return f"{CALLER}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
 
     def describe(self) -> str:
         opener = self._dataset
@@ -123,7 +123,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         if not isinstance(self._dataset, OpenedBy):
             raise SourceError(
                 f"{self!r}: the object is in process {os.getpid()} and is not pickled; to open it "
-                f"in other processes, give {WHO} a function of a module of yours that opens it, "
+                f"in other processes, give {CALLER} a function of a module of yours that opens it, "
                 "decorated by beamjax.opens_dataset."
             )
         return super().to_spec()
@@ -166,10 +166,10 @@ def from_random_access(
     dataset, opened = _opened(dataset, kwargs)
     size = _length(opened)
     if size < 1:
-        raise PlacementError(f"{WHO}: found {size} members, expected at least one.")
+        raise PlacementError(f"{CALLER}: found {size} members, expected at least one.")
     if member is None:
-        member = as_arrays(_called(lambda: opened[0], "member 0"), f"{WHO}, member 0")
-    leaves, treedef = member_leaves(member, WHO)
+        member = as_arrays(_called(lambda: opened[0], "member 0"), f"{CALLER}, member 0")
+    leaves, treedef = member_leaves(member, CALLER)
     return RandomAccessSource(dataset, size, tuple(leaves), treedef)
 
 
@@ -181,8 +181,8 @@ def _opened(dataset: Any, kwargs: dict[str, Any] | None) -> tuple[Any, Any]:
         return opened if opener.module == "__main__" else opener, opened
     if kwargs is not None:
         raise StructureError(
-            f"{WHO}: found kwargs with a {type(dataset).__name__}, expected them with a function "
-            "that opens a dataset."
+            f"{CALLER}: found kwargs with a {type(dataset).__name__}, expected them with a "
+            "function that opens a dataset."
         )
     return dataset, dataset
 
@@ -191,7 +191,7 @@ def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         hint = "; decorate a function that opens one by beamjax.opens_dataset"
         raise StructureError(
-            f"{WHO}: found a {type(dataset).__name__}, expected an object with len(dataset) and "
+            f"{CALLER}: found a {type(dataset).__name__}, expected an object with len(dataset) and "
             f"dataset[i]{hint if callable(dataset) else ''}."
         )
     return int(_called(lambda: len(dataset), "its length"))
@@ -205,5 +205,5 @@ def _called(function: Callable[[], Any], what: str) -> Any:
         raise
     except Exception as error:
         raise SourceError(
-            f"{WHO}, {what}: cannot be read ({type(error).__name__}: {error})."
+            f"{CALLER}, {what}: cannot be read ({type(error).__name__}: {error})."
         ) from error

@@ -273,11 +273,11 @@ def _look() -> None:
         for work in works:
             if work.table.late is None and id(work) in _watched and work.is_late():
                 with contextlib.suppress(Exception):
-                    _tell(work, works)
+                    _report(work, works)
 
 
-def _tell(late: AtWork, works: Sequence[AtWork]) -> None:
-    """Tells of work that is late, or of the one that it may wait for in JAX's own threads."""
+def _report(late: AtWork, works: Sequence[AtWork]) -> None:
+    """Notes that work is late, or other work that it may wait for in JAX's own threads."""
     suspects = [work for work in works if work.table is late.table and work.is_late(0.5)]
     found = next((work for work in suspects if work.in_user_code()), late)
     late.table.note_late(found.error([work for work in suspects if work is not found]))

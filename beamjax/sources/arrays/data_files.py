@@ -99,13 +99,13 @@ def packing_of_content(data: bytes) -> str:
     return next((end for end, magic in _MAGIC.items() if data.startswith(magic)), "")
 
 
-def find_files(paths: Any, who: str, endings: Sequence[str] = ()) -> list[str]:
+def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str]:
     """The files that a user names.
 
     Args:
       paths: a path or a URL, either with `*`, `?` and `[...]`, or a list of those. What a pattern
         finds is in the order of the names; a list keeps its order.
-      who: the caller, for messages: "from_parquet".
+      caller: the caller, for messages: "from_parquet".
       endings: of the files of a folder, which may then be given too (a URL with a `/` at its end).
         Names that begin with `_` or `.` are left out, as those that Spark and Beam write there.
 
@@ -121,18 +121,18 @@ def find_files(paths: Any, who: str, endings: Sequence[str] = ()) -> list[str]:
     for given in several:
         if not isinstance(given, str | os.PathLike):
             raise StructureError(
-                f"{who}: found {given!r:.80}, expected a path, a pattern such as "
+                f"{caller}: found {given!r:.80}, expected a path, a pattern such as "
                 "'data/part-*', a URL, or a list of these."
             )
         given = os.fspath(given)
         folder = given.endswith("/") if is_url(given) else os.path.isdir(given)
-        found += _within(given, who, endings) if endings and folder else _matches(given, who)
+        found += _within(given, caller, endings) if endings and folder else _matches(given, caller)
     if not found:
-        raise SourceError(f"{who}: found no files in an empty list, expected at least one.")
+        raise SourceError(f"{caller}: found no files in an empty list, expected at least one.")
     return found
 
 
-def _within(folder: str, who: str, endings: Sequence[str]) -> list[str]:
+def _within(folder: str, caller: str, endings: Sequence[str]) -> list[str]:
     """The files of a folder with these endings."""
     if is_url(folder):
         with readable(folder):
@@ -143,13 +143,13 @@ def _within(folder: str, who: str, endings: Sequence[str]) -> list[str]:
     found = sorted(name for name in names if not name.rpartition("/")[2].startswith(("_", ".")))
     if not found:
         raise SourceError(
-            f"{who}: found no file that ends in {' or '.join(endings)} in the folder {folder}, "
+            f"{caller}: found no file that ends in {' or '.join(endings)} in the folder {folder}, "
             "expected at least one; give a pattern for files of other names or in folders below."
         )
     return found
 
 
-def _matches(pattern: str, who: str) -> list[str]:
+def _matches(pattern: str, caller: str) -> list[str]:
     if is_url(pattern):
         with readable(pattern):
             matches = _remote().match(pattern)
@@ -159,7 +159,7 @@ def _matches(pattern: str, who: str) -> list[str]:
         matches = sorted(map(os.path.abspath, glob.glob(pattern, recursive=True)))
     if not matches:
         raise SourceError(
-            f"{who}: found no file {pattern!r}"
+            f"{caller}: found no file {pattern!r}"
             f"{'' if is_url(pattern) else f' from {os.getcwd()}'}, expected one that {_SEEN}."
         )
     return matches

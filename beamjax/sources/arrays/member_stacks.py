@@ -22,17 +22,17 @@ class MemberStack:
         leaves: what a member must be.
         treedef: its tree; None if only the paths of its leaves are known.
         count: the number of members.
-        who: the caller, for messages.
+        caller: the caller, for messages.
     """
 
     def __init__(
-        self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None, count: int, who: str
+        self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None, count: int, caller: str
     ) -> None:
         self._arrays: list[np.ndarray] = []
         self._leaves = leaves
         self._count = count
         self._treedef = treedef
-        self._who = who
+        self._caller = caller
 
     def put(self, place: int, member: Any, index: int) -> None:
         """Copies a member to its place.
@@ -50,7 +50,7 @@ class MemberStack:
         values, treedef = jax.tree_util.tree_flatten(member)
         if self._treedef is None or treedef != self._treedef:
             self._learn(member, treedef, index)
-        where = f"{self._who}, member {index}"
+        where = f"{self._caller}, member {index}"
         fitting = [_fitting(v, leaf, where) for v, leaf in zip(values, self._leaves, strict=True)]
         if not self._arrays:  # memory is taken for what was found
             self._arrays = self.arrays()
@@ -70,7 +70,7 @@ class MemberStack:
         expected = [leaf.path for leaf in self._leaves]
         if self._treedef is not None or found != expected:
             raise SourceError(
-                f"{self._who}, member {index}: found a tree with the leaves {found}, expected "
+                f"{self._caller}, member {index}: found a tree with the leaves {found}, expected "
                 f"{expected}; every member has the tree of the first one."
             )
         self._treedef = treedef

@@ -305,11 +305,11 @@ def _listed(given: Any, name: str) -> list[str]:
     return [path]
 
 
-def _refuse_url(path: str, who: str) -> None:
+def _refuse_url(path: str, caller: str) -> None:
     if is_url(path):
         raise StructureError(
-            f"{who}: found the URL {path}, expected a local path: files of NumPy are mapped. Copy "
-            "it to a folder that all workers see, or write Parquet or Zarr."
+            f"{caller}: found the URL {path}, expected a local path: files of NumPy are mapped. "
+            "Copy it to a folder that all workers see, or write Parquet or Zarr."
         )
 
 

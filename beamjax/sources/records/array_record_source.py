@@ -12,7 +12,7 @@ from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
 from beamjax.sources.records.record_source import Counted, RecordSource
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 
-WHO = "from_array_record"
+CALLER = "from_array_record"
 MAX_OPEN = 64
 """Files that a process keeps open, with their indices in memory."""
 
@@ -41,15 +41,15 @@ def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
       StructureError: `features` are no types.
       PlacementError: the files hold no record.
     """
-    files = [(file, _count(file)) for file in map(look, _local(find_files(paths, WHO)))]
+    files = [(file, _count(file)) for file in map(look, _local(find_files(paths, CALLER)))]
     filled = next((counted for counted in files if counted[1]), None)
     if filled is None:
-        raise PlacementError(f"{WHO}: found no record in {files[0][0].path}, expected one.")
+        raise PlacementError(f"{CALLER}: found no record in {files[0][0].path}, expected one.")
     (first,) = _read_records(filled, 0, 1)
     where = f"{filled[0].path}, record 0"
     if features is None:
         features = infer_features(first, where)
-    leaves, treedef = feature_leaves(features, WHO)
+    leaves, treedef = feature_leaves(features, CALLER)
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
     return ArrayRecordSource(tuple(files), tuple(names), tuple(leaves), treedef)
@@ -59,7 +59,7 @@ def _local(paths: Sequence[str]) -> Sequence[str]:
     for path in paths:
         if is_url(path):
             raise SourceError(
-                f"{WHO}: found the URL {path}, expected files of this machine, which alone the "
+                f"{CALLER}: found the URL {path}, expected files of this machine, which alone the "
                 "package array_record reads; copy or mount them where all workers see them."
             )
     return paths

@@ -24,7 +24,7 @@ Where = Callable[[int], str]
 """The name of a parsed record for messages, from its position."""
 
 
-def feature_leaves(features: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
+def feature_leaves(features: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
     """The leaves of members that are a dict of features, in the order of their names.
 
     Raises:
@@ -34,15 +34,17 @@ def feature_leaves(features: Any, who: str) -> tuple[list[LeafSpec], PyTreeDef]:
 
     if not isinstance(features, Mapping) or not all(isinstance(name, str) for name in features):
         raise StructureError(
-            f"{who}: found the features {features!r:.80}, expected a dict from their names to "
+            f"{caller}: found the features {features!r:.80}, expected a dict from their names to "
             'jax.ShapeDtypeStruct, such as {"x": jax.ShapeDtypeStruct((28, 28), "float32")}.'
         )
-    leaves, treedef = member_leaves(dict(features), who)
+    leaves, treedef = member_leaves(dict(features), caller)
     if treedef != jax.tree_util.tree_structure(dict.fromkeys(features, 0)):
-        raise StructureError(f"{who}: found a feature that is a tree, expected one type for each.")
+        raise StructureError(
+            f"{caller}: found a feature that is a tree, expected one type for each."
+        )
     for leaf in leaves:
         if leaf.key_impl is not None or leaf.dtype.kind not in "biufcV" or not leaf.dtype.itemsize:
-            raise StructureError(f"{who}{leaf.path}: found {leaf}, expected numbers.")
+            raise StructureError(f"{caller}{leaf.path}: found {leaf}, expected numbers.")
     return leaves, treedef
 
 

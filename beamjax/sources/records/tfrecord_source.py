@@ -45,7 +45,7 @@ from beamjax.sources.source_base import (
     describe_source,
 )
 
-WHO = "from_tfrecord"
+CALLER = "from_tfrecord"
 MARK_BYTES = 1 << 20
 """Bytes, at least, between the records whose positions a source stores; it searches for others."""
 MAX_MARKS = 1 << 13
@@ -151,11 +151,11 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
       StructureError: `features` are no types.
       PlacementError: the files that are indexed hold no record.
     """
-    files = [look(path) for path in find_files(paths, WHO)]
+    files = [look(path) for path in find_files(paths, CALLER)]
     first, where = _first_record(files)
     if features is None:
         features = infer_features(first, where)
-    leaves, treedef = feature_leaves(features, WHO)
+    leaves, treedef = feature_leaves(features, CALLER)
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
     if any(is_url(file.path) or packing_of(file.path) for file in files):
@@ -175,7 +175,7 @@ def _first_record(files: Sequence[DataFile]) -> tuple[bytes, str]:
     for file in files:
         for _, records in stream_records(file, HEADER):
             return records[0], f"{file.path}, record 0"
-    raise PlacementError(f"{WHO}: found no record {files_for_people(files)}, expected one.")
+    raise PlacementError(f"{CALLER}: found no record {files_for_people(files)}, expected one.")
 
 
 def _indexed(file: DataFile, apart: int) -> tuple[int, tuple[Mark, ...]]:

@@ -21,12 +21,12 @@ class MemberType:
     """What each member must be.
 
     Attributes:
-      who: the caller, for messages: "from_beam".
+      caller: the caller, for messages: "from_beam".
       template: a tree of the numbers of the leaves; structures of trees can't be pickled.
       leaves: one member of each.
     """
 
-    who: str
+    caller: str
     template: Any
     leaves: tuple[LeafSpec, ...]
 
@@ -50,13 +50,15 @@ class MemberType:
             values = treedef.flatten_up_to(tree)
         except (TypeError, ValueError) as error:
             raise StructureError(
-                f"{self.who}: found the element {shown(member)}, expected the tree of `like`, "
+                f"{self.caller}: found the element {shown(member)}, expected the tree of `like`, "
                 f"{treedef}: {' '.join(str(error).split())}"
             ) from None
         try:
             return [_array(v, leaf) for v, leaf in zip(values, self.leaves, strict=True)]
         except StructureError as error:
-            raise StructureError(f"{self.who}: {error}; the element is {shown(member)}") from None
+            raise StructureError(
+                f"{self.caller}: {error}; the element is {shown(member)}"
+            ) from None
 
 
 def shown(element: Any) -> str:

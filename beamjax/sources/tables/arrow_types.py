@@ -18,14 +18,14 @@ _NUMBERS = (
 )
 
 
-def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:
+def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
     """The names of the columns that a user wants, in the order of a dictionary of JAX: sorted.
 
     Args:
       schema: of the file.
       columns: a name, a list of names, or None for all.
       file: that is read.
-      who: the caller, for messages: "from_parquet".
+      caller: the caller, for messages: "from_parquet".
 
     Raises:
       StructureError: `columns` are no names.
@@ -36,11 +36,11 @@ def chosen(schema: Any, columns: Any, file: str, who: str) -> list[str]:
         listed = list(schema.names)
     if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
         raise StructureError(
-            f"{who}: found columns={columns!r:.80}, expected the name of a column, a list of "
+            f"{caller}: found columns={columns!r:.80}, expected the name of a column, a list of "
             "names, or None for all."
         )
     if not listed:
-        raise StructureError(f"{who}: found no columns for {file}, expected at least one name.")
+        raise StructureError(f"{caller}: found no columns for {file}, expected at least one name.")
     for name in listed:
         count = schema.names.count(name)
         if count > 1:

@@ -285,15 +285,15 @@ class Conversion:
     fill_null: int | float | None = None
     times: bool = False
 
-    def check(self, who: str) -> None:
+    def check(self, caller: str) -> None:
         """StructureError unless these can be."""
         size, fill = self.text_bytes, self.fill_null
         if size is not None and (type(size) is not int or not 1 <= size <= MAX_TEXT):
             raise StructureError(
-                f"{who}, text_bytes: found {size!r}, expected a number from 1 to {MAX_TEXT}."
+                f"{caller}, text_bytes: found {size!r}, expected a number from 1 to {MAX_TEXT}."
             )
         if fill is not None and type(fill) not in (int, float):
-            raise StructureError(f"{who}, fill_null: found {fill!r:.80}, expected a number.")
+            raise StructureError(f"{caller}, fill_null: found {fill!r:.80}, expected a number.")
 
 
 def _number(text: str | None) -> int | float | None:
@@ -308,18 +308,18 @@ def from_tables(
     paths: Any,
     columns: Any,
     conversion: Conversion,
-    who: str,
+    caller: str,
 ) -> Found:
     """A source of some kind from the files that a user names; see `from_parquet`."""
     import jax
 
-    conversion.check(who)
+    conversion.check(caller)
     buckets = conversion.buckets
-    found = find_files(paths, who, cls.endings)
+    found = find_files(paths, caller, cls.endings)
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # most of the time is waiting for URLs
         heads = list(pool.map(cls._head, found))
-    names = chosen(heads[0][1], columns, found[0], who)
-    types = _row_types(heads, names, columns, conversion, who)
+    names = chosen(heads[0][1], columns, found[0], caller)
+    types = _row_types(heads, names, columns, conversion, caller)
     files = [file for file, _ in heads]
     filled = [(file, number) for file in files for number, n in enumerate(file.rows) if n]
     if not filled:
@@ -329,7 +329,7 @@ def from_tables(
         )
     ragged: list[str] = []
     if buckets is not None:
-        ragged = _padded_columns(types, buckets, found[0], who)
+        ragged = _padded_columns(types, buckets, found[0], caller)
     shapes = _known_shapes(cls, *filled[0], types)
     names = sorted([*names, MASK]) if ragged else names
     bare = isinstance(columns, str) and not ragged
@@ -343,14 +343,14 @@ def from_tables(
 
 
 def _padded_columns(
-    types: dict[str, tuple[Shape, np.dtype]], buckets: Sequence[int], file: str, who: str
+    types: dict[str, tuple[Shape, np.dtype]], buckets: Sequence[int], file: str, caller: str
 ) -> list[str]:
     """The columns of lists, whose shapes are set to the longest, and the mask."""
     listed = list(buckets)
     sound = listed and all(type(b) is int and 1 <= b <= MAX_LIST for b in listed)
     if not sound or listed != sorted(set(listed)):
         raise SourceError(
-            f"{who}, buckets: found {listed}, expected lengths from 1 to {MAX_LIST}, ascending."
+            f"{caller}, buckets: found {listed}, expected lengths from 1 to {MAX_LIST}, ascending."
         )
     if MASK in types:
         raise StructureError(
@@ -359,7 +359,7 @@ def _padded_columns(
         )
     ragged = [name for name, (shape, _) in types.items() if shape[:1] == (None,)]
     if not ragged:
-        raise StructureError(f"{who}, buckets: found no column of lists in {file} to pad.")
+        raise StructureError(f"{caller}, buckets: found no column of lists in {file} to pad.")
     for name in ragged:
         shape, dtype = types[name]
         if None in shape[1:]:
@@ -377,7 +377,7 @@ def _row_types(
     names: Sequence[str],
     columns: Any,
     conversion: Conversion,
-    who: str,
+    caller: str,
 ) -> dict[str, tuple[Shape, np.dtype]]:
     """Shape and dtype of each column, as all files have it."""
     types: dict[str, tuple[Shape, np.dtype]] = {}
@@ -390,7 +390,7 @@ def _row_types(
                 f"{path}: found the column {extra[0]!r}, which {first} has not; choose those that "
                 "all files have: columns=[...]."
             )
-        chosen(schema, list(names), path, who)
+        chosen(schema, list(names), path, caller)
         for name in names:
             found = row_type(schema, name, path, conversion.text_bytes, conversion.times)
             if not agree(types.setdefault(name, found), found):
