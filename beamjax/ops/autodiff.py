@@ -100,8 +100,8 @@ def _map_jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Binds two maps, so that partial evaluation keeps the first and records the second.
 
-    The second starts from the primal operands: to keep the residuals of the first instead would
-    move a placed value out of the body for each of them.
+    The second starts from the primal operands: keeping the residuals of the first map instead would
+    move a placed value out of the body for each residual.
     """
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     outs = map_p.bind(*primals, **params)
@@ -135,7 +135,7 @@ def _jvp_jaxpr(
 ) -> tuple[jex.ClosedJaxpr, list[Any]]:
     """Traces the tangents of the outputs `moving_out`, for inputs `moving`.
 
-    Its inputs are the primals and, where `is_tangent` says so, the tangents.
+    Its inputs are the primals, then the tangents of those that `is_tangent` marks.
     """
     body = jex.jaxpr_as_fun(jaxpr)
     is_primal = [not mark for mark in is_tangent]
@@ -346,9 +346,10 @@ def _prod_jvp(
 ) -> tuple[Any, Any]:
     """The derivative by a member is the product of the others, also if members are zero.
 
-    With one zero, the product of the others is zero save for that member; with two, save for none,
-    but its own derivative is not. `zeros` is the sum of the zero members: zero, with derivative one
-    by each of them. First and second derivatives are right for any number of zeros.
+    If exactly one member is zero, only the derivative by that member can be nonzero. If two are
+    zero, all first derivatives are zero, but second derivatives need not be. `zeros`, the sum of
+    the zero members, carries these: its value is zero, and its derivative by each zero member is
+    one. First and second derivatives are right for any number of zeros.
     """
     (x,), (t,) = primals, tangents
     out = reduce_prod_p.bind(x, placement=placement)
@@ -376,9 +377,9 @@ def product_of_others(count: Any, product: Any, zeros: Any, x: jax.Array) -> jax
     """The derivative of a product by one of its factors, `x`.
 
     Args:
-      count: how many of the factors are zero.
-      product: of the others.
-      zeros: the sum of those that are zero.
+      count: the number of factors that are zero.
+      product: the product of the factors that are not zero.
+      zeros: the sum of the factors that are zero.
       x: the factor.
     """
     is_zero, none = x == 0, jnp.zeros_like(x)

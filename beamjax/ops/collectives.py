@@ -36,7 +36,7 @@ _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2"})
 def bind_map(
     jaxpr: jex.ClosedJaxpr, broadcast: Sequence[Any], placed: Sequence[Any], **params: Any
 ) -> list[jax.Array]:
-    """As `primitives.bind_map`, of a body that may hold collectives over its placement.
+    """Like `primitives.bind_map`, for a body that may hold collectives over its placement.
 
     Raises:
       StructureError: a collective is of another kind than `lax.psum`, `pmean`, `pmax`, `pmin`,
@@ -46,7 +46,7 @@ def bind_map(
     placement, n = params["placement"], params["n"]
     if not any_of(jaxpr, placement):
         return primitives.bind_map(jaxpr, broadcast, placed, **params)
-    why = "lax.pmean divides by the number of members, whatever they count; use the reductions"
+    why = "lax.pmean divides by the number of members, not by their weights; use the reductions"
     refuse_weights(f"map_fn of {params['name']}: a collective", placement, n, why)
     arguments = [*(_Value(x, False) for x in broadcast), *(_Value(x, True) for x in placed)]
     body = _Body(placement, n, params)

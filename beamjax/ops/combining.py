@@ -228,10 +228,9 @@ ad.primitive_jvps[reduce_p] = _reduce_jvp
 def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
     """Transposes the tree of calls itself: a member's cotangent needs the values of all others.
 
-    That is, what the members before it and those after it come to. A pass has one result for all
-    members, or one for each that its own shard makes; no pass hands a shard what others before it
-    came to. So what this makes is no reduction, and a plan gathers operands: those leaves on which
-    the derivative depends, and none where the function is linear.
+    It needs the reduction of all members before it and of all after it. A pass gives each shard
+    only its own members and server values, so a plan can't run this as a pass over shards. It
+    gathers the leaves on which the derivative depends: none if the function is linear.
     """
     linear = [ad.is_undefined_primal(arg) for arg in args]
     avals = [arg.aval for arg in args if ad.is_undefined_primal(arg)]

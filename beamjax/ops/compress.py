@@ -48,7 +48,7 @@ from beamjax.ops.weights import refuse_weights
 __all__ = ["Codes", "Mean", "decompress", "int8", "nbytes", "reduce_mean", "ternary"]
 
 INT8_LEVELS = 127
-"""Levels on each side of zero."""
+"""Levels of "int8" on each side of zero; -128 is not used, so that codes are symmetric."""
 _TERNARY_BITS = 2
 
 
@@ -283,7 +283,7 @@ def _averaged(
 
 
 def _straight_through(averaged: Any, placement: str) -> Any:
-    """The same with the derivative of a mean."""
+    """`_averaged`, with the derivative of a mean."""
     call = jax.custom_jvp(averaged)
 
     @call.defjvp

@@ -1,7 +1,7 @@
-"""Members with keys that are not known beforehand, and the reduction of each key.
+"""Reductions by key where the number of keys is not known beforehand.
 
-Rows are reduced in their order: those of a block of rows first, and then what blocks gave. Floats
-are added and multiplied in float64. So what comes out depends on the rows alone.
+Rows are reduced in their order: first within each block of rows, then the results of the blocks.
+Floats are added and multiplied in float64. So the result depends on the rows alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ROUNDS = ("sum", "mean", "prod")
 class Keyed:
     """The result of `reduce_by_key` without a number of keys: members, each with its key.
 
-    The number of keys is no shape that JAX could know, so it stays like this inside of a program,
-    and can only be returned. `beamjax.run` gives a `KeyedTable` in its place. `reduced()` gives the
-    same as arrays, of what `jax.jit` returned.
+    JAX can't know the number of keys as a shape, so a program can only return a `Keyed`.
+    `beamjax.run` replaces it by a `KeyedTable`. For a `Keyed` that `jax.jit` returns, `reduced()`
+    gives the same as arrays.
 
     Attributes:
       keys: int[n], of each member.

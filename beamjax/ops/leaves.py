@@ -19,8 +19,8 @@ def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
 
     Args:
       op: the operator, for messages.
-      where: the argument that `leaf` is in, for messages.
-      path: where it is in there, for messages.
+      where: the argument that holds `leaf`, for messages.
+      path: the path of `leaf` in that argument, for messages.
       leaf: an array or a scalar.
 
     Raises:
@@ -43,7 +43,7 @@ def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any)
     Raises:
       PlacementError: it has another number of members.
       StructureError: it is neither an array nor a scalar.
-      SizeFound: the size of the placement was looked for, and is that of the leaf.
+      SizeFound: a trace looks for the size of the placement, which is the length of this leaf.
     """
     array = as_array(op, where, path, leaf)
     if not array.ndim or array.shape[0] != n:

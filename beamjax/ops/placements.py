@@ -140,7 +140,7 @@ _scope = jax.export.SymbolicScope()
 def size_looked_for(placement: str) -> Size:
     """The dimension that stands for the size of a placement while a trace looks for it.
 
-    It is the same for all traces, so that what JAX caches for one serves the next.
+    It is the same for all traces, so that they share the caches of JAX.
     """
     (n,) = jax.export.symbolic_shape("n_" + re.sub(r"\W", "_", placement), scope=_scope)
     return n

@@ -4,8 +4,8 @@ While `keeping` is active, `map_fn` maps a body that holds one equation, `python
 and transforms it as the body that was traced. Evaluated operation by operation, it calls the user's
 function with arrays, so that a debugger can step through it.
 
-The function closes over tracers of the program, which mean nothing by then. It is called as a copy
-whose closure holds the values that the member has for them.
+The function closes over tracers of the program, whose trace has ended by then. So a copy is called,
+whose closure holds the values of this member instead.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ batching.primitive_batchers[call_p] = _batched
 
 
 class _Substitution:
-    """Copies what holds tracers, with their values in place of them; all else stays as it is.
+    """Copies objects that hold tracers, with values in place of the tracers.
 
     It looks into closures and defaults of functions, bound methods, `functools.partial`, what
     `jax.jit` and its like wrap, trees, and the attributes of objects.

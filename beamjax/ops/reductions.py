@@ -39,7 +39,8 @@ def _segment_prod_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     """The derivative by a member is the product of the other members with its key, zeros or not.
 
-    JAX has none. This is that of `bj_reduce_prod`, key by key: see `beamjax.ops.autodiff`.
+    JAX doesn't define it. This is the derivative of `bj_reduce_prod` for each key: see
+    `beamjax.ops.autodiff`.
     """
     (x, keys), t = primals, tangents[0]
     is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
@@ -248,20 +249,21 @@ def reduce(
 
     The function need not be commutative: it is called on the values of neighbouring ranges of
     members, the left one first. It is called in the order of a binary tree over the members, so a
-    function that is associative up to rounding gives the same bits on every runner; and as many
-    shards merge in parallel as there are.
+    function that is associative up to rounding gives the same bits on every runner; and shards
+    merge in parallel.
 
-    The derivative in forward mode is again such a reduction. In reverse mode that of a member needs
-    what those before and after it come to, so `run` gathers the leaves on which it depends on the
-    server: none where the function is linear.
+    The derivative in forward mode is again such a reduction. In reverse mode, the derivative by a
+    member needs the reduction of the members before it and of those after it. So `run` gathers the
+    leaves on which the derivative depends on the server: none if the function is linear.
 
     Args:
       combine: takes two trees like one member of `x` and returns such a tree. It may close over
         server values and over constants.
       x: a tree of placed arrays, of shapes `(n, ...)`.
       identity: a tree like one member with which `combine` changes nothing, such as 0 for a sum. It
-        is combined once, from the left, with the value of all members, so that any other value of
-        its type can be a first one. None for none. It is the result where there are no members.
+        is combined once, from the left, with the reduction of all members, so any value of its type
+        can serve as an initial value. It is the result if there are no members. None means that
+        there is no identity.
       placement: the placement; may be left out where the program has one.
 
     Returns:
@@ -277,7 +279,7 @@ def reduce(
     """
     placement, n = resolve("reduce", placement)
     name = name_of(combine)
-    refuse_weights("reduce", placement, n, f"{name} does not say how a member counts half a time")
+    refuse_weights("reduce", placement, n, f"{name} can't be applied a fractional number of times")
     mesh = sharding.mesh_for("reduce", placement, n, None)
     paths, tree = tree_util.tree_flatten_with_path(x)
     leaves = [as_placed("reduce", "x", path, leaf, placement, n) for path, leaf in paths]

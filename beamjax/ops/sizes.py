@@ -1,4 +1,4 @@
-"""Sizes of placements that a program takes from the arguments of each call."""
+"""Finds the sizes of placements that a program takes from the arguments of each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of members: programs in which each member counts as often as its weight says.
+"""Weights of members: a member with weight w counts w times.
 
 `reweight` gives every reduction over a placement the weights of its members. Weights of 0, 1, 2, …
 leave members out or count them several times, as cross-validation and the bootstrap do. The

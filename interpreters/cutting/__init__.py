@@ -1,1 +1,1 @@
-"""Cuts a program into stages, which run one after the other."""
+"""Cuts a program into stages, which run in order."""

@@ -18,16 +18,18 @@ GUESSED_ROUNDS = 10
 """Assumed number of rounds of loops whose number of rounds depends on data."""
 
 LOOSE = 8.0
-"""Time of an operation outside of matrix products, in operations of a matrix product (about)."""
+"""Approximate time of an operation outside of matrix products, in units of an operation of a matrix
+product."""
 GATHERED = 44.0
-"""Time that the convolution library takes, besides the arithmetic, to gather its operands: for each
-position of the kernel at each position of the result, in operations of a matrix product.
+"""Time that the convolution library takes to gather its operands, in units of an operation of a
+matrix product, for each position of the kernel at each position of the result. It adds to the time
+of the arithmetic.
 
 Measured as about 2 ns on a CPU core, for kernels of 5 x 5 from 1 to 6 and from 6 to 16 channels, in
 the layout of `lowering/convolutions.py`. For 3 x 3 from 1 to 32 channels it is less than 1 ns. With
 more channels it is small compared with the arithmetic, which is as fast as in matrix products."""
 SHARED_PRODUCT, SHARED_CONVOLUTION = 1e7, 1e6
-"""Arithmetic operations from which on XLA's libraries use all cores for a matrix product and for a
+"""Arithmetic operations above which XLA's libraries use all cores for a matrix product and for a
 convolution, even inside loops; measured by the number of busy cores."""
 
 _DEAR = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Cuts a placed program at its reductions into stages that run one after the other.
+"""Cuts a placed program at its reductions into stages that run in order.
 
 The *level* of a value is the number of passes over the members that must be complete before it can
 be computed. All equations of one level and placement become one pass, for any number of maps and

@@ -17,7 +17,7 @@ from beamjax.interpreters.rules.sharding_rules import ReductionRule, shape_of
 MASKED_SECONDS = 1e-9
 """Assumed cost of a mask, in seconds per masked value of a member."""
 EXECUTABLE_SECONDS = 0.3
-"""Seconds to stage, export and compile one more executable."""
+"""Assumed seconds to stage, export and compile one more executable."""
 UNKNOWN_MEMBERS = 1 << 20
 """Assumed number of members where it is unknown."""
 

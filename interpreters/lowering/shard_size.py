@@ -29,34 +29,39 @@ from beamjax.plan.cost import USUAL, Cost
 CACHE_BYTES = 1 << 20
 """Assumed size of the second-level cache of a core, in bytes."""
 MULTIPLE = 8
-"""Shard sizes are multiples of this: then the bits of a member do not depend on its row."""
+"""Shard sizes are multiples of this, so that the bits of a member do not depend on its row."""
 USUAL_LIMIT = 64
-"""Largest shard of members that are not tiny."""
+"""Most members per shard, unless they are tiny."""
 TINY_MEMBER_BYTES = 1 << 10
 """Largest working memory of a tiny member, in bytes."""
 TINY_LIMIT, TINY_SHARDS = 4096, 64
 """A shard has at most 4096 tiny members, or more as long as a placement has at least 64 shards."""
 LARGE_MEMBER_BYTES = 4 << 20
-"""Working memory from which on members are computed sequentially, in bytes."""
+"""Working memory of a member, in bytes, above which members are computed sequentially."""
 WORTH_SECONDS = 2e-3
-"""Predicted seconds of work that a shard of several batches should have."""
+"""Predicted seconds of work that a shard of several batches should have, so that its overhead is
+small."""
 CACHE_GAIN = 8.0
 """Approximate factor by which bytes move faster in the cache than from memory."""
 DRAWN_BYTES = 16
-"""Largest number of bytes read per member for members that are computed from a seed or an index."""
+"""Largest number of bytes read per member that still counts as a member computed from a seed or an
+index."""
 MOST_BATCHES, FEWEST_SHARDS = 256, 16
 """Largest number of batches per shard, and the fewest such shards of a placement."""
 MAX_BATCHED_BYTES = 8 << 20
 """Largest size of what a shard of several batches reads and returns, in bytes."""
 PRODUCT_MEMBERS = 1024
-"""Members that a product contracts over, if that leaves two shards. Each shard writes the result of
-the product and adds it up: of 128 members that takes longer than the product itself."""
+"""Fewest members per shard that a product contracts over, as long as two shards remain. Each shard
+writes the result of the product and adds it up, which for 128 members takes longer than the product
+itself."""
 MERGED_BYTES = 2e9
-"""Bytes of partials that are added up exactly in a second, about."""
+"""Approximate bytes of partials that one core adds up exactly in a second."""
 MERGE_SHARE = 8
-"""Seconds of computing for each second in which the partials of a shard are added up."""
+"""A shard should compute for this many seconds for each second in which its partials are added
+up."""
 STREAMED_SHARE = 4
-"""Working bytes per byte read up to which members are computed at once instead of in batches."""
+"""Largest ratio of working bytes to bytes read at which members are computed at once instead of in
+batches."""
 MAX_SHARD_BYTES = 32 << 20
 """Largest size of what a shard reads or returns, in bytes: Beam elements must be below 64 MiB."""
 

@@ -2,8 +2,8 @@
 
 JAX has no primitive for it: its equations are slices of every second member, calls of the function
 on half of the members, on a quarter, and so on. The function is read from the first call. Tracing
-`lax.associative_scan` of it again must give the same equations, so no other program is taken for
-one, whatever the version of JAX.
+`lax.associative_scan` of it again must give the same equations. So no other program is mistaken for
+a scan, whatever the version of JAX.
 
 The first pass scans each range of members, and fills a table with the last row of each. The server
 scans the table. The second pass scans each range again, and applies what comes before the range.
@@ -35,9 +35,11 @@ from beamjax.interpreters.staging.flatten import flatten
 from beamjax.numerics.reducers import PICK
 
 MAX_CALLS = 4
-"""Most places that are tried as the end of the function's first call, which may slice as well."""
+"""Most slices that are tried as the end of the function's first call. The function itself may
+slice, so the first slice after its beginning need not be JAX's own."""
 FEWEST = 8
-"""Fewest members per range: the table would have hardly fewer rows than there are members."""
+"""Fewest members per range. With fewer, the table would have almost as many rows as there are
+members."""
 
 JOINS = ("add", "or")
 """The primitives by which JAX joins the results of even and odd members, padded with zeros."""
@@ -392,7 +394,7 @@ def _verified(eqns: Sequence[Eqn], scan: _Scan, atoms: Sequence[Atom], count: in
 
 
 def _match(traced: Sequence[Eqn], eqns: Sequence[Eqn], env: dict[Var, Atom]) -> bool:
-    """Whether some equations are the first ones of a trace; adds to `env` what is what in them."""
+    """Whether equations begin a trace; records in `env` which variables correspond."""
     number, skips = 0, False
     for made in traced:
         if number == len(eqns):
@@ -402,7 +404,7 @@ def _match(traced: Sequence[Eqn], eqns: Sequence[Eqn], env: dict[Var, Atom]) -> 
             continue
         while True:
             eqn = eqns[number]
-            # What no equation of the trace defines is the result of a call with one row.
+            # A variable that no equation of the trace defines is the result of a call with one row.
             read = zip(made.inputs, eqn.inputs, strict=False)
             named = [env.get(a, b) if isinstance(a, Var) else a for a, b in read]
             if _alike(made, eqn) and all(map(_same, named, eqn.inputs)):

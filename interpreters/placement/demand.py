@@ -118,7 +118,7 @@ class _Finder:
             along = self.demand.get(var)
             self.want(entry, along.moved(-1) if along else None)
         ends = list(zip(block.outputs[:carried], eqn.outputs, block.inputs, strict=False))
-        for _ in range(carried + 2):  # Each iteration moves a demand by one carried value at most.
+        for _ in range(carried + 2):  # An iteration moves a demand by at most one carried value.
             before = [self.demand.get(param) for param in block.inputs]
             for last, var, param in ends:
                 self.want(last, self.demand.get(param) or self.demand.get(var))

@@ -22,11 +22,13 @@ from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import shape_of
 
 MIN_BYTES = 1 << 20
-"""Size of all members from which on they are counted: fewer are gathered and sorted faster."""
+"""Bytes of all members above which passes count them. Smaller arrays are gathered and sorted
+faster."""
 MOST_RANKS = 16
-"""Largest number of selected members: each of them is compared with all members."""
+"""Largest number of selected members. Each of them is compared with all members, so the work grows
+with it."""
 WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 20
-"""Most counts of a pass with digits of 16 bits, and of any pass; each is an int32."""
+"""Most counts (int32) that a shard sends in a pass with digits of 16 bits, and in any pass."""
 
 
 def order_statistics(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:

@@ -4,8 +4,8 @@ A pattern takes an equation, and gives a function of other values with the same 
 two kinds. An *end*, such as `jnp.cumsum(x, 0)` or the sum of a slice of the members, is computed
 from placed values by equations that have rules. A *view* is moved past an equation: where `v` is
 `x[:800]`, `jnp.tanh(v)` becomes `jnp.tanh(x)[:800]`, until an end takes a view of placed values.
-Views without an end are gathered. So are values that also the server reads: what is computed from
-them then stays on the server, as it is written, and the program is placed again.
+Views without an end are gathered. So are values that the server reads as well: values computed from
+them then stay on the server, without a rewrite, and the program is placed again.
 """
 
 from __future__ import annotations

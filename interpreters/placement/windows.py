@@ -172,7 +172,7 @@ def _meet(rewriter: BlockRewriter, parts: set[Slice]) -> None:
 def _move(
     rewriter: BlockRewriter, atom: Atom, axis: int, k: int
 ) -> Callable[[jax.Array], jax.Array] | None:
-    """A function that moves all members by k, as `shifted` does; None if that is not worth it."""
+    """A function that moves all members by k, as `shifted` does; None if that does not pay."""
     if k == 0:
         return lambda x: x
     block = _range(rewriter, atom, axis, abs(k), fewest=abs(k))

@@ -30,7 +30,7 @@ from beamjax.interpreters.rules.sharding_rules import (
 from beamjax.numerics.reducers import PICK, REDUCERS
 
 MAX_ROWS = 1024
-"""Largest number of rows that each shard sends, where the user does not give the shard size."""
+"""Largest number of rows that each shard sends, unless the user gives the shard size."""
 MAX_TABLE_BYTES = 4 << 20
 """Largest size of all rows that a shard sends, in bytes."""
 MAX_RANGE_BYTES = 16 << 20
@@ -83,7 +83,7 @@ def reduced_by_shard(
 
 
 def mapped_by_shard(function: Result, *operands: Any, block: int, members: int = 1) -> jax.Array:
-    """What `function(shard, *operands)` gives for each shard: a row for each of its members.
+    """The results of `function(shard, *operands)` for each shard: a row for each of its members.
 
     The first operands, as many as `members` says, are arrays of members; see `reduced_by_shard`.
     """

@@ -116,7 +116,7 @@ def with_neighbours(
     after: int,
     block: int,
 ) -> jax.Array:
-    """What `function(shard, rows, *served)` gives for each shard: a row for each of its members.
+    """The results of `function(shard, rows, *served)` for all shards: a row for each member.
 
     The rows are those of the shard, with their neighbours: `before` members before them, and
     `after` members after them. The last members come before the first one. Tables have the members

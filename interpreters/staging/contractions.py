@@ -283,7 +283,8 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name in _CALLS | _REMATS:
         inner = next(eqn.params[key] for key in CALLED if key in eqn.params)
-        if name in _REMATS:  # What it recomputes must not be shared with the first time.
+        if name in _REMATS:
+            # XLA must not merge what it recomputes with the first computation.
             inputs = lax.optimization_barrier(list(map(_value, inputs)))
         return _evaluate(inner, inputs)
     found = _RULES[name](eqn, *inputs) if name in _RULES else None

@@ -18,7 +18,7 @@ from beamjax.plan.steps import Map, Plan, ValueType
 from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulators
 
 REPEATED_SECONDS = 0.1
-"""Seconds for which a shard is computed again and again; the best time counts."""
+"""Seconds for which the runs of a shard are repeated; the best time counts."""
 MIN_RUNS, MAX_RUNS = 4, 30
 """Bounds of the number of timed runs of a shard."""
 
