@@ -62,6 +62,7 @@ from beamjax.plan.liveness import used
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, Step
 from beamjax.runtime.control_flow import Checkpointer, ControlFlow
 from beamjax.runtime.machine_provenance import provenance_here
+from beamjax.runtime.materialized_outputs import NOTHING
 from beamjax.storage import files
 from beamjax.telemetry.meters import Meter, collecting
 from beamjax.telemetry.progress import step_name
@@ -324,9 +325,11 @@ class Driver(ControlFlow[Value]):
         """The program of a step, which is the same in each round but for the step's name."""
         plain = replace(step, name=step_name(step.name))
         key = plain, tuple(written), use
-        programs = self.launcher.programs
-        if key not in programs:
-            results = self.launcher.results
+        programs, results = self.launcher.programs, self.launcher.results
+        if results.folders.keys().isdisjoint(written):
+            results = NOTHING
+        # A session has the program of an earlier run, which wrote to files of that run.
+        if key not in programs or programs[key].results != results:
             programs[key] = Program(uuid.uuid4().hex, make(plain), tuple(written), results)
         return programs[key]
 

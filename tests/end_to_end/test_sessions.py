@@ -93,6 +93,16 @@ def test_arrays_that_change_are_read_again():
             x += 1
 
 
+def test_placed_results_go_to_files_of_their_call():
+    with bj.session("DirectRunner", OPTIONS) as s:
+        kept = [s.run(residuals, jnp.full(3, w), X, Y, keep="placed") for w in range(3)]
+        found = [np.asarray(each) for each in kept]
+    expected = [
+        bj.run(residuals, jnp.full(3, w), X, Y, runner="local", options=OPTIONS) for w in range(3)
+    ]
+    assert_same_bits(found, [np.asarray(each) for each in expected])
+
+
 def test_an_idle_session_ends_and_starts_again(expected):
     def workers():
         return [t for t in threading.enumerate() if t.name == "beamjax rounds" and t.is_alive()]
