@@ -69,7 +69,7 @@ from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.watchdog import WorkTable, bounded
 
 WORKER_MERGE_BYTES = 8 << 20
-"""Total bytes of the partials of a pass from which workers merge them, and not this process."""
+"""Total bytes of the partials of a pass above which workers merge them instead of this process."""
 
 
 class Driver(ControlFlow[Value]):
@@ -179,7 +179,7 @@ class Driver(ControlFlow[Value]):
 
     @contextlib.contextmanager
     def _errors_of(self, step: Server | Map | Gather) -> Iterator[None]:
-        """Turns errors of workers into those that they have recorded in the store."""
+        """Replaces errors of the runner by those that workers have recorded in the store."""
         connection = self.launcher.connection
         self._look = lost_workers.Look(self.store, [step], keeps=False)
         lost = functools.partial(lost_workers.lost_worker, self.store, [step])
@@ -399,7 +399,7 @@ _PART = re.compile(r"([^/]+)([\[(])(\d+)[\])]/")
 
 @contextlib.contextmanager
 def _rounds_in_words() -> Iterator[None]:
-    """Says in words which rounds and blocks the name of a failing step stands for."""
+    """Describes the rounds and blocks in the name of a failing step."""
     try:
         yield
     except BeamjaxError as error:

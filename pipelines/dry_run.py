@@ -1,4 +1,4 @@
-"""A job as Dataflow would be sent it. Nothing here reaches the network."""
+"""The job that Dataflow would receive. Nothing here uses the network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from beamjax.telemetry.monitor import Monitor
 
 @dataclass(frozen=True)
 class DryStore(Store):
-    """A store that writes nothing, and remembers what it was given. Workers get a plain one.
+    """A store that writes nothing and records the files it is given. Workers get a plain store.
 
     Attributes:
       written: bytes of each file, by name.
@@ -55,7 +55,7 @@ class DryStore(Store):
 
 
 def described(job: Any) -> dict[str, Any]:
-    """What Dataflow is sent of a job, besides its pipeline."""
+    """What Dataflow receives of a job, besides its pipeline."""
     staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
     try:
         cloud = job.options.view_as(GoogleCloudOptions)

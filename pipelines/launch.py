@@ -45,7 +45,7 @@ from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import SECONDS_TO_STOP
 
 KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
-"""Runners that wait for a worker process that died, and start no other one for it."""
+"""Runners that neither notice nor replace a worker process that died."""
 
 
 @dataclass
@@ -171,13 +171,13 @@ def run_steps(
 
 @contextlib.contextmanager
 def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pipeline]:
-    """A pipeline that leaves no folder behind; `runner` in place of that of the connection."""
+    """A pipeline that leaves no folder behind; `runner` replaces the runner of the connection."""
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
     try:
         with submission_files_in(temporary_folder(pipeline)):
             yield pipeline
     finally:
-        # Beam makes this folder at once, and removes it only if the pipeline gets to run.
+        # Beam makes this folder at once, and removes it only if the pipeline runs.
         shutil.rmtree(temporary_folder(pipeline), ignore_errors=True)
 
 
@@ -208,7 +208,7 @@ _SECONDS_TO_END = 15.0
 """Seconds from the end of the first worker to that of the pipeline, at most."""
 
 Look = Callable[[], BeamjaxError | None]
-"""Looks at a pipeline that runs, and gives an error if it has to end."""
+"""Checks a running pipeline; returns an error if the pipeline must end."""
 
 
 def run_pipeline(
@@ -221,8 +221,9 @@ def run_pipeline(
 
     Args:
       pipeline: what to run; `pipeline_timeout` and `flink_cluster` are among its options.
-      look: is called while it runs, and ends the run if it gives an error. Beam's in-memory runner
-        runs in a thread of its own then: it would wait for ever for a worker that has died.
+      look: is called while the pipeline runs, and ends it by returning an error. Beam's in-memory
+        runner then runs in a thread of its own, because it would wait forever for a worker that has
+        died.
       running: makes a context of the result of Beam, which is entered while the pipeline runs.
       end: ends the worker processes of the in-memory runner; None where they are threads.
 
@@ -247,7 +248,7 @@ def run_pipeline(
                 if failure:
                     raise RuntimeError(str(failure[0])) from failure[0]
             except BaseException:
-                # A run that gives up here must leave no workers that go on.
+                # A run that gives up here must not leave workers running.
                 _in_thread(result.cancel)[0].join(_SECONDS_TO_CANCEL)
                 raise
 
@@ -296,7 +297,7 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
 
 
 def _watch(thread: threading.Thread, looks: Sequence[Look]) -> None:
-    """Waits until a thread ends; raises the first error that a look gives until then."""
+    """Waits until a thread ends; raises the first error that a check returns before that."""
     pause = _SHORTEST_PAUSE
     while thread.is_alive():
         thread.join(pause)
@@ -333,8 +334,8 @@ def _worker_threads() -> Iterator[Look]:
     Beam waits for ever if a process dies that had not yet asked for work.
 
     Yields:
-      What says that one has ended, but the pipeline has not. It can't distinguish the threads of
-      several pipelines at a time, and says nothing then.
+      A check that reports a worker that ended before its pipeline did. It can't tell the threads of
+      concurrent pipelines apart, and reports nothing while there are several.
     """
     seen: dict[threading.Thread, str] = {}
     since, mixed = float("inf"), False

@@ -1,4 +1,4 @@
-"""What Beam logs that is no fault of a run: its optional packages, and jobs that were cancelled."""
+"""Filters messages of Beam that report no fault: missing optional packages, and cancelled jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 def install() -> None:
-    """Has this process leave such records out; all others stay, on all levels."""
+    """Installs the filters in this process; all other records stay, on all levels."""
     # Importing Beam without the packages for Google Cloud warns of it, on the root logger.
     logging.getLogger().addFilter(_is_of_use)
     for name in ERROR_LOGGERS:

@@ -75,7 +75,7 @@ def run_plan(
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
-        # A checkpoint links what is in the store; results are written from there at the end.
+        # A checkpoint links files of the store; results are written from there at the end.
         at_once = NOTHING if options.checkpoint else results
         launcher = Launcher(connection, store, monitor, program, at_once)
         if not is_one_pipeline(plan, connection):
@@ -90,8 +90,8 @@ def run_plan(
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     """Whether a plan runs as one pipeline, and not on resident workers.
 
-    It must have no rounds and branches, and nothing that a run could go on from. Runners that hold
-    in memory what one step hands to the next would run out of it where that is large.
+    Such a plan has no loops and branches, and the run saves no checkpoints. Runners that hold the
+    output of a step in memory would run out of it if the output is large.
     """
     if open_placements(plan):
         return True
@@ -194,8 +194,8 @@ def fetched(
     Args:
       values: the outputs of a plan, by name.
       plan: that they are of, with the numbers of members.
-      launcher: of pipelines that write what is kept and not where it belongs, such as the state of
-        a loop.
+      launcher: of pipelines that have written results to the store and not to their files, such as
+        the state of a loop.
       results: what is kept.
 
     Raises:
@@ -216,7 +216,7 @@ def fetched(
 def _materialized(
     name: str, value: PlacedValue, plan: Plan, launcher: Launcher, results: MaterializedOutputs
 ) -> Placed:
-    """The handle to a placed result in the files where it belongs."""
+    """The handle to a placed result, in its files."""
     source = open_spec(value.spec)
     if isinstance(source, Placed) and source.stem == results.stem:
         return source
@@ -273,7 +273,7 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
         if not keep and not (failed and options.keep_folder == "failed"):
             try:
                 remove_store(store)
-            except SourceError as other:  # the earlier failure is the cause
+            except SourceError as other:  # report the earlier failure instead
                 error.add_note(str(other))
         raise
     if not keep:
@@ -293,10 +293,11 @@ def run_store(connection: Connection, job_folder: str | None = None) -> Iterator
 
 @contextlib.contextmanager
 def in_memory(store: Store, connection: Connection) -> Iterator[None]:
-    """Keeps in memory what a run need not write, while it lasts."""
+    """Keeps values in memory that a run need not write, until it ends."""
     options = connection.options
     if not connection.is_one_process or options.keeps_files:
-        yield  # Checkpoints link files, and people may look at those of a folder that is kept.
+        # Checkpoints link files of the store, and users look at those of a folder that is kept.
+        yield
         return
     open_memory_store(store.root, store_budget(options.memory_bytes))
     try:
@@ -315,7 +316,7 @@ def remove_store(store: Store) -> None:
 
 @contextlib.contextmanager
 def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]:
-    """Placed inputs as workers open them, while a run lasts; see `source_specs`."""
+    """Specs by which workers open placed inputs, until the run ends; see `source_specs`."""
     sources, tokens = source_specs(inputs, store, shared)
     try:
         yield sources
@@ -358,7 +359,7 @@ def source_specs(
 
 
 def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:
-    """Puts what other processes make bodies from that run as Python into the store.
+    """Writes to the store the pickled program from which workers make bodies that run as Python.
 
     Raises:
       StagingError: the user's function can't be pickled.

@@ -1,4 +1,4 @@
-"""Resident workers that stay from one run to the next, with the data of the runs."""
+"""Resident workers that serve run after run, and keep the data of the runs."""
 
 from __future__ import annotations
 

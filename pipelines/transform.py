@@ -144,7 +144,7 @@ class PlanTransform(beam.PTransform):
                     "PCollection, and give an abstract argument of the shape of all groups"
                 )
         placements = {self.plan.values[s.placed].placement for s in specs if s.placed}
-        if not placements:  # Nothing is read of the members but how many there are.
+        if not placements:  # Only the number of the members is read.
             placements = {key for key, n in self.plan.sizes.items() if n is None}
         if len(placements) != 1:
             raise StagingError(
@@ -171,7 +171,7 @@ class PlanTransform(beam.PTransform):
             bound.blocks[placement], bound.carried[placement] = blocks, names
             bound.sizes[placement] = count_members(blocks, store, placement)
             return
-        # A key for every shard, so that one without members is noticed.
+        # A key for every shard, so that a shard without members is noticed.
         expected = (
             members.pipeline
             | "Impulse" >> beam.Impulse()
@@ -345,7 +345,7 @@ class Members(StepFn):
 
 
 class Load(StepFn):
-    """An element to a server value: one that it refers to by this name, or always the same.
+    """Maps an element to a server value: the one that it refers to by this name, or a constant.
 
     Args:
       store: where references lead.

@@ -1,8 +1,8 @@
 """Saves the state of a run, and finds the checkpoint to go on from.
 
-A run on Beam has references and sources: their files are linked into the folder, so that the bytes
-of placed values never are in the launching process. `LocalCheckpointer` writes the arrays of a run
-in this process as such values. Either reads what the other one wrote.
+In a run on Beam, values are references and sources. Their files are linked into the folder, so
+placed values never enter the launching process. `LocalCheckpointer` writes the arrays of a run in
+this process in the same form. Each reads checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -56,16 +56,17 @@ from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
 from beamjax.storage.dtypes import dtype_name
 
 ROWS = 1024
-"""Small entries of a stacked result in one array; after that many it is not written again."""
+"""Most small entries of a stacked result in one array. A full array is not written again."""
 ROWS_BYTES = 1 << 20
-"""Or after so many bytes."""
+"""Bytes of such entries above which an array counts as full."""
 FILE_BYTES = 16 << 20
-"""Bytes of a file with members that a run in this process writes."""
+"""Approximate bytes of a file of members that a run in this process writes."""
 
 
 @dataclass(frozen=True)
 class FolderStore(Store):
-    """A store in a folder of checkpoints: it trusts no file that this process has not checked."""
+    """A store in a folder of checkpoints. It trusts only files that this process has written or
+    checked."""
 
     folder: CheckpointFolder | None = None
 
@@ -77,7 +78,7 @@ class FolderStore(Store):
 
 @dataclass
 class _Entries:
-    """What is written already of a stacked result: records, and rows that are still too few."""
+    """What is written of a stacked result: records, and the last rows, too few yet for an array."""
 
     values: Sequence[Value]
     done: int = 0
@@ -140,7 +141,7 @@ class Checkpointer:
     def save(
         self, position: Position, values: Mapping[str, Value], stacks: Mapping[str, Sequence[Value]]
     ) -> None:
-        """Saves a checkpoint: what is live of these values."""
+        """Saves a checkpoint with those of these values that later steps read."""
         records = {name: self._record(name, values[name]) for name in self.live(position)}
         entries = {name: self._stack(name, of) for name, of in stacks.items()}
         self._save(position, False, records, entries)
@@ -167,7 +168,7 @@ class Checkpointer:
         return PlacedValue(MembersSource(self.folder.path, stem, parts, leaf, n).to_spec())
 
     def finish(self, values: Mapping[str, Value]) -> None:
-        """Saves the outputs of a run that is at its end."""
+        """Saves the outputs of a finished run."""
         self._save((), True, {n: self._record(n, value) for n, value in values.items()}, {})
 
     def _save(
@@ -184,7 +185,7 @@ class Checkpointer:
         )
 
     def _stack(self, name: str, values: Sequence[Value]) -> tuple[Record, ...]:
-        """Writes what is new in a stacked result; small entries go together into one array."""
+        """Writes the new entries of a stacked result; small entries share an array."""
         entries = self._entries.get(name)
         if entries is None or entries.values is not values:
             entries = self._entries[name] = _Entries(values)
@@ -247,7 +248,7 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ reading
 
     def _restore_last(self) -> None:
-        """Finds the last checkpoint that is whole.
+        """Finds the last complete checkpoint.
 
         Raises:
           CheckpointError: it is one of another plan, or of other inputs.
@@ -460,11 +461,11 @@ class LocalCheckpointer:
         self.provenance = saved.provenance
         self.values = {name: _whole(value) for name, value in saved.values.items()}
         self.stacks = {name: list(map(_whole, of)) for name, of in saved.stacks.items()}
-        # The entries of each stack, and the values of those that are written.
+        # The entries of each stack, and the values of the entries that are written.
         self._stacks: dict[str, tuple[Sequence[np.ndarray], list[Value]]] = {
             name: (self.stacks[name], of) for name, of in saved.stacks.items()
         }
-        # What the last checkpoint has, and this one: unchanged arrays are not written again.
+        # The arrays of the last checkpoint and of this one: unchanged arrays are not written again.
         self._last: dict[int, tuple[np.ndarray, Value]] = {}
         self._now: dict[int, tuple[np.ndarray, Value]] = {}
 
@@ -474,7 +475,7 @@ class LocalCheckpointer:
         values: Mapping[str, np.ndarray],
         stacks: Mapping[str, Sequence[np.ndarray]],
     ) -> None:
-        """Saves a checkpoint: what is live of these values."""
+        """Saves a checkpoint with those of these values that later steps read."""
         self._last, self._now = self._now, {}
         live = self._saved.live(position)
         written = {name: self._value(name, values[name]) for name in live}
@@ -488,7 +489,7 @@ class LocalCheckpointer:
         self._saved.save(position, written, {name: self._stacks[name][1] for name in stacks})
 
     def finish(self, values: Mapping[str, np.ndarray]) -> None:
-        """Saves the outputs of a run that is at its end."""
+        """Saves the outputs of a finished run."""
         self._saved.provenance = self.provenance
         self._saved.finish({name: self._value(name, array) for name, array in values.items()})
 

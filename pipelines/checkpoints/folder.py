@@ -6,9 +6,9 @@
     lock                  held by the process of this run
     work/                 what the run under way has besides
 
-A manifest appears at once, and only when all of its files are on the disk, so that a process or a
-machine may stop at any moment. A local folder is for one process at a time; at a URL nothing checks
-that.
+A manifest is written atomically, after all of its files are on the disk. So the folder stays valid
+if the process or the machine stops at any moment. A local folder is for one process at a time; at a
+URL nothing checks that.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _OURS = re.compile(
 
 
 def folder_of(options: Options) -> contextlib.AbstractContextManager[None]:
-    """While a run has its folder of checkpoints to itself, if it has one."""
+    """A context in which a run has its folder of checkpoints, if any, to itself."""
     return held(options.checkpoint) if options.checkpoint else contextlib.nullcontext()
 
 
 def work_folder(folder: str) -> str:
-    """Where a run has its temporary files, by default."""
+    """The default folder of the temporary files of a run."""
     return file_io.join(folder, "work")
 
 
@@ -62,7 +62,7 @@ def held(folder: str) -> Iterator[None]:
             "process and all workers can write and read"
         ) from error
     try:
-        if handle is not None:  # what a process left that was killed
+        if handle is not None:  # left by a killed process
             shutil.rmtree(work_folder(folder), ignore_errors=True)
         yield
     finally:
@@ -145,7 +145,7 @@ class CheckpointFolder:
                 self.warn(name, error)
 
     def warn(self, name: str, error: Exception) -> None:
-        """Says that a checkpoint is not used."""
+        """Warns that a checkpoint is not used."""
         warnings.warn(
             f"checkpoint {self.join(name)} is damaged and not used; the one before it is, or the "
             f"run starts anew: {error}",
@@ -154,7 +154,7 @@ class CheckpointFolder:
         )
 
     def keep(self, name: str, checkpoint: Checkpoint) -> None:
-        """Has the files of a checkpoint that was read stay, until there are newer ones."""
+        """Keeps the files of a checkpoint that was read, until newer checkpoints replace it."""
         self._kept = [(name, checkpoint.files())]
 
     def wrote(self, name: str) -> None:
@@ -186,7 +186,8 @@ class CheckpointFolder:
         self._next += 1
         data = checkpoints.encode(checkpoint)
         with self._writing(name):
-            # In this order: a manifest must never outlive its files in a loss of power.
+            # In this order: after a loss of power, no manifest may be on the disk without its
+            # files.
             file_io.sync([*map(self.join, sorted(self._unsynced)), self.path])
             file_io.write(self.join(name), data, sync=True)
             file_io.sync([self.path])
@@ -197,7 +198,7 @@ class CheckpointFolder:
     def _remove_others(self) -> None:
         kept = {name for manifest, names in self._kept for name in (manifest, *names)}
         gone = [name for name in self._names() if _OURS.fullmatch(name) and name not in kept]
-        # Manifests first: none may be left without its files.
+        # Manifests are removed first: none may be left without its files.
         gone.sort(key=lambda name: MANIFEST.fullmatch(name) is None)
         self.known.difference_update(gone)
         with self._writing("less"):

@@ -39,11 +39,11 @@ class Settings:
       taskmanagers: how many there are.
       slots: of each: tasks at a time.
       heap: of each, in MiB.
-      attempts: how often Flink starts failed tasks again before the pipeline fails. It counts all
-        tasks of a pipeline together, from its beginning: a pool that dies costs one for each task
-        that has workers there, and as many again if it is not back after `delay`.
-      delay: seconds before each of these. Shorter than Flink takes to notice that a task manager
-        is gone (about 8 s), it wastes attempts.
+      attempts: how often Flink restarts failed tasks before the pipeline fails. Flink counts all
+        tasks of a pipeline together, from its beginning. A pool that dies costs one attempt for
+        each task with workers there, and as many again if it is not back after `delay`.
+      delay: seconds before each attempt. Flink takes about 8 s to notice that a task manager is
+        gone; a shorter delay wastes attempts.
     """
 
     taskmanagers: int = 2
@@ -101,7 +101,7 @@ def read(folder: Path | str) -> Cluster | None:
 
 
 def status(folder: Path | str) -> dict[str, Any]:
-    """What runs of a cluster, as plain values; `healthy` is whether it takes jobs."""
+    """The state of a cluster as plain values; `healthy` is whether it takes jobs."""
     folder = Path(folder).absolute()
     cluster = read(folder)
     found: dict[str, Any] = {
@@ -130,7 +130,7 @@ def status(folder: Path | str) -> dict[str, Any]:
 
 
 def trouble(folder: Path | str) -> str | None:
-    """Why a pipeline on a cluster cannot end any more, if that is so."""
+    """Why a pipeline on a cluster can never end, or None."""
     needed = {process.name: process for process in processes.known(Path(folder))}
     for name in ("jobmanager", "jobserver"):
         if name not in needed or not needed[name].alive:
@@ -344,7 +344,7 @@ def _configuration(folder: Path, cluster: Cluster, rpc_port: int) -> Path:
 
 
 def _memory(settings: Settings) -> list[str]:
-    """What the scripts of Flink would work out; Java is started here without them."""
+    """The settings that Flink's scripts would compute; Java is started here without them."""
     values: Mapping[str, Any] = {
         "taskmanager.cpu.cores": settings.slots,
         "taskmanager.memory.framework.heap.size": "128m",

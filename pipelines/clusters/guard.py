@@ -1,8 +1,8 @@
 """Ends what a launcher has started elsewhere, if the launcher is killed and runs no more Python.
 
-A process of this file stands beside the launcher. It runs a job server and stops it, or it cancels
-the pipelines on a Flink cluster, which would hold slots and compute what nothing reads. It is
-started as a file and imports the standard library alone, so that it is small and quick to start.
+This file runs as a process beside the launcher. It runs a job server and stops it, or it cancels
+the pipelines on a Flink cluster, which would otherwise hold slots for results that no process
+reads. It imports the standard library alone, so that it is small and quick to start.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ JAVA_OPTIONS = (
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
     "-Dorg.slf4j.simpleLogger.dateTimeFormat=HH:mm:ss.SSS",
 )
-"""What Flink 1.16 and Spark 3.2 need of Java 17, and times in their logs."""
+"""Options of Java 17 that Flink 1.16 and Spark 3.2 need, and times in their logs."""
 
 SOURCES = Path(__file__).parent / "java"
 """Files for Maven, Java's compiler and Flink."""

@@ -44,7 +44,7 @@ class JobServer:
 
     @property
     def log(self) -> Path:
-        """What it wrote."""
+        """The content of its log."""
         return self.folder / "log"
 
     @property
@@ -58,7 +58,8 @@ class JobServer:
         return processes.listens("localhost", int(self.endpoint.rpartition(":")[2]))
 
     def answers(self) -> bool:
-        """Whether it takes jobs; one that was killed just now may seem to live, and to listen."""
+        """Whether it takes jobs; a server that was killed a moment ago may still seem to live and
+        to listen."""
         end = time.monotonic() + _SECONDS_TO_ANSWER
         with grpc.insecure_channel(self.endpoint) as channel:
             call = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -91,7 +92,8 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
     Args:
       name: of the server, for people.
       key: servers with equal keys are the same.
-      command: from three free ports and a folder; it takes jobs at the first port.
+      command: makes the command line from three free ports and a folder; the server takes jobs at
+          the first port.
 
     Raises:
       OptionsError: it does not start; the message has the end of its log.
@@ -154,7 +156,7 @@ def stop_all() -> None:
 
 
 def with_defaults(options: PipelineOptions, **defaults: Any) -> PipelineOptions:
-    """Options with values for those that are not given; they need not be Beam's own."""
+    """Options with defaults for those that are not given; the names need not be Beam's own."""
     given = options.get_all_options(drop_default=True, retain_unknown_options=True)
     return PipelineOptions.from_dictionary({**defaults, **given})
 
@@ -196,7 +198,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
 
 
 def _ready(server: JobServer) -> bool:
-    """Waits until a server takes jobs; whether it came to that."""
+    """Waits until a server takes jobs; returns False if it ends before."""
 
     def done() -> bool:
         return not server.alive or server.listens

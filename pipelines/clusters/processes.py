@@ -78,7 +78,7 @@ def start(
       environment: variables in addition to those of this process.
     """
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    # A Popen object would warn at the end of this process that its own still runs, as it shall.
+    # At the end of this process, a Popen object would warn that the server still runs, as intended.
     pid = os.posix_spawnp(
         command[0],
         list(command),

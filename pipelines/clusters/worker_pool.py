@@ -1,4 +1,4 @@
-"""A pool of Beam's SDK workers: threads of one process that stays, with all that it has loaded.
+"""A pool of Beam's SDK workers: threads of one process that outlives jobs, with its loaded modules.
 
 Beam's own pool knows workers by their names alone, and every TaskManager of Flink names its
 workers alike: it stops the workers of one when another asks. This one knows them by the worker that
@@ -83,7 +83,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
             try:
                 worker.run()
             except Exception as error:
-                # A record of the error itself would hold its frames, and so the worker.
+                # A log record with the error itself would keep its frames alive, and so the worker.
                 _LOG.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
                 _beam_compat.end_worker(worker)
                 _beam_compat.close_worker(worker)
@@ -129,13 +129,13 @@ def main(argv: list[str] | None = None) -> None:
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     loaded = threading.Event()
-    # It listens at once: Flink would take a refused connection for a failure and count it.
+    # It listens at once: Flink counts a refused connection as a failure.
     server = serve(arguments.host, arguments.port, loaded)
     import jax
 
     import beamjax.pipelines.worker.map_shards  # noqa: F401  (so that the first job finds it loaded)
 
-    # The device is taken before the first job, and a machine without one fails at once.
+    # JAX takes the device before the first job, so a machine without one fails at once.
     print(f"devices: {jax.devices()}", flush=True)
     loaded.set()
     address = f"{arguments.host}:{arguments.port}"

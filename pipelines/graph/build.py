@@ -69,7 +69,7 @@ MAX_RANGES = 256
 
 @dataclass
 class GraphInputs:
-    """A plan's inputs as a graph takes them.
+    """The inputs of a plan in the form that a graph needs.
 
     Attributes:
       static: server values, in the store.
@@ -136,11 +136,11 @@ class Graph:
         )
         # Of each pass, the members that it drops.
         self.dropped: list[beam.PCollection] = []
-        # In which environment a server value is that a step computes.
+        # The environment of each server value that a step computes.
         self.served: dict[str, beam.PCollection] = {}
         # All blocks with an output of the plan or a value that a later step needs.
         self.streams: dict[str, list[_Stream]] = {}
-        # The blocks with all values of earlier passes that later ones need.
+        # The blocks that hold all values of earlier passes that later passes need.
         self.live: dict[str, _Stream] = {}
         for placement, blocks in inputs.blocks.items():
             self.live[placement] = _Stream(blocks, inputs.carried[placement])
@@ -369,7 +369,7 @@ class Outputs:
     Args:
       graph: with all its steps.
       stem: of the files' names.
-      results: placed values that go where the results of the run are kept.
+      results: placed values that are written to the files of the results.
     """
 
     def __init__(self, graph: Graph, stem: str, results: MaterializedOutputs = NOTHING):
@@ -399,7 +399,8 @@ class Outputs:
             write_placed = WritePlaced(graph.store, name, f"{stem}-placed-{number}", self.results)
             graph.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
         if graph.dropped:
-            # Together, so that only what bundles that count have dropped is written.
+            # Written together, so that only members dropped by bundles that Beam committed are
+            # listed.
             listed = graph.dropped | "Dropped" >> beam.Flatten()
             keyed = listed | "Dropped/Key" >> beam.WithKeys(b"").with_output_types(
                 typehints.KV[bytes, bytes]

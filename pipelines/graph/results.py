@@ -1,4 +1,4 @@
-"""Results of a pipeline: workers write them to the store, the launcher learns where they are."""
+"""Results of a pipeline: workers write them to the store, and the launcher reads where they are."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Workers that stay: one Beam job serves all rounds of a program, or all calls of a session."""
+"""Resident workers: one Beam job serves all rounds of a program, or all calls of a session."""

@@ -1,4 +1,4 @@
-"""The Beam job whose workers stay: it starts with a session or a run, and ends with it."""
+"""The Beam job of resident workers: it starts with a session or a run, and ends with it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
 
 ELEMENTS_PER_WORKER = 8
-"""Elements of the job for each worker. A runner deals them by hash; with several for each worker
-no worker is without one. An element that waits behind another one does so until the job ends."""
+"""Elements of the job per worker. A runner assigns them to workers by hash; with several per
+worker, hardly any worker gets none. An element that waits behind another one waits until the job
+ends."""
 
 MAX_STARTS = 4
-"""Times that the job is started in a row without a task done, before its error counts."""
+"""Most starts of the job in a row in which no task is done. After these, the run fails with the
+error of the job."""
 
 ALONE_SECONDS = 30.0
 """Seconds without a worker, after all have died, until the job is started again; twice as many at
@@ -88,7 +90,7 @@ class ResidentJob:
     """
 
     def __init__(self, connection: Connection, parent: str):
-        # Other pipelines run beside this one, and a runner in this process has a state.
+        # Other pipelines run beside this one, and a runner object in this process has state.
         runner = connection.runner
         if isinstance(runner, FnApiRunner):
             runner = copy.copy(runner)
@@ -213,10 +215,10 @@ def resident_job(connection: Connection, parent: str) -> Iterator[ResidentJob]:
 
 
 FIRST_TASKS = 4
-"""Tasks for each worker in a pass of which nothing is known yet."""
+"""Tasks for each worker in a pass that has not been timed yet."""
 
 TASK_SECONDS = 0.25
-"""Seconds that a task should take at least, so that messages cost little beside it."""
+"""Fewest seconds that a task should take, so that messages cost little beside it."""
 
 MAX_TASKS = 16
 """Most tasks for each worker in a pass; more would not balance the load much better."""
@@ -228,7 +230,8 @@ the later of this and of `COPY_RATIO` times what the other tasks of the pass too
 COPY_RATIO = 3.0
 
 UNKNOWN_SECONDS = 5.0
-"""Seconds until such a copy in a pass of which no task is done: its body may be being compiled."""
+"""Seconds until such a copy in a pass of which no task is done, as the workers may still compile
+its body."""
 
 CHECK_SECONDS = 0.2
 """Seconds between two looks at the job and at the processes of its workers."""
@@ -280,7 +283,7 @@ class Pool:
           program: what workers run.
           current: makes the pass of its number.
           elements: what the program is run over; each task is a range of them.
-          look: is called now and then; raises an error to give up.
+          look: is called regularly; raises an error to give up.
           monitor: of the run.
 
         Returns:
@@ -349,7 +352,7 @@ class Pool:
         return task
 
     def _late(self, tasks: Sequence[WorkerTask], done: dict[int, Any]) -> WorkerTask | None:
-        """A task to be computed once more, as its worker is dead or takes long; None if none is."""
+        """A task for a second worker, because its worker is dead or slow; None without one."""
         if not tasks:
             return None
         number = tasks[0].current.number
@@ -397,7 +400,7 @@ class Pool:
         return arrived
 
     def _lost(self, number: int, done: dict[int, Reply]) -> list[WorkerTask]:
-        """Forgets the workers that are dead; the tasks of this pass that only they had."""
+        """Removes dead workers; returns the tasks of this pass that only they had."""
         lost = {}
         for peer in [peer for peer in self._peers if peer.is_dead]:
             self._peers.remove(peer)

@@ -32,20 +32,20 @@ from beamjax.telemetry import process_ids
 from beamjax.telemetry.progress import ShardEvent, Tally
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
-"""Seconds since the last message, and seconds between two looks until then. The first ones keep a
-round short, the last ones keep an idle worker below 1 % of a core."""
+"""Seconds since the last message, and seconds between two looks until then. Short intervals at
+first keep a round short; long ones later keep an idle worker below 1 % of a core."""
 
 REMOTE_PAUSE = 0.1
 """Seconds between two looks at a URL, each of which is a request."""
 
 LAUNCHER_SECONDS = 2.0
-"""Seconds between two signs of life of the launcher."""
+"""Seconds between two heartbeats of the launcher."""
 
 MOST_PROGRAMS = 256
 """Largest number of programs that a worker holds; it reads others anew when it needs them."""
 
 LOST_SECONDS = 60.0
-"""Seconds without a sign of life after which workers take the launcher for dead."""
+"""Seconds without a heartbeat after which workers consider the launcher dead."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Peer:
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process is known to have ended."""
+        """Whether its process has certainly ended."""
         return self.process is not None and process_ids.is_alive(self.process) is False
 
 
@@ -363,7 +363,7 @@ def close_mailbox(folder: str) -> None:
 
 
 def join(folder: str, secret: bytes) -> WorkerEnd | None:
-    """The end of a new worker; None if the job has ended."""
+    """The worker's end for a new worker; None if the job has ended."""
     mailbox = _here.get(folder)
     if mailbox is not None:
         return None if mailbox.stopped.is_set() else mailbox.join()
@@ -457,7 +457,7 @@ class WorkerTask:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came out of a task.
+    """The reply to a task.
 
     Attributes:
       current: number of the pass, or `NO_PASS`.
@@ -465,7 +465,7 @@ class Reply:
       outputs: the elements that the DoFn emitted.
       seconds: how long the task took.
       spent: what was done, by step.
-      events: the shards that were done.
+      events: the shards that were computed.
       error: what failed; the worker has left a record of it in the store. "" if nothing did.
       cause: the exception, where the worker is a thread of this process.
     """

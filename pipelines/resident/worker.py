@@ -1,4 +1,4 @@
-"""A resident worker: a DoFn that stays in its bundle, and processes tasks until it is ended."""
+"""A resident worker: a DoFn that stays in one bundle and processes tasks until the job ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from beamjax.telemetry.meters import collecting
 
 
 class ServeTasks(beam.DoFn):
-    """Processes the tasks of a mailbox; the elements stand for workers, and say nothing.
+    """Processes the tasks of a mailbox. An element stands for a worker; its value has no meaning.
 
     Args:
       folder: of the mailbox.
@@ -90,7 +90,7 @@ class _Bench:
             writer.finish_bundle()
 
     def _sorted(self, emitted: Any) -> Iterator[Output]:
-        """What a DoFn emits, but for blocks, which are written."""
+        """The elements that a DoFn emits, without blocks, which are written to files."""
         for value in emitted or ():
             tag = None
             if isinstance(value, beam.pvalue.TaggedOutput):

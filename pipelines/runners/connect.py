@@ -1,4 +1,4 @@
-"""A Beam runner with its options, and what follows from them: the one place that asks."""
+"""A Beam runner with its options. All questions about a runner are answered here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RUNNERS: dict[str, Callable[[], Any]] = {
     "FlinkRunner": FlinkRunner,
     "SparkRunner": SparkRunner,
 }
-"""Runners that beamjax names by itself; any other name goes to Beam as it is."""
+"""Runners whose names beamjax knows; any other name is passed to Beam."""
 
 CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
     PrismRunner: prism.connected,
@@ -71,7 +71,7 @@ class Connection:
 
     @property
     def holds_elements(self) -> bool:
-        """Whether the runner has in memory what one step hands to another that waits for more."""
+        """Whether the runner holds the output of a step in memory until another step can start."""
         return isinstance(self.runner, FnApiRunner | PrismRunner)
 
     @property
@@ -108,7 +108,7 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
         options, flags = dataflow.prepare(options, flags)
         if not dry:
             dataflow.check_credentials(flags)
-    # A pipeline on a job server may outlive what a user's own program knows of it, but not these.
+    # A pipeline on a job server may outlive the user's own program, but not these pipelines.
     loopback = isinstance(runner, PortableRunner) and loops_back(flags)
     shared = shares_memory(runner, flags) or loopback
     return Connection(runner, options, flags, shared, spreads(runner, flags))
@@ -164,7 +164,7 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
     if isinstance(options.beam, PipelineOptions):
         found = options.beam
     else:
-        # Never None: Beam would read the flags of this process instead.
+        # An empty list, not None, with which Beam would read the flags of this process.
         found = QuickOptions(list(options.beam))
     named = found.view_as(StandardOptions).runner
     if named is not None and not isinstance(runner, type(make_runner(named))):

@@ -26,7 +26,7 @@ _ACCELERATOR = "worker_accelerator="
 _ONE_PROCESS = "no_use_multiple_sdk_containers"
 _SEVERAL_PROCESSES = "use_nvidia_mps"
 _SECONDS_OF_METADATA = 0.5
-"""Far more than a metadata server takes to answer."""
+"""Seconds to wait for a metadata server, which answers much sooner."""
 
 
 def is_dataflow(runner: Any) -> bool:
@@ -60,7 +60,8 @@ def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, Pipeline
     options = replace(options, work_folder=work_folder(options, flags))
     _check_packages(flags)
     _check_accelerator(options, flags)
-    # Steps travel by reference to modules of beamjax, and callbacks with what they need.
+    # Beam pickles steps by reference to modules of beamjax, and callbacks travel with what they
+    # need.
     setup.save_main_session = False
     return options, flags
 

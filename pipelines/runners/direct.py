@@ -30,9 +30,10 @@ class FnApiRunner(_beam_compat.FnApiRunner):
 
 
 def _command() -> bytes | None:
-    """What starts a worker of this process; None where processes do not know their parents."""
+    """The command of a worker; None on systems where a process can't find its parent."""
     if os.name != "posix":
         return None
     words = [sys.executable, "-m", direct_worker.__name__, str(os.getpid())]
-    # Beam runs it in a shell, which would be the parent, and would die in place of the worker.
+    # Beam runs the command in a shell. Without `exec`, the shell would be the parent, and die in
+    # place of the worker.
     return f"exec {shlex.join(words)}".encode()

@@ -40,7 +40,8 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         found = "nothing" if cluster is None else flink_cluster.trouble(folder)
         if cluster is not None and not found:
             _LOG.info("beamjax: on the Flink cluster in %s", folder)
-            # Flink goes on without a launcher that was killed; nothing would read what it makes.
+            # Flink continues without a launcher that was killed, though no process would read the
+            # results.
             address = f"http://localhost:{cluster.rest_port}"
             flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))

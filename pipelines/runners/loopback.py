@@ -4,7 +4,7 @@ Where workers of its in-memory runner are processes, or threads that it talks to
 servers for them at all addresses of the machine, and has no option for that. A client that reaches
 them can take the place of a worker. Where workers of another runner are threads of this process,
 that asks a server here for them: a client that reaches it can have this process run anything. All
-of them are looked for at "localhost" in any case.
+clients look for them at "localhost" in any case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _users = 0
 
 
 class _Instead:
-    """An object, but for what a subclass has of its own."""
+    """A proxy of an object; a subclass overrides some attributes."""
 
     def __init__(self, original: Any):
         self._original = original
@@ -37,7 +37,7 @@ class _Instead:
 
 
 class _Server(_Instead):
-    """A server of gRPC that is not for others."""
+    """A gRPC server that listens at loopback addresses only."""
 
     def add_insecure_port(self, address: str) -> int:
         port: int = self._original.add_insecure_port(address.replace(EVERYWHERE, HERE))

@@ -1,4 +1,4 @@
-"""Flags of a run that are not beamjax's own: whether Beam knows them."""
+"""Checks flags of a run that are not beamjax's own: whether Beam knows them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from beamjax.options import OWN
 _ALL_IN_PYTHON = ("local", "direct", "fnapi", "dataflow")
 
 _SLIP = 0.8
-"""How like a known name an unknown flag is that a job server might have: `memroy` is 0.83 like
-`memory`, while `checkpointing_interval` of Flink is 0.71 like `checkpoint`."""
+"""Similarity (of `difflib`) to a known name above which an unknown flag is refused as a typing
+error. `memroy` has 0.83 to `memory`; `checkpointing_interval`, a flag of Flink, has only 0.71 to
+`checkpoint`."""
 
 
 def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -> None:
@@ -76,7 +77,7 @@ class ClusterOptions(PipelineOptions):
             help="Seconds after which one pipeline on Prism, Flink or Spark is cancelled; a run "
             "with control flow may be several pipelines. By default they may take any time.",
         )
-        # The job server of Flink takes it; Beam's Python would warn that it is not known.
+        # A flag of Flink's job server; Beam's Python would warn that it does not know it.
         parser.add_argument(
             "--execution_mode_for_batch",
             help="How Flink passes data between steps: PIPELINED or BATCH_FORCED.",
@@ -90,12 +91,12 @@ class QuickOptions(PipelineOptions):
     """
 
     def __init__(self, flags: list[str]):
-        # Beam keeps others from setting attributes that are no options.
+        # Beam's class refuses to set attributes that are not options.
         self.__dict__["_views"] = {}
         super().__init__(flags)
 
     def view_as(self, cls: Any) -> Any:
-        """As that of `PipelineOptions`."""
+        """As in `PipelineOptions`."""
         views: dict[Any, Any] = self.__dict__["_views"]
         if cls not in views:
             views[cls] = super().view_as(cls)

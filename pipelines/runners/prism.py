@@ -1,4 +1,4 @@
-"""Beam's Prism: where its program is, and a job server of it."""
+"""Beam's Prism: finds or builds its program, and starts it as a job server."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ _LOG = logging.getLogger("beamjax")
 _SECONDS_TO_TAKE_A_JOB = 60
 _SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
 _EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
-"""How Prism opens its only port, and how the one that is built here does: where workers look."""
+"""The line by which Prism opens its only port, and its replacement here: the address at which
+workers look."""
 
 
 class PrismRunner(_beam_compat.PrismRunner):
     """Beam's own, for pipelines of any length.
 
-    Beam listens to a job on Prism for no longer than Prism may take to accept it.
+    By default Beam stops listening to a job after the time in which Prism must accept it.
     """
 
     def create_job_service_handle(self, job_service: Any, options: PipelineOptions) -> Any:
@@ -68,7 +69,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             program, f"--job_port={ports[0]}", "--serve_http=false", "--log_kind=text",
         ],
     )  # fmt: skip
-    # Beam would wait for five minutes for one that dies now.
+    # If Prism dies now, Beam would wait for five minutes.
     seconds = {"job_server_timeout": _SECONDS_TO_TAKE_A_JOB}
     return job_servers.with_defaults(options, job_endpoint=server.endpoint, **seconds)
 
@@ -94,14 +95,14 @@ def locate(options: PipelineOptions | None = None) -> str:
         return found
     try:
         return _by_beam(options)
-    except Exception as error:  # whatever its file systems and the network raise
+    except Exception as error:  # file systems and the network raise errors of many types
         raise OptionsError(
             f"prism_location: found {given.prism_location!r}, not to be had ({error}); {ADVICE}"
         ) from error
 
 
 def _on_path() -> str:
-    """What to say of a Prism on `PATH`; "" if there is none.
+    """A sentence on a Prism on `PATH`; "" if there is none.
 
     It is not taken unasked: nothing shows which version of Beam it is of, and those of Beam's
     releases listen at all addresses.
@@ -163,7 +164,7 @@ def _build(go: str, folder: Path) -> None:
             "you have"
         )
     server.write_text(text.replace(_EVERYWHERE, _HERE), encoding="utf-8")
-    # Without what depends on the folder, so that Go's cache serves a second build.
+    # Without paths of the folder in the program, so that a second build uses Go's cache.
     flags = ["-mod=readonly", "-trimpath", "-buildvcs=false"]
     build = [go, "build", *flags, "-o", installed().name, f"./{PACKAGE}"]
     processes.run(build, purpose, environment, advice, folder)

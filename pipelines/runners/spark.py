@@ -11,7 +11,7 @@ _LOOPBACK = (
     "-Dspark.driver.host=127.0.0.1",
     "-Dspark.ui.enabled=false",
 )
-"""Has Spark in one process listen for itself alone."""
+"""Settings with which Spark in one process listens at loopback addresses only."""
 _OPENED = (
     "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
     "--add-opens=java.base/sun.nio.cs=ALL-UNNAMED",
@@ -19,7 +19,8 @@ _OPENED = (
     "--add-opens=java.base/java.lang.invoke=ALL-UNNAMED",
     "--add-opens=java.base/java.util.concurrent.atomic=ALL-UNNAMED",
 )
-"""What Spark needs of Java 17 besides: it reports a failed task by the first of them, or never."""
+"""Further options of Java 17 that Spark needs. Without the first one, it never reports a failed
+task."""
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:

@@ -1,1 +1,1 @@
-"""Pipelines that are no plans: shuffles, and streams read into files."""
+"""Pipelines without a plan: shuffles, and streams that are read into files."""

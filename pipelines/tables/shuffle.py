@@ -31,7 +31,7 @@ LIST, WRITE = "List blocks", "Write parts"
 
 
 class WriteParts(beam.PTransform):
-    """Elements that `saved` gives, all of one key, to files."""
+    """Writes the elements that `saved` gives, all of one key, to files."""
 
     def __init__(self, store: Store, shuffle: Shuffle):
         super().__init__()
@@ -50,7 +50,7 @@ class WriteParts(beam.PTransform):
 
 
 class ShuffleFn(StepFn):
-    """A step that knows what is shuffled."""
+    """A step that holds the description of the shuffle."""
 
     def __init__(self, store: Store, shuffle: Shuffle):
         self.store = store
@@ -144,9 +144,9 @@ class ReduceBlock(ShuffleFn):
 
 BLOCKS, MERGE = "Write blocks", "Merge blocks"
 _OWN = "beamjax"
-"""How the labels of these steps begin, in a pipeline that has others."""
+"""Prefix of the labels of these steps, in a pipeline that has others."""
 _MERGERS = 16
-"""Workers that merge small blocks, at most."""
+"""Most workers that merge small blocks."""
 
 Index = Callable[[Any], int] | None
 

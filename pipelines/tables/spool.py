@@ -1,4 +1,4 @@
-"""Sources of unknown length read once into files of the store, which is where passes read them."""
+"""Reads sources of unknown length once, into files of the store, from which passes read them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
 class WritePieces(StepFn):
     """Pieces of sources, as (number of the source, number of the piece), to files of members.
 
-    The list of the files is written last: if a piece is read again, all its files are new ones.
+    The list of files is written last. If Beam retries a piece, all its files get new names, so a
+    list never names files of an earlier attempt.
 
     Args:
       store: where to write.
@@ -184,7 +185,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
         self.folder = folder
         self.parts = list(parts)
         self._ends = list(itertools.accumulate(count for _, count in self.parts))
-        # Shards are read one after the other: the next one is often in the same file.
+        # Shards are read in order: the next one is often in the same file.
         self._last: tuple[int, list[np.ndarray]] | None = None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What travels between the steps of a pipeline, and the coders that turn it to bytes.
+"""The elements between the steps of a pipeline, and their coders.
 
 The coders are deterministic, and nothing in an element is pickled: arrays and names go through
 `beamjax.storage.arrays`. Importing this file registers them for `MemberBlock`, `Environment` and

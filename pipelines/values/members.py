@@ -1,8 +1,8 @@
 """Placed values between the pipelines of a run: sources over files of the store.
 
-A file holds consecutive members as one array, and is named after them. What a loop slices or
-stacks, and server values that are cut into members, are views of other values, read when a worker
-asks for its shard.
+A file holds consecutive members as one array, and is named after them. Values that a loop slices or
+stacks, and server values that are cut into members, are views of other values. They are read when a
+worker asks for its shard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MembersSource(MemberFiles, kind="members"):
     suffix = SUFFIX
 
     def wraps(self, leaf: int) -> bool:
-        return True  # they were checked when they were written
+        return True  # files were checked when they were written
 
     def load(self, path: str) -> np.ndarray:
         (array,) = decode_arrays(files.read(path))[0]
@@ -160,7 +160,7 @@ class StackedSource(Source, kind="stacked"):
         stacked = None
         for i, (source, leaf) in enumerate(self.entries):
             array = source.read(start, stop)[leaf]
-            if stacked is None:  # What is there to be read may be less than what it should be.
+            if stacked is None:  # The stored values may be fewer than the type says.
                 stacked = np.empty(shape, self.leaf.dtype)
             stacked[:, i] = array
         return [np.empty(shape, self.leaf.dtype) if stacked is None else stacked]
@@ -228,15 +228,15 @@ class ScatteredSource(Source, kind="scattered"):
 
 
 Uploads = OrderedDict[str, list[dict[str, Any]]]
-"""The specs of sources that are in a store, the one that was used last at the end; each by the name
-with which those of its files begin."""
+"""The specs of sources that are in a store, least recently used first, by the prefix of their
+files."""
 
 FILE_BYTES = 16 * 2**20
 """Bytes of one file. A worker reads whole files for a shard."""
 
 
 def stays_here(source: Source, store: Store) -> bool:
-    """Whether a source reads what only this machine has, though the store is elsewhere."""
+    """Whether a source reads data of this machine alone, while the store is elsewhere."""
     if any(stays_here(part, store) for part in source.inner):
         return True
     return files.is_url(store.root) and source.is_local

@@ -99,12 +99,12 @@ def leaves_of(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]]
 
 
 def unique_key() -> str:
-    """The first part of the name of a file that nothing else has."""
+    """A unique first part for the name of a file."""
     return uuid.uuid4().hex + uuid.uuid4().hex[:8]
 
 
 def file_name(key: str, hint: str) -> str:
-    """The name of a file: its first part, and a word for people."""
+    """The name of a file: its first part, and a word for readers of the folder."""
     suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
     return f"{key}{'-' * bool(suffix)}{suffix}{SUFFIX}"
 

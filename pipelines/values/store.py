@@ -1,4 +1,5 @@
-"""Values too big for a Beam element: files in a folder that the launcher and the workers reach.
+"""Stores values too big for a Beam element as files, in a folder that the launcher and the workers
+share.
 
 A value is a list of arrays. `Store.put` writes it as content-hashed files and gives back a `Ref`,
 a small plain value that travels in its place; small values travel inside of the `Ref`. `Store.get`
@@ -79,7 +80,7 @@ class Store:
 
     @property
     def _memory_store(self) -> MemoryStore | None:
-        """What it keeps in the memory of this process, where it may keep anything there."""
+        """The values that it keeps in the memory of this process; None if it keeps none."""
         return memory_store_of(self.root)
 
     @classmethod
@@ -135,7 +136,7 @@ class Store:
         inline: bool = True,
         hashed: bool = True,
     ) -> Ref:
-        """`put`, or a note of large arrays that stay in memory, where this process is all workers.
+        """Like `put`, but if all workers are threads of this process, large arrays stay in memory.
 
         Args:
             arrays, hint, inline, hashed: as for `put`.
@@ -162,7 +163,7 @@ class Store:
         return memory is not None and any(memory.get(name) is not None for name, _ in ref.files)
 
     def release(self, refs: Iterable[Ref]) -> None:
-        """Forgets held values that no step will ask for."""
+        """Removes held values that no later step reads."""
         memory = self._memory_store
         if memory is not None:
             memory.release(name for ref in refs for name, _ in ref.files)
@@ -320,17 +321,17 @@ def set_cache_bytes(limit: int) -> None:
 
 
 def open_cache(store: Store) -> None:
-    """Notes from now on which cached values of this process a run with this store uses."""
+    """Starts to record which cached values of this process a run with this store uses."""
     _CACHE.open(store.root)
 
 
 def close_cache(store: Store) -> None:
-    """Forgets the cached values of this process that a run used and no other one does."""
+    """Removes the cached values of this process that only this run has used."""
     _CACHE.close(store.root)
 
 
 def clear_cache() -> None:
-    """Forgets all cached values of this process."""
+    """Removes all cached values of this process."""
     _CACHE.clear()
 
 
@@ -359,11 +360,11 @@ class MemoryStore:
         self._nbytes = 0
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much may come to what is here."""
+        """Whether so many bytes fit."""
         return self._nbytes + nbytes <= self.limit
 
     def put(self, name: str, arrays: list[np.ndarray]) -> None:
-        """Stores arrays, which may not change any more."""
+        """Stores arrays, which must not be changed afterwards."""
         with self._lock:
             self._arrays[name] = arrays
             self._nbytes += sum(array.nbytes for array in arrays)
@@ -373,22 +374,23 @@ class MemoryStore:
         return self._arrays.get(name)
 
     def hand_over(self, name: str, accumulator: Any) -> None:
-        """Stores an accumulator for the worker that takes it; the caller gives it up."""
+        """Stores an accumulator for the worker that takes it; the caller must not use it
+        afterwards."""
         self._sums[name] = accumulator
 
     def take(self, name: str) -> Any:
-        """The accumulator of a name, which is the caller's from now on; None if it is not here."""
+        """Removes and returns the accumulator of a name; None if it is not here."""
         return self._sums.pop(name, None)
 
     def release(self, names: Iterable[str]) -> None:
-        """Forgets these, as far as they are here."""
+        """Removes the values of these names, if they are here."""
         with self._lock:
             for name in names:
                 self._sums.pop(name, None)
                 self._nbytes -= sum(array.nbytes for array in self._arrays.pop(name, ()))
 
     def sweep(self, live: Container[str]) -> None:
-        """Forgets all but these."""
+        """Removes all values but these."""
         self.release([name for name in (*self._arrays, *self._sums) if name not in live])
 
 
@@ -396,17 +398,17 @@ _memory_stores: dict[str, MemoryStore] = {}
 
 
 def open_memory_store(root: str, limit: int) -> None:
-    """From now on the store in a folder keeps sums, and arrays of so many bytes, in memory."""
+    """Lets the store in a folder keep sums, and arrays of up to so many bytes, in memory."""
     _memory_stores[root] = MemoryStore(limit)
 
 
 def memory_store_of(root: str) -> MemoryStore | None:
-    """That of the store in a folder, if it has one."""
+    """The in-memory store of the store in a folder, if it has one."""
     return _memory_stores.get(root)
 
 
 def close_memory_store(root: str) -> None:
-    """Forgets what a store has in memory, and that it may have any."""
+    """Removes the in-memory store of a store."""
     _memory_stores.pop(root, None)
 
 

@@ -1,1 +1,1 @@
-"""What workers do: DoFns, CombineFns, and how their errors travel."""
+"""The work of workers: DoFns, CombineFns, and how their errors travel."""

@@ -1,7 +1,7 @@
 """Errors of workers, on runners that lose their types: records in the store.
 
-A worker writes what it knows of an error before it raises it. If the pipeline fails, the launching
-process looks for such records, and raises the first of them, whatever the runner says.
+A worker records an error before it raises it. If the pipeline fails, the launching process looks
+for such records, and raises the first of them, whatever the runner says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEM = "error-"
 _MAX_CHARACTERS = 4000
 _SECONDS_BETWEEN_LOOKS = 10.0
 OFTEN = 3
-"""Failures of one shard after which it is not tried again, whatever the runner thinks."""
+"""Failures of one shard after which the run ends, even if the runner would retry."""
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +80,8 @@ def recorded_error(store: Store) -> BeamjaxError | None:
 
 
 class RepeatedError:
-    """Looks for what fails again and again, so that a run does not wait until the runner gives up.
+    """Looks for a shard that fails repeatedly, so that a run does not wait until the runner gives
+    up.
 
     Args:
       store: of the run.
@@ -206,6 +207,6 @@ def transform_errors(where: str, own: str) -> Iterator[None]:
         if found is None or found[2].startswith(own):
             raise
         message = found[1]
-        if "Traceback" not in text:  # the error itself, not what a runner says of it
+        if "Traceback" not in text:  # the error itself, without the text that a runner adds
             message = f"{type(error).__name__}: {text[: found.end(1)]}"
         raise WorkerError(f"{where}: the transform {found[2]!r} failed: {message}") from error

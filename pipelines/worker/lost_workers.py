@@ -1,4 +1,4 @@
-"""Finds out what a worker process was doing when it died, from the file that it left."""
+"""Finds what a worker process was doing when it died, from the file that it left."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _make_table(store: Store, here: bool) -> WorkTable:
 
     def end_process(error: BeamjaxError) -> None:
         record_error(store, error)
-        os._exit(1)  # The runner sees a dead worker, and retries if it is one that does.
+        os._exit(1)  # The runner notices the dead worker, and some runners retry.
 
     table = WorkTable(folder, end_process)
     if table.has_file:
@@ -126,7 +126,7 @@ def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
     found = _lost(store)
     if not found:
         return None
-    # A runner that retries has given up on the last one.
+    # A runner that retries has given up after the last death.
     working = max(found, key=lambda working: max((e.since for e in working.entries), default=0))
     trace = _read_trace(store, working)
     error = _error_of(working, trace, steps)
@@ -170,7 +170,7 @@ class Look:
         if not self.keeps:
             return lost_worker(self.store, self.steps) if _deaths(self.store) >= OFTEN else None
         found = lost_worker(self.store, self.steps)
-        # Only at the second look, so that a runner that notices it can end in its own way.
+        # Only at the second look, so that a runner that notices the death can end in its own way.
         lost, self._lost = self._lost, found is not None
         return found if lost else None
 
@@ -265,7 +265,7 @@ def _crashed_thread(trace: str) -> str:
 
 
 def _culprit(entries: Sequence[WorkEntry], trace: str) -> WorkEntry | None:
-    """The work of the thread that crashed, or else the work that was begun first."""
+    """The work of the thread that crashed; if it is not known, the work that began first."""
     found = _CURRENT.search(trace)
     if found is not None:
         for entry in entries:

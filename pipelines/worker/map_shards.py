@@ -177,7 +177,7 @@ class MapShards(ComputeFn):
             self.recorder.flush()
 
     def _choose_thread(self) -> None:
-        """Has shards computed in other threads than this one as soon as that is known to pay."""
+        """Moves the computation of shards to other threads once shard times show that this pays."""
         assert self.dealer is not None
         alone = self.dealer.devices == (None,) and not self.execute[0].calls_back
         body = self.task.step.body
@@ -198,7 +198,7 @@ class MapShards(ComputeFn):
         arrays = [operands[name] for name in self.task.step.operands]
         begun = time.process_time()
         with self.task.at_work("computing", shard), with_settings(self.task.debugging):
-            # The threads of a CPU share what it has.
+            # The threads of a CPU share its executor.
             found = self.execute[device % len(self.execute)](shard, arrays, lost)
         meter.lap("compute")
         if not self.turns:
@@ -278,7 +278,7 @@ class MapShards(ComputeFn):
 
 
 def _turns(executors: tuple[ShardExecutor, ...]) -> list[Any]:
-    """The devices that take turns; one CPU computes in the thread of the bundle."""
+    """The devices to distribute shards over; one CPU computes in the thread of the bundle."""
     first = executors[0]
     alone = len(executors) == 1 and (first.calls_back or not first.copies)
     return [None if alone else execute.device for execute in executors]
@@ -323,5 +323,5 @@ class RunServer(ComputeFn):
         yield Environment(refs, task.accept(task.provenance(known)))
 
     def finish_bundle(self) -> None:
-        """Tells how long it took."""
+        """Reports the seconds of this bundle."""
         self.times.report()

@@ -1,4 +1,4 @@
-"""What a step does, as metrics of Beam that every runner shows."""
+"""The work of a step as metrics of Beam, which every runner shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMESPACE = "beamjax"
 class StepMetrics:
     """Counters of a step, and distributions of its seconds in a bundle, in milliseconds.
 
-    Unlike `Progress`, they count what a runner repeats: all that was done, not what is done.
+    Unlike `Progress`, they also count work that a runner repeats.
 
     Args:
       step: name of the step; a metric is called `step/members`.
@@ -28,7 +28,7 @@ class StepMetrics:
         self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in SECONDS}
 
     def add(self, bundle: Tally) -> None:
-        """What one bundle did."""
+        """The work of one bundle."""
         for name, counter in self._counters.items():
             counter.inc(getattr(bundle, name))
         for name, distribution in self._times.items():

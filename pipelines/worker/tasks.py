@@ -1,4 +1,4 @@
-"""The description of a step for workers, and what each process makes of it once.
+"""The description of a step for workers, and the executors that each process makes of it once.
 
 A DoFn is pickled by Beam, so it holds plain values only: steps as data, bodies and server values as
 references into the store, sources as specs.
@@ -78,7 +78,7 @@ def store_body(body: Body, store: Store, program: Ref | None) -> StoredBody:
 
 @dataclass(frozen=True)
 class Task(Generic[AnyStep]):
-    """A step, and where a worker finds what it needs.
+    """A step, with references to all that a worker needs for it.
 
     Attributes:
       plan: what the step needs of the plan: sizes, and the types of the values it reduces to.
@@ -300,4 +300,4 @@ def caching_for(store: Store) -> Iterator[None]:
 _executors: SharedCache[tuple[ShardExecutor, ...]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
 
 _checked: SharedCache[set[str]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
-"""For the store of a run, the bodies that do not read the padding of members."""
+"""For the store of a run, the bodies that are known not to read the padding of members."""
