@@ -185,6 +185,13 @@ TABLE: dict[str, dict[str, Row]] = {
         "`jnp.cumprod`, `lax.cummax`, `cummin` along members": Row(
             outside(lambda x: (jnp.cumprod(x, 0), lax.cummax(x, 0), lax.cummin(x, 0)))
         ),
+        "`jnp.cumsum` along members in a `lax.scan` of rounds": Row(
+            outside(
+                lambda x: lax.scan(
+                    lambda c, _: (c + jnp.mean(jnp.cumsum(x * c, 0)), c), jnp.ones(()), length=3
+                )
+            )
+        ),
         "`jnp.roll` along members, differentiated": Row(
             outside(jax.value_and_grad(lambda x: jnp.sum((x - jnp.roll(x, 1, 0)) ** 2)))
         ),

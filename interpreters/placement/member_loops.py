@@ -6,7 +6,7 @@ with a loop, outside of `map_fn`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -17,6 +17,7 @@ from beamjax.interpreters.program import (
     BranchEqn,
     Eqn,
     FlatBlock,
+    FlatProgram,
     LoopEqn,
     MemberEqn,
     Var,
@@ -69,7 +70,76 @@ def distributes(program: PlacedProgram, structure: Eqn) -> bool:
     inside_rules = (program.rules.get(eqn, ("", None))[1] for eqn in inside)
     if any(isinstance(rule, ReductionRule) for rule in inside_rules):
         return True
-    return all(program.place(atom) in (None, along) for atom, along in program.reads(structure))
+    return not gathers(program, structure)
+
+
+def gathers(program: PlacedProgram, structure: Eqn) -> bool:
+    """Whether a loop or a branch reads placed values on the server."""
+    return any(program.place(atom) not in (None, along) for atom, along in program.reads(structure))
+
+
+class OpenedLoops:
+    """Loops and branches without placed operators, whose equations are rewritten.
+
+    One that gathers members is opened: it is then placed like one with placed operators. It stays
+    open if its rounds are passes by that, without a gather.
+
+    Args:
+      flat: the program, in which they are opened and closed in place.
+    """
+
+    def __init__(self, flat: FlatProgram):
+        self._flat = flat
+        # By their first results: what they were, and the constants that they added to the program.
+        self._open: dict[Var, tuple[WholeEqn, list[Var]]] = {}
+        # First results of those that stay as they are now.
+        self._settled: set[Var] = set()
+
+    def have_changed(self, program: PlacedProgram, gathering: Mapping[Var, bool]) -> bool:
+        """Opens and closes loops; returns whether there were any.
+
+        Args:
+          program: as it was placed.
+          gathering: first results of loops that gather members, and whether their rounds are
+            passes nevertheless. They are not closed again.
+        """
+        found = gathering.keys() - self._settled
+        self._settled.update(var for var in found if gathering[var])
+        closed: set[Var] = set()
+        if not found:  # A loop may gather for one in it that is not open yet.
+            closed = {
+                eqn.outputs[0]
+                for eqn in program.flat.walk()
+                if eqn.blocks and eqn.outputs[0] in self._open and gathers(program, eqn)
+            } - self._settled
+            self._settled |= closed
+        for block in list(self._blocks(self._flat)):
+            for number, eqn in enumerate(block.eqns):
+                if eqn.outputs and eqn.outputs[0] in closed:
+                    block.eqns[number] = self._closed(eqn.outputs[0])
+                elif isinstance(eqn, WholeEqn) and eqn.outputs[0] in found:
+                    block.eqns[number] = self._opened(eqn)
+        return bool(found or closed)
+
+    def _blocks(self, block: FlatBlock) -> Iterator[FlatBlock]:
+        yield block
+        for eqn in block.eqns:
+            for inner in eqn.blocks:
+                yield from self._blocks(inner)
+
+    def _opened(self, eqn: WholeEqn) -> Eqn:
+        before = len(self._flat.inputs)
+        opened = eqn.expand(self._flat)
+        self._open[eqn.outputs[0]] = eqn, self._flat.inputs[before:]
+        return opened
+
+    def _closed(self, var: Var) -> Eqn:
+        eqn, constants = self._open.pop(var)
+        arguments = len(self._flat.arguments)
+        for constant in constants:
+            number = self._flat.inputs.index(constant)
+            del self._flat.inputs[number], self._flat.constants[number - arguments]
+        return eqn
 
 
 class _Check:

@@ -16,7 +16,12 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.associative_scans import associative_scans
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
-from beamjax.interpreters.placement.member_loops import as_member_equation, distributes
+from beamjax.interpreters.placement.member_loops import (
+    OpenedLoops,
+    as_member_equation,
+    distributes,
+    gathers,
+)
 from beamjax.interpreters.placement.order_statistics import order_statistics
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.reshaped import reshaped
@@ -95,16 +100,21 @@ def place(
     tried |= {view: along for view, along in views.items() if view not in fixed}
     gathering: set[Var] = set()
     # Members that are dropped leave gaps in the order of those of a shard.
-    rewrites = Rewrites(PATTERNS, moves=not guarded)
+    rewrites, opened = Rewrites(PATTERNS, moves=not guarded), OpenedLoops(flat)
     while True:
         rewrites.begin()
         inputs = {**fixed, **tried}
         program = PlacedProgram(flat.copied(), keys.sizes, inputs, shard_size=shard_size)
-        _Placing(program, keys, demand, gathering, rewrites).block(program.flat)
+        placing = _Placing(program, keys, demand, gathering, rewrites)
+        placing.block(program.flat)
         program.settle()
         return_slices(program)
         drop_unused(program.flat)
         if not rewrites.are_settled(program):
+            continue
+        if opened.have_changed(program, placing.gathering_loops):
+            # What those loops gathered was a reason not to rewrite other equations.
+            rewrites = Rewrites(PATTERNS, moves=not guarded)
             continue
         many = _selected_too_often(program)
         refuted = set() if many else _gathered_inputs(program, tried.keys(), guarded)
@@ -162,6 +172,9 @@ class _Placing:
         self.rewrites = rewrites
         self.rewriter: BlockRewriter | None = None
         self.is_inside_whole = False
+        # First results of the loops without placed operators that gather members, and whether their
+        # rounds are passes.
+        self.gathering_loops: dict[Var, bool] = {}
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
     def block(self, block: FlatBlock) -> None:
@@ -207,7 +220,11 @@ class _Placing:
         if found is not None:
             new, placement, rule = found
             program.expanded[eqn], program.rules[new] = [new], (placement, rule)
-        elif not program.flat.unrolled and distributes(program, structure):
+            return
+        are_passes = not program.flat.unrolled and distributes(program, structure)
+        if outer is not None and not program.flat.unrolled and gathers(program, structure):
+            self.gathering_loops[eqn.outputs[0]] = are_passes
+        if are_passes:
             program.expanded[eqn] = [structure]
         else:
             self.forget_equation(structure)
@@ -343,8 +360,9 @@ class _Placing:
             self.forget_equation(eqn)
 
     def forget_equation(self, eqn: Eqn) -> None:
-        if self.program.expanded.pop(eqn, None):
+        for made in self.program.expanded.pop(eqn, ()):
             self.rewrites.sources.pop(eqn.outputs[0], None)
+            self.forget_equation(made)
         self.program.rules.pop(eqn, None)
         self.program.borders.pop(eqn, None)
         for block in eqn.blocks:
