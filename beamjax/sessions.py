@@ -54,11 +54,8 @@ class Session:
           BeamjaxError: as `beamjax.run`. The session can be used further.
           OptionsError: also, the session is closed.
         """
-        found = self._options
-        if options is not None:
-            found = replace(run_options(options, None, self._runner), beam=self._options.beam)
-        if keep is not None:
-            found = run_options(found, keep, self._runner)
+        found = run_options(self._options if options is None else options, keep, self._runner)
+        found = replace(found, beam=self._options.beam)
         return run_work(prepare(fn, args, self._runner, found, workers=self._workers))
 
     def close(self) -> None:

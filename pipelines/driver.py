@@ -325,12 +325,9 @@ class Driver(ControlFlow[Value]):
         """The program of a step, which is the same in each round but for the step's name."""
         plain = replace(step, name=step_name(step.name))
         key = plain, tuple(written), use
-        programs, results = self.launcher.programs, self.launcher.results
-        if results.folders.keys().isdisjoint(written):
-            results = NOTHING
-        # A session has the program of an earlier run, which wrote to files of that run.
-        if key not in programs or programs[key].results != results:
-            programs[key] = Program(uuid.uuid4().hex, make(plain), tuple(written), results)
+        programs = self.launcher.programs
+        if key not in programs:
+            programs[key] = Program(uuid.uuid4().hex, make(plain), tuple(written))
         return programs[key]
 
     def _there(
@@ -344,11 +341,13 @@ class Driver(ControlFlow[Value]):
     ) -> list[Output]:
         """Runs a program on the workers."""
         stem = ""
+        # A session runs the program again for a call whose results go elsewhere.
+        results = self.launcher.results if written else NOTHING
 
         def current(number: int) -> Pass:
             nonlocal stem
             stem = f"pass-{number}"
-            return Pass(number, program.name, step.name, stem, served, sources)
+            return Pass(number, program.name, step.name, stem, served, sources, results)
 
         outputs = self.job.run(program, current, elements, self._check, self.monitor)
         self._find_written(stem, written)

@@ -38,11 +38,15 @@ class Answer:
     status: int = DONE
 
 
-def answers(work: Callable[..., Answer]) -> Callable[..., None]:
+def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., None]:
     """Makes a function that returns an `Answer` the callback of a command.
 
     The command gets the flags `--json` and `--traceback`. With `--json`, stdout has one JSON
     object, and what programs print goes to stderr.
+
+    Args:
+      work: the function.
+      refused: the exit status for an `OptionsError`.
     """
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -57,7 +61,8 @@ def answers(work: Callable[..., Answer]) -> Callable[..., None]:
             raise
         except (Exception, KeyboardInterrupt) as error:
             click.echo(_error_text(error, full), err=True)
-            answer = Answer({"error": error_data(error)}, "", status_of(error))
+            status = refused if isinstance(error, OptionsError) else status_of(error)
+            answer = Answer({"error": error_data(error)}, "", status)
         if as_json:
             found = {"ok": answer.status == DONE, **answer.data, "warnings": collected}
             click.echo(json.dumps(_strict(found), indent=1))

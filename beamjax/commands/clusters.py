@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import click
 
 from beamjax.commands.answers import DONE, FAILED, Answer, answers
+
+_answers = functools.partial(answers, refused=FAILED)
+"""click has checked the arguments: what is refused is a machine without a tool, or a cluster."""
 
 
 def _folder_option(work: Any) -> Any:
@@ -38,7 +42,7 @@ def flink() -> None:
 @_number("heap", 512, "MiB of the heap of each of them.")
 @_number("attempts", 8, "Failed tasks that are started again, in all, before a pipeline fails.")
 @_number("delay", 10, "Seconds before each of these.")
-@answers
+@_answers
 def up(folder: Path | None, **settings: int) -> Answer:
     """Start a cluster and wait until it takes jobs."""
     from beamjax.pipelines.clusters import flink_cluster
@@ -49,7 +53,7 @@ def up(folder: Path | None, **settings: int) -> Answer:
 
 @flink.command()
 @_folder_option
-@answers
+@_answers
 def status(folder: Path | None) -> Answer:
     """Show what runs; the exit status is 1 if not all does."""
     return _status(_absolute(folder))
@@ -57,7 +61,7 @@ def status(folder: Path | None) -> Answer:
 
 @flink.command()
 @_folder_option
-@answers
+@_answers
 def down(folder: Path | None) -> Answer:
     """Stop the cluster."""
     from beamjax.pipelines.clusters import flink_cluster
@@ -91,7 +95,7 @@ def prism() -> None:
 
 
 @prism.command()
-@answers
+@_answers
 def install() -> Answer:
     """Build Prism with Go into beamjax's cache."""
     from beamjax.pipelines.runners import prism as runner
@@ -101,7 +105,7 @@ def install() -> Answer:
 
 
 @prism.command()
-@answers
+@_answers
 def where() -> Answer:
     """Print the path that runner='PrismRunner' uses."""
     from beamjax.pipelines.runners import prism as runner

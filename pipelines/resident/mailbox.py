@@ -389,13 +389,11 @@ class Program:
       name: names the program.
       fn: the DoFn.
       written: the placed values that the worker writes of the blocks that `fn` emits.
-      results: those of them that go where the results of the run are kept.
     """
 
     name: str
     fn: StepFn
     written: tuple[str, ...] = ()
-    results: MaterializedOutputs = NOTHING
 
     def encode(self, secret: bytes) -> bytes:
         """The program as bytes, with a signature."""
@@ -430,6 +428,7 @@ class Pass:
       stem: first part of the names of the files with placed values.
       served: the server values that the DoFn takes as its side input; None for no side input.
       sources: the placed inputs that it reads, if any.
+      results: the placed values that go where the results of the run are kept.
     """
 
     number: int
@@ -438,6 +437,7 @@ class Pass:
     stem: str = ""
     served: Environment | None = None
     sources: Sources | None = None
+    results: MaterializedOutputs = NOTHING
 
 
 @dataclass(frozen=True)
@@ -491,6 +491,7 @@ def encode_task(task: WorkerTask) -> bytes:
         "pass": [current.number, current.program, current.step, current.stem],
         "served": _packed(current.served, arrays),
         "sources": None,
+        "results": to_plain(current.results),
     }
     if sources is not None:
         meta["sources"] = json.dumps([sources.specs, sources.where, sources.x64])
@@ -512,7 +513,8 @@ def decode_task(data: bytes) -> WorkerTask:
             sources = Sources(tuple(specs), pairs, x64)
         served = _unpacked(meta["served"], arrays)
         number, program, step, stem = meta["pass"]
-        current = Pass(number, program, step, stem, served, sources)
+        results = from_plain(MaterializedOutputs, meta["results"], "a task")
+        current = Pass(number, program, step, stem, served, sources, results)
         return WorkerTask(current, meta["number"], _unpacked(meta["elements"], arrays))
 
     return _decoded(data, unpack)

@@ -115,7 +115,7 @@ class _Bench:
         fn.setup()
         store = fn.store if task is None else task.store
         self._writers = [
-            WritePlaced(store, name, f"{current.stem}-placed-{number}", program.results)
+            WritePlaced(store, name, f"{current.stem}-placed-{number}", current.results)
             for number, name in enumerate(program.written)
         ]
         self._current = current

@@ -93,14 +93,20 @@ def test_arrays_that_change_are_read_again():
             x += 1
 
 
-def test_placed_results_go_to_files_of_their_call():
+def test_placed_results_go_to_files_of_their_call(tmp_path):
+    """The workers use the program of the first call again, but not its folder."""
+    own = {**OPTIONS, "results_folder": str(tmp_path)}
     with bj.session("DirectRunner", OPTIONS) as s:
         kept = [s.run(residuals, jnp.full(3, w), X, Y, keep="placed") for w in range(3)]
+        kept += [
+            s.run(residuals, jnp.full(3, w), X, Y, keep="placed", options=own) for w in range(2)
+        ]
         found = [np.asarray(each) for each in kept]
     expected = [
         bj.run(residuals, jnp.full(3, w), X, Y, runner="local", options=OPTIONS) for w in range(3)
     ]
-    assert_same_bits(found, [np.asarray(each) for each in expected])
+    assert_same_bits(found, [np.asarray(expected[w]) for w in (0, 1, 2, 0, 1)])
+    assert kept[-1].folder.startswith(str(tmp_path))
 
 
 def test_an_idle_session_ends_and_starts_again(expected):
